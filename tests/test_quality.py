@@ -28,30 +28,38 @@ def ends_in_its_own(row, window):
     )
 
 
-def test_rows_end_in_what_they_hold_and_the_control_in_what_they_do_not():
+def test_rows_are_alike_but_for_a_passage_and_its_copy():
     batch = rows()
     before = batch.tokens.copy()
-    copy, control = recall.pair(batch, WINDOW, (1, 2))
+    read, control, unread = recall.copies(batch, WINDOW, (1, 2))
     assert (batch.tokens == before).all()
-    for each in (copy, control):
+    for each in (read, control):
         assert (each.tokens[:, :-PASSAGE] == before[:, :-PASSAGE]).all()
         assert each.segment_ids is None
-    assert all(ends_in_its_own(row, WINDOW) for row in copy.tokens)
-    assert not any(ends_in_its_own(row, 0) for row in control.tokens)
-    both = [np.sort(x.tokens[:, -PASSAGE:].ravel()) for x in (copy, control)]
+    assert all(ends_in_its_own(row, WINDOW) for row in read.tokens)
+    assert not any(ends_in_its_own(row, 0) for row in (*control.tokens, *unread.tokens))
+    assert (unread.tokens[:, -PASSAGE:] == read.tokens[:, -PASSAGE:]).all()
+    starts = recall.passages(batch, WINDOW, (1, 2))
+    for row, start in enumerate(starts):
+        changed = unread.tokens[row] != read.tokens[row]
+        assert not changed[:start].any() and not changed[start + PASSAGE :].any()
+        there = unread.tokens[row, start : start + PASSAGE]
+        assert (there == before[row - 1, start : start + PASSAGE]).all()
+        assert (there == control.tokens[row, -PASSAGE:]).all()
+    both = [np.sort(x.tokens[:, -PASSAGE:].ravel()) for x in (read, control)]
     assert (both[0] != both[1]).any()  # places differ from row to row
-    again, _ = recall.pair(batch, WINDOW, (1, 2))
-    assert (again.tokens == copy.tokens).all()
-    other, _ = recall.pair(batch, WINDOW, (1, 3))
-    assert (other.tokens != copy.tokens).any()
+    again = recall.copies(batch, WINDOW, (1, 2))
+    assert (again.read.tokens == read.tokens).all()
+    other = recall.copies(batch, WINDOW, (1, 3))
+    assert (other.read.tokens != read.tokens).any()
 
 
 def test_rows_without_room_have_none():
     packed = Batch(rows().tokens, np.zeros((50, WIDTH), np.int32))
-    assert recall.pair(packed, WINDOW, (0,)) is None
-    assert recall.pair(rows(1), WINDOW, (0,)) is None
-    assert recall.pair(rows(), WIDTH - 2 * PASSAGE, (0,)) is None
-    assert recall.pair(rows(), WIDTH - 2 * PASSAGE - 1, (0,)) is not None
+    assert recall.copies(packed, WINDOW, (0,)) is None
+    assert recall.copies(rows(1), WINDOW, (0,)) is None
+    assert recall.copies(rows(), WIDTH - 2 * PASSAGE, (0,)) is None
+    assert recall.copies(rows(), WIDTH - 2 * PASSAGE - 1, (0,)) is not None
 
 
 def reader(batch):
@@ -70,20 +78,36 @@ def reader(batch):
 
 def test_what_a_reader_gains():
     """Of 64 tokens it knows all but the first five, which follow too little of the passage."""
-    pair = recall.pair(rows(), WINDOW, (0,))
-    losses = np.array([[reader(x) for x in pair]])
-    found = recall.gain(losses, WIDTH - 1)
-    assert found == pytest.approx(4.0 * (PASSAGE - 5) / PASSAGE, abs=0.01)
-    assert recall.gain(losses[:, ::-1], WIDTH - 1) == pytest.approx(-found)
+    read, *others = recall.copies(rows(), WINDOW, (0,))
+    for other in others:
+        losses = np.array([[reader(x) for x in (read, other)]])
+        found = recall.gain(losses, WIDTH - 1)
+        assert found == pytest.approx(4.0 * (PASSAGE - 5) / PASSAGE, abs=0.01)
+        assert recall.gain(losses[:, ::-1], WIDTH - 1) == pytest.approx(-found)
+
+
+def test_what_fits_the_text_around_it_is_no_copy():
+    """Rows of five subjects, and a model without a memory that knows the subject of the token
+    before."""
+    subject = np.arange(50)[:, None] % 5
+    batch = Batch(subject * 50 + np.random.default_rng(0).integers(0, 50, (50, WIDTH)))
+
+    def loss(batch):
+        last = batch.tokens[:, -PASSAGE:] // 50
+        return np.where(last == batch.tokens[:, [-PASSAGE - 1]] // 50, 1.0, 5.0).mean()
+
+    found = [loss(x) for x in recall.copies(batch, WINDOW, (0,))]
+    assert found == [1.0, 5.0, 1.0]
 
 
 def test_a_run_ends_with_its_recall(tmp_path):
     """Of rows that are long enough; the tiny model has learned nothing of it."""
     for length, there in ((200, True), (32, False)):
         run = run_of(tmp_path / str(length), "torch", task("nsa", seq_len=length, steps=2))
-        gain = loop.run(run, loop.Stop()).recall_gain
-        assert (gain is not None) == there
-        assert gain is None or abs(gain) < 0.5
+        end = loop.run(run, loop.Stop())
+        for gain in (end.recall_gain, end.copied_gain):
+            assert (gain is not None) == there
+            assert gain is None or abs(gain) < 0.5
 
 
 def slow_kinds(tokens, order, window, segments=None):
@@ -151,8 +175,8 @@ def test_a_hit_is_the_block_of_the_next_token():
         source = start + query + 1 - (length + 1 - PASSAGE)
         indices[query, 0, 3] = source // 16
         indices[query, 1, 3] = source // 16 + 1
-    hit, chance = measures.hit(indices, start, config)
-    assert hit == 0.5
+    hits, chance = measures.hit(indices, start, config)
+    assert hits.tolist() == [1.0, 0.0]
     own = np.arange(length - PASSAGE + 1 + measures.KNOWN, length - 1) // 16
     assert chance == pytest.approx((3 / (own + 1 - 3)).mean())
     near = length - PASSAGE - 5  # in forced blocks

@@ -133,13 +133,16 @@ class Summary(Line):
     steps: int  # done
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
+    copied_gain: float | None = None  # the same
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
     hits: list[list[float]] | None = None
+    # By layer, head and half of the rows: the same, and where another text stands there.
+    heads: list[list[list[list[float]]]] | None = None
 
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "hits"})
+OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "copied_gain", "hits", "heads"})
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:

@@ -116,7 +116,9 @@ class HeldOut:
         return of(found, counts)
 
 
-def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[float, float] | None:
+def hit(
+    indices: np.ndarray, start: int, config: NSAConfig
+) -> tuple[np.ndarray, float] | None:
     """Of a row that ends in a copy: how often a selection holds the block of the token that comes
     next, and how often one at random would.
 
@@ -125,8 +127,8 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[float, floa
       start: where in the row of T + 1 tokens the passage stands that its last ones copy.
 
     Returns:
-      Means over heads and over the queries within the copy for which the block is no forced one;
-      None: there is no such query.
+      By head `[heads]`, and chance, each the mean over the queries within the copy for which the
+      block is no forced one; None: there is no such query.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
@@ -135,7 +137,21 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[float, floa
     free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
     if not free.any():
         return None
-    found = (indices[query] == wanted[:, None, None]).any(-1)[free].mean()
+    found = (indices[query] == wanted[:, None, None]).any(-1)[free].mean(axis=0)
     forced = config.num_initial + config.num_local
     chance = (config.num_selected - forced) / np.maximum(own + 1 - forced, 1)[free]
-    return float(found), float(np.minimum(chance, 1).mean())
+    return found, float(np.minimum(chance, 1).mean())
+
+
+def found(heads: np.ndarray) -> tuple[float, float]:
+    """Hits of the head that finds copies best, and its hits where another text stands.
+
+    Args:
+      heads: `[layers, heads, 2, 2]`, of each half of the rows the two. The best head is chosen by
+        one half and measured by the other, so that the choice adds nothing.
+    """
+    heads = heads.reshape(-1, 2, 2)
+    best = (heads[..., 0] - heads[..., 1]).argmax(axis=0)
+    both = [heads[best[1 - half], half] for half in (0, 1)]
+    hit, unread = np.mean(both, axis=0).tolist()
+    return hit, unread

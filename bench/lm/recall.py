@@ -1,16 +1,22 @@
 """A needle for a language model: does it predict a passage better that it has read before?
 
-A row of held-out text ends in a passage that stands in it further up, or, the control, in one
-that stands at the same place of another row. All tokens before are the same in both, and over
-many rows both passages come from the same text, so that what differs is what was read:
+A row of held-out text ends in a passage p that stands in it further up. Beside it stand two rows
+that are the same but for one of the two places, which has what stands there in another row:
 
-    row       .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
+    read      .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
     control   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
+    unread    .. q_1 .. q_64 .. .. .. .. .. .. p_1 .. p_64
 
-    gain = (mean loss of the control - mean loss of the row) * tokens / 64     nats a token
+    recall    (mean loss of the control - mean loss of the row read) * tokens / 64
+    copied    (mean loss of the row unread - mean loss of the row read) * tokens / 64
 
-The passage lies beyond the sliding window: only compressed and selected tokens tell of it.
+in nats a token of the passage. Over many rows p and q come from the same text, but p fits the text
+around it better, which `recall` has in it: a model without a memory has some. `copied` is of the
+same tokens after the same ones: all of it comes from the passage's first place. That lies beyond
+the sliding window: only compressed and selected tokens tell of it.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +25,16 @@ from .data import Batch
 PASSAGE = 64  # tokens
 
 
-def pair(batch: Batch, window: int, seed: tuple[int, ...]) -> tuple[Batch, Batch] | None:
-    """Rows of `batch` that end in what they hold, and in what the row before holds.
+class Copies(NamedTuple):
+    """The three kinds of rows, in the order of the rows that they are made of."""
+
+    read: Batch
+    control: Batch
+    unread: Batch
+
+
+def copies(batch: Batch, window: int, seed: tuple[int, ...]) -> Copies | None:
+    """Of the rows of `batch`; other texts are those of the row before.
 
     Args:
       batch: two rows or more, of one sequence each.
@@ -36,20 +50,22 @@ def pair(batch: Batch, window: int, seed: tuple[int, ...]) -> tuple[Batch, Batch
     if segments is not None or rows < 2 or places < 1:
         return None
     columns = passages(batch, window, seed)[:, None] + np.arange(PASSAGE)
-    found = np.take_along_axis(tokens, columns, axis=1)
-    others = np.take_along_axis(np.roll(tokens, 1, axis=0), columns, axis=1)
-    copies = tokens.copy(), tokens.copy()
-    for each, passage in zip(copies, (found, others), strict=True):
-        each[:, -PASSAGE:] = passage
-    return Batch(copies[0]), Batch(copies[1])
+    passage = np.take_along_axis(tokens, columns, axis=1)
+    other = np.take_along_axis(np.roll(tokens, 1, axis=0), columns, axis=1)
+    read, control, unread = (tokens.copy() for _ in Copies._fields)
+    read[:, -PASSAGE:] = unread[:, -PASSAGE:] = passage
+    control[:, -PASSAGE:] = other
+    np.put_along_axis(unread, columns, other, axis=1)
+    return Copies(Batch(read), Batch(control), Batch(unread))
 
 
 def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where in the rows of `batch` the passages of `pair` begin."""
+    """Where in the rows of `batch` the passages of `copies` begin."""
     rows, width = batch.tokens.shape
     return np.random.default_rng(seed).integers(0, width - 2 * PASSAGE - window, rows)
 
 
 def gain(losses: np.ndarray, tokens: int) -> float:
-    """Nats a token of the passage, of mean losses `[batches, 2]` of rows of `tokens`."""
+    """Nats a token of the passage, of mean losses `[batches, 2]` of rows of `tokens`: read, and
+    of one of the other kinds."""
     return float((losses[:, 1] - losses[:, 0]).mean() * tokens / PASSAGE)
