@@ -7,19 +7,22 @@ One layer, without its projections and its indexer. Every query gets its own blo
 those that it may see: at random, or (`--overlap 0.95`) those of the query before it, of which each
 is drawn anew with that probability less than 1. A row of JSON each in `--out`:
 
-  nsa_blocks    `nsa_torch.block_attention` on the blocks
+  nsa_torch     `block_attention` in its own layout, `index_blocks`, `indexer_kl`
+  nsa_blocks    the same in transformers' layout: what `attn_implementation="nsa_blocks"` runs
   sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
                 makes of the blocks at every layer: its time counts
   flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
                 each pair; what it reads of the blocks is made before, and does not count
   ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
                 `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
-                indexer (`eager`) and on `index_blocks` (`nsa_blocks`)
+                indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the
+                indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients
   peak_gib      the most that was allocated, arguments included
   error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
                 twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
-                of float32 scores: 2 % at most
+                of float32 scores: 2 % at most. Of the loss, from the plain implementation: two
+                roundings at most
 
 Needs the extra `hf`.
 """
@@ -48,8 +51,9 @@ from .harness import (
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
-IMPLEMENTATIONS = "nsa_blocks", "sdpa", "eager", "flex"
-MODES = "forward", "fwdbwd", "indexer"
+OURS = "nsa_torch", "nsa_blocks"
+IMPLEMENTATIONS = *OURS, "sdpa", "eager", "flex"
+MODES = "forward", "fwdbwd", "indexer", "loss"
 LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
 HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
@@ -73,8 +77,9 @@ SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
 COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
-TIMES_SDPA = 2.0
-INDEXED = "nsa_blocks", "eager"  # what has an indexer
+LOSS_RESULTS = ("loss", "index_query", "index_key")
+TIMES_SDPA, LOSS_ROUNDINGS = 2.0, 2
+HAS = {"indexer": (*OURS, "eager"), "loss": ("nsa_torch",)}  # implementations of a mode
 HIDDEN, LISTS_APART = 256, 0.02
 
 
@@ -98,7 +103,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     indices: Tensor,
-    mask: Any = None,
+    read: Any = None,
 ) -> Tensor:
     """The output `[B, Sq, H, Dv]` of an implementation; arguments as the model hands them to it.
 
@@ -107,17 +112,21 @@ def attend(
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last tokens.
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
-      mask: of `flex`, what `flex_blocks.mask_of` makes of the indices.
+      read: what `flex_blocks.mask_of` makes of the indices for `flex`, `lists_of` for `nsa_torch`.
     """
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
 
+    import nsa_torch
     from nsa_torch.huggingface.block_selection import block_attention
     from nsa_torch.huggingface.compatibility import sdpa_attention_forward
 
     if name == "nsa_blocks":
         return block_attention(of, query, key, value, None, block_indices=indices)[0]
+    if name == "nsa_torch":
+        own_layout = (x.transpose(1, 2) for x in (query, key, value))
+        return nsa_torch.block_attention(*own_layout, read, block_size=of.indexer.block_size)
     if name == "flex":
-        return flex_blocks.attend(query, key, value, mask)
+        return flex_blocks.attend(query, key, value, read)
     queries, keys = query.shape[2], key.shape[2]
     positions = torch.arange(keys - queries, keys, device=query.device)
     positions = positions.expand(query.shape[0], -1)
@@ -125,6 +134,11 @@ def attend(
     mask = of.indexer.build_block_mask(indices, *about)
     function = sdpa_attention_forward if name == "sdpa" else eager_attention_forward
     return function(of, query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
+
+
+def lists_of(indices: Tensor) -> Tensor:
+    """int32 `[B, Sq, Hkv, n]` of indices `[B, Hkv, Sq, n]`."""
+    return indices.transpose(1, 2).to(torch.int32).contiguous()
 
 
 def random_blocks(
@@ -189,12 +203,12 @@ class Problem:
         return random_blocks(*sizes, device())
 
     def results(
-        self, name: str, tensors: Sequence[Tensor], indices: Tensor, mask: Any = None
+        self, name: str, tensors: Sequence[Tensor], indices: Tensor, read: Any = None
     ) -> list[Tensor]:
         """The output, and with gradients those for it as its own."""
         of = layer_of(HEADS.value, KV_HEADS.value, BLOCK.value, CHOSEN.value)
         query, key, value = tensors
-        out = attend(name, of, query, key, value, indices, mask)
+        out = attend(name, of, query, key, value, indices, read)
         if self.mode == "forward":
             return [out]
         return [out, *torch.autograd.grad(out, tensors, out.detach())]
@@ -205,12 +219,19 @@ class Problem:
             reason = "torch has gradients of FlexAttention on a GPU alone"
             return {"status": "unsupported", "reason": reason}
         if self.mode == "indexer":
-            indexer = Indexer(self.length)
-            call: Callable[..., Any] = lambda _=0: indexer.blocks(name)
+            call: Callable[..., Any] = Indexer(self.length).of(name)
+        elif self.mode == "loss":
+            loss = Loss(self, self.length)
+            call = lambda _=0: loss.results(None)
         else:
             tensors, indices = self.tensors(), self.blocks()
-            mask = self.mask(name, indices)
-            call = lambda _=0: self.results(name, tensors, indices, mask)
+            if name == "nsa_torch":
+                tensors = [
+                    x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors
+                ]
+                tensors = [x.requires_grad_(self.mode == "fwdbwd") for x in tensors]
+            read = self.read(name, indices)
+            call = lambda _=0: self.results(name, tensors, indices, read)
         try:
             return {"status": "ok"} | _timed(call)
         except RuntimeError as error:
@@ -218,8 +239,10 @@ class Problem:
                 raise
             return {"status": "oom", "reason": str(error).partition(". GPU")[0]}
 
-    def mask(self, name: str, indices: Tensor) -> Any:
-        """What `flex` reads."""
+    def read(self, name: str, indices: Tensor) -> Any:
+        """What `attend` reads beside the indices."""
+        if name == "nsa_torch":
+            return lists_of(indices)
         if name != "flex":
             return None
         return flex_blocks.mask_of(indices, self.length, BLOCK.value, HEADS.value)
@@ -227,7 +250,11 @@ class Problem:
     def errors(self) -> Mapping[str, Mapping[str, float]]:
         """Of each implementation's results for the last queries, from `eager` in float32."""
         if self.mode == "indexer":
-            return {name: Indexer(self.length).errors() for name in INDEXED}
+            return dict.fromkeys(HAS["indexer"], Indexer(self.length).errors())
+        if self.mode == "loss":
+            loss = Loss(self, CHECKED.value)
+            pairs = zip(LOSS_RESULTS, loss.results(None), loss.results("torch"), strict=True)
+            return {"nsa_torch": {n: _distance(x, y.float()) for n, x, y in pairs}}
         (query, *rest), indices = self.tensors(), self.blocks()[:, :, -CHECKED.value :]
         query = query.detach()[:, :, -CHECKED.value :].requires_grad_(query.requires_grad)
         tensors = [query, *rest]
@@ -235,7 +262,7 @@ class Problem:
         expected = self.results("eager", wide, indices)
         found = {name: {} for name in NAMES.value}
         for name in filter(_runs, dict.fromkeys((*NAMES.value, "sdpa"))):
-            results = self.results(name, tensors, indices, self.mask(name, indices))
+            results = self.results(name, tensors, indices, self.read(name, indices))
             pairs = zip(RESULTS, results, expected, strict=False)
             found[name] = {n: _distance(x, y) for n, x, y in pairs}
         return found
@@ -278,25 +305,73 @@ class Indexer:
         return self.module(self.hidden, self.embedding, None, self.position)
 
     @torch.no_grad()
-    def errors(self) -> dict[str, float]:
-        """The share of lists of ours that float32 scores do not give."""
+    def projected(self) -> tuple[Tensor, Tensor]:
+        """Queries `[B, S, Hi, D]` and keys `[B, S, D]`."""
+        made = self.module
+        project = lambda norm, to: norm(to(self.hidden).unflatten(-1, (-1, WIDTH.value)))
+        key = project(made.k_norm, made.k_proj).squeeze(2)
+        return project(made.q_norm, made.q_proj), key
+
+    def of(self, name: str) -> Callable[..., Tensor]:
+        """What is timed."""
+        if name != "nsa_torch":
+            return lambda _=0: self.blocks(name)
+        query, key = self.projected()
+        return lambda _=0: self.indexed(query, key, None)
+
+    def indexed(self, query: Tensor, key: Tensor, implementation: str | None) -> Tensor:
         import nsa_torch
 
+        sizes = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
+        return nsa_torch.index_blocks(query, key, **sizes, implementation=implementation)
+
+    @torch.no_grad()
+    def errors(self) -> dict[str, float]:
+        """The share of lists of ours that float32 scores do not give."""
         checked = slice(-CHECKED.value, None)
         found = self.blocks("nsa_blocks").transpose(1, 2)[:, checked]
-        made = self.module
-        project = lambda norm, to: norm(
-            to(self.hidden).unflatten(-1, (-1, WIDTH.value))
-        ).float()
-        query, key = project(made.q_norm, made.q_proj), project(made.k_norm, made.k_proj)
-        want = nsa_torch.index_blocks(
-            query[:, checked],
-            key.squeeze(2),
-            pool=BLOCK.value,
-            num_selected=CHOSEN.value,
-            implementation="torch",
-        )
+        query, key = (x.float() for x in self.projected())
+        want = self.indexed(query[:, checked], key, "torch")
         return {"lists": (found != want).any(dim=-1).double().mean().item()}
+
+
+class Loss:
+    """`indexer_kl` of the last `queries`, over the blocks of a problem."""
+
+    def __init__(self, problem: Problem, queries: int):
+        import nsa_torch
+
+        with torch.no_grad():
+            last = slice(-queries, None)
+            query, key, value = (
+                x.detach().transpose(1, 2).contiguous() for x in problem.tensors()
+            )
+            query, lists = query[:, last].contiguous(), lists_of(problem.blocks()[:, :, last])
+            _, lse = nsa_torch.block_attention(
+                query, key, value, lists, block_size=BLOCK.value, return_residual=True
+            )
+        draw = torch.Generator(device()).manual_seed(1)
+        about = {"generator": draw, "device": device(), "dtype": query.dtype}
+        batch, width = BATCH.value, WIDTH.value
+        self.index_query = torch.randn(batch, queries, KV_HEADS.value, width, **about)
+        self.index_key = torch.randn(batch, problem.length, width, **about)
+        for x in (self.index_query, self.index_key):
+            x.requires_grad_()
+        self.attention, self.lists = (query, key, lse), lists
+
+    def results(self, implementation: str | None) -> list[Tensor]:
+        """The loss, and gradients of its mean."""
+        import nsa_torch
+
+        indexer = self.index_query, self.index_key
+        loss = nsa_torch.indexer_kl(
+            *self.attention,
+            *indexer,
+            self.lists,
+            block_size=BLOCK.value,
+            implementation=implementation,
+        )
+        return [loss, *torch.autograd.grad(loss.mean(), indexer)]
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -319,6 +394,19 @@ def _timed(call: Callable[..., Any]) -> dict[str, Any]:
         "p80_ms": found.p80_ms,
         "peak_gib": peak,
     }
+
+
+def _judged(mode: str, name: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Status and reason where a result of ours is wrong."""
+    found, eps = errors[name], torch.finfo(getattr(torch, DTYPE.value)).eps
+    if mode == "indexer":
+        most, than = dict.fromkeys(found, LISTS_APART), "float32's"
+    elif mode == "loss":
+        most, than = dict.fromkeys(found, LOSS_ROUNDINGS * eps), "plain"
+    else:
+        most, than = {n: TIMES_SDPA * x + eps for n, x in errors["sdpa"].items()}, "sdpa"
+    far = {n: x for n, x in found.items() if not x <= most[n]}
+    return {"status": "wrong", "reason": f"farther than {than}: {far}"} if far else {}
 
 
 def device() -> str:
@@ -357,27 +445,20 @@ def main(argv: Sequence[str]) -> int:
         for mode in MODE.value:
             problem = Problem(length, mode)
             errors = problem.errors()
-            names = [x for x in NAMES.value if mode != "indexer" or x in INDEXED]
+            names = [x for x in NAMES.value if x in HAS.get(mode, IMPLEMENTATIONS)]
             for name in names:
                 heartbeat.say(f"{mode} {length} {name}")
                 row = {"S": length, "mode": mode, "implementation": name, **sizes}
                 row |= {"error_rms": errors[name]} | problem.row(name)
-                if name == "nsa_blocks" and row["status"] == "ok" and mode == "indexer":
-                    if errors[name]["lists"] > LISTS_APART:
-                        row |= {"status": "wrong", "reason": f"other lists: {errors[name]}"}
-                elif name == "nsa_blocks" and row["status"] == "ok":
-                    near, eps = errors["sdpa"], torch.finfo(getattr(torch, DTYPE.value)).eps
-                    most = {n: TIMES_SDPA * x + eps for n, x in near.items()}
-                    far = {n: x for n, x in errors[name].items() if not x <= most[n]}
-                    if far:
-                        row |= {"status": "wrong", "reason": f"farther than sdpa: {far}"}
+                if name in OURS and row["status"] == "ok":
+                    row |= _judged(mode, name, errors)
                 statuses.append((name, str(row["status"])))
                 print(line(row), flush=True)
                 if OUT.value:
                     records.append_lines(OUT.value, [about | row])
                 if device() != "cpu":
                     torch.cuda.empty_cache()
-    ours = [status for name, status in statuses if name == "nsa_blocks"]
+    ours = [status for name, status in statuses if name in OURS]
     return exit_status.of_statuses(ours, [status for _, status in statuses])
 
 

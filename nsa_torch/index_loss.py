@@ -60,9 +60,9 @@ def indexer_kl(
       scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
       kv_len: number of keys; None: `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
-      implementation: `torch` or None (a chunk of queries at a time), or `triton` (kernels: GPUs
-        from Ampere on; named blocks, no packed rows, an index head for each key/value head or more;
-        keeps a number of 16 bits for each query, index head and listed key).
+      implementation: `triton` (kernels: GPUs from Ampere on; named blocks, no packed rows, an index
+        head for each key/value head or more; keeps a number of 16 bits for each query, index head
+        and listed key), `torch` (a chunk of queries at a time), or None: the first that can.
 
     Returns:
       float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
@@ -111,7 +111,7 @@ def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> st
     """
     if asked not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked in (None, "torch"):  # the kernels have run in Triton's interpreter alone
+    if asked == "torch":
         return "torch"
     reason = "takes named blocks, got all keys"
     if work.block_indices is not None:
@@ -119,9 +119,9 @@ def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> st
     if work.where.cu_seqlens is not None:
         reason = "takes no packed rows"
     reason = reason or device_why_not(work.query)
-    if reason is not None:
+    if asked == "triton" and reason is not None:
         raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "triton"
+    return "torch" if reason is not None else "triton"
 
 
 class _Work(NamedTuple):
