@@ -2,6 +2,8 @@
 small problems shall have all of it.
 """
 
+import importlib
+
 LIMITS = {
     "jax_chunk_bytes": ("nsa_jax.chunks.BUDGET_BYTES", "nsa_jax.branches.BUDGET_BYTES"),
     "torch_chunk_bytes": ("nsa_torch.chunks.BUDGET_BYTES",),
@@ -10,6 +12,28 @@ LIMITS = {
     "long_list": ("nsa_core.steps.mosaic_gather.LONG_LIST",),
     "gathered_bytes": ("nsa_core.steps.mosaic_gather.MAX_BYTES",),
     "ds_chunk_bytes": ("nsa_core.steps.mosaic_stored_ds.CHUNK_BYTES",),
+    "least_released": ("nsa_core.plan.planner.LEAST_RELEASED",),
+    "many_pinned": ("nsa_torch.shared.MANY_PINNED",),
+    "graph_after": ("kernels_pallas.runtime.sequence.GRAPH_AFTER",),
+    "held_bytes": ("nsa_interop.dlpack.HELD_BYTES",),
+    "debug_bytes": ("nsa_core.debug.MAX_BYTES",),
+    "min_interval": ("kernels_pallas.specs.work_items.MIN_INTERVAL",),
+    "min_segment": ("kernels_pallas.specs.work_items.MIN_SEGMENT",),
+    "item_entries": ("kernels_pallas.specs.work_items.MAX_ENTRIES",),
+    "query_list_chunks": ("kernels_pallas.specs.block_query_lists.CHUNKS",),
+    "query_list_bits": ("kernels_pallas.specs.block_query_lists.BITS",),
+    "list_window": ("kernels_pallas.mosaic.tile_block_lists.WINDOW",),
+    "triton_segment": ("kernels_pallas.triton.descriptions.SEGMENT",),
+    "triton_programs": ("kernels_pallas.triton.descriptions.PROGRAMS",),
+    "index_segment": ("kernels_pallas.triton.index_descriptions.SEGMENT",),
+    "decode_split": ("kernels_pallas.triton.decode_descriptions.SPLIT",),
+    "decode_candidates": ("kernels_pallas.triton.decode_descriptions.CANDIDATES",),
+    "decode_gathered": ("kernels_pallas.triton.decode_descriptions.GATHERED",),
+    "oracle_elements": ("bench.judge.oracle.FORWARD_ELEMENTS",),
+    "shortfall_rows": ("bench.judge.selection_shortfall.MAX_ROWS",),
+    "slope_elements": ("bench.judge.parity.SLOPE_ELEMENTS",),
+    "judged_elements": ("bench.judge.parity.CHUNK",),
+    "rounds_of_parts": ("bench.harness.parts.ROUNDS",),
 }
 
 
@@ -17,4 +41,5 @@ def set_limits(monkeypatch, **values):
     """Of a test, by the names of `LIMITS`."""
     for name, value in values.items():
         for place in LIMITS[name]:
-            monkeypatch.setattr(place, value)
+            module, _, attribute = place.rpartition(".")
+            monkeypatch.setattr(importlib.import_module(module), attribute, value)

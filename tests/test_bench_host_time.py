@@ -9,6 +9,7 @@ from absl import flags
 
 from bench import host_time
 from kernels_pallas.runtime import sequence
+from tests.limits import set_limits
 
 
 def posed(form, factor):
@@ -45,7 +46,7 @@ def test_percentiles_are_of_all_rounds():
 
 
 def test_a_form_ends_with_its_block(monkeypatch):
-    monkeypatch.setattr(sequence, "GRAPH_AFTER", 3)
+    set_limits(monkeypatch, graph_after=3)
     with host_time.form("graphs"):
         assert sequence.GRAPH_AFTER == 3
     with pytest.raises(KeyError), host_time.form("each"):

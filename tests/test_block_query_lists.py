@@ -7,6 +7,7 @@ import torch
 from kernels_pallas.mosaic.block_query_lists import Walk
 from kernels_pallas.specs import block_query_lists
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
+from tests.limits import set_limits
 from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 
 KEYS = 64  # of a tile
@@ -125,8 +126,7 @@ def test_emulated(name):
 @by_spec
 def test_several_words_and_windows(monkeypatch, name):
     """Chunks are longer than a word, sequences longer than what has bits at a time."""
-    monkeypatch.setattr(block_query_lists, "CHUNKS", 1)
-    monkeypatch.setattr(block_query_lists, "BITS", 32)
+    set_limits(monkeypatch, query_list_chunks=1, query_list_bits=32)
     spec = SPECS[name]
     assert spec.words_of_chunk > 1
     assert (spec.key_tiles > spec.window) == name.endswith("long")

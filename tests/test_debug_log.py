@@ -17,6 +17,7 @@ from bench.harness.process import ROOT
 from nsa_core import debug
 from nsa_jax import jax_debug
 from tests.inputs import SMALL
+from tests.limits import set_limits
 
 T, H, HKV, D = 24, 4, 2, 8
 STEPS = ("scores", "compressed", "selected", "sliding")
@@ -126,7 +127,7 @@ def test_compare_sees_a_wrong_branch(framework, arrays, lines, monkeypatch):
 
 
 def test_compare_refuses_a_dense_reference_that_is_too_large(arrays, lines, monkeypatch):
-    monkeypatch.setattr(debug, "MAX_BYTES", 1000)
+    set_limits(monkeypatch, debug_bytes=1000)
     told = lines("compare")
     call("jax", arrays)
     assert len(told()) == len(STEPS)

@@ -11,6 +11,7 @@ from kernels_pallas.specs import block_query_lists
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.work_items import WorkItems
+from tests.limits import set_limits
 from tests.test_block_query_lists import draw, needs_gpu
 from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 
@@ -88,8 +89,7 @@ def test_emulated(monkeypatch, name, few):
     """`few`: chunks of several words, and few blocks that have bits at a time."""
     spec = SPECS[name]
     if few:
-        monkeypatch.setattr(block_query_lists, "CHUNKS", 1)
-        monkeypatch.setattr(block_query_lists, "BITS", 32)
+        set_limits(monkeypatch, query_list_chunks=1, query_list_bits=32)
         spec = dataclasses.replace(spec, segment=spec.lists.chunk)
         assert spec.lists.words_of_chunk > 1
     arrays = arrays_of(spec, seed=few)

@@ -22,6 +22,7 @@ from nsa_core.steps import mosaic_gather
 from nsa_core.types import Branches
 from nsa_jax import mosaic
 from tests.inputs import PAPER, Case, problem
+from tests.limits import set_limits
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
@@ -36,8 +37,7 @@ def leaving(monkeypatch):
     """Every tile after one with more than two blocks is gathered, in segments of few tokens;
     the kernels of partials that are built.
     """
-    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
-    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 1)
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1)
     built = []
 
     def remembered(spec, build):
@@ -170,7 +170,7 @@ def test_where_tokens_may_leave(change, packed, limit):
 @pytest.fixture
 def long_parts(leaving, monkeypatch):
     """Parts of a thousand tokens or so: each kernel of each is compiled into the call."""
-    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 2**24)
+    set_limits(monkeypatch, gathered_bytes=2**24)
     return leaving
 
 
@@ -262,7 +262,7 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
 
 def test_partials_are_at_most_half_an_output(monkeypatch):
     """Where an output is larger than what partials may take in any case."""
-    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 1)
+    set_limits(monkeypatch, gathered_bytes=1)
     kernels = kernels_of(
         length=8192,
         heads=16,

@@ -31,6 +31,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_backward, mosaic_lists
 from nsa_jax import geometry, mosaic
 from tests.inputs import segment_ids
+from tests.limits import set_limits
 
 FIELDS = ("position", "key_start", "compressed_start")
 
@@ -313,10 +314,7 @@ def short(monkeypatch):
     describes = block_query_lists.count_entries, block_query_lists.fill_lists
     for describe in (*describes, work_items.work_items):  # which know no `CHUNKS`
         monkeypatch.setattr(describe.__module__ + "." + describe.__name__, describe.__wrapped__)
-    monkeypatch.setattr(work_items, "MIN_SEGMENT", 2)
-    monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
-    monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
-    monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
+    set_limits(monkeypatch, min_segment=2, query_list_chunks=8, min_interval=2, item_entries=3)
     mosaic_backward._interval_split.cache_clear()
     yield
     mosaic_backward._interval_split.cache_clear()

@@ -11,7 +11,6 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from kernels_pallas.triton import descriptions, index_descriptions
 from nsa_torch import index_loss
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -288,8 +287,7 @@ IN_TRITON = (
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
         monkeypatch.setattr(index_loss, "device_why_not", lambda query: None)
-        monkeypatch.setattr(index_descriptions, "SEGMENT", 8)
-        monkeypatch.setattr(descriptions, "SEGMENT", 8)
+        set_limits(monkeypatch, index_segment=8, triton_segment=8)
     runs = [on_triton(case, torch.float32) for _ in range(2)]
     for got, again, exact in zip(*runs, expected(case)[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=2e-5)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bench.harness import problems, records, runners
-from bench.judge import oracle, selection_shortfall
+from bench.judge import selection_shortfall
+from tests.limits import set_limits
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = problems.settings("tiny", {"seq_len": 447})
@@ -35,7 +36,7 @@ def compare(chosen, wanted, inputs):
 
 def test_slabs_select_what_the_whole_selects(inputs, wanted, monkeypatch):
     assert wanted.shape == (1, 447, 2, CONFIG.num_selected)
-    monkeypatch.setattr(oracle, "FORWARD_ELEMENTS", 4 * 55 * 100)  # slabs of 100 rows
+    set_limits(monkeypatch, oracle_elements=4 * 55 * 100)  # slabs of 100 rows
     again = selection_shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
     np.testing.assert_array_equal(again, wanted)
 
@@ -125,7 +126,7 @@ def test_float64_decides_not_the_reference_in_float32(inputs, wanted):
 
 
 def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, monkeypatch):
-    monkeypatch.setattr(selection_shortfall, "MAX_ROWS", 3)
+    set_limits(monkeypatch, shortfall_rows=3)
     chosen = wanted.copy()
     chosen[0, 440:445, :, -1] = -1
     found = compare(chosen, wanted, inputs)

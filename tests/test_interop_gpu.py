@@ -16,6 +16,7 @@ import torch
 from nsa_interop.dlpack import call_jax, release_finished, to_jax, to_torch
 
 from nsa_interop import dlpack
+from tests.limits import set_limits
 
 pytestmark = pytest.mark.gpu
 
@@ -220,7 +221,7 @@ def test_held_arrays_are_released_and_bounded(monkeypatch):
     for _ in range(3):
         call_jax(_step, _full(1))
     assert len(dlpack._held) == 3
-    monkeypatch.setattr(dlpack, "HELD_BYTES", 1)
+    set_limits(monkeypatch, held_bytes=1)
     call_jax(_step, _full(1))
     assert len(dlpack._held) == 1
     monkeypatch.undo()

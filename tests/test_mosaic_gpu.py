@@ -15,6 +15,7 @@ from kernels_pallas.specs import scores, work_items
 from nsa_core.config import NSAConfig
 from nsa_jax import ffi
 from tests.inputs import PAPER, Case, call, problem
+from tests.limits import set_limits
 from tests.test_mosaic import (
     ARRAYS,
     PACKED,
@@ -257,7 +258,7 @@ def test_gradients_of_a_step(case, name):
 @pytest.mark.parametrize("longest", [100, work_items.MAX_ENTRIES])
 def test_gradients_of_popular_blocks(longest, monkeypatch):
     """Every query has the first block: its list is many work items."""
-    monkeypatch.setattr(work_items, "MAX_ENTRIES", longest)
+    set_limits(monkeypatch, item_entries=longest)
     p = problem(dataclasses.replace(GRADIENTS[6], T=900, S=900))
     indices = np.asarray(arrays_of(p)[1])
     assert (indices == 0).any(axis=-1).all()

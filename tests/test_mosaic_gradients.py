@@ -22,6 +22,7 @@ from nsa_core.steps import mosaic_backward
 from nsa_core.types import Branches
 from nsa_jax import reference
 from tests.inputs import Case, call, once, problem
+from tests.limits import set_limits
 from tests.test_mosaic import patched, steps_of
 
 BLOCKS = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
@@ -169,8 +170,7 @@ def check_whole(p):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
-    monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
-    monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
+    set_limits(monkeypatch, min_interval=1, item_entries=4)
     mosaic_backward._interval_split.cache_clear()
     yield
     mosaic_backward._interval_split.cache_clear()

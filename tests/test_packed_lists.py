@@ -16,6 +16,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.varlen import Capacity, Varlen
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import test_block_query_lists
+from tests.limits import set_limits
 from tests.warp_emulation import emulated, interpreted
 
 KEYS = 64
@@ -60,8 +61,7 @@ class Packed:
 def few(request, monkeypatch):
     """Chunks of several words, and few blocks that have bits at a time."""
     if request.param:
-        monkeypatch.setattr(block_query_lists, "CHUNKS", 2)
-        monkeypatch.setattr(block_query_lists, "BITS", 32)
+        set_limits(monkeypatch, query_list_chunks=2, query_list_bits=32)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -8,6 +8,7 @@ import pytest
 
 from bench.judge import parity
 from nsa_core.config import NSAConfig
+from tests.limits import set_limits
 
 CONFIG = NSAConfig(
     compress_block=4,
@@ -148,9 +149,9 @@ def test_slope_of_many_elements_is_one(rng, factor, ok):
 
 def test_chunks_change_nothing(many, rng, monkeypatch):
     actual = many + 1e-3 * rng.standard_normal(many.shape)
-    monkeypatch.setattr(parity, "SLOPE_ELEMENTS", many.size)
+    set_limits(monkeypatch, slope_elements=many.size)
     whole = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
-    monkeypatch.setattr(parity, "CHUNK", 1000)
+    set_limits(monkeypatch, judged_elements=1000)
     parts = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
     for name in ("error_max", "error_mean", "error_rms", "bound_max", "bound_rms", "slope"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name

@@ -5,6 +5,7 @@ from absl import flags
 
 from bench.harness import parts, process
 from tests.fake_rows import ROWS, Row
+from tests.limits import set_limits
 
 ENDED = "its process ended with status"
 
@@ -34,7 +35,7 @@ def test_a_crash_and_a_hang_are_rows_and_the_rest_is_measured(measured, tmp_path
 
 
 def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
-    monkeypatch.setattr(parts, "ROUNDS", 2)
+    set_limits(monkeypatch, rounds_of_parts=2)
     ((_, status, reason, _),) = measured([0], 2, ["tests.no_such_module"])
     assert status == "error" and reason.startswith(
         "not begun in 2 processes; its process ended"

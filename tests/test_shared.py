@@ -6,6 +6,7 @@ import torch
 from nsa_torch import fa2
 from nsa_torch import shared as shared_module
 from nsa_torch.shared import Shared
+from tests.limits import set_limits
 
 CPU = torch.device("cpu")
 
@@ -138,7 +139,7 @@ def test_what_a_graph_has_read_stays(capturing):
 
 
 def test_many_shapes_of_graphs_are_told(capturing, monkeypatch, caplog):
-    monkeypatch.setattr(shared_module, "MANY_PINNED", 12)
+    set_limits(monkeypatch, many_pinned=12)
     shared, (make, _) = Shared(), counted([1, 2])
     for i in range(4):
         capturing(False)

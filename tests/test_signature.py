@@ -17,7 +17,6 @@ from torch.nn import Parameter
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
-from nsa_core.plan import planner
 from nsa_torch import (
     Branches,
     checks,
@@ -29,6 +28,7 @@ from nsa_torch import (
     signature,
 )
 from tests.inputs import SMALL
+from tests.limits import set_limits
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_in, stand_ins
 
@@ -180,7 +180,7 @@ def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
 @pytest.fixture
 def released(monkeypatch):
     """Bytes that each release leaves of its tensors; what is to go is written over first."""
-    monkeypatch.setattr(planner, "LEAST_RELEASED", 0)
+    set_limits(monkeypatch, least_released=0)
     left, release = [], early_release.release
 
     def noted(tensors):

@@ -26,6 +26,7 @@ from nsa_torch import input_modes
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import planned
 from tests.inputs import PAPER, Case, problem
+from tests.limits import set_limits
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
 from tests.test_torch_mosaic import inputs
@@ -68,7 +69,7 @@ def ds_chunks(request, monkeypatch):
     """Chunks of so many rows of `[B, Hkv]`."""
     ops = InPlace()
     ds_of_a_row = stored_ds.array(1, G10.T, FEW.num_selected, 16, G10.dtype)
-    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", request.param * 2 * ds_of_a_row.size)
+    set_limits(monkeypatch, ds_chunk_bytes=request.param * 2 * ds_of_a_row.size)
     monkeypatch.setattr(mosaic, "OPS", ops)
     yield
     assert ops.ds_chunks == ROWS_OF_CHUNKS[request.param]
@@ -100,7 +101,7 @@ def test_ds_chunks(name, interpreted, stored, ds_chunks):
 
 
 def test_one_ds_chunk_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
-    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
+    set_limits(monkeypatch, ds_chunk_bytes=1)
     check_step(problem(G10), "selected_attention")
 
 
@@ -151,7 +152,7 @@ def test_shard_map(stored):
 
 def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
     """A plan drops dS of one before it makes that of the next."""
-    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
+    set_limits(monkeypatch, ds_chunk_bytes=1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
     given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
     function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
@@ -170,7 +171,7 @@ HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process 
 
 def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
     """By XLA's count of the memory between its custom calls."""
-    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
+    set_limits(monkeypatch, ds_chunk_bytes=1)
     monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
@@ -270,7 +271,7 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
             return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
 
     runs = [gradients() for _ in range(3)]
-    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
+    set_limits(monkeypatch, ds_chunk_bytes=1)
     # A description names it as of its module.
     dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)

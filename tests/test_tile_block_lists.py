@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.mosaic import tile_block_lists as mosaic_lists
 from kernels_pallas.specs import tile_block_lists
 from kernels_pallas.specs.selected import BlockCounts, SelectedAttention
 from tests import emulated_warps
+from tests.limits import set_limits
 from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
 
 SPEC = SelectedAttention(
@@ -119,7 +119,7 @@ def test_emulated(tokens, place):
 
 
 def test_more_blocks_than_bits(monkeypatch):
-    monkeypatch.setattr(mosaic_lists, "WINDOW", 64)
+    set_limits(monkeypatch, list_window=64)
     for tokens in (8, 64):
         spec, *arrays = draw(tokens, "chunk of a long prompt", n=5)
         check(spec, arrays, *by_emulation(spec, arrays))

@@ -28,6 +28,7 @@ from nsa_torch import dispatch
 from tests import interpreted_triton
 from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
 from tests.reach import NUMBERS
 from tests.torch_inputs import BRANCHES as BRANCH_NAMES
 from tests.torch_inputs import (
@@ -103,8 +104,7 @@ def small(monkeypatch):
         for key in dispatch.kernels_pallas.KERNELS:
             if key[0] == "triton":
                 monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, key, lambda problem: None)
-        monkeypatch.setattr(descriptions, "SEGMENT", 16)
-        monkeypatch.setattr(descriptions, "PROGRAMS", 5)
+        set_limits(monkeypatch, triton_segment=16, triton_programs=5)
         interpreted_triton.right_bfloat16(monkeypatch)
 
 
@@ -127,7 +127,7 @@ def test_triton_sel_backward_gpu(branch, case):
 def test_any_blocks_in_any_order(case, monkeypatch):
     """Blocks behind the query, empty slots anywhere: output and gradients."""
     if INTERPRETED:  # query lists with whole tiles of rows behind a block's own tokens
-        monkeypatch.setattr(descriptions, "SEGMENT", 256)
+        set_limits(monkeypatch, triton_segment=256)
     check_branch(case, "selected", "triton", DEVICE, any_blocks)
 
 

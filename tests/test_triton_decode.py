@@ -25,6 +25,7 @@ from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, gathered_rows, paged, paged_attend
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -39,8 +40,7 @@ POOL = 40
 def small(monkeypatch):
     """In the interpreter no kernel refuses, and short rows are several splits and tiles."""
     if INTERPRETED:
-        monkeypatch.setattr(decode_descriptions, "SPLIT", 16)
-        monkeypatch.setattr(decode_descriptions, "CANDIDATES", 32)
+        set_limits(monkeypatch, decode_split=16, decode_candidates=32)
         interpreted_triton.right_bfloat16(monkeypatch)
         interpreted_triton.right_fp8(monkeypatch)
 
@@ -140,7 +140,7 @@ def test_rows_are_copied_side_by_side(sizes, fp8, monkeypatch):
     """
     block = sizes.config.select_block
     given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4, fp8=fp8).inputs()
-    monkeypatch.setattr(decode_descriptions, "GATHERED", 512)  # several programs a row
+    set_limits(monkeypatch, decode_gathered=512)  # several programs a row
     if INTERPRETED:
         monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
     for more in (0, 3):  # tokens that were not written
