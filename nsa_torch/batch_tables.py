@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.plan.buffers import Plan
+from nsa_torch import table_kernels
 from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipe_of, recipes_of
 from nsa_torch.shared import Shared
 from nsa_torch.torch_ops import TORCH_OPS
@@ -42,8 +43,9 @@ class Tables:
         """The wanted results of recipes; `plan`: what always wants the same."""
 
         def make():
-            known = _known(borders)
-            return [self._one(recipe, device, known)[i] for recipe, i in wanted]
+            pairs = [*wanted]
+            known = self._all(borders, [recipe for recipe, _ in pairs], device)
+            return [known[recipe][i] for recipe, i in pairs]
 
         return self._shared.get(plan, device, make)
 
@@ -51,23 +53,35 @@ class Tables:
         """All that the steps of a plan read of them."""
         kept, read = recipes_of(plan), {x.buffer for step in plan.steps for x in step.reads}
         batch = {x.buffer for step in plan.batch for x in step.writes}
-        known = _known(borders)
-        return [self._one(kept[n][0], device, known)[kept[n][1]] for n in sorted(read & batch)]
+        wanted = [kept[n] for n in sorted(read & batch)]
+        known = self._all(borders, [recipe for recipe, _ in wanted], device)
+        return [known[recipe][i] for recipe, i in wanted]
 
     def of_borders(self, recipe: Recipe, borders: Tensor) -> list[Tensor]:
         """All results of a recipe."""
-        return self._one(recipe, borders.device, _known(borders))
+        return self._all(borders, [recipe], borders.device)[recipe]
 
-    def _one(self, recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
-        """What it reads is kept too: other recipes may read the same."""
-        if recipe not in known:
-            make = lambda: followed(recipe, device, known, self._one)
-            known[recipe] = self._shared.get(recipe, device, make)
-        return known[recipe]
+    def _all(self, borders: Tensor, recipes: Sequence[Recipe], device: torch.device) -> Known:
+        """What recipes give; it is kept, and what torch read to make it: others may read it."""
+        known, kept = _known(borders), self._shared.keys()
+        with torch.inference_mode(False), torch.no_grad():
+            missing = dict.fromkeys(x for x in recipes if x not in kept)
+            fresh = table_kernels.made(missing, borders, device)
+
+        def one(recipe, device, known):
+            if recipe not in known:
+                make = lambda: fresh.get(recipe) or followed(recipe, device, known, one)
+                known[recipe] = self._shared.get(recipe, device, make)
+            return known[recipe]
+
+        for recipe in recipes:
+            one(recipe, device, known)
+        return known
 
     def refill(self, borders: Tensor, device: torch.device) -> None:
         """Makes everything anew, in the same memory, on the current stream."""
-        known = _known(borders)
+        kept = [key for key in self._shared.keys() if isinstance(key, Recipe)]
+        known = _known(borders) | table_kernels.made(kept, borders, device)
         make = lambda key: followed(key, device, known) if isinstance(key, Recipe) else None
         self._shared.refill(device, make)
 
@@ -113,5 +127,6 @@ def of(
     tables = tables_of(borders)
     if tables is not None:
         return tables.get(borders, plan, wanted, device)
-    known = _known(borders)
+    recipes = dict.fromkeys(recipe for recipe, _ in wanted)
+    known = _known(borders) | table_kernels.made(recipes, borders, device)
     return [followed(recipe, device, known)[i] for recipe, i in wanted]

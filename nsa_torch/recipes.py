@@ -7,14 +7,13 @@ recipe reads the same one.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_core.plan.buffers import Plan
-from nsa_torch import table_kernels
 from nsa_torch.torch_ops import TORCH_OPS
 
 KEPT = 8192  # recipes: those of some hundred plans
@@ -72,14 +71,9 @@ def followed(
         arrays = [
             follow(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
         ]
-        static = dict(recipe.static)
-        made: Iterable[Tensor] | None = None
-        if SHARED_ARGUMENT in known:  # a batch's, of which there are many
-            made = table_kernels.made(recipe.function, device, arrays, static)
-        if made is None:
-            # A step that reads arrays makes its results on their device. torch's device mode, which
-            # the others need, takes the host as long as an operator.
-            with contextlib.nullcontext() if arrays else torch.device(device):
-                made = recipe.function(TORCH_OPS, *arrays, **static)
+        # A step that reads arrays makes its results on their device. torch's device mode, which the
+        # others need, takes the host as long as an operator.
+        with contextlib.nullcontext() if arrays else torch.device(device):
+            made = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))
         known[recipe] = [x.contiguous() for x in made]
     return known[recipe]

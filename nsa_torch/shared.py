@@ -132,6 +132,11 @@ class Shared:
             for key in pinned:
                 self._pinned[key] = self._pinned[key][0], stream, event
 
+    def keys(self) -> set[Hashable]:
+        """Of what is kept."""
+        with self._lock:
+            return {*self._kept, *self._pinned}
+
     def clear(self) -> None:
         """Forgets everything but what CUDA graphs read."""
         with self._lock:

@@ -1,34 +1,44 @@
-"""Derived steps of packed rows by kernels of Triton (`kernels_pallas.triton.tables`), a launch or
-three in place of tens: on CUDA, where Triton can build them.
+"""Derived steps of packed rows by kernels of Triton (`kernels_pallas.triton.tables`): all that a
+plan wants of the borders in two launches, forward, and with work items of intervals in four.
+
+On CUDA, where Triton can build them; elsewhere, and of more sequences than one program adds up,
+torch makes the same.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels_pallas.specs import work_items
-from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs import sections, work_items
+from kernels_pallas.specs.sections import Kind, Section
+from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, WORK_ITEM_INTS
 from kernels_pallas.triton import capability
 from nsa_core import varlen
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
+from nsa_core.varlen import Capacity
 from nsa_torch import triton_ops
+from nsa_torch.shared import is_capturing
 from nsa_torch.torch_ops import capability_of
 
 MAX_NUMBERS = 2**14  # numbers that one program adds up
-PITCH = 64  # of rows that kernels read: 256 bytes
+KEPT = 1024  # sets of recipes
+SEQUENCES = 5  # rows of `varlen.Sequences`
+OF_ONE = 3  # sections of a derived step at most
 
-type Made = Sequence[Tensor] | None  # None: by torch
+type Made = dict[Any, list[Tensor]]  # by recipe
 
 
-def made(function: Callable[..., Any], device: torch.device, arrays, static) -> Made:
-    """What a derived step gives, where a kernel can make it."""
-    kernel = KERNELS.get(function)
-    if kernel is None or device.type != "cuda" or not usable(device.index):
-        return None
-    return kernel(*arrays, **static)
+def made(recipes: Iterable[Any], borders: Tensor, device: torch.device) -> Made:
+    """What kernels give of `recipes`, and of what these read."""
+    found: Made = {}
+    if {device.type, borders.device.type} != {"cuda"} or not usable(device.index):
+        return found
+    for launches in launches_of(tuple(recipes)):
+        found |= launches(borders)
+    return found
 
 
 @functools.cache
@@ -37,150 +47,238 @@ def usable(index: int | None) -> bool:
     return capability.copies_why_not(capability_of(index), torch.float32) is None
 
 
-def _rows(like: Tensor, count: int, length: int) -> tuple[Tensor, list[Tensor]]:
-    """`[count, pitch]`, and its rows `[1, length]`."""
-    pitch = -(-length // PITCH) * PITCH
-    out = torch.empty(count, pitch, dtype=torch.int32, device=like.device)
-    return out, list(out[:, None, :length].unbind())
+@functools.lru_cache(KEPT)
+def launches_of(recipes: tuple[Any, ...]) -> list["Launches"]:
+    """Those that make the recipes and what they read, but for what torch must."""
+    found: dict[Any, Launches] = {}
+    origins: dict[Any, Any] = {}
+
+    def visit(recipe):
+        """Its `_sequences`, or None where no kernel makes it."""
+        if recipe not in origins:
+            origins[recipe] = None
+            reads = {visit(each) for each, _, _ in recipe.reads}
+            if recipe.function is varlen._sequences:
+                capacity = dict(recipe.static)["capacity"]
+                if capacity.B == 1 and capacity.sequences <= MAX_NUMBERS:
+                    origins[recipe], found[recipe] = recipe, Launches(recipe, capacity)
+            elif recipe.function in WRITERS and len(reads) == 1 and None not in reads:
+                (origin,) = reads
+                if found[origin].add(recipe):
+                    origins[recipe] = origin
+        return origins[recipe]
+
+    for recipe in recipes:
+        visit(recipe)
+    return list(found.values())
 
 
-def _run(name: str, programs: int | tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
-    from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
+class Launches:
+    """Of the tables of one `Capacity`, which stand in one array, `out`."""
 
-    grid = programs if isinstance(programs, tuple) else (programs,)
+    def __init__(self, sequences: Any, capacity: Capacity):
+        self.capacity = capacity
+        self.size = 0
+        self.pitch = _pitch(capacity.sequences)
+        # What `sequences` writes beside, `tables`, `partials` and `tables` after it.
+        self.runs, self.first, self.intervals, self.items = [[] for _ in range(4)]
+        self.runs_at: dict[int, int] = {}  # by the tokens of a tile
+        self.arrays: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}
+        self.rows(sequences, SEQUENCES, capacity.sequences)
+        self._numbers: dict[torch.device, Tensor] = {}
+
+    def add(self, recipe: Any) -> bool:
+        """Whether there was room for it."""
+        if max(len(self.runs), len(self.first)) + OF_ONE > sections.SECTIONS:
+            return False
+        return WRITERS[recipe.function](self, recipe, **dict(recipe.static)) is not False
+
+    def room(self, count: int) -> int:
+        """Where so many numbers begin."""
+        begin, self.size = self.size, self.size + _pitch(count)
+        return begin
+
+    def rows(self, recipe: Any, count: int, *shape: int) -> dict[str, int]:
+        """Room for arrays of one shape, in `Section`'s words: `[1, *shape]` of a recipe's."""
+        numbers = torch.Size(shape).numel()
+        pitch = _pitch(numbers)
+        begin = self.room(pitch * count)
+        found = [(begin + i * pitch, (1, *shape)) for i in range(count)]
+        self.arrays.setdefault(recipe, []).extend(found)
+        return {"out": begin, "total": numbers, "pitch": pitch}
+
+    def runs_of(self, tokens: int) -> int:
+        """Where what tiles of so many tokens ask of sequences begins."""
+        if tokens not in self.runs_at:
+            begin = self.room(self.pitch * sections.RUN_ROWS)
+            self.runs_at[tokens] = begin
+            self.runs.append(Section(tokens=tokens, runs_at=begin))
+        return self.runs_at[tokens]
+
+    def __call__(self, borders: Tensor) -> Made:
+        numbers = self._on(borders.device)
+        if numbers is None:
+            return {}
+        from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
+
+        capacity, config = self.capacity, self.capacity.config
+        count, offset = capacity.sequences, capacity.S - capacity.T
+        out = torch.empty(self.size, dtype=torch.int32, device=borders.device)
+        room = max(1 << (count - 1).bit_length(), 2)
+        widths = {"WIDTH": config.compress_block, "STRIDE": config.compress_stride}
+        sizes = capacity.T, offset, capacity.S
+        arguments = numbers[0], out, borders.numel(), count, *sizes, self.pitch
+        grid = 1 + len(self.runs)
+        _run(tables.sequences, grid, room, borders, *arguments, UNIT=capacity.unit, **widths)
+        options: dict[str, Any] = widths | {"WINDOW": config.window, "FIXED": WORK_ITEM_INTS}
+        options |= {"ITEM_INTS": INTERVAL_ITEM_INTS, "SIZE": sections.PROGRAM}
+        sizes = *sizes, count, self.pitch, capacity.T.bit_length(), count.bit_length()
+        for n, phase in ((1, self.first), (3, self.items)):
+            if phase is self.items and phase:
+                tiles = max(x.tiles for x in self.intervals)
+                room = max(1 << (tiles - 1).bit_length(), 2)
+                _run(tables.partials, len(phase), room, numbers[2], out)
+            if phase:
+                programs = sum(_programs(x) for x in phase)
+                _run(tables.tables, programs, None, numbers[n], out, *sizes, **options)
+        return {
+            recipe: [
+                out[at : at + torch.Size(shape).numel()].view(shape) for at, shape in arrays
+            ]
+            for recipe, arrays in self.arrays.items()
+        }
+
+    def _on(self, device: torch.device) -> Tensor | None:
+        """The tables of sections; None: they would have to come from the host in a capture."""
+        if device not in self._numbers:
+            if is_capturing(device):
+                return None
+            self._numbers[device] = self._table().to(device)
+        return self._numbers[device]
+
+    def _table(self) -> Tensor:
+        """`[launches, SECTIONS, INTS]`"""
+        blank = Section(begin=sections.NEVER)
+        found = []
+        for phase in (self.runs, self.first, self.intervals, self.items):
+            begin, rows = 0, []
+            for each in phase:
+                rows.append(each._replace(begin=begin))
+                begin += _programs(each)
+            rows += [blank] * (sections.SECTIONS - len(rows))
+            found.append([[*x, *[0] * (sections.INTS - len(x))] for x in rows])
+        return torch.tensor(found, dtype=torch.int32)
+
+
+def _pitch(count: int) -> int:
+    return -(-count // sections.PITCH) * sections.PITCH
+
+
+def _programs(section: Section) -> int:
+    return -(-section.total // sections.PROGRAM)
+
+
+def _run(kernel, programs: int, room: int | None, *arguments: Any, **sizes: Any) -> None:
     # Newer versions of Triton warn where it is not said.
-    warps = min(max(sizes.get("ROOM", 0) // 256, 4), 16)
-    options = {"enable_fp_fusion": False, "num_warps": warps}
-    triton_ops.run(getattr(tables, name), grid, *arguments, **options, **sizes)
+    options = {"enable_fp_fusion": False, "num_warps": min(max((room or 0) // 256, 4), 16)}
+    options |= {} if room is None else {"ROOM": room}
+    triton_ops.run(kernel, (programs,), *arguments, **options, **sizes)
 
 
-def _search(count: int, numbers: int, size: int = 256) -> tuple[int, dict[str, int]]:
-    """Programs for `numbers` searches in `count` entries, and their sizes."""
-    return -(-numbers // size), {"SIZE": size, "STEPS": count.bit_length()}
+# What a derived step's arrays are in sections; False: another capacity's, or too many.
 
 
-def _sequences(borders, *, capacity):
-    if capacity.B != 1 or capacity.sequences > MAX_NUMBERS:
-        return None
-    config, room = capacity.config, 1 << (capacity.sequences - 1).bit_length()
-    out, rows = _rows(borders, 5, capacity.sequences)
-    sizes = {"UNIT": capacity.unit, "WINDOW": config.compress_block}
-    sizes |= {"STRIDE": config.compress_stride, "ROOM": max(room, 2)}
-    numbers = borders.shape[1], capacity.sequences, capacity.S, out.shape[1]
-    _run("sequences", 1, borders, out, *numbers, **sizes)
-    return rows
+def _tokens(launches: Launches, recipe, *, capacity):
+    place = launches.rows(recipe, len(varlen.Tokens._fields), capacity.T)
+    launches.first.append(Section(kind=Kind.TOKENS, **place))
 
 
-def _tokens(start, length, place, *, capacity):
-    if capacity.B != 1:
-        return None
-    config, count = capacity.config, capacity.sequences
-    out, rows = _rows(start, len(varlen.Tokens._fields), capacity.T)
-    programs, sizes = _search(count, capacity.T)
-    sizes |= {"BLOCK": config.compress_block, "STRIDE": config.compress_stride}
-    numbers = capacity.T, capacity.S - capacity.T, count, out.shape[1]
-    arrays = start, length, place, out
-    _run("tokens", programs, *arrays, *numbers, **sizes, WINDOW=config.window)
-    return rows
+def _key_tiles(launches: Launches, recipe, *, capacity):
+    place = launches.rows(recipe, 2, capacity.key_tiles)
+    launches.first.append(Section(kind=Kind.KEY_TILES, **place))
 
 
-def _key_tiles(start, end, place, *, capacity):
-    if capacity.B != 1:
-        return None
-    out, rows = _rows(start, 2, capacity.key_tiles)
-    programs, sizes = _search(capacity.sequences, capacity.key_tiles)
-    numbers = capacity.key_tiles, capacity.S, capacity.sequences, out.shape[1]
-    _run("key_tiles", programs, start, end, place, out, *numbers, KEYS=ROWS, **sizes)
-    return rows
+def _places_of_keys(launches: Launches, recipe, *, capacity):
+    place = launches.rows(recipe, 1, capacity.S)
+    launches.first.append(Section(kind=Kind.PLACES_OF_KEYS, **place))
 
 
-def _places_of_keys(start, place, *, capacity):
-    if capacity.B != 1:
-        return None
-    out, rows = _rows(start, 1, capacity.S)
-    programs, sizes = _search(capacity.sequences, capacity.S)
-    numbers = capacity.S, capacity.sequences
-    _run("places_of_keys", programs, start, place, out, *numbers, **sizes)
-    return rows
+def _query_tiles(launches: Launches, recipe, *, capacity, tokens):
+    place = launches.rows(recipe, 2, capacity.query_tiles(tokens))
+    place |= {"tokens": tokens, "runs_at": launches.runs_of(tokens)}
+    launches.first.append(Section(kind=Kind.QUERY_TILES, **place))
 
 
-def _query_tiles(start, end, *, capacity, tokens):
-    count, tiles = capacity.sequences, capacity.query_tiles(tokens)
-    if capacity.B != 1 or count > MAX_NUMBERS:
-        return None
-    runs, _ = _rows(start, 3, count)
-    room = {"ROOM": max(1 << (count - 1).bit_length(), 2)}
-    numbers = count, capacity.T, capacity.S - capacity.T, runs.shape[1]
-    _run("query_runs", 1, start, end, runs, *numbers, TOKENS=tokens, **room)
-    out, rows = _rows(start, 2, tiles)
-    programs, sizes = _search(count, tiles)
-    numbers = tiles, capacity.T, count, runs.shape[1], out.shape[1]
-    _run("query_tiles", programs, runs, out, *numbers, TOKENS=tokens, **sizes)
-    return rows
+def _columns(recipe) -> list[int]:
+    """Which of `Tokens` a derived step reads first."""
+    return [i for each, i, _ in recipe.reads if each.function is varlen._tokens]
 
 
-def _candidates_of_tiles(first, last, position, first_token, end_token, *, spec, block):
-    given = first, last, position, first_token, end_token
-    if any(x.dtype != torch.int32 for x in given):
-        return None
-    tile, rows, tiles = spec.tile, spec.tiling.score_rows, spec.B * spec.tiles
-    shapes = [tile.rows] * 2 + [rows] * 2
-    found = [first.new_empty(spec.B, spec.tiles, x) for x in shapes]
-    found.append(first.new_empty(spec.B, spec.tiles))
-    sizes = {"TOKENS": tile.tokens, "GROUP": tile.group, "ROWS": tile.rows}
-    sizes |= {"SCORE_ROWS": rows, "RATIO": spec.ratio, "BLOCK": block}
-    sizes |= {"SIZE": 1 << (max(tile.rows, rows) - 1).bit_length()}
-    _run("candidates_of_tiles", tiles, *given, *found, spec.T, spec.tiles, **sizes)
-    return found
+def _by_row(launches: Launches, recipe, *, tile, tiles):
+    columns = _columns(recipe)
+    if len(columns) != len(recipe.reads) or not 1 <= len(columns) <= 2:
+        return False
+    place = launches.rows(recipe, len(columns), tiles, tile.rows)
+    first, last = columns[0], columns[1] if len(columns) > 1 else -1
+    sizes = {"tokens": tile.tokens, "group": tile.group, "rows": tile.rows}
+    launches.first.append(Section(kind=Kind.BY_ROW, first=first, last=last, **sizes, **place))
+    return True
 
 
-def _by_row(*arrays, tile, tiles):
-    if len(arrays) > 2 or any(x.dtype != torch.int32 for x in arrays):
-        return None
-    batch, length = arrays[0].shape
-    total, size = batch * tiles * tile.rows, 1024
-    if not total:
-        return None
-    out, rows = _rows(arrays[0], len(arrays), total)
-    sizes = {"TOKENS": tile.tokens, "GROUP": tile.group, "ROWS": tile.rows, "SIZE": size}
-    programs = -(-total // size), len(arrays)
-    numbers = length, tiles, total, out.shape[1]
-    _run("by_row", programs, arrays[0], arrays[-1], out, *numbers, **sizes)
-    return [x.view(batch, tiles, tile.rows) for x in rows]
+def _candidates_of_tiles(launches: Launches, recipe, *, spec, block):
+    first, last, _ = _columns(recipe)
+    tokens = dict(recipe.reads[-1][0].static)["tokens"]
+    tile, rows = spec.tile, spec.tiling.score_rows
+    sizes = {"tokens": tokens, "runs_at": launches.runs_of(tokens)}
+    sizes |= {"block": block}
+    place = launches.rows(recipe, 2, spec.tiles, tile.rows) | {"rows": tile.rows}
+    place |= {"group": tile.group, "first": first, "last": last}
+    found = [Section(kind=Kind.CANDIDATE_ROWS, **sizes, **place)]
+    place = launches.rows(recipe, 2, spec.tiles, rows) | {"rows": rows, "ratio": spec.ratio}
+    found.append(Section(kind=Kind.CANDIDATE_TOKENS, **sizes, **place))
+    place = launches.rows(recipe, 1, spec.tiles)
+    found.append(Section(kind=Kind.CANDIDATE_SPANS, **sizes, **place))
+    launches.first.extend(found)
 
 
-def _interval_items(first, last, *, spec, split):
-    parts, heads = spec.key_tiles * spec.consumers, spec.B * spec.Hkv
-    columns = spec.consumers * len(work_items.PART_COLUMNS)
-    if spec.key_tiles > MAX_NUMBERS or first.dtype != torch.int32 or last.dtype != torch.int32:
-        return None
-    tokens, tiles = spec.query_tile.tokens, spec.key_tiles
-    span = -(-spec.query_tiles // split.segments)
+def _interval_items(launches: Launches, recipe, *, spec, split):
+    tiles, heads = spec.key_tiles, spec.Hkv
+    if tiles > MAX_NUMBERS:
+        return False
+    first, last = _columns(recipe)
+    parts, columns = tiles * spec.consumers, len(work_items.PART_COLUMNS)
     items = split.segments * split.tiles * heads
-    of_parts = first.new_empty(spec.B, tiles, columns)
-    before = first.new_empty(spec.B, tiles)
-    firsts, counts = (first.new_empty(spec.B, spec.Hkv, tiles) for _ in range(2))
-    table = first.new_empty(items, INTERVAL_ITEM_INTS)
-    programs, sizes = _search(spec.T, parts, 128)
-    numbers = spec.T, spec.query_tiles, parts
-    grid = programs, spec.B
-    sizes |= {"KEYS": ROWS, "TOKENS": tokens}
-    _run("interval_parts", grid, first, last, of_parts, *numbers, **sizes)
-    room = max(1 << (tiles - 1).bit_length(), 2)
-    sizes = {"HEADS": spec.Hkv, "COLUMNS": columns, "ROOM": room}
-    arrays = of_parts, before, firsts, counts
-    _run("interval_partials", spec.B, *arrays, tiles, span, split.partials, **sizes)
-    sizes = {"BATCH": spec.B, "HEADS": spec.Hkv, "TOKENS": tokens, "KEYS": spec.tile_keys}
-    sizes |= {"COLUMNS": columns, "FIXED": WORK_ITEM_INTS, "INTS": INTERVAL_ITEM_INTS}
-    sizes |= {"STREAMS": split.streams, "SIZE": 128}
-    numbers = spec.T, tiles, span, split.partials, split.tiles, split.segments, items
-    programs = -(-items // 128)
-    _run("interval_items", programs, first, of_parts, before, table, *numbers, **sizes)
-    return table, firsts, counts
+    table, by_head = launches.room(items * INTERVAL_ITEM_INTS), (1, heads, tiles)
+    firsts, counts = (launches.room(heads * tiles) for _ in range(2))
+    launches.arrays[recipe] = [(table, (items, INTERVAL_ITEM_INTS))]
+    launches.arrays[recipe] += [(firsts, by_head), (counts, by_head)]
+    section = Section(
+        tokens=spec.query_tile.tokens,
+        first=first,
+        last=last,
+        query_tiles=spec.query_tiles,
+        parts_at=launches.room(parts * columns),
+        before_at=launches.room(tiles),
+        firsts_at=firsts,
+        counts_at=counts,
+        columns=spec.consumers * columns,
+        tiles=tiles,
+        keys=spec.tile_keys,
+        heads=heads,
+        partials=split.partials,
+        span=-(-spec.query_tiles // split.segments),
+        segments=split.segments,
+        segment_tiles=split.tiles,
+        streams=split.streams,
+    )
+    of_parts = section._replace(kind=Kind.PARTS, out=section.parts_at, total=parts)
+    launches.first.append(of_parts)
+    launches.intervals.append(section)
+    launches.items.append(section._replace(kind=Kind.ITEMS, out=table, total=items))
+    return True
 
 
-KERNELS: dict[Callable[..., Any], Callable[..., Made]] = {
-    varlen._sequences: _sequences,
+WRITERS: dict[Callable[..., Any], Callable[..., Any]] = {
     varlen._tokens: _tokens,
     varlen._key_tiles: _key_tiles,
     varlen._places_of_keys: _places_of_keys,

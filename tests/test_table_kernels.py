@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+import nsa_torch
+from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, mosaic, table_kernels
-from nsa_torch.input_modes import SHARED_KV
+from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
-from nsa_torch.torch_ops import TORCH_OPS
 from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel, run_again
 from tests.planned import described
+from tests.test_block_query_lists import needs_gpu
 
 if TRITON and not INTERPRETED:
 
@@ -44,17 +46,26 @@ ROWS = {
 }
 
 
-def recipes(length, numbers, config, layer):
-    """Of a call with residuals and its gradient, each once; and the borders."""
+def recipes(length, numbers, config, layer, queries=None):
+    """Of a call with residuals and its gradient, each once; and the borders.
+
+    Args:
+      queries: the last of the tokens, as of a chunk of a longer row; None: all.
+    """
+    mode = SHARED_KV if queries is None else PRECOMPRESSED
     heads, kv_heads, width = layer
     ends = torch.tensor(numbers, dtype=torch.int32)
     tables = batch_tables.Tables(None, True)
     sizes = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
-    arguments = list(described(SHARED_KV, 1, length, **sizes, config=config, packed=True))
+    arguments = list(described(mode, 1, length, **sizes, config=config, packed=True))
+    if queries is not None:
+        for i in (0, 7, 8, 9):  # query, gates
+            array = arguments[i]
+            arguments[i] = Array((1, queries, *array.shape[2:]), array.dtype)
     batch_tables.attach(tables, ends)
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        function = mosaic.PATH.planned[SHARED_KV, SAVING]
+        function = mosaic.PATH.planned[mode, SAVING]
         plans = function.plans(arguments, torch.device("cpu"))
     found: dict[Recipe, None] = {}
     for plan in plans:
@@ -63,27 +74,18 @@ def recipes(length, numbers, config, layer):
     return list(found), ends.to(DEVICE)
 
 
-def check(length, numbers, config, layer):
+def check(*case):
     """How many steps were made by kernels."""
-    wanted, ends = recipes(length, numbers, config, layer)
-    known, count = {SHARED_ARGUMENT: [ends]}, 0
-    for recipe in wanted:
-        read = [followed(each, ends.device, known)[i] for each, i, _ in recipe.reads]
-        shapes = [shape for _, _, shape in recipe.reads]
-        arrays = [x.reshape(shape) for x, shape in zip(read, shapes, strict=True)]
-        static = dict(recipe.static)
-        with torch.device(ends.device):
-            right = recipe.function(TORCH_OPS, *arrays, **static)
-        make = table_kernels.KERNELS.get(recipe.function)
-        found = None if make is None else make(*arrays, **static)
-        known[recipe] = [x.contiguous() for x in right]
-        if found is None:
-            continue
-        count += 1
-        for i, (x, y) in enumerate(zip(found, right, strict=True)):
+    wanted, ends = recipes(*case)
+    known = {SHARED_ARGUMENT: [ends]}
+    (launches,) = table_kernels.launches_of(tuple(wanted))
+    found = launches(ends)
+    for recipe, made in found.items():
+        right = followed(recipe, ends.device, known)
+        for i, (x, y) in enumerate(zip(made, right, strict=True)):
             assert x.shape == y.shape and x.is_contiguous(), (recipe.function, i)
             assert torch.equal(x.to(torch.int64), y.to(torch.int64)), (recipe.function, i)
-    return count
+    return len(found)
 
 
 # Every row, every configuration and every layer, in turn.
@@ -106,4 +108,25 @@ def test_random_rows(seed):
     lengths = draw.integers(0, 60, draw.integers(1, 20)) * (draw.random() > 0.1)
     ends = [0, *itertools.accumulate(lengths.tolist())]
     total = ends[-1] + int(draw.integers(1, 40))
-    check(total, ends, [*CONFIGS.values()][seed], LAYERS[seed - 1])
+    queries = int(draw.integers(1, total)) if seed % 2 else None
+    check(total, ends, [*CONFIGS.values()][seed], LAYERS[seed - 1], queries)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_two_launches_of_a_call():
+    """Of borders alone, forward; four with backward."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = (8, 64), (2, 64), (2, 64), (8, 3)
+    options = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
+    tensors = [torch.randn(1, 600, *x, **options).requires_grad_() for x in shapes]
+    ends = torch.tensor([0, 100, 450, 600], dtype=torch.int32, device="cuda")
+    call = lambda: nsa_torch.attention(*tensors, cu_seqlens=ends, implementation="mosaic")
+    backward = lambda: call().float().square().sum().backward()
+    for run, wanted in ((call, [1, 1, 0]), (backward, [2, 3, 1])):
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            run()
+            torch.cuda.synchronize()
+        names = [event.name for event in seen.events()]
+        assert [names.count(x) for x in ("sequences", "tables", "partials")] == wanted

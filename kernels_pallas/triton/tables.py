@@ -1,19 +1,53 @@
-"""Tables of packed rows (`nsa_core.varlen`), bounds by kernel row and work items of intervals.
+"""Tables of packed rows (`nsa_core.varlen`), bounds by kernel row and work items of intervals, as
+int32 in one array `out`: `sequences`, then all that follows from it alone by `tables`; the work
+items of intervals take `partials` and `tables` once more.
 
-Each kernel writes what a derived step of the same name computes by some tens of array operations;
-these are its test. All arrays are int32 but the borders, which may be int64.
+`kernels_pallas.specs.sections` says what each launch writes. The numbers are those of derived
+steps, which are the test of these kernels.
 """
 
 import triton
 import triton.language as tl
 
+from kernels_pallas.specs import sections as specs
+from kernels_pallas.specs.sections import Kind
+
+_FIELDS = specs.Section._fields
+BEGIN, KIND, OUT, TOTAL, PITCH, TOKENS, GROUP, ROWS, FIRST, LAST, RUNS_AT, RATIO, BLOCK = (
+    tl.constexpr(_FIELDS.index(name))
+    for name in ("begin", "kind", "out", "total", "pitch", "tokens", "group", "rows", "first")
+    + ("last", "runs_at", "ratio", "block")
+)
+QUERY_TILES, PARTS_AT, BEFORE_AT, FIRSTS_AT, COUNTS_AT, COLUMNS, TILES, KEYS, HEADS = (
+    tl.constexpr(_FIELDS.index(name))
+    for name in ("query_tiles", "parts_at", "before_at", "firsts_at", "counts_at", "columns")
+    + ("tiles", "keys", "heads")
+)
+PARTIALS, SPAN, SEGMENTS, SEGMENT_TILES, STREAMS = (
+    tl.constexpr(_FIELDS.index(name))
+    for name in ("partials", "span", "segments", "segment_tiles", "streams")
+)
+OF_TOKENS = tl.constexpr(int(Kind.TOKENS))
+FIRST_OF_RUNS = tl.constexpr(int(Kind.CANDIDATE_ROWS))
+OF_CANDIDATE_ROWS = tl.constexpr(int(Kind.CANDIDATE_ROWS))
+OF_QUERY_TILES = tl.constexpr(int(Kind.QUERY_TILES))
+OF_CANDIDATE_TOKENS = tl.constexpr(int(Kind.CANDIDATE_TOKENS))
+OF_CANDIDATE_SPANS = tl.constexpr(int(Kind.CANDIDATE_SPANS))
+LAST_OF_TILES = tl.constexpr(int(Kind.CANDIDATE_SPANS))
+OF_KEY_TILES = tl.constexpr(int(Kind.KEY_TILES))
+OF_PLACES = tl.constexpr(int(Kind.PLACES_OF_KEYS))
+OF_PARTS = tl.constexpr(int(Kind.PARTS))
+INTS = tl.constexpr(specs.INTS)
+MOST = tl.constexpr(specs.SECTIONS)
+PART_KEYS = tl.constexpr(specs.PART_KEYS)
+
 
 @triton.jit
-def _last_before(starts, at, inside, count, STEPS: tl.constexpr):
+def _last_before(starts, at, inside, count, steps):
     """The last of `count` ascending `starts` that is not larger than `at`, or the first."""
     low = at * 0
     high = low + count - 1
-    for _ in tl.static_range(STEPS):
+    for _ in range(steps):
         middle = (low + high + 1) // 2
         unknown = low < high
         before = tl.load(starts + middle, mask=inside & unknown, other=0) <= at
@@ -23,38 +57,92 @@ def _last_before(starts, at, inside, count, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _below(row, value, inside, count, STEPS: tl.constexpr):
-    """How many of `count` ascending numbers are smaller than `value`."""
+def _of_token(sequences, pitch, count, key, inside, steps):
+    """Position of a key that is a query, the first key and the place of its sequence."""
+    at = _last_before(sequences, key, inside, count, steps)
+    start = tl.load(sequences + at, mask=inside, other=0)
+    length = tl.load(sequences + pitch + at, mask=inside, other=0)
+    place = tl.load(sequences + 3 * pitch + at, mask=inside, other=0)
+    return tl.where(key - start < length, key - start, -1), start, place
+
+
+@triton.jit
+def _column(
+    column,
+    position,
+    start,
+    place,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One of `Tokens`; `WIDTH`, `STRIDE`: of compressed tokens."""
+    slot = place // STRIDE
+    seen = tl.maximum(position + 1 + STRIDE - WIDTH, 0) // STRIDE
+    end = start + position + 1
+    found = tl.where(column == 0, position, start)
+    found = tl.where(column == 2, place, found)
+    found = tl.where(column == 3, slot, found)
+    found = tl.where(column == 4, slot + seen, found)
+    found = tl.where(column == 5, tl.maximum(start, end - WINDOW), found)
+    return tl.where(column == 6, end, found)
+
+
+@triton.jit
+def _tokens_below(
+    value,
+    column,
+    sequences,
+    pitch,
+    count,
+    T,
+    offset,
+    token_steps,
+    inside,
+    steps,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """How many tokens have less than `value` in a column that does not decrease."""
     low = value * 0
-    high = low + count
-    for _ in tl.static_range(STEPS):
+    high = low + T
+    for _ in range(token_steps):
         middle = (low + high) // 2
-        unknown = low < high
-        smaller = tl.load(row + middle, mask=inside & unknown, other=0) < value
+        unknown = inside & (low < high)
+        position, start, place = _of_token(
+            sequences, pitch, count, middle + offset, unknown, steps
+        )
+        smaller = _column(column, position, start, place, WIDTH, STRIDE, WINDOW) < value
         low = tl.where(unknown & smaller, middle + 1, low)
         high = tl.where(unknown & (smaller == 0), middle, high)
     return low
 
 
-@triton.jit(do_not_specialize=["given", "count", "S", "pitch"])
+@triton.jit(do_not_specialize=["given", "count", "T", "offset", "S", "pitch"])
 def sequences(
     borders,
+    sections,
     out,
     given,
     count,
+    T,
+    offset,
     S,
     pitch,
     UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Start, length, end, place and first compressed token of `count` sequences, of which the last
-    is padding. One program.
+    """Program 0: start, length, end, place and first compressed token of `count` sequences, of
+    which the last is padding, `[5, pitch]` at the begin of `out`. Others: of tiles of so many
+    tokens as their section says those before each sequence, its first query and the one after its
+    last, `[3, pitch]`.
 
     Args:
       borders: `[given]`.
-      out: `[5, pitch]`.
+      WIDTH, STRIDE: of compressed tokens.
     """
     i = tl.arange(0, ROOM)
     inside = i < count
@@ -62,358 +150,208 @@ def sequences(
     end = tl.load(borders + tl.minimum(i + 1, given - 1)).to(tl.int32)
     start = tl.minimum(tl.maximum(start, 0), S)
     end = tl.where(i < count - 1, tl.minimum(tl.maximum(end, 0), S), S)
-    keys = tl.where(inside, tl.maximum(end - start, 0), 0)
-    length = tl.where(i < count - 1, keys, 0)
-    units = (keys + (UNIT - 1)) // UNIT
-    windows = tl.where(length >= WINDOW, (tl.maximum(length, WINDOW) - WINDOW) // STRIDE + 1, 0)
-    place = (tl.cumsum(units, 0) - units) * UNIT
-    window = tl.cumsum(windows, 0) - windows
-    tl.store(out + i, start, mask=inside)
-    tl.store(out + pitch + i, length, mask=inside)
-    tl.store(out + 2 * pitch + i, end, mask=inside)
-    tl.store(out + 3 * pitch + i, place, mask=inside)
-    tl.store(out + 4 * pitch + i, window, mask=inside)
+    if tl.program_id(0) == 0:
+        keys = tl.where(inside, tl.maximum(end - start, 0), 0)
+        length = tl.where(i < count - 1, keys, 0)
+        units = (keys + (UNIT - 1)) // UNIT
+        spare = tl.maximum(length, WIDTH) - WIDTH
+        windows = tl.where(length >= WIDTH, spare // STRIDE + 1, 0)
+        tl.store(out + i, start, mask=inside)
+        tl.store(out + pitch + i, length, mask=inside)
+        tl.store(out + 2 * pitch + i, end, mask=inside)
+        tl.store(out + 3 * pitch + i, (tl.cumsum(units, 0) - units) * UNIT, mask=inside)
+        tl.store(out + 4 * pitch + i, tl.cumsum(windows, 0) - windows, mask=inside)
+    else:
+        section = sections + (tl.program_id(0) - 1) * INTS
+        tokens = tl.load(section + TOKENS)
+        runs = out + tl.load(section + RUNS_AT)
+        first = tl.minimum(tl.maximum(start - offset, 0), T)
+        last = tl.minimum(tl.maximum(end - offset, 0), T)
+        tiles = tl.where(inside, (tl.maximum(last - first, 0) + tokens - 1) // tokens, 0)
+        tl.store(runs + i, tl.cumsum(tiles, 0) - tiles, mask=inside)
+        tl.store(runs + pitch + i, first, mask=inside)
+        tl.store(runs + 2 * pitch + i, last, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "offset", "count", "pitch"])
-def tokens(
-    starts,
-    lengths,
-    places,
+@triton.jit(do_not_specialize=["T", "offset", "S", "count", "pitch", "token_steps", "steps"])
+def tables(
+    sections,
     out,
     T,
     offset,
-    count,
-    pitch,
-    BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SIZE: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Position, first key, place and first compressed slot of the sequence of each token, the end
-    of the slots that it sees, where its window begins, and the key after its own: `[7, pitch]`.
-
-    Args:
-      BLOCK, STRIDE, WINDOW: of the configuration.
-    """
-    t = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = t < T
-    key = t + offset
-    at = _last_before(starts, key, inside, count, STEPS)
-    start = tl.load(starts + at, mask=inside, other=0)
-    length = tl.load(lengths + at, mask=inside, other=0)
-    place = tl.load(places + at, mask=inside, other=0)
-    position = tl.where(key - start < length, key - start, -1)
-    seen = (tl.maximum(position + 1 + STRIDE - BLOCK, 0)) // STRIDE
-    slot = place // STRIDE
-    end = start + position + 1
-    tl.store(out + t, position, mask=inside)
-    tl.store(out + pitch + t, start, mask=inside)
-    tl.store(out + 2 * pitch + t, place, mask=inside)
-    tl.store(out + 3 * pitch + t, slot, mask=inside)
-    tl.store(out + 4 * pitch + t, slot + seen, mask=inside)
-    tl.store(out + 5 * pitch + t, tl.maximum(start, end - WINDOW), mask=inside)
-    tl.store(out + 6 * pitch + t, end, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "S", "count", "pitch"])
-def key_tiles(
-    starts,
-    ends,
-    places,
-    out,
-    tiles,
     S,
     count,
     pitch,
-    KEYS: tl.constexpr,
+    token_steps,
+    steps,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIXED: tl.constexpr,
+    ITEM_INTS: tl.constexpr,
     SIZE: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
-    """The first key of each KEYS places, and the end of its sequence: `[2, pitch]`."""
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = i < tiles
-    at = _last_before(places, i * KEYS, inside, count, STEPS)
-    start = tl.load(starts + at, mask=inside, other=0)
-    place = tl.load(places + at, mask=inside, other=0)
-    first = tl.minimum(tl.maximum(start + i * KEYS - place, 0), S)
-    tl.store(out + i, first, mask=inside)
-    tl.store(out + pitch + i, tl.load(ends + at, mask=inside, other=0), mask=inside)
-
-
-@triton.jit(do_not_specialize=["S", "count"])
-def places_of_keys(starts, places, out, S, count, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """The place of each key, `[S]`."""
-    key = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = key < S
-    at = _last_before(starts, key, inside, count, STEPS)
-    start = tl.load(starts + at, mask=inside, other=0)
-    place = tl.load(places + at, mask=inside, other=0)
-    tl.store(out + key, place + key - start, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count", "T", "offset", "pitch"])
-def query_runs(
-    starts, ends, out, count, T, offset, pitch, TOKENS: tl.constexpr, ROOM: tl.constexpr
-):
-    """Of each sequence the tiles of queries before it, its first query and the one after its last,
-    `[3, pitch]`. One program.
-    """
-    i = tl.arange(0, ROOM)
-    inside = i < count
-    first = tl.load(starts + i, mask=inside, other=0) - offset
-    end = tl.load(ends + i, mask=inside, other=0) - offset
-    first = tl.minimum(tl.maximum(first, 0), T)
-    end = tl.minimum(tl.maximum(end, 0), T)
-    tiles = tl.where(inside, (tl.maximum(end - first, 0) + TOKENS - 1) // TOKENS, 0)
-    tl.store(out + i, tl.cumsum(tiles, 0) - tiles, mask=inside)
-    tl.store(out + pitch + i, first, mask=inside)
-    tl.store(out + 2 * pitch + i, end, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "T", "count", "run_pitch", "pitch"])
-def query_tiles(
-    runs,
-    out,
-    tiles,
-    T,
-    count,
-    run_pitch,
-    pitch,
-    TOKENS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """First query of each tile of one sequence, and the one after its last: `[2, pitch]`.
+    """The numbers of one section.
 
     Args:
-      runs: of `query_runs`, `[3, run_pitch]`.
+      sections: `[MOST, INTS]`.
+      out: what `sequences` wrote, and behind it what is written.
+      offset: queries are the last T of S keys.
+      count, pitch: of sequences.
+      token_steps, steps: of a search among tokens, among sequences.
+      FIXED, ITEM_INTS: columns of a work item before those of parts, and all.
     """
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = i < tiles
-    at = _last_before(runs, i, inside, count, STEPS)
-    before = tl.load(runs + at, mask=inside, other=0)
-    first = tl.load(runs + run_pitch + at, mask=inside, other=0) + (i - before) * TOKENS
-    first = tl.minimum(tl.maximum(first, 0), T)
-    end = tl.load(runs + 2 * run_pitch + at, mask=inside, other=0)
-    tl.store(out + i, first, mask=inside)
-    tl.store(out + pitch + i, tl.minimum(first + TOKENS, end), mask=inside)
-
-
-@triton.jit(do_not_specialize=["T", "tiles"])
-def candidates_of_tiles(
-    firsts,
-    lasts,
-    positions,
-    first_tokens,
-    end_tokens,
-    first_rows,
-    last_rows,
-    owns,
-    bases,
-    spans,
-    T,
-    tiles,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCORE_ROWS: tl.constexpr,
-    RATIO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """What scores read of each tile of queries: bounds of compressed tokens by row, the own and the
-    first block of each token, and how many blocks they span. A program a tile.
-
-    Args:
-      firsts, lasts, positions: of tokens, `[B, T]`.
-      first_tokens, end_tokens: of tiles, `[B, tiles]`.
-    """
-    tile = tl.program_id(0)
-    token = tile // tiles * T
-    begin, end = tl.load(first_tokens + tile), tl.load(end_tokens + tile)
-    i = tl.arange(0, SIZE)
-    of_row = begin + tl.minimum(i, TOKENS * GROUP - 1) // GROUP
-    of_row = token + tl.minimum(tl.maximum(tl.minimum(of_row, end - 1), 0), T - 1)
-    inside = i < ROWS
-    tl.store(first_rows + tile * ROWS + i, tl.load(firsts + of_row), mask=inside)
-    tl.store(last_rows + tile * ROWS + i, tl.load(lasts + of_row), mask=inside)
-    own_token = begin + tl.minimum(i, TOKENS - 1)
-    near = token + tl.minimum(tl.maximum(tl.minimum(own_token, end - 1), 0), T - 1)
-    position = tl.load(positions + near)
-    exists = (i < TOKENS) & (own_token < end) & (position >= 0)
-    own = tl.where(exists, tl.maximum(position, 0) // BLOCK, -1)
-    inside = i < SCORE_ROWS
-    tl.store(owns + tile * SCORE_ROWS + i, own, mask=inside)
-    tl.store(bases + tile * SCORE_ROWS + i, tl.load(firsts + near) // RATIO, mask=inside)
-    tl.store(spans + tile, tl.max(own, 0) + 1)
-
-
-@triton.jit(do_not_specialize=["T", "tiles", "total", "pitch"])
-def by_row(
-    one,
-    two,
-    out,
-    T,
-    tiles,
-    total,
-    pitch,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """`one` and `two` `[B, T]` by the rows of a kernel's tiles, `[B, tiles, ROWS]`, which are
-    `total` numbers each in a row of `out` `[2, pitch]`; rows past the end repeat the last token.
-    Program axis 1: which of both.
-    """
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = i < total
-    row = tl.minimum(i % ROWS, TOKENS * GROUP - 1)
-    tile = i // ROWS % tiles
-    token = tl.minimum(tile * TOKENS + row // GROUP, T - 1)
-    at = i // ROWS // tiles * T + token
-    if tl.program_id(1) == 0:
-        tl.store(out + i, tl.load(one + at, mask=inside, other=0), mask=inside)
+    program = tl.program_id(0)
+    begins = tl.load(sections + tl.arange(0, MOST) * INTS + BEGIN)
+    section = sections + (tl.sum((begins <= program).to(tl.int32), 0) - 1) * INTS
+    kind = tl.load(section + KIND)
+    i = (program - tl.load(section + BEGIN)) * SIZE + tl.arange(0, SIZE)
+    inside = i < tl.load(section + TOTAL)
+    at = out + tl.load(section + OUT) + i
+    second = at + tl.load(section + PITCH)
+    tokens = tl.load(section + TOKENS)
+    first = tl.load(section + FIRST)
+    last = tl.load(section + LAST)
+    if kind <= LAST_OF_TILES:
+        group = tl.load(section + GROUP)
+        rows = tl.load(section + ROWS)
+        tile, row = i // rows, i % rows
+        begin = tile * tokens
+        end = begin * 0 + T
+        if kind >= FIRST_OF_RUNS:  # tiles of one sequence each
+            runs = out + tl.load(section + RUNS_AT)
+            at_run = _last_before(runs, tile, inside, count, steps)
+            before = tl.load(runs + at_run, mask=inside, other=0)
+            begin = tl.load(runs + pitch + at_run, mask=inside, other=0)
+            begin = tl.minimum(tl.maximum(begin + (tile - before) * tokens, 0), T)
+            end = tl.load(runs + 2 * pitch + at_run, mask=inside, other=0)
+            end = tl.minimum(begin + tokens, end)
+        token = begin + tl.minimum(row, tokens * group - 1) // group
+        token = tl.where(kind == OF_CANDIDATE_SPANS, end - 1, token)
+        near = tl.minimum(tl.maximum(tl.minimum(token, end - 1), 0), T - 1)
+        position, start, place = _of_token(out, pitch, count, near + offset, inside, steps)
+        if kind == OF_TOKENS:
+            for column in tl.static_range(7):
+                found = _column(column, position, start, place, WIDTH, STRIDE, WINDOW)
+                tl.store(at + column * tl.load(section + PITCH), found, mask=inside)
+        elif kind == OF_QUERY_TILES:
+            tl.store(at, begin, mask=inside)
+            tl.store(second, end, mask=inside)
+        elif kind <= OF_CANDIDATE_ROWS:
+            found = _column(first, position, start, place, WIDTH, STRIDE, WINDOW)
+            tl.store(at, found, mask=inside)
+            found = _column(last, position, start, place, WIDTH, STRIDE, WINDOW)
+            tl.store(second, found, mask=inside & (last >= 0))
+        else:
+            block = tl.load(section + BLOCK)
+            exists = (row < tokens) & (begin <= token) & (token < end) & (position >= 0)
+            own = tl.where(exists, tl.maximum(position, 0) // block, -1)
+            if kind == OF_CANDIDATE_TOKENS:
+                tl.store(at, own, mask=inside)
+                base = place // STRIDE // tl.load(section + RATIO)
+                tl.store(second, base, mask=inside)
+            else:
+                tl.store(at, own + 1, mask=inside)
+    elif kind <= OF_PLACES:
+        of_tiles = kind == OF_KEY_TILES
+        key = tl.where(of_tiles, i * PART_KEYS, i)
+        starts = out + tl.where(of_tiles, 3 * pitch, 0)
+        sequence = _last_before(starts, key, inside, count, steps)
+        start = tl.load(out + sequence, mask=inside, other=0)
+        place = tl.load(out + 3 * pitch + sequence, mask=inside, other=0)
+        end = tl.load(out + 2 * pitch + sequence, mask=inside, other=0)
+        of_tile = tl.minimum(tl.maximum(start + key - place, 0), S)
+        tl.store(at, tl.where(of_tiles, of_tile, place + key - start), mask=inside)
+        tl.store(second, end, mask=inside & of_tiles)
+    elif kind == OF_PARTS:
+        query_tiles = tl.load(section + QUERY_TILES)
+        at = out + tl.load(section + OUT) + i * 4
+        begin = i * 0
+        for number in range(4):
+            key = i * PART_KEYS + tl.where(number % 2 == 0, 1, PART_KEYS)
+            column = tl.where(number < 2, last, first)
+            token = _tokens_below(
+                key,
+                column,
+                out,
+                pitch,
+                count,
+                T,
+                offset,
+                token_steps,
+                inside,
+                steps,
+                WIDTH,
+                STRIDE,
+                WINDOW,
+            )
+            tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
+            # A tile behind all that is seen has no queries, not the last one's.
+            tile = tl.where((number == 0) & (token >= T), query_tiles, tile)
+            begin = tl.where(number == 0, tile, begin)
+            tl.store(
+                at + number, tl.where(number == 3, tl.maximum(begin, tile), tile), mask=inside
+            )
     else:
-        tl.store(out + pitch + i, tl.load(two + at, mask=inside, other=0), mask=inside)
+        heads = tl.load(section + HEADS)
+        segments = tl.load(section + SEGMENTS)
+        span = tl.load(section + SPAN)
+        tiles = tl.load(section + TILES)
+        keys = tl.load(section + KEYS)
+        columns = tl.load(section + COLUMNS)
+        in_order = tl.load(section + STREAMS) != 0
+        segment_tiles = tl.load(section + SEGMENT_TILES)
+        row, rest = i % heads, i // heads
+        segment = tl.where(in_order, rest % segments, segments - 1 - rest // segment_tiles)
+        n = tl.where(in_order, rest // segments, rest % segment_tiles)
+        token = tl.minimum(tl.maximum(segment * (span * tokens), 0), T - 1)
+        position, start, place = _of_token(out, pitch, count, token + offset, inside, steps)
+        tile = _column(first, position, start, place, WIDTH, STRIDE, WINDOW) // keys + n
+        exists = tile < tiles
+        tile = tl.minimum(tile, tiles - 1)
+        part = out + tl.load(section + PARTS_AT) + tile * columns
+        begin = tl.load(part, mask=inside, other=0)
+        end = tl.maximum(begin, tl.load(part + columns - 1, mask=inside, other=0))
+        lower = tl.maximum(begin, segment * span)
+        upper = tl.maximum(lower, tl.minimum(end, (segment + 1) * span))
+        own = tl.where(exists & (lower < upper), row, -1)
+        ahead = tl.load(out + tl.load(section + BEFORE_AT) + tile, mask=inside, other=0)
+        at = out + tl.load(section + OUT) + i * ITEM_INTS
+        tl.store(at, own, mask=inside)
+        tl.store(at + 1, tile * keys, mask=inside)
+        tl.store(at + 2, lower, mask=inside)
+        tl.store(at + 3, lower, mask=inside)
+        tl.store(at + 4, lower, mask=inside)
+        tl.store(at + 5, upper, mask=inside)
+        partial = row * tl.load(section + PARTIALS) + ahead + segment - begin // span
+        tl.store(at + 6, partial, mask=inside)
+        for column in range(7, ITEM_INTS):
+            of_part = (column >= FIXED) & (column < FIXED + columns)
+            value = tl.load(part + (column - FIXED), mask=inside & of_part, other=0)
+            value = tl.minimum(tl.maximum(value, lower), upper)
+            tl.store(at + column, tl.where(of_part, value, own), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "query_tiles", "parts"])
-def interval_parts(
-    firsts,
-    lasts,
-    out,
-    T,
-    query_tiles,
-    parts,
-    KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Of each KEYS keys the query tiles that see some, and those that see all, `[B, parts, 4]`.
-
-    Args:
-      firsts, lasts: bounds of the keys that each token sees `[B, T]`, ascending.
+@triton.jit
+def partials(sections, out, ROOM: tl.constexpr):
+    """Of each tile of keys of an interval its partials before it, and by head the first, and how
+    many. A program a section.
     """
-    part = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    batch = tl.program_id(1)
-    inside = part < parts
-    first, last = firsts + batch * T, lasts + batch * T
-    key = part * KEYS
-    begin = _below(last, key + 1, inside, T, STEPS)
-    begin = tl.where(begin < T, begin // TOKENS, query_tiles)
-    unmasked_begin = (_below(last, key + KEYS, inside, T, STEPS) + TOKENS - 1) // TOKENS
-    unmasked_end = _below(first, key + 1, inside, T, STEPS) // TOKENS
-    end = (_below(first, key + KEYS, inside, T, STEPS) + TOKENS - 1) // TOKENS
-    at = out + (batch * parts + part) * 4
-    tl.store(at, begin, mask=inside)
-    tl.store(at + 1, unmasked_begin, mask=inside)
-    tl.store(at + 2, unmasked_end, mask=inside)
-    tl.store(at + 3, tl.maximum(begin, end), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "span", "partials"])
-def interval_partials(
-    parts,
-    before,
-    firsts,
-    counts,
-    tiles,
-    span,
-    partials,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROOM: tl.constexpr,
-):
-    """Of each tile of keys its partials before it in a row, `[B, tiles]`, and by head `[B, HEADS,
-    tiles]` the first, and how many. A program a batch row.
-
-    Args:
-      parts: of `interval_parts`, `[B, tiles, COLUMNS]`.
-    """
-    batch = tl.program_id(0)
+    section = sections + tl.program_id(0) * INTS
     tile = tl.arange(0, ROOM)
+    tiles = tl.load(section + TILES)
     inside = tile < tiles
-    at = parts + (batch * tiles + tile) * COLUMNS
-    begin = tl.load(at, mask=inside, other=0)
-    end = tl.maximum(begin, tl.load(at + COLUMNS - 1, mask=inside, other=0))
+    columns = tl.load(section + COLUMNS)
+    span = tl.load(section + SPAN)
+    part = out + tl.load(section + PARTS_AT) + tile * columns
+    begin = tl.load(part, mask=inside, other=0)
+    end = tl.maximum(begin, tl.load(part + columns - 1, mask=inside, other=0))
     count = tl.where(begin < end, (end + span - 1) // span - begin // span, 0)
     ahead = tl.cumsum(count, 0) - count
-    tl.store(before + batch * tiles + tile, ahead, mask=inside)
-    for head in tl.static_range(HEADS):
-        row = batch * HEADS + head
-        tl.store(firsts + row * tiles + tile, row * partials + ahead, mask=inside)
-        tl.store(counts + row * tiles + tile, count, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["T", "tiles", "span", "partials", "of_segment", "segments", "items"]
-)
-def interval_items(
-    firsts,
-    parts,
-    before,
-    table,
-    T,
-    tiles,
-    span,
-    partials,
-    of_segment,
-    segments,
-    items,
-    BATCH: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FIXED: tl.constexpr,
-    INTS: tl.constexpr,
-    STREAMS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """The rows of the table of work items, `[items, INTS]` (`kernels_pallas.specs.work_items`).
-
-    Args:
-      firsts: `[B, T]`; parts, before: of `interval_parts` and `interval_partials`.
-      of_segment: tiles of keys of a segment; `segments` of `span` query tiles.
-      FIXED: columns before those of parts.
-    """
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = i < items
-    row = i % (BATCH * HEADS)
-    rest = i // (BATCH * HEADS)
-    if STREAMS:
-        segment, n = rest % segments, rest // segments
-    else:
-        segment, n = segments - 1 - rest // of_segment, rest % of_segment
-    batch = row // HEADS
-    token = tl.minimum(tl.maximum(segment * (span * TOKENS), 0), T - 1)
-    tile = tl.load(firsts + batch * T + token, mask=inside, other=0) // KEYS + n
-    exists = tile < tiles
-    tile = tl.minimum(tile, tiles - 1)
-    of_tile = batch * tiles + tile
-    at = parts + of_tile * COLUMNS
-    begin = tl.load(at, mask=inside, other=0)
-    end = tl.maximum(begin, tl.load(at + COLUMNS - 1, mask=inside, other=0))
-    lower = tl.maximum(begin, segment * span)
-    upper = tl.maximum(lower, tl.minimum(end, (segment + 1) * span))
-    own = tl.where(exists & (lower < upper), row, -1)
-    ahead = tl.load(before + of_tile, mask=inside, other=0)
-    out = table + i * INTS
-    tl.store(out, own, mask=inside)
-    tl.store(out + 1, tile * KEYS, mask=inside)
-    tl.store(out + 2, lower, mask=inside)
-    tl.store(out + 3, lower, mask=inside)
-    tl.store(out + 4, lower, mask=inside)
-    tl.store(out + 5, upper, mask=inside)
-    tl.store(out + 6, row * partials + ahead + segment - begin // span, mask=inside)
-    for column in tl.static_range(7, INTS):
-        if column >= FIXED and column < FIXED + COLUMNS:
-            value = tl.load(at + (column - FIXED), mask=inside, other=0)
-            value = tl.minimum(tl.maximum(value, lower), upper)
-            tl.store(out + column, value, mask=inside)
-        else:
-            tl.store(out + column, own, mask=inside)
+    tl.store(out + tl.load(section + BEFORE_AT) + tile, ahead, mask=inside)
+    firsts = out + tl.load(section + FIRSTS_AT) + tile
+    counts = out + tl.load(section + COUNTS_AT) + tile
+    of_head = tl.load(section + PARTIALS)
+    for head in range(tl.load(section + HEADS)):
+        tl.store(firsts + head * tiles, head * of_head + ahead, mask=inside)
+        tl.store(counts + head * tiles, count, mask=inside)
