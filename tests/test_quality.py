@@ -8,8 +8,11 @@ import pytest
 
 from bench.lm import log, loop, measures, quality, recall, variants
 from bench.lm.data import Batch
+from bench.lm.ranks import Ranks
 from bench.lm.recall import PASSAGE
+from bench.lm.share import Share
 from nsa_core.config import NSAConfig
+from nsa_core.layer import LayerSpec
 from tests.test_train import run_of, task
 
 WINDOW, WIDTH = 40, 400
@@ -183,6 +186,74 @@ def test_a_hit_is_the_block_of_the_next_token():
     assert measures.hit(indices, near, config) is None
 
 
+class Selects:
+    """A learner of one layer whose heads select, beside the blocks that all have to: the blocks
+    that follow what stood before the query's last four tokens; as many at random; those before
+    the forced ones, as models do that look at what is near."""
+
+    ranks, share = Ranks(), Share(1)
+    config = NSAConfig(
+        compress_block=8, compress_stride=4, select_block=16, num_selected=6, window=40
+    )
+
+    def __init__(self):
+        self.random = np.random.default_rng(0)
+
+    def loss_sums(self, batch, categories, count):
+        return np.full(count, batch.tokens.size - len(batch.tokens), float)
+
+    def observe(self, batch, row=0):
+        tokens = batch.tokens[row]
+        after, found = {}, np.full((len(tokens) - 1, 3, 6), -1)
+        for query in range(3, len(tokens) - 1):
+            own = query // 16
+            free = np.arange(1, max(1, own - 1))
+            last = tokens[query - 3 : query + 1].tobytes()
+            # three heads by three free slots
+            known = [after[last] // 16] if last in after else []
+            chosen = self.random.permutation(free)[:3]
+            for head, blocks in enumerate((known, chosen, free[::-1][:3])):
+                slots = [0, own - 1, own, *(x for x in blocks if x in free)]
+                found[query, head, : len(slots)] = slots
+            after[last] = query + 1
+        return [(np.zeros(0), found)]
+
+
+def test_what_selections_find_of_copies():
+    """Chance, which counts no forced block, is what a head at random hits; a head that looks at
+    what is near hits less, whether or not it finds copies, so that rows decide in which another
+    text stands there."""
+    tokens = np.random.default_rng(1).integers(0, 250, (30, WIDTH))
+    sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 6, "w": 40}
+    layer = LayerSpec(dim=8, n_heads=3, n_kv_groups=3, d_k=8, d_v=8, **sizes)
+    found = measures.copies(Selects(), [Batch(x[None]) for x in tokens], layer, (0,))
+    assert found["recall_gain"] == found["copied_gain"] == 0
+    ((_, chance),) = found["hits"]
+    heads = np.array(found["heads"])
+    assert heads.shape == (1, 3, 2, 2)  # layers, heads, halves of the rows, read and not
+    copying, random, near = heads.mean(axis=2)[0]
+    assert copying.tolist() == [1, 0]
+    assert random == pytest.approx(chance, abs=0.03) and chance == pytest.approx(
+        0.146, abs=0.005
+    )
+    assert near[0] == near[1] < chance / 2
+    assert measures.found_by_best(heads) == (1, 0)
+    assert measures.found_by_best(heads[:, 2:]) == (near[0], near[1])
+
+
+def test_the_best_head_is_chosen_by_other_rows():
+    """Of heads that find nothing none does, though one is best of each half."""
+    heads = np.zeros((1, 2, 2, 2))
+    heads[0, 0, 0, 0] = heads[0, 1, 1, 0] = 0.5
+    assert measures.found_by_best(heads) == (0, 0)
+    assert heads[..., 0].max() == 0.5
+
+
+def finds(over):
+    """Two layers of a head each, of which the second holds copies."""
+    return [[[[0.1, 0.1]] * 2], [[[0.1 + over, 0.1]] * 2]]
+
+
 def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="torch", **model):
     name = {"framework": framework, "attention": attention, "implementation": "x"}
     training = {"seed": seed, "steps": steps, "batch": 2, "seq_len": 2048, "lr": 0.1}
@@ -216,7 +287,9 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="tor
         steps=steps,
         held_out_loss=held_out,
         recall_gain=gain,
+        copied_gain=gain,
         hits=None if attention == "dense" else [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]],
+        heads=None if attention == "dense" else finds(0.2 + 0.01 * seed),
     )
     about = {"grad_norm": 1.0, "lr": 0.1, "time_ms": 1.0, "tokens_per_s": 1.0}
     trained = [
@@ -350,9 +423,8 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     (group,) = quality.groups(runs)
     told = quality.verdicts(group, group.kinds[1])
     assert [x.question.split()[0] for x in told if not x.ok] == broken
-    assert [x.question.split()[0] for x in told][-1] == "selection" and "layer 1" in str(
-        told[-1]
-    )
+    assert [x.question.split()[0] for x in told][-1] == "selection"
+    assert "best head: +0.220 ± 0.007 over another text" in str(told[-1])
     for name, each in runs.items():
         log.append(tmp_path / name, each)
     status = quality.main(["", *(str(tmp_path / name) for name in runs)])
@@ -396,17 +468,24 @@ def test_the_summary_leaves_out_what_says_nothing():
     assert len(quality.summary_rows(group)) == 1
 
 
-def test_a_selection_that_finds_no_copies():
-    runs = {}
-    for name, each in five(0.0).items():
-        hits = [[0.1, 0.1], [0.1 + 0.01 * (int(name) % 2), 0.1]]
-        runs[name] = [
-            dataclasses.replace(x, hits=hits) if getattr(x, "hits", None) else x for x in each
+def with_heads(heads):
+    """The pairs' runs, with what `heads` makes of a seed in place of theirs."""
+    runs = {
+        name: [
+            dataclasses.replace(x, heads=heads(int(name))) if getattr(x, "heads", None) else x
+            for x in each
         ]
+        for name, each in five(0.0).items()
+    }
     (group,) = quality.groups(runs)
-    assert [
-        x.question.split()[0] for x in quality.verdicts(group, group.kinds[1]) if not x.ok
-    ] == ["selection"]
+    return group, group.kinds[1]
+
+
+def test_a_selection_that_finds_no_copies():
+    told = quality.verdicts(*with_heads(lambda seed: finds(0.01 * (seed % 2))))
+    assert [x.question.split()[0] for x in told if not x.ok] == ["selection"]
+    with pytest.raises(NotImplementedError, match=r"lack \['found'\]"):
+        quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed else None))
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):

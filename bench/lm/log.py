@@ -142,7 +142,9 @@ class Summary(Line):
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "copied_gain", "hits", "heads"})
+OPTIONAL = frozenset(
+    {"parallel", "epochs", "devices", "recall_gain", "copied_gain", "hits", "heads"}
+)
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:

@@ -6,16 +6,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from ..harness import records, timing
-from . import checkpoint, health, log, measures, recall, speed, variants
+from . import checkpoint, health, log, measures, speed, variants
 from . import share as shares
-from .data import Batch, Batches, joined
+from .data import Batch, Batches
 from .progress import Progress
 from .ranks import Ranks
 from .spec import DivergedError, Task
@@ -23,7 +20,6 @@ from .watch import Settings, Watch, gathered
 
 EVALUATED_BATCHES = 8
 ON_THE_WAY = 4  # every so many held-out batches
-OBSERVED_ROWS = 64  # rows with a copy whose selection is looked at
 
 
 class Learner(checkpoint.Kept, measures.Learner, health.Observed, Protocol):
@@ -225,10 +221,10 @@ def steps(
         save(training.steps)
     found = held_out.measured(learner)
     run.write(log.Evaluation(**run.variant.name, steps=training.steps, measures=found))
-    copies = _copies(run, learner, held_out.batches)
-    return summary(
-        status="ok", steps=training.steps, held_out_loss=found["loss"], **copies
+    copies = measures.copies(
+        learner, held_out.batches, run.task.model.layer, (training.seed, 4)
     )
+    return summary(status="ok", steps=training.steps, held_out_loss=found["loss"], **copies)
 
 
 def _due(every: int | None, done: int) -> bool:
@@ -240,43 +236,6 @@ def _batch(run: Run, learner: Learner, step: int) -> Batch:
     batch = learner.share.of(functools.partial(run.batches.train, step))
     shares.check_vocabulary(batch, run.task.model.vocabulary)
     return batch
-
-
-def _copies(run: Run, learner: Learner, held_out: Sequence[Batch]) -> dict[str, Any]:
-    """What a passage read before gains on held-out text, by `recall`, and how often selections
-    hold it, by `measures.hit`: fields of `log.Summary`."""
-    training, layer = run.task.training, run.task.model.layer
-    seed, whole = (training.seed, 4), joined(list(held_out))
-    copies = recall.copies(whole, layer.w, seed)
-    if copies is None:
-        return {}
-    parts = zip(*(shares.split(x, len(held_out)) for x in copies), strict=True)
-    losses = np.array(
-        [[measures.loss(learner, learner.share.of_whole(x)) for x in part] for part in parts]
-    )
-    gains = {
-        "recall_gain": recall.gain(losses[:, [0, 1]], training.seq_len),
-        "copied_gain": recall.gain(losses[:, [0, 2]], training.seq_len),
-    }
-    starts = recall.passages(whole, layer.w, seed).tolist()
-    rows = np.linspace(0, len(starts) - 1, min(OBSERVED_ROWS, len(starts))).astype(int).tolist()
-    hits, heads = [], []  # [rows, layers, 2]; [rows, layers, heads, 2]
-    for row in rows:
-        both = [
-            [measures.hit(x, starts[row], layer.config) for _, x in learner.observe(each, row)]
-            for each in (copies.read, copies.unread)
-        ]
-        layers = [x for x in zip(*both, strict=True) if None not in x]
-        if layers:  # a row has a hit in every layer, or in none
-            hits.append([(read[0].mean(), read[1]) for read, _ in layers])
-            heads.append([np.stack([x[0] for x in each], axis=-1) for each in layers])
-    if not hits:
-        return gains
-    halves = [np.mean(heads[half::2], axis=0) for half in (0, 1) if heads[half::2]]
-    return gains | {
-        "hits": np.mean(hits, axis=0).tolist(),
-        "heads": np.stack(halves, axis=2).tolist() if len(halves) == 2 else None,
-    }
 
 
 def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:

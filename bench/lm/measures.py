@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from nsa_core.config import NSAConfig
+from nsa_core.layer import LayerSpec
 
-from . import share
-from .data import Batch
+from . import recall, share
+from .data import Batch, joined
 from .ranks import Ranks
 from .recall import PASSAGE
 
@@ -28,6 +29,7 @@ PARTS = ("first quarter", "second quarter", "second half")
 CATEGORIES = len(KINDS) * len(PARTS)
 # Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
 ORDER, BYTES_ORDER = 3, 8
+OBSERVED_ROWS = 64  # rows with a copy whose selection is looked at
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
 
 
@@ -38,6 +40,8 @@ class Learner(Protocol):
     share: share.Share
 
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray: ...
+
+    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
 
 def loss(learner: Learner, batch: Batch) -> float:
@@ -116,9 +120,44 @@ class HeldOut:
         return of(found, counts)
 
 
-def hit(
-    indices: np.ndarray, start: int, config: NSAConfig
-) -> tuple[np.ndarray, float] | None:
+def copies(
+    learner: Learner, held_out: Sequence[Batch], layer: LayerSpec, seed: tuple[int, ...]
+) -> dict[str, Any]:
+    """What a passage read before gains on held-out text, by `recall`, and how often selections
+    hold it, by `hit`: fields of `log.Summary`; none where rows have no room. Every process calls
+    it."""
+    whole = joined(list(held_out))
+    rows = recall.copies(whole, layer.w, seed)
+    if rows is None:
+        return {}
+    parts = zip(*(share.split(x, len(held_out)) for x in rows), strict=True)
+    losses = np.array(
+        [[loss(learner, learner.share.of_whole(x)) for x in part] for part in parts]
+    )
+    count, width = whole.tokens.shape
+    gains = {
+        "recall_gain": recall.gain(losses[:, [0, 1]], width - 1),
+        "copied_gain": recall.gain(losses[:, [0, 2]], width - 1),
+    }
+    starts = recall.passages(whole, layer.w, seed).tolist()
+    hits, heads = [], []  # [rows, layers, 2]; [rows, layers, heads, 2]
+    for row in np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist():
+        both = [
+            [hit(indices, starts[row], layer.config) for _, indices in learner.observe(x, row)]
+            for x in (rows.read, rows.unread)
+        ]
+        layers = [x for x in zip(*both, strict=True) if None not in x]
+        if layers:  # a row has a hit in every layer, or in none
+            hits.append([(read[0].mean(), read[1]) for read, _ in layers])
+            heads.append([np.stack([x[0] for x in each], axis=-1) for each in layers])
+    if len(hits) < 2:
+        return gains
+    halves = [np.mean(heads[half::2], axis=0) for half in (0, 1)]
+    found = {"hits": np.mean(hits, axis=0), "heads": np.stack(halves, axis=2)}
+    return gains | {name: x.tolist() for name, x in found.items()}
+
+
+def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[np.ndarray, float] | None:
     """Of a row that ends in a copy: how often a selection holds the block of the token that comes
     next, and how often one at random would.
 
@@ -143,7 +182,7 @@ def hit(
     return found, float(np.minimum(chance, 1).mean())
 
 
-def found(heads: np.ndarray) -> tuple[float, float]:
+def found_by_best(heads: np.ndarray) -> tuple[float, float]:
     """Hits of the head that finds copies best, and its hits where another text stands.
 
     Args:

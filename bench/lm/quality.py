@@ -14,15 +14,16 @@ a token:
     end              of all of them, after the last step
     area             of the training batches, mean over the steps after the warm-up
     copying          the step at which near targets cost 1.5 less than new ones
-    recall           gained where a passage was read before (`bench.lm.recall`)
+    recall, copied   gained where a passage was read before (`bench.lm.recall`)
     hit / chance     how often a selection holds the block that a copy goes on from, by layer
+    found / unread   the same of the head that finds copies best, and where another text stands
     seen             how often a run sees its text; over 1: what differs is what it keeps, too
 
 Bounds decide, over five pairs at least, as upper bounds of 95 % where no mean is named:
 
     new and end at most 0.3 % over dense; far, by its mean, at most 1 %; recall, by its mean, at
-    least dense's less 0.03; where chance is under a quarter, the best layer's hit over chance by
-    three standard errors
+    least dense's less 0.03; where chance is under a quarter, the best head holds blocks with the
+    copied passage more often than with another text, by three standard errors
 
 Exit status 1 where a bound is passed, else 3 where of a kind there are fewer pairs or a measure is
 missing.
@@ -45,7 +46,7 @@ from ..harness import cli, exit_status
 from . import curves, log
 from .curves import Verdict
 from .log import Evaluation, Header, Line, Speed, Step, Summary
-from .measures import KINDS, PARTS
+from .measures import KINDS, PARTS, found_by_best
 
 LEAST_PAIRS = 5
 CONFIDENCE = 0.95
@@ -72,6 +73,7 @@ class Ended:
     header: Header
     values: Mapping[str, float]
     hits: Sequence[Sequence[float]]  # by layer: hit, chance
+    found: tuple[float, float] | None  # of the best head: hit, unread
     ms: float | None
 
     @property
@@ -165,6 +167,7 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
         "end": end.held_out_loss,
         "area": _area(header, mine),
         "recall": end.recall_gain,
+        "copied": end.copied_gain,
         "copying": _copying(evaluations),
     }
     speed = curves.last(mine, Speed).get(run)
@@ -172,6 +175,7 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
         header,
         {name: value for name, value in values.items() if value is not None},
         end.hits or (),
+        None if end.heads is None else found_by_best(np.array(end.heads)),
         None if speed is None else speed.time_ms,
     )
 
@@ -294,24 +298,26 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
     ]
     found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
     found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
-    hits = np.array([run.hits for run in kind.runs.values()])
-    if hits.size and hits[..., 1].mean() < CHANCE:
-        over = hits[..., 0] - hits[..., 1]
-        layer = int(over.mean(axis=0).argmax())
-        mean, error = over[:, layer].mean(), over[:, layer].std(ddof=1) / len(over) ** 0.5
+    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
+    if chance and np.mean(chance) < CHANCE:
+        best = [run.found for run in kind.runs.values() if run.found is not None]
+        if len(best) < len(kind.runs):
+            raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack ['found']")
+        over = np.subtract(*np.transpose(best))
+        mean, error = over.mean(), over.std(ddof=1) / len(over) ** 0.5
         found.append(
             Verdict(
                 f"selection finds copies, {about}",
                 float(ERRORS * error - mean),
                 0.0,
-                f", layer {layer}: {mean:+.3f} ± {error:.3f} over chance",
+                f", best head: {mean:+.3f} ± {error:.3f} over another text",
             )
         )
     return found
 
 
 HEAD = ("model, steps x rows", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
-HEAD = (*HEAD, "hit / chance", "seen", "seeds")
+HEAD = (*HEAD, "copied", "hit / chance", "found / unread", "seen", "seeds")
 
 
 def rows(group: Group) -> list[list[str]]:
@@ -323,13 +329,18 @@ def rows(group: Group) -> list[list[str]]:
         alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
         times = [x.ms for x in runs if x.ms is not None and alike]
         hits = [np.array(x.hits) for x in runs if len(x.hits)]
+        best = [x.found for x in runs if x.found is not None]
         seen = {x.header.epochs for x in runs}
         found.append(
             [
                 *(group.name, kind.label, f"{header.parameters / 1e6:.1f}"),
                 f"{np.mean(times):.1f}" if times else "-",
-                *(_cell(kind, group.dense, name) for name in (*LOSSES, "copying", "recall")),
+                *(
+                    _cell(kind, group.dense, name)
+                    for name in (*LOSSES, "copying", "recall", "copied")
+                ),
                 _hits(hits),
+                " / ".join(f"{x:.2f}" for x in np.mean(best, axis=0)) if best else "-",
                 "-" if None in seen else f"{max(x for x in seen if x is not None):.2f}",
                 ", ".join(map(str, kind.runs)),
             ]
