@@ -569,3 +569,25 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
         assert re.match(message, error), error
     lines = log.read(tmp_path / "run" / "train.jsonl")
     assert len([line for line in lines if isinstance(line, log.Step)]) == 2
+
+
+def test_rows_that_repeat_passages_of_theirs():
+    """Each copy stands beyond the window from what it copies; all else is as it was."""
+    places = np.arange(6000)  # a token says where it stood
+    documents = tokens.Documents("x", places, np.array([0, 6000]), 6000, "0" * 64)
+    given = {"documents": documents, "pack": "once"}
+    plain = data.Batches(2, 299, 1, **given)
+    made = data.Repeating(2, 299, 1, passages=3, size=8, apart=20, **given)
+    assert made.sha256 != plain.sha256
+    copies = 0
+    for step in range(5):
+        before, after = plain.train(step).tokens, made.train(step).tokens
+        assert (made.train(step, slice(1, 2)).tokens == after[1:]).all()
+        for row, column in np.argwhere(before != after):
+            back = column - (after[row] == after[row, column]).argmax()
+            assert back >= 8 + 20 and column >= 8 + 20
+            copies += 1
+    assert 5 * 2 * 8 < copies <= 5 * 2 * 3 * 8
+    assert (made.evaluation(2)[1].tokens == plain.evaluation(2)[1].tokens).all()
+    with pytest.raises(ValueError, match="over 36 tokens where passages are repeated, got"):
+        data.Repeating(2, 34, 1, passages=3, size=8, apart=20, **given)

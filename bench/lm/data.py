@@ -143,6 +143,40 @@ class Batches:
         return Packed(self.training, self._starts, (self.seed, 2, epoch), self.shape[1])
 
 
+class Repeating(Batches):
+    """`Batches` whose training rows repeat passages of theirs, by seed and step: what lies far
+    away is then worth to be found. Held-out rows stay as they are.
+
+    Args:
+      passages: of a row, which are written over what stands there.
+      size: tokens of each.
+      apart: tokens between a passage and where it is repeated, at least.
+
+    Raises:
+      ValueError: rows have no room, or several documents.
+    """
+
+    def __init__(self, *given, passages: int, size: int, apart: int, **more):
+        super().__init__(*given, **more)
+        self.passages, self.size, self.apart = passages, size, apart
+        if self.pack == "documents" or self.shape[1] < 2 * size + apart:
+            raise ValueError(
+                f"rows must be of one text and over {2 * size + apart} tokens where passages "
+                f"are repeated, got pack={self.pack} and {self.shape[1]}"
+            )
+        self.sha256 = _digest(self.sha256, "repeating", passages, size, apart)
+
+    def train(self, step: int, rows: slice = slice(None)) -> Batch:
+        tokens = super().train(step, rows).tokens.copy()
+        for row, number in zip(tokens, range(self.shape[0])[rows], strict=True):
+            random = np.random.default_rng((self.seed, 6, step, number))
+            first, last = self.size + self.apart, len(row) - self.size
+            for to in np.sort(random.integers(first, last + 1, self.passages)).tolist():
+                start = int(random.integers(0, to - first + 1))
+                row[to : to + self.size] = row[start : start + self.size]
+        return Batch(tokens)
+
+
 def joined(parts: list[Batch]) -> Batch:
     """The rows of `parts`, one below the other."""
     if len(parts) == 1:

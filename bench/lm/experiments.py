@@ -32,7 +32,7 @@ from absl import app, flags
 from nsa_core.types import Branches
 
 from ..harness import cli, exit_status
-from . import corpus, data, log, loop, spec, variants, watch
+from . import corpus, data, log, loop, recall, spec, variants, watch
 from .data import Batches
 from .tokens import Documents
 
@@ -95,6 +95,7 @@ class Setting:
 
     Attributes:
       text: a folder of `bench.lm.corpus`, or `data.TEXT`; None: what `--corpus` names.
+      repeats: passages of a training row that stand in it before, beyond the window.
     """
 
     model: str
@@ -103,11 +104,13 @@ class Setting:
     steps: int
     lr: float
     text: str | None = None
+    repeats: int = 0
 
 
 SETTINGS = {
     "13m_2k": Setting("13m", 4, 2048, 3000, 1.5e-3),
     "13m_8k": Setting("13m", 1, 8192, 3500, 1.5e-3),
+    "13m_8k_repeats": Setting("13m", 1, 8192, 3000, 1.5e-3, repeats=32),
     "13m_bytes": Setting("13m", 4, 2048, 3000, 1.5e-3, data.TEXT),
     "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
     "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
@@ -199,6 +202,15 @@ EXPERIMENTS = {
         ),
         (0,),
     ),
+    "far_13m": Experiment(
+        "Does selection find copies at rows of 8k where the text has many of them?",
+        "13m_8k_repeats",
+        (
+            *("dense", "head_shared", "head", "shared_half", "dense_taps", "shared_taps"),
+            "shared_index",
+        ),
+        (0,),
+    ),
     "compression": Experiment(
         "Does learned compression help?",
         "52m_2k",
@@ -280,7 +292,12 @@ def batches(job: Job) -> Batches:
     given = at.batch, at.length, job.seed
     if job.text == data.TEXT:
         return data.load(data.TEXT, *given)
-    return Batches(*given, documents=_documents(job.text), pack="once")
+    documents = {"documents": _documents(job.text), "pack": "once"}
+    if not at.repeats:
+        return Batches(*given, **documents)
+    apart = spec.model(at.model, "dense").layer.w
+    own = {"passages": at.repeats, "size": recall.PASSAGE, "apart": apart}
+    return data.Repeating(*given, **own, **documents)
 
 
 def run(job: Job) -> tuple[Job, str, float]:
