@@ -112,12 +112,18 @@ class HeldOut:
 
     def measured(self, learner: Learner) -> dict[str, float]:
         """`of` the model as it is; every process calls it."""
-        found, counts = np.zeros((2, CATEGORIES))
+        counts = np.zeros(CATEGORIES)
+        for which in self.categories:
+            counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
+        return of(self.sums(learner, CATEGORIES), counts)
+
+    def sums(self, learner: Learner, count: int) -> np.ndarray:
+        """Losses by category, those below `count`, added up; every process calls it."""
+        found = np.zeros(count)
         for batch, which in zip(self.batches, self.categories, strict=True):
             mine = learner.share.of_whole(batch), learner.share.rows_of(which)
-            found += learner.loss_sums(*mine, CATEGORIES)
-            counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
-        return of(found, counts)
+            found += learner.loss_sums(*mine, count)
+        return found
 
 
 def copies(
@@ -130,15 +136,14 @@ def copies(
     rows = recall.copies(whole, layer.w, seed)
     if rows is None:
         return {}
-    parts = zip(*(share.split(x, len(held_out)) for x in rows), strict=True)
-    losses = np.array(
-        [[loss(learner, learner.share.of_whole(x)) for x in part] for part in parts]
-    )
     count, width = whole.tokens.shape
-    gains = {
-        "recall_gain": recall.gain(losses[:, [0, 1]], width - 1),
-        "copied_gain": recall.gain(losses[:, [0, 2]], width - 1),
-    }
+    which = np.ones((count, width - 1), np.int32)
+    which[:, -PASSAGE:] = 0
+    of_kinds = [
+        HeldOut(share.split(x, len(held_out)), np.split(which, len(held_out))) for x in rows
+    ]
+    read, control, unread = (x.sums(learner, 1)[0] / (count * PASSAGE) for x in of_kinds)
+    gains = {"recall_gain": float(control - read), "copied_gain": float(unread - read)}
     starts = recall.passages(whole, layer.w, seed).tolist()
     hits, heads = [], []  # [rows, layers, 2]; [rows, layers, heads, 2]
     for row in np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist():

@@ -7,13 +7,14 @@ that are the same but for one of the two places, which has what stands there in 
     control   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
     unread    .. q_1 .. q_64 .. .. .. .. .. .. p_1 .. p_64
 
-    recall    (mean loss of the control - mean loss of the row read) * tokens / 64
-    copied    (mean loss of the row unread - mean loss of the row read) * tokens / 64
+    recall    loss of the control's last 64 tokens - loss of those of the row read
+    copied    loss of the last 64 tokens of the row unread - loss of those of the row read
 
-in nats a token of the passage. Over many rows p and q come from the same text, but p fits the text
-around it better, which `recall` has in it: a model without a memory has some. `copied` is of the
-same tokens after the same ones: all of it comes from the passage's first place. That lies beyond
-the sliding window: only compressed and selected tokens tell of it.
+in nats a token. Over many rows p and q come from the same text, but p fits the text around it
+better, which `recall` has in it: what a model gains that counts the tokens of the window before
+and knows no more is 0.5 at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`.
+`copied` is of the same tokens after the same ones: all of it comes from the passage's first place.
+That lies beyond the sliding window: only compressed and selected tokens tell of it.
 """
 
 from typing import NamedTuple
@@ -63,9 +64,3 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray:
     """Where in the rows of `batch` the passages of `copies` begin."""
     rows, width = batch.tokens.shape
     return np.random.default_rng(seed).integers(0, width - 2 * PASSAGE - window, rows)
-
-
-def gain(losses: np.ndarray, tokens: int) -> float:
-    """Nats a token of the passage, of mean losses `[batches, 2]` of rows of `tokens`: read, and
-    of one of the other kinds."""
-    return float((losses[:, 1] - losses[:, 0]).mean() * tokens / PASSAGE)
