@@ -3,6 +3,7 @@
     python -m bench.tune_thresholds artifacts/<commit>
     python -m bench.tune_thresholds bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
     python -m bench.tune_thresholds --csv fa2.csv --threshold fa2_min_len_win --dry_run
+    python -m bench.tune_thresholds --dense bench/records/nvidia-h100-80gb-hbm3/compare.jsonl
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is the smallest recorded length at which the kernel is faster by the margin in all
@@ -32,7 +33,7 @@ from absl import flags
 from nsa_core import config_files, policy
 
 from .harness import cli, records
-from .tuners import threshold_check, threshold_evidence, yaml_text
+from .tuners import dense_crossover, threshold_check, threshold_evidence, yaml_text
 from .tuners.threshold_evidence import Evidence, Pair
 
 HEAD = "Written by `python -m bench.tune_thresholds` from records; policy is a person's."
@@ -58,6 +59,13 @@ DEVICE = flags.DEFINE_string(
 )
 MARGIN = flags.DEFINE_float(
     "margin", 1.2, "By which factor the kernel must be faster.", lower_bound=1.0, **_own
+)
+DENSE = flags.DEFINE_multi_string(
+    "dense",
+    [],
+    "Records of whole and of dense attention (repeatable): the lengths from which NSA is faster, "
+    "which explain names.",
+    **_own,
 )
 WANTED = flags.DEFINE_multi_enum(
     "threshold",
@@ -187,9 +195,9 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[st
     data = config_files.load(path)
     for section, values in tuned.items():
         data[section] = (data.get(section) or {}) | values
-    rules, told = lifted(data.get("policy") or [], tuned["evidence"])
+    rules, told = lifted(data.get("policy") or [], tuned.get("evidence", {}))
     data["policy"] = rules
-    order = ("schema", "device", "runtime", "policy", "evidence")
+    order = ("schema", "device", "runtime", "faster_than_dense", "policy", "evidence")
     wanted = {key: data[key] for key in order if data.get(key)}
     return yaml_text.edited(path.read_text(), wanted), told
 
@@ -266,6 +274,10 @@ def main(argv: Sequence[str]) -> int:
         findings = threshold_check.check(policy.read(path))
         print("\n".join(map(str, findings)))
         return int(any(not finding.ok for finding in findings))
+    if DENSE.value:
+        if files or CSV.value:
+            raise ValueError("--dense stands alone: give no --records and no --csv")
+        return _write(folder, *_dense(DENSE.value, DEVICE.value))
     if not files and not CSV.value:
         raise ValueError("no rows: give --records FILE or --csv FILE")
     found = Evidence()
@@ -281,6 +293,26 @@ def main(argv: Sequence[str]) -> int:
         raise
     (device,) = found.devices
     print(f"device: {device}\n{report(found, tuned, MARGIN.value)}")
+    return _write(folder, device, tuned)
+
+
+def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
+    """The device, and the section of what records say beside dense attention."""
+    rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
+    devices = sorted({r.device for r in rows})
+    if len(devices) > 1:
+        raise ValueError(f"records of several devices, name one by --device: {devices}")
+    found = dense_crossover.lengths(rows)
+    if not found:
+        raise ValueError(
+            f"no rows: --dense needs whole and dense attention of one sequence, random, bfloat16, "
+            f"at two lengths or more, in {', '.join(files)}"
+        )
+    return devices[0], {"faster_than_dense": found}
+
+
+def _write(folder: Path, device: str, tuned: dict[str, Any]) -> int:
+    """Lays `tuned` over the device's file, and shows what changes; the exit status."""
     path = folder / f"{config_files.slug(device)}.yaml"
     old = path.read_text() if path.is_file() else ""
     text, told = merged(path, device, tuned)

@@ -115,6 +115,8 @@ class Plan:
     Attributes:
       attention: what runs all steps at once, or None: they run one by one.
       apart: why each implementation of all steps does not run.
+      beside_dense: from which length `attention` is faster than dense attention on this device;
+        None: not known.
     """
 
     compressed: Choice
@@ -123,6 +125,7 @@ class Plan:
     sliding: Choice
     attention: Choice | None = None
     apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    beside_dense: str | None = None
 
     def __iter__(self) -> Iterator[Choice]:
         """The choice of every single step, in the order of `STEPS`."""
@@ -133,7 +136,8 @@ class Plan:
         if whole is None:
             why = "".join(f"; not {name}: {why}" for name, why in self.apart.items())
             whole = f"{WHOLE}: step by step" + (f" ({why[2:]})" if why else "")
-        return "\n".join(map(str, (*self, whole)))
+        beside = [f"{WHOLE}: {self.beside_dense}"] if self.beside_dense else []
+        return "\n".join(map(str, (*self, whole, *beside)))
 
 
 class Registry:
@@ -241,7 +245,8 @@ class Registry:
         """The plan of these choices, with what runs all of them at once."""
         compressed, scores, selected, sliding = choices
         whole, apart = self._whole(problem._replace(branch=WHOLE), choices)
-        return Plan(compressed, scores, selected, sliding, whole, apart)
+        beside = policy.dense_note(problem) if whole else None
+        return Plan(compressed, scores, selected, sliding, whole, apart, beside)
 
     def _whole(
         self, problem: Problem, choices: Sequence[Choice]

@@ -11,7 +11,7 @@ from nsa_core.cache_contents import Facts
 from nsa_core.config import NSAConfig
 
 PHI = ("avg", "mlp", "mlp_pe", "mlp_rope")
-GATES = ("sigmoid", "softmax", "head")
+GATES = ("sigmoid", "softmax", "head", "selected")
 KV = ("separate", "shared")
 
 # What a layer's weights alone do not tell. The names of entries of its state say it, such as
@@ -60,7 +60,8 @@ class LayerSpec:
         key and one value for all branches, as dense attention has: a cache keeps a third.
       gate: what three gates a token are made of. "head": of the layer's input by a linear map,
         sigmoids, for each query head. "sigmoid", "softmax" (seed): of the mean rotated query by an
-        MLP, for each key/value head; softmax: the three add up to one.
+        MLP, for each key/value head; softmax: the three add up to one. "selected": 0, 1, 0, of no
+        weights: the selected branch alone.
       gate_hidden: hidden width of that MLP; None: `d_k // 2`.
       gate_bias: where the biases of "head" start: compressed, selected, sliding; None:
         (-2, 2, 2). No part of what a layer is: other starts load the same checkpoints.
@@ -152,19 +153,46 @@ class LayerSpec:
         )
 
     @property
+    def all_selected(self) -> int:
+        """The most tokens of a sequence whose queries select every block before them."""
+        return self.n_sel * self.l_sel
+
+    def check_dense_below(self, dense_below: int) -> None:
+        """That dense attention computes what the layer does for fewer tokens than `dense_below`.
+
+        Raises:
+          ValueError: other branches count too, or some block is not selected.
+        """
+        validate.count("dense_below", dense_below)
+        if dense_below and self.gate != "selected":
+            raise ValueError(
+                f"dense_below must be 0 where gate={str(self.gate)!r}, got {dense_below}: dense "
+                "attention is another function than the sum of the branches (gate='selected')"
+            )
+        if dense_below > self.all_selected + 1:
+            raise ValueError(
+                f"dense_below must be at most n_sel * l_sel + 1 = {self.all_selected + 1}, got "
+                f"{dense_below}: a longer sequence has blocks that are not selected"
+            )
+
+    @property
+    def dense_config(self) -> NSAConfig:
+        """Of a sliding branch that is dense attention of up to `all_selected` tokens."""
+        return dataclasses.replace(self.config, window=self.all_selected)
+
+    @property
     def cached(self) -> Facts:
         """What this layer says of the tokens that it writes to a cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)
 
     def _check_start(self) -> None:
-        """`gate_bias` and `gate_hidden`, each of one kind of gate; the former as a tuple."""
-        mine, other = "gate_bias", "gate_hidden"
-        if self.gate != "head":
-            mine, other = other, mine
-        if getattr(self, other) is not None:
-            raise ValueError(
-                f"{other} must be None where gate={str(self.gate)!r}, got {getattr(self, other)!r}"
-            )
+        """`gate_bias` and `gate_hidden`, of some kinds of gate each; the former as a tuple."""
+        for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
+            if self.gate not in gates and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} must be None where gate={str(self.gate)!r}, got "
+                    f"{getattr(self, name)!r}"
+                )
         if self.gate_bias is None:
             return
         try:

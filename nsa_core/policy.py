@@ -12,6 +12,7 @@ whole mask? This library has its portable path in FA-2's place, so automatic
 choice keeps to the length from which FA-2 beats that one (`Device.limit`), which stands beside.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
+    faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
     policy: [{kernel: triton, steps: [selected], allowed: false, reason: .., since: 2025-08-20}]
 """
 
@@ -43,6 +44,8 @@ DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sel_min_len": ("selected", ("mosaic", "fa2")),
     "sel_triton_min_L": ("selected", ("triton",)),
 }
+
+PASSES = {"forward": "forward", "fwdbwd": "with backward"}
 
 type Length = int | Literal["never"]
 
@@ -105,13 +108,21 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The file of one device."""
+    """The file of one device.
+
+    Attributes:
+      faster_than_dense: by heads (`heads_of`) and pass, `forward` or `fwdbwd` (with backward), the
+        length from which NSA was measured to be faster than the fastest dense attention.
+    """
 
     name: str
     path: Path
     thresholds: Thresholds = Thresholds()
     policy: tuple[Rule, ...] = ()
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    faster_than_dense: Mapping[str, Mapping[str, Length]] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
 
     @functools.cached_property
     def source(self) -> str:
@@ -221,6 +232,29 @@ def note(implementation: str, problem: Any) -> str | None:
     return f"by default on compute capability {version}, not measured on this device"
 
 
+def heads_of(
+    framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
+) -> str:
+    """What the length from which NSA is faster than dense attention depends on, in words."""
+    width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
+    return f"{framework} {heads}/{kv_heads} heads of {width}"
+
+
+def dense_note(problem: Any) -> str | None:
+    """From which length NSA is faster than dense attention here; None: not known."""
+    device = of(problem.device) if problem.device else None
+    about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
+    found = device.faster_than_dense.get(heads_of(*about)) if device else None
+    if not found:
+        return None
+    parts = [
+        f"{'at no measured length' if length == NEVER else f'from {length} tokens'} {words}"
+        for name, words in PASSES.items()
+        if (length := found.get(name)) is not None
+    ]
+    return f"faster than dense attention {', '.join(parts)} ({device.source})"
+
+
 def _measured(device: Device | None, implementation: str, problem: Any) -> bool:
     return device is not None and device.has_measured(implementation, problem.branch)
 
@@ -267,7 +301,7 @@ def read(path: Path) -> Device:
         the file and the key.
     """
     data = config_files.load(path)
-    known = ("schema", "device", "runtime", "evidence", "policy")
+    known = ("schema", "device", "runtime", "evidence", "policy", "faster_than_dense")
     if unknown := sorted(set(data) - set(known)):
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {sorted(known)}")
     if data.get("schema") != SCHEMA:
@@ -275,7 +309,7 @@ def read(path: Path) -> Device:
     name = data.get("device")
     if not isinstance(name, str) or config_files.slug(name) != path.stem:
         raise ValueError(f"{path} must be of the device in its name, got {name!r}")
-    kinds = {"runtime": dict, "evidence": dict, "policy": list}
+    kinds = {"runtime": dict, "evidence": dict, "policy": list, "faster_than_dense": dict}
     sections = {key: data.get(key, kind()) for key, kind in kinds.items()}
     for key, kind in kinds.items():
         if not isinstance(sections[key], kind):
@@ -287,7 +321,17 @@ def read(path: Path) -> Device:
     rules = tuple(
         _rule(rule, f"{path}: policy[{i}]") for i, rule in enumerate(sections["policy"])
     )
-    return Device(name, path, thresholds, rules, sections["evidence"])
+    for heads, lengths in sections["faster_than_dense"].items():
+        where = f"{path}: faster_than_dense: {heads}"
+        if not isinstance(lengths, dict) or not {*lengths} <= {*PASSES}:
+            raise ValueError(f"{where} must have the keys {(*PASSES,)}, got {lengths!r}")
+        for pass_, length in lengths.items():
+            try:
+                parse(length)
+            except ValueError as error:
+                raise ValueError(f"{where}: {pass_}: {error}") from None
+    about = sections["evidence"], sections["faster_than_dense"]
+    return Device(name, path, thresholds, rules, *about)
 
 
 def _rule(data: Any, where: str) -> Rule:

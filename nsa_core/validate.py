@@ -283,6 +283,12 @@ def sizes(**values: int) -> None:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
 
 
+def count(name: str, value: Any) -> None:
+    """An int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+
+
 def layer_input(x, width: int, kv, kind: type) -> None:
     """`x` [B, T, width] of a layer, and its cache, a `kind` of as many rows, or None."""
     array("x", x, 3)

@@ -171,6 +171,9 @@ class NSAAttention(nnx.Module):
       spec: the hyper-parameters (`nsa_core.layer.LayerSpec`).
       dtype, param_dtype: of the computation, of the parameters.
       implementation: as in `nsa_jax.attention`.
+      dense_below: whole sequences of fewer tokens get dense attention, which is the same function
+        there and which `nsa_jax.explain` may say is faster. With `gate="selected"` alone, and at
+        most `n_sel * l_sel + 1`; a cache's tokens are not affected.
       rngs: for the initial parameters.
     """
 
@@ -181,6 +184,7 @@ class NSAAttention(nnx.Module):
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         implementation: str | Branches[str | None] | None = None,
+        dense_below: int = 0,
         rngs: nnx.Rngs,
     ):
         if not isinstance(spec, LayerSpec):
@@ -188,6 +192,8 @@ class NSAAttention(nnx.Module):
         self.spec = spec
         self.dtype = dtype
         self.implementation = implementation
+        spec.check_dense_below(dense_below)
+        self.dense_below = dense_below
 
         def linear(size_in, size_out):
             return nnx.Linear(
@@ -212,8 +218,9 @@ class NSAAttention(nnx.Module):
             self.q_norm, self.k_norm = (
                 HeadNorm(spec.d_k, spec.qk_norm_eps, param_dtype=param_dtype) for _ in range(2)
             )
-        kind = HeadGate if spec.gate == "head" else Gate
-        self.gate = kind(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        if spec.gate != "selected":
+            kind = HeadGate if spec.gate == "head" else Gate
+            self.gate = kind(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.kind = Kind(spec)
         if spec.phi == "mlp":
             self.phi_k_conv = Pool(spec.l, spec.d_k, param_dtype=param_dtype)
@@ -290,6 +297,9 @@ class NSAAttention(nnx.Module):
         )
         if spec.gate == "head":
             gates = jax.nn.sigmoid(heads(self.gate, spec.n_heads, 3) / spec.gate_temp)
+        elif spec.gate == "selected":
+            alone = jnp.asarray([0, 1, 0], query.dtype)
+            gates = jnp.broadcast_to(alone, (*query.shape[:3], 3))
         else:
             group = spec.n_heads // spec.n_kv_groups
             pooled = query.reshape(batch, length, spec.n_kv_groups, group, -1).mean(axis=3)
@@ -332,7 +342,15 @@ class NSAAttention(nnx.Module):
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
         query, key, value, gates = self.project(x.astype(self.dtype), where.position)
         options = dict(config=spec.config, implementation=self.implementation)
-        if kv is None:
+        longest = length if varlen is None else varlen.max_seqlen or length
+        if kv is None and longest < self.dense_below:
+            out, _ = api.sliding_attention(
+                *(query, key.selected, value.selected),
+                config=spec.dense_config,
+                segment_ids=geometry.ids_of(rows),
+                implementation=Branches.each(self.implementation).sliding,
+            )
+        elif kv is None:
             key_params, value_params = self.compress_params()
             packed = dict(segment_ids=segment_ids, varlen=varlen)
             sizes = dict(config=spec.config, **packed)

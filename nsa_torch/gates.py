@@ -75,6 +75,19 @@ class HeadGate(nn.Linear):
         self.bias.copy_((torch.tensor(logits) * self.temp).repeat(self.out_features // 3))
 
 
+class SelectedGate(nn.Module):
+    """0, 1, 0: the selected branch alone. It has no weights."""
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        super().__init__()
+
+    def forward(self, query: Tensor) -> Tensor:
+        """Of each head of a query `[B, T, H, D]`: `[B, T, H, 3]`."""
+        # Numbers of the host would be a copy, which a CUDA graph cannot capture.
+        gates = torch.arange(3, device=query.device) == 1
+        return gates.to(query.dtype).expand(*query.shape[:3], 3)
+
+
 def _placed(x: Tensor, like: Tensor) -> Tensor:
     """`x`, which all ranks have, in the shards of `like` where it has any."""
     mesh = getattr(like, "device_mesh", None)

@@ -21,7 +21,7 @@ from nsa_core.context_layout import Layout
 from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
-from nsa_torch.gates import Gate, HeadGate
+from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
@@ -91,6 +91,9 @@ class NSAAttention(nn.Module):
       use_flash: False keeps FA-2 out: SDPA runs.
       use_triton_sel: True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
+      dense_below: whole sequences of fewer tokens get dense attention, which is the same function
+        there and which `nsa_torch.explain` may say is faster. With `gate="selected"` alone, and at
+        most `n_sel * l_sel + 1`; a cache's tokens are not affected.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
       device, dtype: of the parameters; None: torch's defaults.
 
@@ -131,6 +134,7 @@ class NSAAttention(nn.Module):
         rope_scaling: rotation.Scaling | Mapping[str, Any] | None = None,
         qk_norm_eps: float | None = None,
         implementation: str | Branches[str | None] | None = None,
+        dense_below: int = 0,
         context_mesh: DeviceMesh | None = None,
         context_layout: Layout = "zigzag",
         device: torch.device | str | int | None = None,
@@ -167,6 +171,12 @@ class NSAAttention(nn.Module):
         if rope_impl != "llama":
             raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
         self.implementation = _seed_switches(implementation, use_flash, use_triton_sel)
+        spec.check_dense_below(dense_below)
+        if dense_below and context_mesh is not None:
+            raise ValueError(
+                f"dense_below must be 0 where context_mesh is given, got {dense_below}"
+            )
+        self.dense_below = dense_below
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -182,7 +192,8 @@ class NSAAttention(nn.Module):
             self.q_norm, self.k_norm = (
                 nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
             )
-        self.gate: nn.Module = (HeadGate if gate == "head" else Gate)(spec, **factory)
+        kinds = {"head": HeadGate, "selected": SelectedGate}
+        self.gate: nn.Module = kinds.get(gate, Gate)(spec, **factory)
         if phi == "mlp":
             self.phi_k_conv, self.phi_v_conv = (Pool(l, d, x, **factory) for x in (d_k, d_v))
         elif phi in ("mlp_pe", "mlp_rope"):
@@ -272,11 +283,13 @@ class NSAAttention(nn.Module):
         query, key, value, mean, logits = heads.project(
             *(x, self.W_Q, keys, values, position, spec),
             norms=heads.norms_of(self),
-            means=gate is None,
+            means=spec.gate in ("sigmoid", "softmax"),
             gate=gate,
             raw_keys=int(spec.phi == "mlp_rope"),
         )
-        if logits is None:
+        if spec.gate == "selected":
+            gates = self.gate(query)
+        elif logits is None:
             group = spec.n_heads // spec.n_kv_groups
             gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
         else:
@@ -364,6 +377,15 @@ class NSAAttention(nn.Module):
         if zeroes_padding and padded:
             x = without_padding(x, position >= 0)
         query, key, value, gates = self.project(x, position)
+        longest = length if varlen is None else varlen.max_seqlen or length
+        if longest < self.dense_below:
+            out, _ = functional.sliding_attention(
+                *(query, key.selected, value.selected),
+                config=spec.dense_config,
+                cu_seqlens=cu_seqlens,
+                implementation=Branches.each(self.implementation).sliding,
+            )
+            return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
         compressed = None  # the means, which `attention` makes

@@ -283,6 +283,14 @@ def test_what_is_saved_again_is_the_same(model, tmp_path):
     assert again.config.converted_from["model_type"] == "qwen3"
 
 
+@pytest.mark.parametrize("start", ["gates", "shared"])
+def test_the_selected_branch_alone(start, model):
+    """Needs no weights for its gates."""
+    made = model("qwen3", start=start, gate="selected")
+    assert parity("qwen3", logits(made, tokens())).ok
+    assert not any(".gate." in name for name, _ in made.named_parameters())
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_gates_of_each_query_head(start, model):
     made = model("qwen3", start=start, gate="head", gate_temp=0.5)
@@ -471,6 +479,7 @@ REFUSED = {
     "check": (nothing, dict(check=65), r"check must be in 1..64 tokens .*got 65"),
     "size": (nothing, dict(num_selected=1), "num_selected"),
     "softmax": (nothing, dict(gate="softmax"), "gate must not be 'softmax'"),
+    "no gates": (nothing, dict(gate="selected"), "gate must not be 'selected' where start="),
     "rotation after phi": (
         nothing,
         dict(phi="mlp_rope", start="shared"),

@@ -32,8 +32,9 @@ def modules(**options):
     """A torch module, and the JAX one with its weights, taken through a file's arrays."""
     torch.manual_seed(options.pop("seed", 0))
     implementation = options.pop("implementation", None)
-    module = TorchAttention(**(SIZES | options), implementation=implementation)
-    twin = JaxAttention(LayerSpec(**(SIZES | options)), rngs=nnx.Rngs(0))
+    below = dict(dense_below=options.pop("dense_below", 0))
+    module = TorchAttention(**(SIZES | options), implementation=implementation, **below)
+    twin = JaxAttention(LayerSpec(**(SIZES | options)), rngs=nnx.Rngs(0), **below)
     return module, twin
 
 
@@ -557,6 +558,47 @@ def test_keys_that_compression_rotates_are_scaled_as_others_are(tmp_path):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+def test_dense_attention_is_what_a_layer_of_the_selected_branch_computes(tmp_path):
+    """As long as every block is selected: packed rows too, and the other branches are not read."""
+    layers, dense = modules(gate="selected"), modules(gate="selected", dense_below=65)
+    assert not [name for name, _ in layers[0].named_parameters() if "gate" in name]
+    path = tmp_path / "layer.safetensors"
+    weights.save(path, layers[0])
+    for other in (layers[1], *dense):
+        weights.load(path, other)
+    with torch.no_grad():
+        for name in ("W_K_cmp", "W_V_cmp", "W_K_win", "W_V_win"):
+            getattr(dense[0], name).weight.fill_(math.nan)
+            getattr(dense[1], name).kernel[...] = jnp.nan
+    long = tokens(65, batch=1)
+    x, borders = long[:, :64], torch.tensor([0, 40, 60])
+    ids = jnp.asarray(np.repeat([[0, 1, -1]], [40, 20, 4], axis=1))
+    config = layers[0].spec.config
+    torch_rows = nsa_torch.varlen_metadata(borders, total=64, config=config)
+    rows = nsa_jax.varlen_metadata(ids, config=config)
+    calls = (
+        (0, x, {}),
+        (0, x, {"cu_seqlens": borders}),
+        (0, x, {"varlen": torch_rows}),
+        (1, x, {}),
+        (1, x, {"segment_ids": ids}),
+        (1, x, {"varlen": rows}),
+        (0, long, {}),
+        (1, long, {}),
+    )
+    for framework, x, packed in calls:
+        given = jnp.asarray(x) if framework else torch.from_numpy(x)
+        with torch.no_grad():
+            found = [
+                np.asarray(each[framework](given, **packed)[0]) for each in (layers, dense)
+            ]
+        assert np.abs(found[0]).max() > 0.05
+        if x is long:  # not one block more
+            assert np.isnan(found[1]).any()
+        else:
+            np.testing.assert_allclose(*found, rtol=0, atol=FLOAT32_MAX)
+
+
 def test_norms_are_of_each_head_and_before_the_rotation():
     """Queries and keys of one length, whatever the weights' size; values are left alone."""
     module, twin = modules(qk_norm_eps=1e-6)
@@ -598,6 +640,26 @@ BAD = {
     "qk_norm_eps": (
         lambda: TorchAttention(**SIZES, qk_norm_eps=0.0),
         "qk_norm_eps must be a positive number or None, got 0.0",
+    ),
+    "dense_below of other gates": (
+        lambda: modules(dense_below=64, gate="head"),
+        "dense_below must be 0 where gate='head', got 64",
+    ),
+    "dense_below of other gates in JAX": (
+        lambda: JaxAttention(LayerSpec(**SIZES), dense_below=64, rngs=nnx.Rngs(0)),
+        "dense_below must be 0 where gate='sigmoid', got 64",
+    ),
+    "dense_below beyond what is selected": (
+        lambda: modules(dense_below=66, gate="selected"),
+        "dense_below must be at most n_sel * l_sel + 1 = 65, got 66",
+    ),
+    "dense_below that is no number": (
+        lambda: modules(dense_below=True, gate="selected"),
+        "dense_below must be an int >= 0, got True",
+    ),
+    "gate_hidden without a gate": (
+        lambda: modules(gate="selected", gate_hidden=4),
+        "gate_hidden must be None where gate='selected', got 4",
     ),
     "rope_impl": (
         lambda: TorchAttention(**SIZES, rope_impl="neox"),

@@ -264,6 +264,46 @@ def test_a_problem_names_its_device(monkeypatch):
     assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
 
 
+@pytest.mark.parametrize(
+    ("framework", "registry"), [("torch", torch_dispatch), ("jax", jax_dispatch)]
+)
+def test_a_plan_names_the_length_from_which_it_is_faster_than_dense(
+    device, framework, registry
+):
+    """Of these heads alone, and of what runs all steps at once."""
+    hopper = dict(framework=framework, platform="cuda", capability=(9, 0))
+    if framework == "jax":
+        hopper["platform"] = "gpu"
+    heads = f"{framework} 8/2 heads of 64"
+    path = device(faster_than_dense={heads: {"forward": 16384, "fwdbwd": "never"}})
+    plan = registry.REGISTRY.plan(pose("", **hopper), "mosaic")
+    said = f"from 16384 tokens forward, at no measured length with backward ({path})"
+    assert str(plan).splitlines()[-1] == f"attention: faster than dense attention {said}"
+    for other in (pose("", **hopper, H=4), pose("", **hopper, device=None)):
+        assert "dense" not in str(registry.REGISTRY.plan(other, "mosaic"))
+    portable = "sdpa" if framework == "torch" else "xla"
+    assert "dense" not in str(registry.REGISTRY.plan(pose("", **hopper), portable))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"torch 8/2 heads of 64": 16384},
+            "must have the keys ('forward', 'fwdbwd'), got 16384",
+        ),
+        ({"torch 8/2 heads of 64": {"decode": 1}}, "must have the keys ('forward', 'fwdbwd')"),
+        ({"torch 8/2 heads of 64": {"forward": "soon"}}, "forward: a threshold must be never"),
+        ([], "faster_than_dense must be a dict"),
+    ],
+)
+def test_damaged_lengths_beside_dense_are_named(device, section, message):
+    device(faster_than_dense=section or ["x"])
+    with pytest.raises(ValueError) as error:
+        chosen(pose("sliding"))
+    assert message in str(error.value) and FILE in str(error.value)
+
+
 def test_the_file_is_read_once(device, monkeypatch):
     device(runtime=dict(fa2_min_len_win=300))
     reads = []

@@ -176,6 +176,34 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
     assert "unchanged" in capsys.readouterr().out
 
 
+def test_lengths_beside_dense_attention(run, write, tmp_path):
+    """Of one sequence of random inputs; one length says something only where NSA is slower."""
+
+    def rows(gains, **fields):
+        for length, gain in gains.items():
+            yield record("all", "mosaic", 1 / gain, S=length, **fields)
+            yield record("dense", "cudnn", 1.0, S=length, **fields)
+
+    some = [
+        *rows({1024: 0.5, 2048: 2.0, 4096: 4.0}),
+        *rows({1024: 0.5, 2048: 0.5}, mode="fwdbwd"),
+        *rows({1024: 2.0, 2048: 2.0}, B=8, H=16),
+        *rows({1024: 2.0, 2048: 2.0}, input="text", H=16),
+        *rows({1024: 2.0}, H=32),
+        *rows({1024: 0.5}, H=64, Dv=32),
+    ]
+    assert run("--dense", write(some, "compare.jsonl")) == 0
+    path = tmp_path / "out" / f"{SLUG}.yaml"
+    assert policy.read(path).faster_than_dense == {
+        "torch 8/2 heads of 64": {"forward": 2048, "fwdbwd": "never"},
+        "torch 64/2 heads of 64/32": {"forward": "never"},
+    }
+    with pytest.raises(ValueError, match="no rows: --dense needs"):
+        run("--dense", write(some[-4:-2], "few.jsonl"))
+    with pytest.raises(ValueError, match="--dense stands alone"):
+        run("--dense", "a", "--records", "b")
+
+
 def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, monkeypatch):
     assert run(write(all_rows())) == 0
     path = tmp_path / "out" / f"{SLUG}.yaml"

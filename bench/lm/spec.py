@@ -77,7 +77,8 @@ class ModelSpec:
     def products(self) -> int:
         """Multiply-adds of one token in all matrix products but attention's."""
         at = self.layer
-        inputs = 3 * at.dim if at.gate == "head" else at.gate_width * (at.d_k + 3)
+        inner = at.gate_width * (at.d_k + 3)
+        inputs = {"head": 3 * at.dim, "selected": 0}.get(at.gate, inner)
 
         def block(views: int, gates: int) -> int:
             keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v

@@ -209,6 +209,15 @@ def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[P
     return found
 
 
+def panel_of(question: str, records: Iterable[Record]) -> Panel:
+    """The panel of what the records have measured at the most lengths."""
+    problems: dict[tuple, list[Run]] = {}
+    for run in sorted(runs(records, ()), key=lambda run: run.time):
+        if run.question == question:
+            problems.setdefault(run.problem, []).append(run)
+    return _most_lengths(question, problems.values())
+
+
 def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
     """The panel of the problem that has the most lengths; of equals the longest, the newest."""
     some = [Panel(question, points) for points in map(_points, problems) if points]

@@ -197,11 +197,12 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
             continue
         layer = NSAAttention(**spec.as_dict(), device="meta")
         for name, part in layer.named_children():
-            if name == "gate" or name.startswith("phi_"):
+            if name.startswith("phi_") or (name == "gate" and [*part.parameters()]):
                 part.to_empty(device="cpu")
                 cast(Any, part).reset_parameters()
         logits, (compressed, *_) = STARTS[start]
-        cast(Any, layer.gate).set_constant(*logits)
+        if config.gate != "selected":  # which has no weights
+            cast(Any, layer.gate).set_constant(*logits)
         if _has_mlp(config) and compressed == 0:  # of values that are zero it would not be
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)
@@ -237,6 +238,10 @@ def convert(
     target = Path(target)
     if start not in STARTS:
         raise ValueError(f"start must be one of {tuple(STARTS)}, got {start!r}")
+    if start == "values" and nsa.get("gate") == "selected":
+        raise ValueError(
+            "gate must not be 'selected' where start='values', whose gates are 1/2"
+        )
     if target.exists():
         raise FileExistsError(f"{target} must not be there before")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):

@@ -1,0 +1,33 @@
+"""From which length NSA is faster than dense attention, by heads and pass, from records.
+
+Of one sequence with the paper's sizes and random inputs, on which NSA is slowest. What counts as
+faster: `reports/crossover.py`. Of one length nothing follows where NSA is faster there.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from nsa_core import policy
+from nsa_core.config import NSAConfig
+
+from ..harness.records import Record
+from ..reports import crossover
+
+PAPER = dataclasses.asdict(NSAConfig())
+
+
+def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:
+    """By `policy.heads_of` and pass: the section `faster_than_dense` of a device's file."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        counts = r.mode in policy.PASSES and r.B == 1 and r.T == r.S and r.config == PAPER
+        if counts and r.input == "random" and r.dtype == "bfloat16":
+            heads = policy.heads_of(r.framework, r.H, r.Hkv, r.D, r.Dv)
+            groups.setdefault((heads, r.mode), []).append(r)
+    found: dict[str, dict[str, policy.Length]] = {}
+    for (heads, mode), each in groups.items():
+        panel = crossover.panel_of(mode, each)
+        known = [point for point in panel.points if point.faster is not None]
+        if len(known) > 1 or (known and not known[0].faster):
+            found.setdefault(heads, {})[mode] = panel.crossover or policy.NEVER
+    return dict(sorted(found.items()))
