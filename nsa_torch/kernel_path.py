@@ -58,7 +58,9 @@ class KernelPath:
     Attributes:
       planned: functions of all steps, by input mode and what they keep: `FORWARD` nothing, `SAVING`
         what a gradient needs, `RECOMPUTING` what one needs that computes the branches again.
-      joined: by input mode, `FORWARD` of gates `[B, T, H, 3]`, where kernels read them together.
+      alone: what calls of a known signature run that keep nothing, where it is not `planned`: by
+        input mode, and whether of gates `[B, T, H, 3]`, where kernels read them together. Where
+        steps make no means, these do, so that none outlives its last use.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class KernelPath:
         self.name, self.steps, self.masks = name, steps, masks
         self.before, self.list_shapes = before, list_shapes
         self.planned: dict[tuple[InputMode, str], Planned] = {}
-        self.joined: dict[InputMode, Planned] = {}
+        self.alone: dict[tuple[InputMode, bool], Planned] = {}
         self._define()
 
     def _layout(self, ops, query, assume_finite, *place):
@@ -187,6 +189,11 @@ class KernelPath:
         if not mode.compresses:
             pair = inputs.key.compressed, inputs.value.compressed
             return inputs.with_compressed(*layout.in_slots(*pair)), ()
+        if self.steps.compression is None:
+            borders = () if layout.cu_seqlens is None else (layout.cu_seqlens,)
+            pair = (x.compressed for x in (inputs.key, inputs.value))
+            means = (ops.derive(_means, x, *borders, config=layout.config)[0] for x in pair)
+            return inputs.with_compressed(*means), ()
         inputs = fused.with_means(self.steps, ops, inputs, layout.config, layout)
         return inputs, (inputs.key.compressed, inputs.value.compressed)
 
@@ -246,12 +253,14 @@ class KernelPath:
             RECOMPUTING: (functools.partial(self._forward, keep=True), self._backward),
             SAVING: (self._forward_with_residuals, self._backward_from_residuals),
         }
-        for mode in (
-            *([SEPARATE_KV, SHARED_KV] if self.steps.compression else []),
-            PRECOMPRESSED,
-        ):
+        compressing = SEPARATE_KV, SHARED_KV
+        if not self.steps.compression:
+            for mode in compressing:
+                self.alone[mode, False] = Planned(functools.partial(self._forward, mode))
+        for mode in (*(compressing if self.steps.compression else ()), PRECOMPRESSED):
             if self.steps.gates_together:
-                self.joined[mode] = Planned(functools.partial(self._forward_joined, mode))
+                joined = functools.partial(self._forward_joined, mode)
+                self.alone[mode, True] = Planned(joined)
             for keep, (forward, backward) in whole.items():
                 pull_back = (
                     None if backward is None else Planned(functools.partial(backward, mode))
@@ -399,21 +408,23 @@ class Again:
     ):
         one_pair = isinstance(key, Tensor) and isinstance(value, Tensor)
         key, value = Branches.each(key), Branches.each(value)
+        each = [gates] if isinstance(gates, Tensor) else gates
+        keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
         self.phi = None
-        if compressed is None and not path.steps.compression:
+        if compressed is None and not path.steps.compression and keep != FORWARD:
             compressed, self.phi = (key[0], value[0]), config
         self.mode = mode_of(key, value, compressed)
         self.one_pair = one_pair and self.mode.shared
-        each = [gates] if isinstance(gates, Tensor) else gates
-        keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
-        self.call = operators.call_of(path._kind(self.mode, keep))
-        joined = keep == FORWARD and isinstance(gates, Tensor)
-        self.joined = joined and self.mode in path.joined
+        alone = path.alone if keep == FORWARD else {}
+        self.joined = isinstance(gates, Tensor) and (self.mode, True) in alone
         self.unbinds = isinstance(gates, Tensor) and not self.joined
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
-        self.forward = Ready(path.joined[self.mode] if self.joined else self.call.run)
-        self.backward = Ready(self.call.backward)
+        function = alone.get((self.mode, self.joined))
+        self.call = None if function else operators.call_of(path._kind(self.mode, keep))
+        self.forward = Ready(function or self.call.run)
+        gradient = getattr(self.call, "backward", None)
+        self.backward = gradient and Ready(gradient)
 
     def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
         if self.phi is not None:
@@ -427,7 +438,7 @@ class Again:
         gates = (gates,) if self.joined else gates.unbind(-1) if self.unbinds else gates
         tensors = query, *tokens, *gates, block_indices
         arguments = *tensors, *self.before, cu_seqlens, *self.after
-        if self.call.backward is None:
+        if self.backward is None:
             return self.forward(arguments)[0]
         return operators.Differentiable.apply(self.call, self, True, *arguments)[0]
 
@@ -451,6 +462,15 @@ def _selection(ops, given, indices):
 def _of_rows_with_keys(ops, dlse, lse):
     """What sees nothing has no log-sum-exp that could change."""
     return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
+
+
+@derived(
+    lambda x, *borders, config: [
+        like(x, x.shape[0], config.num_compressed(x.shape[1]), *x.shape[2:])
+    ]
+)
+def _means(ops, x, *borders, config):
+    return [compress(x, config=config, cu_seqlens=borders[0] if borders else None)]
 
 
 @derived(lambda x, *, width: [like(x, *x.shape[:-1], width)])

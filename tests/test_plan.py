@@ -10,6 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
 from nsa_interop import launch
 from nsa_torch import first_call, mosaic, operators, plans, triton
+from nsa_torch.compress import compress
 from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.plans import Planned
@@ -134,8 +135,26 @@ def test_gates_in_one_tensor(dtype, where, path):
     check_all(path, PRECOMPRESSED, arguments)
     *before, a, b, c = arguments[: PRECOMPRESSED.count]
     joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
-    (out,) = both_ways(path.joined[PRECOMPRESSED], joined)
+    (out,) = both_ways(path.alone[PRECOMPRESSED, True], joined)
     assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*arguments)[0])
+
+
+@pytest.mark.parametrize("where", ["rows", "packed"])
+@pytest.mark.parametrize("mode", [SEPARATE_KV, SHARED_KV], ids=["apart", "shared"])
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+def test_means_of_a_call_that_keeps_nothing_end_with_their_last_use(mode, where, path):
+    arguments = call(mode, ROWS, **WHERE[where])
+    function = path.alone[mode, False]
+    out, _ = both_ways(function, arguments)
+    query, key, value, _ = mode.inputs(arguments)
+    options = {"config": SMALL, "cu_seqlens": WHERE[where].get("cu_seqlens")}
+    pair = [compress(x.compressed, **options) for x in (key, value)]
+    tokens = PRECOMPRESSED.tokens(key, value, pair)
+    given = query, *tokens, *arguments[mode.count - 3 :]
+    assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*given)[0])
+    plan = function.plan(arguments, None)
+    means = {x.buffer for s in plan.steps if s.name == "means" for x in s.writes}
+    assert len(means) == 2 and means <= {n for ends in plan.ends[:-1] for n in ends}
 
 
 @pytest.mark.parametrize(
