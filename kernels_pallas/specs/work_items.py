@@ -26,6 +26,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, warp_grid
@@ -100,22 +102,23 @@ class IntervalSplit:
 
 def split_causal(
     spec: Any,
-    tiles_seen: Callable[[int, int], int],
-    sees: Callable[[int], int] | None = None,
+    tiles_seen: Callable[[Any, Any], Any],
+    sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
     """Where a query sees all keys before it: of some numbers of segments the one by which an SM
     has the fewest steps to do. The last segment, which has most items, comes first.
 
     Args:
       spec: a `Dkv`.
-      tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most.
+      tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most; of
+        arrays of such numbers, as every new length asks it hundreds of times.
       sees: of the token `end - 1`, how many it sees about; None: all that a token before sees.
     """
 
     heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
-    ends = (spec.T * (2 * i + 1) // (2 * samples) for i in range(samples))
-    sees = sees or (lambda end: tiles_seen(0, end))
-    total = heads * query_tiles / samples * sum(sees(end) for end in ends)
+    ends = spec.T * (2 * np.arange(samples) + 1) // (2 * samples)
+    seen = tiles_seen(np.zeros_like(ends), ends) if sees is None else sees(ends)
+    total = heads * query_tiles / samples * int(seen.sum())
 
     def steps(split):
         """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""
@@ -130,26 +133,25 @@ def split_causal(
     return min(few, key=steps)
 
 
-def split_window(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalSplit:
+def split_window(spec: Any, tiles_seen: Callable[[Any, Any], Any]) -> IntervalSplit:
     """Where a query sees a window: so many segments that each has one SM for each tile of keys
     that a query sees. A segment's tiles then follow one another as a stream: those that run
     together read the same queries at about the same time, and L2 has them.
 
     Args: as of `split_causal`.
     """
-    streams = SMS // (tiles_seen(0, 1) * spec.B * spec.Hkv)
+    streams = SMS // (int(tiles_seen(0, 1)) * spec.B * spec.Hkv)
     streams = max(min(streams, spec.query_tiles // MIN_INTERVAL), 1)
     return dataclasses.replace(_split_into(spec, tiles_seen, streams), streams=True)
 
 
 def _split_into(
-    spec: Any, tiles_seen: Callable[[int, int], int], segments: int
+    spec: Any, tiles_seen: Callable[[Any, Any], Any], segments: int
 ) -> IntervalSplit:
-    length, key_tiles = spec.T, spec.key_tiles
     tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
-    ends = [min(i * tokens, length) for i in range(segments + 1)]
-    seen = [min(tiles_seen(*x), key_tiles) for x in itertools.pairwise(ends)]
-    return IntervalSplit(segments, max(seen), sum(seen))
+    ends = np.minimum(np.arange(segments + 1) * tokens, spec.T)
+    seen = np.minimum(tiles_seen(ends[:-1], ends[1:]), spec.key_tiles)
+    return IntervalSplit(segments, int(seen.max()), int(seen.sum()))
 
 
 def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kernels_pallas.specs.tile import cdiv
 from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
@@ -67,22 +69,22 @@ class VisibleCompressed:
             _visible, layout.position, layout.compressed_start, config=self.config
         )
 
-    def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
+    def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
         """Tiles of `tile` keys that the tokens `first .. end - 1` of `tokens` see at most, from
-        the tile of the first one's first key on; of a row that is not packed.
+        the tile of the first one's first key on; of a row that is not packed. Of arrays of such
+        tokens too.
         """
         stride = self.config.compress_stride
         # No more compressed tokens than of the queries' own: fewer than `compress_block` tokens
         # came before them, so that no query before `end` is at `end + compress_block - 1`.
-        if keys <= tokens // stride:
-            keys = min(keys, cdiv(end, stride))
-        return cdiv(keys, tile)
+        most = cdiv(end, stride) if keys <= tokens // stride else np.full_like(end, keys)
+        return cdiv(np.minimum(keys, most), tile)
 
-    def tiles_seen_packed(self, first: int, end: int, tile: int, capacity: Capacity) -> int:
+    def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
         """The same of a packed row, whose compressed tokens are in slots."""
         # The first one's sequence may begin so long before; each has slots of its own.
-        keys = min(end + capacity.S - capacity.T, end - first + capacity.max_seqlen)
-        places = keys + (capacity.unit - 1) * min(capacity.sequences, keys)
+        keys = np.minimum(end + capacity.S - capacity.T, end - first + capacity.max_seqlen)
+        places = keys + (capacity.unit - 1) * np.minimum(capacity.sequences, keys)
         return cdiv(places // self.config.compress_stride, tile) + 1
 
 
@@ -100,9 +102,9 @@ class Window:
         sizes = {"window": self.config.window, "num_keys": self.num_keys}
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
-    def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
+    def tiles_seen(self, first: Any, end: Any, tokens: int, keys: int, tile: int) -> Any:
         """As of `VisibleCompressed`."""
-        seen = min(keys, end - first + self.config.window - 1)
+        seen = np.minimum(keys, end - first + self.config.window - 1)
         return cdiv(seen - 1, tile) + 1  # which may begin anywhere in a tile
 
 

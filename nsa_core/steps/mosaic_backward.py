@@ -23,6 +23,8 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
+
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
 from kernels_pallas.specs import selected as selected_spec
@@ -153,7 +155,7 @@ def _interval_split(
         if not packed or isinstance(bounds, Window):
             return bounds.tiles_seen(first, end, *sizes)
         if capacity is None:
-            return base.key_tiles
+            return np.full_like(end, base.key_tiles)
         return bounds.tiles_seen_packed(first, end, base.tile_keys, capacity)
 
     if isinstance(bounds, Window):
