@@ -20,7 +20,7 @@ from nsa_core import varlen
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_core.varlen import Capacity
 from nsa_torch import triton_ops
-from nsa_torch.shared import is_capturing
+from nsa_torch.shared import SHARED, is_capturing
 from nsa_torch.torch_ops import capability_of
 
 MAX_NUMBERS = 2**14  # numbers that one program adds up
@@ -85,7 +85,6 @@ class Launches:
         self.runs_at: dict[int, int] = {}  # by the tokens of a tile
         self.arrays: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}
         self.rows(sequences, SEQUENCES, capacity.sequences)
-        self._numbers: dict[torch.device, Tensor] = {}
 
     def add(self, recipe: Any) -> bool:
         """Whether there was room for it."""
@@ -150,13 +149,12 @@ class Launches:
 
     def _on(self, device: torch.device) -> Tensor | None:
         """The tables of sections; None: they would have to come from the host in a capture."""
-        if device not in self._numbers:
-            if is_capturing(device):
-                return None
-            self._numbers[device] = self._table().to(device)
-        return self._numbers[device]
+        key = device, self
+        if is_capturing(device) and key not in SHARED.keys():
+            return None
+        return SHARED.get(key, device, lambda: [self._table(device)])[0]
 
-    def _table(self) -> Tensor:
+    def _table(self, device: torch.device) -> Tensor:
         """`[launches, SECTIONS, INTS]`"""
         blank = Section(begin=sections.NEVER)
         found = []
@@ -167,7 +165,8 @@ class Launches:
                 begin += _programs(each)
             rows += [blank] * (sections.SECTIONS - len(rows))
             found.append([[*x, *[0] * (sections.INTS - len(x))] for x in rows])
-        return torch.tensor(found, dtype=torch.int32)
+        table = torch.tensor(found, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return table.to(device, non_blocking=True)
 
 
 def _pitch(count: int) -> int:

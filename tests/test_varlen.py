@@ -484,6 +484,65 @@ def test_any_number_of_documents(implementation):
         assert all(near(x, y, 0.02) for x, y in zip(found, want, strict=True))
 
 
+ALL = None, 0, 1, 2  # branches: of all together, and of each alone
+# Heads, key/value heads, columns, tokens of the document, branches, the numbers of tokens before
+# it, and how many of output, dq, dk, dv are the same bits.
+SAME_BITS = {
+    "mosaic": [
+        # Tiles of four tokens: places at multiples of it.
+        (64, 4, 128, 2048, ALL, (0, 64, 1040, 2048), 2),
+        (64, 4, 128, 2048, (1,), (37, 2047), 2),
+        (12, 2, 64, 2048, (1,), (0, 37, 64, 1040, 2047), 4),
+    ],
+    "triton": [
+        (64, 4, 128, 2048, (1,), (0, 37, 64, 2047), 2),
+        (12, 2, 64, 2048, (1,), (0, 37, 64, 2047), 2),
+        (12, 2, 64, 2048, (1, 2), (0, 64, 2048), 4),
+    ],
+}
+SAME_BITS_CASES = [(name, *case) for name, cases in SAME_BITS.items() for case in cases]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", SAME_BITS_CASES, ids=lambda x: "-".join(map(str, x[:5])))
+def test_the_same_bits_at_another_place(case):
+    """What docs/packed.md says of a document alone and in a longer row; blocks always."""
+    implementation, heads, kv_heads, width, length, branches, places, count = case
+    options = {"config": CONFIG, "implementation": implementation}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "width": width}
+    make = lambda seed, n: leaves(seed, "cuda", torch.bfloat16, length=n, **sizes)
+    document = make(1, length)
+
+    def found(parts, branch):
+        row = [torch.cat(x, dim=1).detach() for x in zip(*parts, strict=True)]
+        if branch is not None:
+            row[3] = (
+                torch.nn.functional.one_hot(torch.tensor(branch), 3)
+                .to(row[3])
+                .expand_as(row[3])
+            )
+        ends = [0, *itertools.accumulate(x[0].shape[1] for x in parts)]
+        packed = options | {"cu_seqlens": borders(ends).cuda()}
+        blocks = nsa_torch.select_blocks(
+            row[0],
+            nsa_torch.compress(row[1], config=CONFIG, cu_seqlens=packed["cu_seqlens"]),
+            **packed,
+        )
+        row = [x.contiguous().requires_grad_() for x in row]
+        out = nsa_torch.attention(*row, **packed)
+        weight = torch.linspace(-1, 1, heads * width, device="cuda").view(heads, width).to(out)
+        grads = torch.autograd.grad(out, row, weight.expand_as(out))
+        return [blocks, out.detach(), *grads[:3]]
+
+    for branch in branches:
+        alone = found([document], branch)
+        for before in places:
+            parts = [make(2, before)] * (before > 0) + [document, make(3, length + 9)]
+            other = [x[:, before : before + length] for x in found(parts, branch)]
+            assert same(other[: count + 1], alone[: count + 1]), (branch, before)
+
+
 STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
 
