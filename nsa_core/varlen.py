@@ -75,6 +75,8 @@ class Capacity:
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
+      gap: keys between the first half of the queries and the second, which are the two chunks of a
+        rank of context parallelism; 0: none.
       max_sequences: of a row, without padding.
       max_seqlen: keys of a sequence at most.
     """
@@ -85,6 +87,37 @@ class Capacity:
     max_sequences: int
     max_seqlen: int
     config: NSAConfig
+    gap: int = 0
+
+    @property
+    def first_query(self) -> int:
+        """The key that it is."""
+        return self.S - self.T - self.gap
+
+    @property
+    def half(self) -> int:
+        """Queries before the gap."""
+        return self.T // 2 if self.gap else self.T
+
+    def key_end(self, query: Any) -> Any:
+        """The key after that of the query before `query`, also of an array."""
+        return query + self.first_query + self.gap * (query > self.half)
+
+    def span(self, first: Any, end: Any) -> Any:
+        """Keys from that of query `first` to that of query `end - 1`, also of arrays."""
+        return end - first + self.gap * ((first < self.half) & (self.half < end))
+
+    def key_of(self, xp, query):
+        """The key that each query is."""
+        key = query + self.first_query
+        return key + xp.where(query >= self.half, self.gap, 0) if self.gap else key
+
+    def queries_before(self, key):
+        """How many are keys before `key`."""
+        key = key - self.first_query
+        if not self.gap:
+            return key.clip(0, self.T)
+        return key.clip(0, self.half) + (key - self.half - self.gap).clip(0, self.half)
 
     @property
     def sequences(self) -> int:
@@ -239,7 +272,7 @@ def _tokens(ops, start, length, place, *, capacity):
     config, xp = capacity.config, ops.xp
     block, stride = config.compress_block, config.compress_stride
     shape = capacity.B, capacity.T
-    key = xp.broadcast_to(ops.arange(start, capacity.T) + (capacity.S - capacity.T), shape)
+    key = xp.broadcast_to(capacity.key_of(xp, ops.arange(start, capacity.T)), shape)
     sequence = _last_before(ops, start, key)
     key_start, length, place = (ops.take_rows(x, sequence) for x in (start, length, place))
     position = xp.where(key - key_start < length, key - key_start, -1)
@@ -312,8 +345,7 @@ def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> Q
 )
 def _query_tiles(ops, start, end, *, capacity, tokens):
     xp, count = ops.xp, capacity.query_tiles(tokens)
-    offset = capacity.S - capacity.T
-    first, end = ((x - offset).clip(0, capacity.T) for x in (start, end))
+    first, end = (capacity.queries_before(x) for x in (start, end))
     tiles = ((end - first).clip(0, None) + (tokens - 1)) // tokens
     before = xp.cumsum(tiles, 1, dtype=xp.int32) - tiles
     at = xp.broadcast_to(ops.arange(start, count), (capacity.B, count))

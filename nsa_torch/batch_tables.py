@@ -27,11 +27,20 @@ class Tables:
     Args:
       max_seqlen: tokens of the longest sequence at most.
       padded: whether tokens may be in no sequence.
+      gap: tokens between the first half of the queries and the second.
     """
 
-    def __init__(self, max_seqlen: int | None, padded: bool):
-        self.sizes = max_seqlen, padded
+    def __init__(self, max_seqlen: int | None, padded: bool, gap: int = 0):
+        self.sizes = max_seqlen, padded, gap
         self._shared = Shared(limit=sys.maxsize)
+        self._gaps: dict[int, Tensor] = {}
+
+    def with_gap(self, borders: Tensor, gap: int) -> Tensor:
+        """`borders` for calls whose queries have a gap; the same tensor each time."""
+        if gap not in self._gaps:
+            max_seqlen, padded, _ = self.sizes
+            self._gaps[gap] = _carrying(borders, Tables(max_seqlen, padded, gap))
+        return self._gaps[gap]
 
     def get(
         self,
@@ -84,6 +93,8 @@ class Tables:
         known = _known(borders) | table_kernels.made(kept, borders, device)
         make = lambda key: followed(key, device, known) if isinstance(key, Recipe) else None
         self._shared.refill(device, make)
+        for x in self._gaps.values():
+            getattr(x, ATTRIBUTE).refill(x, device)
 
 
 def _known(borders: Tensor) -> Known:
@@ -111,10 +122,25 @@ def tables_of(borders: Tensor | None) -> Tables | None:
     return getattr(borders, ATTRIBUTE, None)
 
 
-def sizes_of(borders: Tensor | None) -> tuple[int | None, bool]:
-    """`max_seqlen` and `padded`, as far as is known."""
+def with_gap(borders: Tensor, gap: int) -> Tensor:
+    """The same borders for calls whose queries have `gap` tokens between their halves."""
     tables = tables_of(borders)
-    return (None, True) if tables is None else tables.sizes
+    if tables is None:
+        return _carrying(borders, Tables(None, True, gap))
+    return tables.with_gap(borders, gap)
+
+
+def _carrying(borders: Tensor, tables: Tables) -> Tensor:
+    """Another tensor of the same numbers."""
+    found = borders.detach()
+    attach(tables, found)
+    return found
+
+
+def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
+    """`max_seqlen`, `padded` and `gap`, as far as is known."""
+    tables = tables_of(borders)
+    return (None, True, 0) if tables is None else tables.sizes
 
 
 def of(

@@ -18,7 +18,8 @@ class KernelLayout:
 
     Args:
       query: `[B, T, H, D]`.
-      kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: `operators.LAYOUT_ARGS`.
+      kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, config, scale: those of
+        `operators.LAYOUT_ARGS`.
       assume_finite: whether rows of padding, and keys and values that no query sees, are finite.
       placed: whether sequences of a packed row have places (`nsa_core.varlen`), in whose slots
         their compressed tokens stand.
@@ -33,6 +34,7 @@ class KernelLayout:
         cu_seqlens,
         max_seqlen,
         padded,
+        gap,
         config,
         scale,
         *,
@@ -41,7 +43,7 @@ class KernelLayout:
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
-        self.max_seqlen, self.may_be_padded = max_seqlen, padded
+        self.max_seqlen, self.may_be_padded, self.gap = max_seqlen, padded, gap
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
         self.device = getattr(query, "device", None)  # a plan's arrays have none
@@ -65,7 +67,7 @@ class KernelLayout:
         if self.max_seqlen is not None:
             longest = min(longest, self.max_seqlen)
         numbers = self.kv_len, count - 1, longest
-        capacity = Capacity(batch, length, *numbers, self.config)
+        capacity = Capacity(batch, length, *numbers, self.config, self.gap)
         return Varlen(self.ops, capacity, borders.reshape(1, count))
 
     @property

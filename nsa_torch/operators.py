@@ -30,7 +30,7 @@ from nsa_torch.plain import plain, traced
 
 LAYOUT_ARGS = (
     "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt? max_seqlen, bool padded, "
-    "SymInt[] config, float? scale"
+    "SymInt gap, SymInt[] config, float? scale"
 )
 # `assume_finite`: whether keys and values that no query may look at are finite.
 REST = f"bool assume_finite, {LAYOUT_ARGS}"
@@ -187,7 +187,9 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
     )
 
 
-def lengths(kv_len, lengths, cu_seqlens, max_seqlen, padded, numbers, scale) -> dict[str, Any]:
+def lengths(
+    kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
+) -> dict[str, Any]:
     """By name, what `arguments` made `LAYOUT_ARGS` of; what the borders' sizes say is not among
     it.
     """

@@ -121,11 +121,11 @@ class Launches:
         from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
 
         capacity, config = self.capacity, self.capacity.config
-        count, offset = capacity.sequences, capacity.S - capacity.T
+        count = capacity.sequences
         out = torch.empty(self.size, dtype=torch.int32, device=borders.device)
         room = max(1 << (count - 1).bit_length(), 2)
         widths = {"WIDTH": config.compress_block, "STRIDE": config.compress_stride}
-        sizes = capacity.T, offset, capacity.S
+        sizes = capacity.T, capacity.first_query, capacity.half, capacity.gap, capacity.S
         arguments = numbers[0], out, borders.numel(), count, *sizes, self.pitch
         grid = 1 + len(self.runs)
         _run(tables.sequences, grid, room, borders, *arguments, UNIT=capacity.unit, **widths)

@@ -90,6 +90,9 @@ class MakeItems:
                 # The first token that sees the tile to its end, and its chunk.
                 first_query = sizes.first_query if spec.placed else first_position
                 token = warp.larger(key + (ROWS - 1) - first_query, 0)
+                if spec.placed:
+                    behind = warp.larger(token - sizes.half - sizes.gap, 0)
+                    token = warp.smaller(token, sizes.half) + behind
                 tokens = sizes.tokens_of_chunk
                 chunk = (token + (tokens - 1)) // tokens
                 unmasked = edge(tile, warp.smaller(warp.larger(chunk, low), high))

@@ -133,15 +133,20 @@ def split_causal(
     return min(few, key=steps)
 
 
-def split_window(spec: Any, tiles_seen: Callable[[Any, Any], Any]) -> IntervalSplit:
+def split_window(
+    spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
+) -> IntervalSplit:
     """Where a query sees a window: so many segments that each has one SM for each tile of keys
     that a query sees. A segment's tiles then follow one another as a stream: those that run
     together read the same queries at about the same time, and L2 has them.
 
-    Args: as of `split_causal`.
+    Args:
+      spec, tiles_seen: as of `split_causal`.
+      multiple: of which the number of segments is one.
     """
     streams = SMS // (int(tiles_seen(0, 1)) * spec.B * spec.Hkv)
-    streams = max(min(streams, spec.query_tiles // MIN_INTERVAL), 1)
+    streams = min(streams, spec.query_tiles // MIN_INTERVAL) // multiple * multiple
+    streams = max(streams, multiple)
     return dataclasses.replace(_split_into(spec, tiles_seen, streams), streams=True)
 
 
@@ -243,6 +248,7 @@ class WorkItems:
       longest: entries of a work item at most.
       first_query: where the lists are of places of packed rows (`nsa_core.varlen`), of which
         `first_key` says the keys, the key that the first query is; None: of keys.
+      gap: keys between the first half of the queries and the second, there.
     """
 
     lists: BlockQueryLists
@@ -250,6 +256,7 @@ class WorkItems:
     longest: int
     halving: bool = False
     first_query: int | None = None
+    gap: int = 0
 
     @property
     def any_length(self) -> bool:
@@ -260,7 +267,7 @@ class WorkItems:
         lists = self.lists.for_any_length()
         numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
         if self.placed:
-            numbers["first_query"] = 0
+            numbers |= {"first_query": 0, "gap": 0}
         return dataclasses.replace(self, lists=lists, **numbers)
 
     @property
@@ -341,7 +348,8 @@ class WorkItems:
             "most": max(self.capacities),
         }
         if self.first_query is not None:
-            sizes["first_query"] = self.first_query
+            half = lists.T // 2 if self.gap else lists.T
+            sizes |= {"first_query": self.first_query, "half": half, "gap": self.gap}
         if not self.halving:
             return sizes | {"step": self.segment // lists.chunk, "rows": lists.rows}
         values = {"cut": self.cuts[1:], "offset": self.offsets, "capacity": self.capacities}
@@ -356,12 +364,13 @@ def dkv_work_items(
     most: int = MAX_ENTRIES,
     items: int = GPU_ITEMS // 2,
     first_query: int | None = None,
+    gap: int = 0,
 ) -> WorkItems:
     """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
-    `entries_of_item`, `first_query`: as of `WorkItems`.
+    `entries_of_item`, `first_query`, `gap`: as of `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
-    return WorkItems(lists, MIN_SEGMENT, longest, halving=True, first_query=first_query)
+    return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)
 
 
 @described

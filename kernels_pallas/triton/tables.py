@@ -57,8 +57,9 @@ def _last_before(starts, at, inside, count, steps):
 
 
 @triton.jit
-def _of_token(sequences, pitch, count, key, inside, steps):
-    """Position of a key that is a query, the first key and the place of its sequence."""
+def _of_token(sequences, pitch, count, query, offset, half, gap, inside, steps):
+    """Position of a query, the first key and the place of its sequence."""
+    key = query + offset + tl.where(query >= half, gap, 0)
     at = _last_before(sequences, key, inside, count, steps)
     start = tl.load(sequences + at, mask=inside, other=0)
     length = tl.load(sequences + pitch + at, mask=inside, other=0)
@@ -89,6 +90,13 @@ def _column(
 
 
 @triton.jit
+def _queries_before(key, T, half, gap):
+    """How many queries are before a key, which is counted from that of the first one."""
+    behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
+    return tl.minimum(tl.maximum(key, 0), half) + behind
+
+
+@triton.jit
 def _tokens_below(
     value,
     column,
@@ -97,6 +105,8 @@ def _tokens_below(
     count,
     T,
     offset,
+    half,
+    gap,
     token_steps,
     inside,
     steps,
@@ -111,7 +121,7 @@ def _tokens_below(
         middle = (low + high) // 2
         unknown = inside & (low < high)
         position, start, place = _of_token(
-            sequences, pitch, count, middle + offset, unknown, steps
+            sequences, pitch, count, middle, offset, half, gap, unknown, steps
         )
         smaller = _column(column, position, start, place, WIDTH, STRIDE, WINDOW) < value
         low = tl.where(unknown & smaller, middle + 1, low)
@@ -119,7 +129,7 @@ def _tokens_below(
     return low
 
 
-@triton.jit(do_not_specialize=["given", "count", "T", "offset", "S", "pitch"])
+@triton.jit(do_not_specialize=["given", "count", "T", "offset", "half", "gap", "S", "pitch"])
 def sequences(
     borders,
     sections,
@@ -128,6 +138,8 @@ def sequences(
     count,
     T,
     offset,
+    half,
+    gap,
     S,
     pitch,
     UNIT: tl.constexpr,
@@ -165,20 +177,25 @@ def sequences(
         section = sections + (tl.program_id(0) - 1) * INTS
         tokens = tl.load(section + TOKENS)
         runs = out + tl.load(section + RUNS_AT)
-        first = tl.minimum(tl.maximum(start - offset, 0), T)
-        last = tl.minimum(tl.maximum(end - offset, 0), T)
+        first = _queries_before(start - offset, T, half, gap)
+        last = _queries_before(end - offset, T, half, gap)
         tiles = tl.where(inside, (tl.maximum(last - first, 0) + tokens - 1) // tokens, 0)
         tl.store(runs + i, tl.cumsum(tiles, 0) - tiles, mask=inside)
         tl.store(runs + pitch + i, first, mask=inside)
         tl.store(runs + 2 * pitch + i, last, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "offset", "S", "count", "pitch", "token_steps", "steps"])
+@triton.jit(
+    do_not_specialize=["T", "offset", "half", "gap", "S", "count", "pitch"]
+    + ["token_steps", "steps"]
+)
 def tables(
     sections,
     out,
     T,
     offset,
+    half,
+    gap,
     S,
     count,
     pitch,
@@ -196,7 +213,7 @@ def tables(
     Args:
       sections: `[MOST, INTS]`.
       out: what `sequences` wrote, and behind it what is written.
-      offset: queries are the last T of S keys.
+      offset, half, gap: query t is key `t + offset`, from `half` on `gap` keys further.
       count, pitch: of sequences.
       token_steps, steps: of a search among tokens, among sequences.
       FIXED, ITEM_INTS: columns of a work item before those of parts, and all.
@@ -229,7 +246,9 @@ def tables(
         token = begin + tl.minimum(row, tokens * group - 1) // group
         token = tl.where(kind == OF_CANDIDATE_SPANS, end - 1, token)
         near = tl.minimum(tl.maximum(tl.minimum(token, end - 1), 0), T - 1)
-        position, start, place = _of_token(out, pitch, count, near + offset, inside, steps)
+        position, start, place = _of_token(
+            out, pitch, count, near, offset, half, gap, inside, steps
+        )
         if kind == OF_TOKENS:
             for column in tl.static_range(7):
                 found = _column(column, position, start, place, WIDTH, STRIDE, WINDOW)
@@ -278,6 +297,8 @@ def tables(
                 count,
                 T,
                 offset,
+                half,
+                gap,
                 token_steps,
                 inside,
                 steps,
@@ -305,7 +326,9 @@ def tables(
         segment = tl.where(in_order, rest % segments, segments - 1 - rest // segment_tiles)
         n = tl.where(in_order, rest // segments, rest % segment_tiles)
         token = tl.minimum(tl.maximum(segment * (span * tokens), 0), T - 1)
-        position, start, place = _of_token(out, pitch, count, token + offset, inside, steps)
+        position, start, place = _of_token(
+            out, pitch, count, token, offset, half, gap, inside, steps
+        )
         tile = _column(first, position, start, place, WIDTH, STRIDE, WINDOW) // keys + n
         exists = tile < tiles
         tile = tl.minimum(tile, tiles - 1)

@@ -152,6 +152,8 @@ def _interval_split(
     sizes = base.T, base.S, base.tile_keys
 
     def tiles_seen(first, end):
+        if isinstance(bounds, Window) and capacity is not None:
+            return bounds.tiles_seen(0, capacity.span(first, end), *sizes)
         if not packed or isinstance(bounds, Window):
             return bounds.tiles_seen(first, end, *sizes)
         if capacity is None:
@@ -159,14 +161,16 @@ def _interval_split(
         return bounds.tiles_seen_packed(first, end, base.tile_keys, capacity)
 
     if isinstance(bounds, Window):
-        return work_items.split_window(base, tiles_seen)
+        halves = 2 if capacity is not None and capacity.gap else 1
+        return work_items.split_window(base, tiles_seen, halves)
     if capacity is None:
         return work_items.split_causal(base, tiles_seen)
     stride = bounds.config.compress_stride
 
     def sees(end):
         """As if all sequences were as long as one may be."""
-        return cdiv(cdiv((end - 1) % capacity.max_seqlen + 1, stride), base.tile_keys)
+        last = (capacity.key_end(end) - 1) % capacity.max_seqlen
+        return cdiv(cdiv(last + 1, stride), base.tile_keys)
 
     return work_items.split_causal(base, tiles_seen, sees)
 
@@ -236,7 +240,7 @@ def selected(
         *list_sizes, base.query_tile.tokens, packed, interpret=base.interpret
     )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists, first_query=mosaic_lists.first_query(layout))
+    work = work_items.dkv_work_items(lists, **mosaic_lists.queries_of(layout))
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     spec = dataclasses.replace(
         base,

@@ -54,12 +54,12 @@ def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
     return layout.varlen.capacity.places, False
 
 
-def first_query(layout: QueryLayout) -> int | None:
-    """That of `WorkItems` of lists of `list_keys`."""
+def queries_of(layout: QueryLayout) -> dict[str, int]:
+    """`first_query` and `gap` of `WorkItems` of lists of `list_keys`."""
     if layout.varlen is None:
-        return None
+        return {}
     capacity = layout.varlen.capacity
-    return capacity.S - capacity.T
+    return {"first_query": capacity.first_query, "gap": capacity.gap}
 
 
 def merged(

@@ -97,8 +97,8 @@ def gradients(
         interpret=base.interpret,
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
-    first_query = mosaic_lists.first_query(layout)
-    work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, first_query)
+    queries = mosaic_lists.queries_of(layout)
+    work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
     table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base,
