@@ -646,6 +646,7 @@ def quality_over_seeds(part: str = "kinds") -> str:
         "kinds": (quality.HEAD, quality.rows),
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "places": (quality.PART_HEAD, quality.part_rows),
+        "distances": (quality.DISTANCE_HEAD, quality.distance_rows),
     }[part]
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 

@@ -31,10 +31,14 @@ def ends_in_its_own(row, window):
     )
 
 
+def copies(batch, seed):
+    return recall.copies(batch, recall.passages(batch, WINDOW, seed))
+
+
 def test_rows_are_alike_but_for_a_passage_and_its_copy():
     batch = rows()
     before = batch.tokens.copy()
-    read, control, unread = recall.copies(batch, WINDOW, (1, 2))
+    read, control, unread = copies(batch, (1, 2))
     assert (batch.tokens == before).all()
     for each in (read, control):
         assert (each.tokens[:, :-PASSAGE] == before[:, :-PASSAGE]).all()
@@ -51,18 +55,18 @@ def test_rows_are_alike_but_for_a_passage_and_its_copy():
         assert (there == control.tokens[row, -PASSAGE:]).all()
     both = [np.sort(x.tokens[:, -PASSAGE:].ravel()) for x in (read, control)]
     assert (both[0] != both[1]).any()  # places differ from row to row
-    again = recall.copies(batch, WINDOW, (1, 2))
+    again = copies(batch, (1, 2))
     assert (again.read.tokens == read.tokens).all()
-    other = recall.copies(batch, WINDOW, (1, 3))
+    other = copies(batch, (1, 3))
     assert (other.read.tokens != read.tokens).any()
 
 
 def test_rows_without_room_have_none():
     packed = Batch(rows().tokens, np.zeros((50, WIDTH), np.int32))
-    assert recall.copies(packed, WINDOW, (0,)) is None
-    assert recall.copies(rows(1), WINDOW, (0,)) is None
-    assert recall.copies(rows(), WIDTH - 2 * PASSAGE, (0,)) is None
-    assert recall.copies(rows(), WIDTH - 2 * PASSAGE - 1, (0,)) is not None
+    assert recall.passages(packed, WINDOW, (0,)) is None
+    assert recall.passages(rows(1), WINDOW, (0,)) is None
+    assert recall.passages(rows(), WIDTH - 2 * PASSAGE, (0,)) is None
+    assert recall.passages(rows(), WIDTH - 2 * PASSAGE - 1, (0,)) is not None
 
 
 class Reads:
@@ -97,9 +101,10 @@ def test_what_a_reader_gains():
     layer = LayerSpec(dim=8, n_heads=1, n_kv_groups=1, d_k=8, d_v=8, w=WINDOW)
     known, unknown = 1 * (PASSAGE - 4) / PASSAGE, 3 * 4 / PASSAGE
     found = measures.copies(Reads(), held_out, layer, (0,))
-    assert found == pytest.approx(
-        {"recall_gain": 5 - known - unknown, "copied_gain": 3 - known - unknown},
-        abs=0.01,
+    assert found["recall_gain"] == pytest.approx(5 - known - unknown, abs=0.01)
+    assert found["copied_gain"] == pytest.approx(3 - known - unknown, abs=0.01)
+    assert found["copied_at"] == pytest.approx(
+        dict.fromkeys(("128", "256"), 3 - known - unknown), abs=0.02
     )
 
 
@@ -288,6 +293,7 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="tor
         held_out_loss=held_out,
         recall_gain=gain,
         copied_gain=gain,
+        copied_at={str(x): gain for x in measures.DISTANCES[:4]},
         hits=None if attention == "dense" else [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]],
         heads=None if attention == "dense" else finds(0.2 + 0.01 * seed),
     )

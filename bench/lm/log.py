@@ -134,6 +134,7 @@ class Summary(Line):
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
     copied_gain: float | None = None  # the same
+    copied_at: dict[str, float] | None = None  # by the distance of the passage and its copy
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
     hits: list[list[float]] | None = None
     # By layer, head and half of the rows: the same, and where another text stands there.
@@ -143,7 +144,16 @@ class Summary(Line):
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
 OPTIONAL = frozenset(
-    {"parallel", "epochs", "devices", "recall_gain", "copied_gain", "hits", "heads"}
+    {
+        "parallel",
+        "epochs",
+        "devices",
+        "recall_gain",
+        "copied_gain",
+        "copied_at",
+        "hits",
+        "heads",
+    }
 )
 
 

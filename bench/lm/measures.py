@@ -29,6 +29,7 @@ PARTS = ("first quarter", "second quarter", "second half")
 CATEGORIES = len(KINDS) * len(PARTS)
 # Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
 ORDER, BYTES_ORDER = 3, 8
+DISTANCES = (128, 256, 512, 1024, 2048, 4096)  # of a passage and its copy
 OBSERVED_ROWS = 64  # rows with a copy whose selection is looked at
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
 
@@ -133,22 +134,34 @@ def copies(
     hold it, by `hit`: fields of `log.Summary`; none where rows have no room. Every process calls
     it."""
     whole = joined(list(held_out))
-    rows = recall.copies(whole, layer.w, seed)
-    if rows is None:
+    starts = recall.passages(whole, layer.w, seed)
+    if starts is None:
         return {}
     count, width = whole.tokens.shape
     which = np.ones((count, width - 1), np.int32)
     which[:, -PASSAGE:] = 0
-    of_kinds = [
-        HeldOut(share.split(x, len(held_out)), np.split(which, len(held_out))) for x in rows
-    ]
-    read, control, unread = (x.sums(learner, 1)[0] / (count * PASSAGE) for x in of_kinds)
-    gains = {"recall_gain": float(control - read), "copied_gain": float(unread - read)}
-    starts = recall.passages(whole, layer.w, seed).tolist()
+
+    def loss(batch: Batch) -> float:
+        """Of the last tokens."""
+        parts = share.split(batch, len(held_out)), np.split(which, len(held_out))
+        return float(HeldOut(*parts).sums(learner, 1)[0]) / (count * PASSAGE)
+
+    rows = recall.copies(whole, starts)
+    read, control, unread = map(loss, rows)
+    gains: dict[str, Any] = {"recall_gain": control - read, "copied_gain": unread - read}
+    gains["copied_at"] = {}
+    for distance in DISTANCES:
+        if PASSAGE + distance <= width:
+            start = np.full(count, width - PASSAGE - distance)
+            read, _, unread = recall.copies(whole, start)
+            gains["copied_at"][str(distance)] = loss(unread) - loss(read)
     hits, heads = [], []  # [rows, layers, 2]; [rows, layers, heads, 2]
     for row in np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist():
         both = [
-            [hit(indices, starts[row], layer.config) for _, indices in learner.observe(x, row)]
+            [
+                hit(indices, int(starts[row]), layer.config)
+                for _, indices in learner.observe(x, row)
+            ]
             for x in (rows.read, rows.unread)
         ]
         layers = [x for x in zip(*both, strict=True) if None not in x]

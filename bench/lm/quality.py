@@ -14,7 +14,8 @@ a token:
     end              of all of them, after the last step
     area             of the training batches, mean over the steps after the warm-up
     copying          the step at which near targets cost 1.5 less than new ones
-    recall, copied   gained where a passage was read before (`bench.lm.recall`)
+    recall, copied   gained where a passage was read before (`bench.lm.recall`); copied also by
+                     how far away it is, in a table of its own
     hit / chance     how often a selection holds the block that a copy goes on from, by layer
     found / unread   the same of the head that finds copies best, and where another text stands
     seen             how often a run sees its text; over 1: what differs is what it keeps, too
@@ -46,7 +47,7 @@ from ..harness import cli, exit_status
 from . import curves, log
 from .curves import Verdict
 from .log import Evaluation, Header, Line, Speed, Step, Summary
-from .measures import KINDS, PARTS, found_by_best
+from .measures import DISTANCES, KINDS, PARTS, found_by_best
 
 LEAST_PAIRS = 5
 CONFIDENCE = 0.95
@@ -168,6 +169,7 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
         "area": _area(header, mine),
         "recall": end.recall_gain,
         "copied": end.copied_gain,
+        **(end.copied_at or {}),
         "copying": _copying(evaluations),
     }
     speed = curves.last(mine, Speed).get(run)
@@ -359,6 +361,23 @@ def part_rows(group: Group) -> list[list[str]]:
     ]
 
 
+DISTANCE_HEAD = ("model, steps x rows", "attention", *map(str, DISTANCES), "seeds")
+
+
+def distance_rows(group: Group) -> list[list[str]]:
+    """The cells below `DISTANCE_HEAD`: what is copied over so many tokens; of kinds for which it
+    was measured."""
+    return [
+        [
+            *(group.name, kind.label),
+            *(_cell(kind, group.dense, str(each)) for each in DISTANCES),
+            ", ".join(map(str, kind.runs)),
+        ]
+        for kind in group.kinds
+        if difference(kind, group.dense, str(DISTANCES[0])) is not None
+    ]
+
+
 SUMMARY = ("new", "end", "recall")
 SUMMARY_HEAD = ("model, steps x rows", "NSA", "M-parameters; of dense attention")
 SUMMARY_HEAD += ("loss of new tokens", "of all tokens", "recall", "pairs", "as good as dense")
@@ -428,7 +447,9 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError("files of runs")
     found = groups({path: log.read(Path(path)) for path in argv[1:]})
     print(table(HEAD, itertools.chain.from_iterable(map(rows, found))))
-    print("\n" + table(PART_HEAD, itertools.chain.from_iterable(map(part_rows, found))) + "\n")
+    for head, of in ((PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows)):
+        print("\n" + table(head, itertools.chain.from_iterable(map(of, found))))
+    print()
     status = exit_status.OK
     kinds = [(group, kind) for group in found for kind in group.kinds]
     for group, kind in kinds:

@@ -34,8 +34,8 @@ class Copies(NamedTuple):
     unread: Batch
 
 
-def copies(batch: Batch, window: int, seed: tuple[int, ...]) -> Copies | None:
-    """Of the rows of `batch`; other texts are those of the row before.
+def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | None:
+    """Where in the rows of `batch` a passage begins that their end repeats, at random.
 
     Args:
       batch: two rows or more, of one sequence each.
@@ -45,12 +45,18 @@ def copies(batch: Batch, window: int, seed: tuple[int, ...]) -> Copies | None:
     Returns:
       None where rows are packed, where there is one only, or where they are too short.
     """
-    tokens, segments = batch
-    rows, width = tokens.shape
+    rows, width = batch.tokens.shape
     places = width - 2 * PASSAGE - window
-    if segments is not None or rows < 2 or places < 1:
+    if batch.segment_ids is not None or rows < 2 or places < 1:
         return None
-    columns = passages(batch, window, seed)[:, None] + np.arange(PASSAGE)
+    return np.random.default_rng(seed).integers(0, places, rows)
+
+
+def copies(batch: Batch, starts: np.ndarray) -> Copies:
+    """Of the rows of `batch`, whose passages begin at `starts`; other texts are those of the row
+    before."""
+    tokens = batch.tokens
+    columns = starts[:, None] + np.arange(PASSAGE)
     passage = np.take_along_axis(tokens, columns, axis=1)
     other = np.take_along_axis(np.roll(tokens, 1, axis=0), columns, axis=1)
     read, control, unread = (tokens.copy() for _ in Copies._fields)
@@ -58,9 +64,3 @@ def copies(batch: Batch, window: int, seed: tuple[int, ...]) -> Copies | None:
     control[:, -PASSAGE:] = other
     np.put_along_axis(unread, columns, other, axis=1)
     return Copies(Batch(read), Batch(control), Batch(unread))
-
-
-def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where in the rows of `batch` the passages of `copies` begin."""
-    rows, width = batch.tokens.shape
-    return np.random.default_rng(seed).integers(0, width - 2 * PASSAGE - window, rows)
