@@ -430,7 +430,7 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     told = quality.verdicts(group, group.kinds[1])
     assert [x.question.split()[0] for x in told if not x.ok] == broken
     assert [x.question.split()[0] for x in told][-1] == "selection"
-    assert "best head: +0.220 ± 0.007 over another text" in str(told[-1])
+    assert "best head: +0.220 ± 0.007 over another text, 5 seeds" in str(told[-1])
     for name, each in runs.items():
         log.append(tmp_path / name, each)
     status = quality.main(["", *(str(tmp_path / name) for name in runs)])
@@ -490,8 +490,10 @@ def with_heads(heads):
 def test_a_selection_that_finds_no_copies():
     told = quality.verdicts(*with_heads(lambda seed: finds(0.01 * (seed % 2))))
     assert [x.question.split()[0] for x in told if not x.ok] == ["selection"]
-    with pytest.raises(NotImplementedError, match=r"lack \['found'\]"):
-        quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed else None))
+    told = quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed > 1 else None))
+    assert str(told[-1]).count("+0.200 ± 0.000 over another text, 3 seeds") == 1
+    with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
+        quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed > 2 else None))
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):

@@ -30,7 +30,7 @@ CATEGORIES = len(KINDS) * len(PARTS)
 # Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
 ORDER, BYTES_ORDER = 3, 8
 DISTANCES = (128, 256, 512, 1024, 2048, 4096)  # of a passage and its copy
-OBSERVED_ROWS = 64  # rows with a copy whose selection is looked at
+OBSERVED_ROWS = 32  # rows with a copy whose selection is looked at
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
 
 

@@ -49,7 +49,7 @@ from .curves import Verdict
 from .log import Evaluation, Header, Line, Speed, Step, Summary
 from .measures import DISTANCES, KINDS, PARTS, found_by_best
 
-LEAST_PAIRS = 5
+LEAST_PAIRS, LEAST_FOUND = 5, 3  # older runs lack what their heads find
 CONFIDENCE = 0.95
 WORSE, FAR_WORSE, RECALL_LESS = 0.003, 0.01, 0.03
 ERRORS, CHANCE = 3, 0.25
@@ -303,8 +303,11 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
     chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
     if chance and np.mean(chance) < CHANCE:
         best = [run.found for run in kind.runs.values() if run.found is not None]
-        if len(best) < len(kind.runs):
-            raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack ['found']")
+        if len(best) < LEAST_FOUND:
+            raise NotImplementedError(
+                f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have what heads find, "
+                f"got {len(best)}"
+            )
         over = np.subtract(*np.transpose(best))
         mean, error = over.mean(), over.std(ddof=1) / len(over) ** 0.5
         found.append(
@@ -312,7 +315,7 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
                 f"selection finds copies, {about}",
                 float(ERRORS * error - mean),
                 0.0,
-                f", best head: {mean:+.3f} ± {error:.3f} over another text",
+                f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(best)} seeds",
             )
         )
     return found
