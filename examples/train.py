@@ -5,8 +5,8 @@
         --document_tokens 4096 --num_selected 16 --window 512 --steps 2000 --lr 6e-4 \
         --texts 'texts/*.txt'                                               # a GPU
 
-Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as `Trainer`'s
-batch has, each attends to itself alone. The model is saved to --out. Needs the extra `hf`.
+Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as fit, each
+attends to itself alone. The model is saved to --out. Needs the extra `hf`.
 """
 
 import argparse
@@ -20,52 +20,39 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 
-
-def documents(pattern: str, most: int) -> list[dict[str, list[int]]]:
-    """The bytes of the files, at most `most` a document."""
-    data = (Path(path).read_bytes() for path in sorted(glob.glob(pattern, recursive=True)))
-    return [{"input_ids": list(x[i : i + most])} for x in data for i in range(0, len(x), most)]
+SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "steps": 50, "row_tokens": 1024}
+SIZES |= {"document_tokens": 512, "num_selected": 4, "window": 128}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, value in {
-        "layers": 2,
-        "hidden": 128,
-        "heads": 4,
-        "kv_heads": 2,
-        "steps": 50,
-        "num_selected": 4,
-        "window": 128,
-    }.items():
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--row_tokens", type=int, default=1024, help="of a packed row, at most")
-    parser.add_argument("--document_tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
     parser.add_argument("--out", required=True, help="folder of the model")
     flags = parser.parse_args(argv)
-    for name, value in vars(flags).items():
-        if isinstance(value, int) and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    if flags.document_tokens > flags.row_tokens:
-        parser.error(f"--document_tokens must fit in a row, got {flags.document_tokens}")
-    texts = documents(flags.texts, flags.document_tokens)
+    for name in SIZES:
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(flags, name)}")
+    most, rows = flags.document_tokens, flags.row_tokens // flags.document_tokens
+    if not rows:
+        parser.error(f"--document_tokens must fit in a row, got {most}")
+    data = [Path(x).read_bytes() for x in sorted(glob.glob(flags.texts, recursive=True))]
+    texts = [{"input_ids": list(x[i : i + most])} for x in data for i in range(0, len(x), most)]
     if len(texts) < 16:
         parser.error(f"--texts must give 16 documents, got {len(texts)} of {flags.texts}")
-    held_out = min(len(texts) // 16, 32)  # documents
-    sizes = {"hidden_size": flags.hidden, "intermediate_size": 3 * flags.hidden}
-    heads = {"num_attention_heads": flags.heads, "num_key_value_heads": flags.kv_heads}
-    nsa = {"num_selected": flags.num_selected, "window": flags.window}
+    held_out, gpu = min(len(texts) // 16, 32), torch.cuda.is_available()
     config = NSAModelConfig(
-        vocab_size=256, num_hidden_layers=flags.layers, **sizes, **heads, **nsa
-    )
+        vocab_size=256, hidden_size=flags.hidden, intermediate_size=3 * flags.hidden,
+        num_hidden_layers=flags.layers, num_attention_heads=flags.heads,
+        num_key_value_heads=flags.kv_heads, num_selected=flags.num_selected, window=flags.window,
+    )  # fmt: skip
     how = TrainingArguments(
         flags.out, max_steps=flags.steps, learning_rate=flags.lr, warmup_steps=flags.steps // 10,
-        per_device_train_batch_size=flags.row_tokens // flags.document_tokens,
-        per_device_eval_batch_size=flags.row_tokens // flags.document_tokens,
-        logging_steps=max(1, flags.steps // 5), save_strategy="no", report_to="none",
-        bf16=torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
+        per_device_train_batch_size=rows, per_device_eval_batch_size=rows, save_strategy="no",
+        logging_steps=max(1, flags.steps // 5), report_to="none", bf16=gpu,
+        dataloader_pin_memory=gpu,
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = Trainer(

@@ -20,6 +20,8 @@ from flax import nnx
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention
 
+SIZES = {"layers": 2, "dim": 64, "heads": 4, "tokens": 512, "batch": 4, "steps": 50}
+
 
 class Block(nnx.Module):
     def __init__(self, spec: LayerSpec, rngs: nnx.Rngs):
@@ -58,8 +60,7 @@ def step(model: LM, optimizer: nnx.Optimizer, tokens, segments):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    known = {"layers": 2, "dim": 64, "heads": 4, "tokens": 512, "batch": 4, "steps": 50}
-    for name, value in known.items():
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     flags = parser.parse_args(argv)
     for name, value in vars(flags).items():
@@ -70,15 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     if flags.tokens >= len(tokens):
         parser.error(f"--tokens must be below the text's {len(tokens)}, got {flags.tokens}")
     segments = np.repeat(np.arange(len(data), dtype=np.int32), [len(x) for x in data])
-    width = flags.dim // flags.heads
-    kind = {"gate": "head", "kv": "shared"}  # as good as dense attention: docs/training.md
-    spec = LayerSpec(flags.dim, flags.heads, flags.heads // 2 or 1, width, width, **kind)
+    heads, width = (flags.heads, flags.heads // 2 or 1), flags.dim // flags.heads
+    spec = LayerSpec(flags.dim, *heads, width, width, gate="head", kv="shared")
     model = LM(spec, flags.layers, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     random = np.random.default_rng(0)
     for number in range(1, flags.steps + 1):
-        starts = random.integers(0, len(tokens) - flags.tokens, flags.batch)
-        rows = starts[:, None] + np.arange(flags.tokens + 1)
+        starts = random.integers(0, len(tokens) - flags.tokens, (flags.batch, 1))
+        rows = starts + np.arange(flags.tokens + 1)
         loss = step(model, optimizer, tokens[rows], segments[rows])
         if number % max(1, flags.steps // 5) == 0:
             print(f"step {number}: loss {float(loss):.4f} nats a byte", flush=True)
