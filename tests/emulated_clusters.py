@@ -8,8 +8,8 @@ wait for shows all the same:
     shared     a thread reads what it wrote itself, what its warp wrote before the last `sync`,
     memory     another warp before the last `sync_cta`, and what was pushed under a barrier that
                it waited for; and it writes over what others have read only after one of these
-    global     what a kernel has put there is read only after it was published to the cluster, or
-               by nobody
+    global     what a kernel has put there is read only by warps that have waited for the cluster
+               after it was published, or by nobody
 """
 
 import ml_dtypes
@@ -47,9 +47,11 @@ class ClusterWarps(Warps):
         self.copies: list[list] = []  # mask, group, destination, words
         self.expected = np.full((ctas, BARRIERS), -1)
         self.came = np.zeros((ctas, BARRIERS), np.int64)
-        self.opened = False  # whether neighbours may be written to
-        self.put_there: list[set[int]] = []  # words of each array that are not published
-        self.published = False
+        self.met = np.zeros((ctas * warps, 1), bool)  # warps that have waited for the cluster
+        self.opened = False
+        # Words of each array that nobody may read, and those that warps may that have waited.
+        self.put_there: list[set[int]] = []
+        self.published: list[set[int]] = []
 
     # Numbers of a lane.
 
@@ -69,25 +71,14 @@ class ClusterWarps(Warps):
     def multiply_add(self, a, b, c):
         return self.word(a) * self.word(b) + self.word(c)
 
-    def halves(self, a, b, high):
-        a, b = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b))
-        both = a >> 16 | b & 0xFFFF0000 if high else a & 0xFFFF | b << 16
-        return both.view(np.int32)
-
     def widened(self, codes):
-        """As `warp_cluster.widened`, by a table of numbers."""
-        four = self._numbers_of(codes)
-        return [self.pack(four[..., i], four[..., i + 1], "bfloat16") for i in (0, 2)]
+        four = np.ascontiguousarray(codes)[..., None].view(ml_dtypes.float8_e4m3fn)
+        exact = four.astype(np.float32)
+        return [self.pack(exact[..., i], exact[..., i + 1], "float16") for i in (0, 2)]
 
-    def widened_pair(self, a, b, place):
-        pair = (self._numbers_of(x)[..., place] for x in (a, b))
-        return self.pack(*pair, "bfloat16")
-
-    def _numbers_of(self, codes):
-        codes = np.ascontiguousarray(codes)[..., None].view(ml_dtypes.float8_e4m3fn)
-        exact = codes.astype(np.float32)
-        exact = np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
-        return exact * np.float32(2.0**-120)
+    def even_and_odd(self, x):
+        four = np.ascontiguousarray(x)[..., None].view(np.uint8)
+        return np.ascontiguousarray(four[..., [0, 2, 1, 3]]).view(np.int32)[..., 0]
 
     def multiply(self, acc, a, b, dtype):
         row, column = LANES // 4, 2 * (LANES % 4)
@@ -114,12 +105,13 @@ class ClusterWarps(Warps):
         if number == len(self.arrays):
             self.arrays.append(ref)
             self.put_there.append(set())
+            self.published.append(set())
         address = np.full(self.shape, number << PLACE)
         for i, size in places:
             address = address + self.word(i).astype(np.int64) * size
         return address
 
-    def beyond(self, address, steps, size, more):
+    def beyond(self, address, steps, size, more=0):
         return address + self.word(steps).astype(np.int64) * self.word(size) + self.word(more)
 
     def fetch(self, address, offset=0):
@@ -142,10 +134,13 @@ class ClusterWarps(Warps):
     def _fetched(self, address, count):
         found = np.zeros((count, *self.shape), np.int32)
         for array, here, index in self._global(address, True, count):
-            if unseen := self._unseen(array):
-                first = set(index.tolist())
-                if any({x + i for x in first} & unseen for i in range(count)):
-                    raise RuntimeError("read before it was published to the cluster")
+            early = here & ~self.met
+            for unseen, some in (self.put_there, here), (self.published, early):
+                unseen = self._of(array, unseen)
+                if unseen and some.any():
+                    first = set(index[some[here]].tolist())
+                    if any({x + i for x in first} & unseen for i in range(count)):
+                        raise RuntimeError("read before it was published to the cluster")
             for i in range(count):
                 found[i][here] = array[index + i]
         return list(found)
@@ -154,12 +149,11 @@ class ClusterWarps(Warps):
         for array, here, index in self._global(address, only, len(words)):
             for i, x in enumerate(words):
                 array[index + i] = self.word(x)[here]
-                self._unseen(array).update((index + i).tolist())
+                self._of(array, self.put_there).update((index + i).tolist())
 
-    def _unseen(self, array):
-        """Words of an array that this kernel has put there and not published."""
+    def _of(self, array, words):
         numbers = (n for n, x in enumerate(self.arrays) if np.shares_memory(x, array))
-        return self.put_there[next(numbers)]
+        return words[next(numbers)]
 
     def _global(self, address, only, count):
         """Of each array: its words, which lanes want some of them, and which."""
@@ -196,6 +190,13 @@ class ClusterWarps(Warps):
             self.reader[cta[here], index[here]] = mark[here]
             found.append(self.memory[cta, index])
         return found
+
+    def read_transposed(self, address, offset=0):
+        rows = np.stack(self.read_words(address, 4, offset), -1).view(np.uint16)
+        matrices = rows.reshape(*rows.shape[:-2], 4, 8, 8)  # matrix, row, column
+        column, row = LANES // 4, 2 * (LANES % 4)
+        pairs = np.stack([matrices[..., row + i, column] for i in range(2)], -1)
+        return list(np.moveaxis(np.ascontiguousarray(pairs).view(np.int32)[..., 0], -2, 0))
 
     def _mine(self, marks):
         """Whether the marks of words forbid a thread nothing."""
@@ -271,22 +272,23 @@ class ClusterWarps(Warps):
 
     def open_barriers(self, address, bytes_, publish=False):
         del address
-        self.published = publish
         self._must_be_all("open_barriers")
+        if publish:
+            for words, seen in zip(self.put_there, self.published, strict=True):
+                seen |= words
+                words.clear()
         for i, count in enumerate(bytes_):
             self.expected[self.cta[:, 0], i] = self.word(count)[:, 0]
-        self.opened = False
+        self.opened = True
 
     def wait_for_cluster(self):
-        self._must_be_all("wait_for_cluster")
-        self.opened = True
-        if self.published:
-            for words in self.put_there:
-                words.clear()
+        if not self.opened or (self.met & self.active).any():
+            raise RuntimeError("wait_for_cluster must follow open_barriers, once a warp")
+        self.met = self.met | self.active
 
     def push(self, barrier, address, words, cta, only=True):
         number = self._barrier(barrier)
-        if not self.opened:
+        if not self.met[self.active].all():
             raise RuntimeError("pushed before the CTAs of the cluster have begun")
         here, cta = self._here(only), self.word(cta)
         if ((cta < 0) | (cta >= self.cluster))[here].any():

@@ -34,10 +34,12 @@ from kernels_pallas.mosaic import decode_exchange as exchange
 from kernels_pallas.mosaic import decode_topn, warp_cluster
 from kernels_pallas.mosaic.decode_append import NewTokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
-from kernels_pallas.mosaic.decode_streams import WIDER, Queue, query_fragments
+from kernels_pallas.mosaic.decode_streams import HalfQuery, Queue, inverse, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
+
+FIRST_UNIT = 2.0**60  # of sums in float16's range, before the first strip
 
 
 def decode(kernel: Kernel) -> Callable:
@@ -69,18 +71,15 @@ class DecodeStep:
         query = query_fragments(lane, arrays.query, token, kv_head)
         gates = self._gates(lane, arrays, token, kv_head)
         work = Work.of(lane, seen)
+        queue = Queue(lane, work, arrays, kv_head)
+        m.sync_cta()  # the page table
+        queue.fill_before_meeting()
         if spec.append:
-            m.sync_cta()  # the page table
             NewTokens(lane, sizes, arrays, token, kv_head).put()
         m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work), spec.append)
-        m.sync_cta()
-        if spec.append:
-            m.wait_for_cluster()
-        step = _Step(lane, work, Queue(lane, work, arrays, kv_head), query, gates)
-        step.queue.fill()
+        queue.fill()
+        step = _Step(lane, work, queue, query, gates)
         step.score_compressed()
-        if not spec.append:
-            m.wait_for_cluster()
         step.score_sliding()
         step.rank_blocks()
         block = decode_topn.select(lane, work)
@@ -144,8 +143,6 @@ class DecodeStep:
     ) -> None:
         """Writes four neighbours of the output `[16, Dv]`; zeros for a row without tokens."""
         m, spec = lane.m, self.spec
-        if spec.fp8:
-            total = [x * WIDER for x in total]
         total = [m.where(work.seen > 0, x, 0.0) for x in total]
         words = [m.pack(total[i], total[i + 1], spec.dtype) for i in (0, 2)]
         head, row_bytes = at // spec.Dv, 2 * spec.Dv
@@ -163,63 +160,65 @@ class _Step:
     """The phases of a warp, in their order; turns of the queue as `decode_streams.py` says."""
 
     def __init__(self, lane: Lane, work: Work, queue: Queue, query: Any, gates: list[Words]):
-        self.lane, self.work, self.queue, self.query = lane, work, queue, query
+        self.lane, self.work, self.queue = lane, work, queue
+        self.query, self.raw_query = query, query
+        if lane.spec.fp8:
+            self.raw_query = HalfQuery.of(lane, query)
         self.gates = gates  # compressed, selected, sliding
         spec = lane.spec
-        self.stages, self.sliding = spec.variant.stages, spec.sliding_strips
-        self.selected = spec.selected_strips
+        self.stages, self.selected = spec.variant.stages, spec.selected_strips
         self.compressed_s2 = lane.logits  # later those of the selected branch
-        self.sliding_s2 = lane.logits + (spec.kept_strips - self.sliding) * TILE_BYTES
+        self.sliding_s2 = lane.logits + (spec.kept_strips - spec.sliding_strips) * TILE_BYTES
 
     def _repeat(self, times: Any, body, state: list) -> list:
         return self.lane.m.repeat(times, body, state, unrolled=False)
+
+    # Of a strip: its first key, the first that is seen, and the end of those.
+
+    def _slots(self, i: Any) -> tuple[Any, Any, Any]:
+        work, lead = self.work, self.lane.spec.cover - 1
+        first = work.compressed_strip(self.lane, i) * STRIP
+        return first, self.lane.m.word(lead), work.count + lead
+
+    def _window(self, i: Any) -> tuple[Any, Any, Any]:
+        return self.work.sliding_key(self.lane, i), self.work.window_start, self.work.seen
+
+    def _chosen(self, i: Any) -> tuple[Any, Any, Any]:
+        m, start = self.lane.m, self.queue.selected_start(i)
+        return m.larger(start, 0), m.word(0), m.where(start >= 0, self.work.seen, 0)
 
     def _score(self, kind: int, times: Any, begin: Any, place: Any, keys) -> list[Words]:
         """S2 of strips `i` of a branch at turns `begin + i`, kept from `place` on; `keys(i)`: the
         first key of the strip, the first and the end of those seen. Gives maximum and sum.
         """
-        chosen = kind == exchange.SELECTED
         lane, queue = self.lane, self.queue
-        rounded = lane.spec.fp8 and kind != exchange.COMPRESSED
+        compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
+        rounded = lane.spec.fp8 and not compressed
 
         def strip(i, state):
-            seen = keys(i)
-            if rounded:
-                tiles, unit = queue.rounded_logits(begin + i, self.query, seen[0]), WIDER
-            else:
-                tiles, unit = queue.logits(begin + i, self.query), 1.0
-            s2 = exchange.masked(lane, tiles, *seen, unit=unit)
+            logits = queue.rounded_logits if rounded else queue.logits
+            s2 = logits(begin + i, self.query if compressed else self.raw_query)
+            s2 = exchange.masked(lane, s2, *keys(i))
             exchange.keep(lane, place + i * TILE_BYTES, s2)
-            queue.refill(begin + i + self.stages, chosen)
+            queue.refill(begin + i + self.stages, chosen, meets=compressed)
             return exchange.with_strip(lane, state, s2)
 
         return self._repeat(times, strip, exchange.no_keys(lane))
 
     def score_compressed(self) -> None:
-        lane, work, lead = self.lane, self.work, self.lane.spec.cover - 1
-
-        def slots(i):
-            first = work.compressed_strip(lane, i) * STRIP
-            return first, lead, work.count + lead
-
-        self.compressed_state = self._score(
-            exchange.COMPRESSED, work.mine, lane.m.word(0), self.compressed_s2, slots
-        )
+        begin = self.lane.m.word(0)
+        at = begin, self.compressed_s2, self._slots
+        self.compressed_state = self._score(exchange.COMPRESSED, self.work.mine, *at)
 
     def score_sliding(self) -> None:
         """Tells the state of the compressed branch first: it arrives meanwhile."""
-        lane, work = self.lane, self.work
-        exchange.tell(lane, exchange.COMPRESSED, self.compressed_state)
-
-        def keys(i):
-            return work.sliding_key(lane, i), work.window_start, work.seen
-
-        at = work.mine, self.sliding_s2
-        state = self._score(exchange.SLIDING, self.sliding, *at, keys)
-        exchange.tell(lane, exchange.SLIDING, state)
+        exchange.tell(self.lane, exchange.COMPRESSED, self.compressed_state)
+        at = self.work.mine, self.sliding_s2, self._window
+        state = self._score(exchange.SLIDING, self.work.sliding, *at)
+        exchange.tell(self.lane, exchange.SLIDING, state)
 
     def rank_blocks(self) -> None:
-        """Pushes the scores; g p of each strip takes the place of its S2."""
+        """Pushes the scores; of 16 bits, g p of each strip takes the place of its S2."""
         lane, work, gate = self.lane, self.work, self.gates[0]
         lane.m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
         norms = exchange.told(lane, exchange.COMPRESSED)
@@ -253,61 +252,53 @@ class _Step:
         self.queue.selected_start = start
         self.queue.catch_up(self.queue.near)
 
-    def add_compressed_and_sliding(self) -> list[Words]:
+    def add_compressed_and_sliding(self) -> list:
+        """What `add_selected` begins with."""
         lane, work, queue, m = self.lane, self.work, self.queue, self.lane.m
-
-        def compressed(i, acc):
-            p = m.read_words(self.compressed_s2 + i * TILE_BYTES, 4)
-            acc = queue.add(acc, queue.near + i, p)
-            queue.refill(queue.near + i + self.stages, True)
-            return acc
-
         acc = [[m.word(0.0)] * 4 for _ in range(lane.spec.Dv // 8)]
-        if lane.spec.fp8:  # p is multiplied by scales before it is rounded
-            norms, gate = self.compressed_norms, self.gates[0]
-            at = queue.near, self.compressed_s2
-            acc = self._add(acc, work.mine, *at, norms, gate, m.word(0))
-        else:
-            acc = self._repeat(work.mine, compressed, acc)
-        norms = exchange.told(lane, exchange.SLIDING)
-        begin = queue.near + work.mine
-        at = begin, self.sliding_s2
-        return self._add(acc, self.sliding, *at, norms, self.gates[2], work.window_start)
+        state = [acc, m.word(FIRST_UNIT)] if lane.spec.fp8 else acc
+        at = queue.near, self.compressed_s2, self._slots
+        norms = exchange.gated(self.compressed_norms, self.gates[0])
+        state = self._add(state, work.mine, *at, None if not lane.spec.fp8 else norms)
+        norms = exchange.gated(exchange.told(lane, exchange.SLIDING), self.gates[2])
+        at = queue.near + work.mine, self.sliding_s2, self._window
+        return self._add(state, work.sliding, *at, norms)
 
     def score_selected(self) -> None:
-        lane, work, m = self.lane, self.work, self.lane.m
+        at = self.queue.limit, self.compressed_s2, self._chosen
+        state = self._score(exchange.SELECTED, self.selected, *at)
+        exchange.tell(self.lane, exchange.SELECTED, state)
+        self.lane.m.wait_for_bytes(self.lane.barrier(exchange.SELECTED))
 
-        def keys(i):
-            start = self.queue.selected_start(i)
-            some = start >= 0
-            return m.larger(start, 0), m.word(0), m.where(some, work.seen, 0)
+    def add_selected(self, state: list) -> list[Words]:
+        """The sum of all branches over the strips of this warp."""
+        lane, m = self.lane, self.lane.m
+        norms = exchange.gated(exchange.told(lane, exchange.SELECTED), self.gates[1])
+        at = self.queue.limit + self.selected, self.compressed_s2, self._chosen
+        state = self._add(state, self.selected, *at, norms)
+        if not lane.spec.fp8:
+            return state
+        acc, unit = state
+        return [[x * inverse(m, unit) for x in tile] for tile in acc]
 
-        at = self.queue.limit, self.compressed_s2
-        state = self._score(exchange.SELECTED, self.selected, *at, keys)
-        exchange.tell(lane, exchange.SELECTED, state)
-        m.wait_for_bytes(lane.barrier(exchange.SELECTED))
-
-    def add_selected(self, acc: list[Words]) -> list[Words]:
-        norms = exchange.told(self.lane, exchange.SELECTED)
-        begin = self.queue.limit + self.selected
-        times, place = self.selected, self.compressed_s2
-        return self._add(acc, times, begin, place, norms, self.gates[1], self.lane.m.word(0))
-
-    def _add(self, acc, times, begin, place, norms, gate, first) -> list[Words]:
-        """`acc + g P V` of strips at turns from `begin` on, of which `place` has S2; `first`: a key
-        that some strip begins with.
+    def _add(self, state: list, times, begin, place, keys, norms) -> list:
+        """`state` and `g P V` of strips at turns from `begin` on; `place` has their S2, or where
+        there are no `norms` their g p.
         """
         lane, queue = self.lane, self.queue
-        norms = exchange.gated(norms, gate)
 
-        def strip(i, acc):
-            s2 = exchange.kept(lane, place + i * TILE_BYTES)
-            p = exchange.probabilities(lane, s2, norms)
-            if lane.spec.fp8:
-                acc = queue.add_rounded(acc, begin + i, p, first)
+        def strip(i, state):
+            at, turn = place + i * TILE_BYTES, begin + i
+            if norms is None:
+                p = lane.m.read_words(at, 4)
             else:
-                acc = queue.add(acc, begin + i, exchange.left_operand(lane, p))
-            queue.refill(begin + i + self.stages, True)
-            return acc
+                p = exchange.probabilities(lane, exchange.kept(lane, at), norms)
+            if lane.spec.fp8:
+                state = queue.add_rounded(state, turn, p, *keys(i))
+            else:
+                p = p if norms is None else exchange.left_operand(lane, p)
+                state = queue.add(state, turn, p, *keys(i))
+            queue.refill(turn + self.stages, True)
+            return state
 
-        return self._repeat(times, strip, acc)
+        return self._repeat(times, strip, state)

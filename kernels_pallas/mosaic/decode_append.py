@@ -1,22 +1,23 @@
 """The new tokens of a decode step: their rows and the means that they finish, put in the pages.
 
-The first CTA of a cluster does it for the cluster's key/value head, before any CTA reads a page:
-of all new tokens of the row up to the cluster's own, since clusters do not wait for each other.
-Those of later tokens of the row put the same bits there once more.
+The first CTA of a cluster does it for the cluster's key/value head, while others read what was there
+before: of all new tokens of the row up to the cluster's own, since clusters do not wait for each
+other. Those of later tokens of the row put the same bits there once more.
 
-    token p           every branch's key and value, at p % block of its page
-    p = i d + l - 1   the mean of the last l tokens too: new ones from the call, others from pages
+    token p           every branch's key and value, at p % block of its page: a warp a row
+    p = i d + l - 1   the mean of the last l tokens too: new ones from the call, others from pages;
+                      half of the warps add up shares of the key's, half of the value's
 
-To pages in fp8 a warp rounds a row; all warps of the CTA add up shares of a mean, and of each token
-look whether its row's ring has it as it was.
+To pages in fp8 rows are rounded, and the window's tokens are read from the row's ring where it has
+them as they were.
 """
 
 import math
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import Lane
-from kernels_pallas.mosaic.warp_cluster import WIDENED
 from kernels_pallas.specs.decode import RAW
+from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # of a row that a lane has, 16 bytes
 ROWS = 8  # of a mean that are under way together
@@ -62,27 +63,28 @@ class NewTokens:
         there = there & (page >= 0) & (page < self.pool)
         new = self.row * spec.q_len + i
         inside = m.larger(position, 0) % spec.block
+        begin = position - (spec.compress_block - 1)
+        ends = there & (begin >= 0) & m.same(m.larger(begin, 0) % spec.stride, 0)
+        for number, kind in enumerate(KINDS):
+            mine = ends & m.same(self.lane.warp % 2, number)
+            m.when(mine, lambda k=kind: self._add_share(k, begin))
         for number, (branch, kind) in enumerate((b, k) for b in RAW for k in KINDS):
             self._by_warp(
                 number, there, lambda b=branch, k=kind: self._put_row(b, k, new, page, inside)
             )
-        begin = position - (spec.compress_block - 1)
-        ends = there & (begin >= 0) & m.same(m.larger(begin, 0) % spec.stride, 0)
-        slot = inside // spec.stride
-        if not spec.fp8:
+        if spec.fp8:
+            kept = there & (self.ring >= 0) & (self.ring < self.rings)
+            for number, kind in enumerate(KINDS, len(RAW) * len(KINDS)):
+                self._by_warp(number, kept, lambda k=kind: self._keep_row(k, new, position))
+
+        def put_means():
+            m.sync_cta()
             for number, kind in enumerate(KINDS):
-                self._by_warp(number, ends, lambda k=kind: self._put_mean(k, begin, page, slot))
-            return
-        kept = there & (self.ring >= 0) & (self.ring < self.rings)
-        for number, kind in enumerate(KINDS, len(RAW) * len(KINDS)):
-            self._by_warp(number, kept, lambda k=kind: self._keep_row(k, new, position))
-        for number, kind in enumerate(KINDS):
-            mine = ends & m.same(self.lane.warp % 2, number)
-            m.when(mine, lambda k=kind: self._add_share(k, begin))
-        m.sync_cta()
-        for number, kind in enumerate(KINDS):
-            self._by_warp(number, ends, lambda k=kind: self._put_shares(k, page, slot))
-        m.sync_cta()  # the shares have been read
+                slot = page, inside // spec.stride
+                self._by_warp(number, ends, lambda k=kind: self._put_shares(k, *slot))
+            m.sync_cta()  # the shares have been read
+
+        m.when(ends, put_means)
 
     def _by_warp(self, number: int, condition: Any, body: Any) -> None:
         lane = self.lane
@@ -93,26 +95,6 @@ class NewTokens:
         m = self.lane.m
         words = m.fetch_words(self._new(branch, kind, new))
         self._put(f"{branch}_{kind}", self.lane.spec.block, kind, page, inside, words)
-
-    def _put_mean(self, kind: str, begin: Any, page: Any, slot: Any) -> None:
-        m, spec = self.lane.m, self.lane.spec
-        together = math.gcd(spec.compress_block, ROWS)
-        base = self._head(getattr(self.arrays, f"raw_{kind}"), kind)
-        row_bytes = self._row_bytes(kind)
-
-        def rows(i, sums):
-            places = []
-            for j in range(together):
-                position = begin + i * together + j
-                old, number, inside = self._old(position)
-                at = m.beyond(base, number, spec.block * row_bytes, inside * row_bytes)
-                new = self.row * spec.q_len + m.larger(position - self.first, 0)
-                places.append(m.where(old, at, self._new("raw", kind, new)))
-            return self._with(sums, [self._numbers(m.fetch_words(place)) for place in places])
-
-        zeros = [m.word(0.0)] * COLUMNS
-        sums = m.repeat(spec.compress_block // together, rows, zeros, unrolled=False)
-        self._put_sum(kind, page, slot, sums)
 
     def _old(self, position: Any) -> tuple[Any, Any, Any]:
         """Whether a token was there before the call; then its page, and where it lies in it."""
@@ -125,46 +107,57 @@ class NewTokens:
         return [x for word in words for x in self.lane.m.unpack(word, self.lane.spec.dtype)]
 
     @staticmethod
-    def _with(sums: list, rows: list) -> list:
-        for row in rows:
-            sums = [a + b for a, b in zip(sums, row, strict=True)]
-        return sums
-
-    def _put_sum(self, kind: str, page: Any, slot: Any, sums: list) -> None:
-        spec = self.lane.spec
-        words = self._packed([x * (1 / spec.compress_block) for x in sums])
-        self._put(f"compressed_{kind}", spec.per_page, kind, page, slot, words)
+    def _with(sums: list, row: list) -> list:
+        return [a + b for a, b in zip(sums, row, strict=True)]
 
     def _packed(self, x: list) -> list:
         m, dtype = self.lane.m, self.lane.spec.dtype
         return [m.pack(x[i], x[i + 1], dtype) for i in range(0, COLUMNS, 2)]
 
-    # Pages in fp8.
+    # Means.
 
     def _add_share(self, kind: str, begin: Any) -> None:
-        """Adds up a warp's share of the window in its part of the ring of strips: of the call's
-        tokens as they are, of older ones from their ring, where these may be what the pages' were
-        rounded from, else from the pages (`nsa_core.rounding.is_of`).
+        """Adds up a warp's share of the window: of the call's tokens as they are, of older ones from
+        the pages. Where these are in fp8, older ones are read from the row's ring where it has what
+        the pages' may have been rounded from (`nsa_core.rounding.is_of`).
+
+        All rows are asked for before the first is added.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane
         apart = spec.variant.warps // 2
-        share = spec.compress_block // apart
-        together = math.gcd(share, ROWS // 2)
-        codes = self._head(getattr(self.arrays, f"raw_{kind}"), kind, 1)
-        scales = self._scales(f"raw_{kind}", spec.block)
-        code_bytes, scale_bytes = self._row_bytes(kind, 1), 4 * spec.Hkv * spec.block
+        share = cdiv(spec.compress_block, apart)
+        together = math.gcd(share, ROWS // 2 if spec.fp8 else ROWS)
+        size = spec.token_bytes
+        pages, page_rows = (
+            self._head(getattr(self.arrays, f"raw_{kind}"), kind, size),
+            spec.block,
+        )
+        row_bytes = self._row_bytes(kind, size)
 
         def rows(i, sums):
             found = []
             for j in range(together):
-                position = begin + (lane.warp >> 1) + (i * together + j) * apart
+                tap = (lane.warp >> 1) + (i * together + j) * apart
+                position = begin + m.smaller(tap, spec.compress_block - 1)
                 old, number, inside = self._old(position)
-                at = m.beyond(codes, number, spec.block * code_bytes, inside * code_bytes)
-                scale = m.fetch(m.beyond(scales, number, scale_bytes, inside * 4))
+                at = m.beyond(pages, number, page_rows * row_bytes, inside * row_bytes)
                 new = self.row * spec.q_len + m.larger(position - self.first, 0)
-                kept = m.where(old, self._in_ring(kind, position), self._new("raw", kind, new))
-                found.append((old, m.fetch(at), m.fetch(at, 4), scale, m.fetch_words(kept)))
-            return self._with(sums, [self._token(*each) for each in found])
+                given = self._new("raw", kind, new)
+                if not spec.fp8:
+                    words = m.fetch_words(m.where(old, at, given))
+                    found.append((tap, lambda words=words: self._numbers(words)))
+                    continue
+                scales = self._scales(f"raw_{kind}", page_rows)
+                scale = m.fetch(m.beyond(scales, number, 4 * spec.Hkv * page_rows, inside * 4))
+                kept = m.where(old, self._in_ring(kind, position), given)
+                words = m.fetch(at), m.fetch(at, 4), scale, m.fetch_words(kept)
+                found.append((tap, lambda old=old, words=words: self._token(old, *words)))
+            for tap, numbers in found:
+                row = numbers()
+                if spec.compress_block % apart:
+                    row = [m.where(tap < spec.compress_block, x, 0.0) for x in row]
+                sums = self._with(sums, row)
+            return sums
 
         zeros = [m.word(0.0)] * COLUMNS
         sums = m.repeat(share // together, rows, zeros, unrolled=False)
@@ -175,8 +168,8 @@ class NewTokens:
         """A lane's columns of a token of the window."""
         m, x = self.lane.m, self._numbers(kept)
         scale = m.real(scale)
-        codes = [y * (1 / WIDENED) for w in (low, high) for y in self._numbers(m.widened(w))]
-        stored = [y * scale for y in codes]
+        halves = [half for word in (low, high) for half in m.widened(word)]
+        stored = [y * scale for half in halves for y in m.unpack(half, "float16")]
         stored = self._numbers(self._packed(stored))
         near = self.lane.lane >= 0
         for a, b in zip(x, stored, strict=True):
@@ -188,7 +181,7 @@ class NewTokens:
     def _share(self, warp: Any) -> Any:
         """Where a lane of a warp keeps its columns of a share."""
         lane = self.lane
-        return lane.place("ring") + warp * lane.spec.ring_bytes + lane.lane * (4 * COLUMNS)
+        return lane.place("logits") + (warp * LANES + lane.lane) * (4 * COLUMNS)
 
     def _put_shares(self, kind: str, page: Any, slot: Any) -> None:
         m, warps = self.lane.m, self.lane.spec.variant.warps
@@ -196,8 +189,10 @@ class NewTokens:
         for warp in range(KINDS.index(kind), warps, 2):
             at = self._share(m.word(warp))
             words = [x for i in range(0, COLUMNS, 4) for x in m.read_words(at, 4, 4 * i)]
-            sums = self._with(sums, [[m.real(x) for x in words]])
-        self._put_sum(kind, page, slot, sums)
+            sums = self._with(sums, [m.real(x) for x in words])
+        spec = self.lane.spec
+        words = self._packed([x * (1 / spec.compress_block) for x in sums])
+        self._put(f"compressed_{kind}", spec.per_page, kind, page, slot, words)
 
     def _keep_row(self, kind: str, new: Any, position: Any) -> None:
         words = self.lane.m.fetch_words(self._new("raw", kind, new))

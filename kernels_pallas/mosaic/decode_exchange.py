@@ -20,7 +20,7 @@ from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import FLOOR, NOTHING, Lane, Words, Work
 from kernels_pallas.specs.decode import HEADS, STAT_BYTES, STRIP, WARP_COPY_BYTES
-from kernels_pallas.specs.tile import LANES, LOG2E
+from kernels_pallas.specs.tile import LANES
 
 COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
 KEPT_STATS = 8  # that a lane keeps in registers between its two walks over them
@@ -43,19 +43,20 @@ def no_keys(lane: Lane) -> list[Words]:
     return [[lane.m.word(NOTHING), lane.m.word(0.0)] for _ in range(2)]
 
 
-def masked(
-    lane: Lane, tiles: list[Words], first: Any, low: Any, high: Any, unit: float = 1.0
-) -> list[Words]:
-    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`, whose
-    logits in `tiles` are to be multiplied by `unit`.
-    """
-    m, scale = lane.m, lane.spec.scale * LOG2E * unit
-    found = []
-    for tile, s in enumerate(tiles):
-        keys = [first + (lane.pair * 2 + (8 * tile + e)) for e in range(2)]
-        seen = [(key >= low) & (key < high) for key in keys]
-        found.append([m.where(seen[i % 2], x * scale, NOTHING) for i, x in enumerate(s)])
-    return found
+def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
+    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`."""
+    m = lane.m
+
+    def unseen_hidden(_, s2):
+        found = []
+        for tile, each in enumerate(s2):
+            keys = [first + (lane.pair * 2 + (8 * tile + e)) for e in range(2)]
+            seen = [(key >= low) & (key < high) for key in keys]
+            found.append([m.where(seen[i % 2], x, NOTHING) for i, x in enumerate(each)])
+        return found
+
+    partial = (first < low) | (first + STRIP > high)
+    return m.repeat(m.number(partial), unseen_hidden, s2, unrolled=False)
 
 
 def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
@@ -232,28 +233,40 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     warps, width = spec.variant.warps, spec.Dv
-    parts, floats = width // 64, HEADS * width
+    floats = HEADS * width
+
+    def chunk(row, number):
+        """Where 32 bytes of a row of the output lie: other banks in each of four rows."""
+        return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
+
     place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)
-    # Of 4 floats: where they lie among the 4 of their lane, so that 8 lanes write to all banks.
-    turned = (lane.pair >> 1) | ((lane.row & 1) << 1)
-    places = [place + (((lane.pair * 4 + i) ^ turned) << 4) for i in range(4)]
+    if spec.fp8:  # a lane has four neighbours of each two tiles
+        places = [
+            place + (lane.pair & 1) * 16 + chunk(lane.row, lane.pair // 2 + i) for i in (0, 2)
+        ]
+    else:
+        places = [place + lane.pair * 8 + chunk(lane.row, i) for i in range(4)]
     m.sync()  # lanes write where others have read
-    for r in range(2):
-        for part in range(parts):
-            flat = [acc[8 * part + e][2 * r + column] for column in range(2) for e in range(8)]
-            for i in range(4):
-                offset = 4 * (8 * width * r + 64 * part)
-                m.write_words(places[i], flat[4 * i : 4 * i + 4], offset)
+    for tile in range(0, width // 8, 4 // len(places)):
+        for r in range(2):
+            own = acc[tile][2 * r : 2 * r + 2]
+            if spec.fp8:
+                own = [
+                    x for pair in zip(own, acc[tile + 1][2 * r :], strict=False) for x in pair
+                ]
+            to = places[tile % 4 * len(places) // 4]
+            m.write_words(to, own, 128 * (tile // 4) + 4 * 8 * width * r)
     m.sync_cta()
     slice_ = spec.slice
     threads = warps * LANES
     for first in range(0, floats, 4 * threads):
         at = lane.thread * 4 + first
         total = [m.word(0.0)] * 4
-        row, pair = at // width, at // 16 % 4
-        chunk = (at >> 2) ^ ((pair >> 1) | ((row & 1) << 1))
+        row = at // width
+        place = lane.place("ring") + row * (4 * width) + (at >> 2 & 1) * 16
+        place = place + chunk(row, at % width >> 3)
         for warp in range(warps):
-            part = m.read_words(lane.place("ring") + (chunk << 4), 4, warp * spec.ring_bytes)
+            part = m.read_words(place, 4, warp * spec.ring_bytes)
             total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
         to = lane.place("partial_out") + (lane.rank * slice_ + at % slice_) * 4
         m.push(lane.barrier(OUTPUT), to, total, at // slice_)

@@ -75,6 +75,8 @@ class Work:
       strips: of compressed slots, of the whole cluster.
       first: the warp's first one of these; the others follow `warps` apart.
       mine: how many it has.
+      sliding: how many it has of strips of the sliding branch, of which the cluster's last warp has
+        the first one, as it has the fewest of others.
       window_start: the first key of the sliding branch.
       blocks: selection blocks.
     """
@@ -84,6 +86,7 @@ class Work:
     strips: Any
     first: Any
     mine: Any
+    sliding: Any
     window_start: Any
     blocks: Any
 
@@ -102,8 +105,14 @@ class Work:
         first = begin + lane.warp
         mine = m.larger(m.smaller(begin + each, strips) - first + (warps - 1), 0) // warps
         start = m.larger(seen - spec.window, 0)
+        sliding = m.word(0)
+        if spec.window:
+            before = spec.cluster_warps - 1 - lane.number
+            window_strips = (seen + (STRIP - 1)) // STRIP - start // STRIP
+            sliding = m.larger(window_strips - before + (spec.cluster_warps - 1), 0)
+            sliding = sliding // spec.cluster_warps
         blocks = (seen + (spec.block - 1)) // spec.block
-        return cls(seen, count, strips, first, mine, start, blocks)
+        return cls(seen, count, strips, first, mine, sliding, start, blocks)
 
     def compressed_strip(self, lane: Lane, i: Any) -> Any:
         """The number of the warp's strip `i` of compressed slots."""
@@ -111,4 +120,5 @@ class Work:
 
     def sliding_key(self, lane: Lane, i: Any) -> Any:
         """The first key of the warp's strip `i` of the sliding branch."""
-        return self.window_start + (lane.number + i * lane.spec.cluster_warps) * STRIP
+        before = lane.spec.cluster_warps - 1 - lane.number
+        return (self.window_start // STRIP + before + i * lane.spec.cluster_warps) * STRIP

@@ -1,38 +1,48 @@
 """The keys and values of a warp in a decode step: its ring of strips, and products with them.
 
-A strip is 16 rows of K or of V. A warp copies it 16 bytes a lane and reads it with other lanes
-than copied it: a ring is private to its warp, whose lanes meet before they read a strip and
-before they copy over it. It lies in parts of 64 columns, `[16 rows, 128 bytes]`, and at the end
-perhaps one of 32 columns, `[16 rows, 64 bytes]`.
+A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it 16 bytes a lane and
+reads it with other lanes than copied it: a ring is private to its warp, whose lanes meet before
+they read a strip and before they copy over it. It lies in parts of 128 bytes a row,
+`[16 rows, 128 bytes]`, and at the end perhaps one of 64, `[16 rows, 64 bytes]`. The chunks of 16
+bytes of a row's part are exchanged by the row's number (`turned`), so that all banks are used by
+8 lanes that take
 
-    copy   8 lanes have the 128 bytes of a row's part: one line of memory, all banks
-    read   8 lanes have 2 rows of K, or 4 of V; the chunks of 16 bytes of a row are exchanged
-           (`Queue.swizzle`) so that these lie in all banks too
-
-    S = Q K^T   the order of d in a sum is free: a lane's 8 neighbours of a K row serve two
-                products, with Q loaded in the same order
-    O += P V    pairs of keys come from two rows of V (`halves`); output tile (h, e) has in its
-                column i the width d = 64 h + 8 i + e, so a lane ends with 16 neighbours
+    copy    the part of one row
+    K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
+    V       a chunk of each of 8 rows, which `ldmatrix` transposes: output tile (c, e) has in its
+            column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
 The ring is one queue of turns over all branches, and of what comes next there are always
 `stages - 1` strips under way, while warps wait for others too:
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
+
+What this launch appends lies in a warp's last compressed strip or after it. A warp waits for the
+cluster, whose first CTA appends meanwhile, before it asks for that: at the turn `meeting`.
 """
 
+import dataclasses
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
-from kernels_pallas.specs.decode import STRIP
+from kernels_pallas.specs.decode import STRIP, WARP_COPY_BYTES
+from kernels_pallas.specs.tile import LOG2E
 
-CHUNK = 32  # columns of a K row that four lanes read, 8 each
-PART = 64  # columns that lie together, and of V those whose tiles a lane reads at a time: 8
+PART = 64  # columns of 16 bits of a part
+CHUNK_BYTES = 16
 ROW_BYTES = 2 * PART  # of a part
 PART_BYTES = STRIP * ROW_BYTES
-# Codes are read as 2^-120 times their numbers (`warp_cluster.WIDENED`): scales make up for half of
-# it, what logits and the output are multiplied by at last for the rest. Neither is near a border.
-WIDER = 2.0**60
+LARGEST_EXPONENT = 14  # of queries as float16
+P_EXPONENT = 15  # p times scales and gates is less than two to this, as float16
+NO_SIGN = 0x7FFFFFFF
+
+
+def turned(row: Any, size: int) -> Any:
+    """What exchanges the 8 chunks of a row's part, of elements of `size` bytes: different in 8 rows;
+    in 2 neighbours, the chunks that K's lanes read are too.
+    """
+    return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
 
 class Queue:
@@ -48,32 +58,43 @@ class Queue:
         """`arrays` has the pages of each branch by name."""
         m, spec = lane.m, lane.spec
         self.lane, self.work = lane, work
-        self.near = work.mine + spec.sliding_strips
+        self.near = work.mine + work.sliding
         self.limit = self.near * 2
         self.total = self.limit + 2 * spec.selected_strips
+        self.meeting = m.larger(work.mine - 1, 0)
         self.ring = lane.place("ring") + lane.warp * spec.ring_bytes
-        self.read_keys_at, self.read_values_at = self._readers()
         self.selected_start = lambda i: m.word(-1)  # until the blocks are known
 
-        def heads(name: str, width: int) -> Words:
-            branches = "compressed", "selected", "sliding"
-            places = {branch: getattr(arrays, f"{branch}_{name}") for branch in branches}
-            sizes = dict.fromkeys(branches, spec.token_bytes)
-            if name == "key":
-                sizes["compressed"] = 2
-            return [m.element(x, (kv_head, sizes[b] * width)) for b, x in places.items()]
+        def pages(branch: str) -> list[_Pages]:
+            rows = spec.per_page if branch == "compressed" else spec.block
+            found = []
+            for kind, width in (("key", spec.D), ("value", spec.Dv)):
+                name = f"{branch}_{kind}"
+                size = 2 if name == "compressed_key" else spec.token_bytes
+                address = m.element(getattr(arrays, name), (kv_head, size * width))
+                scales = getattr(arrays, f"{name}_scale", None)
+                if scales is not None:
+                    scales = m.element(scales, (kv_head, 4 * rows))
+                found.append(_Pages(lane, rows, size * width, size, address, scales))
+            return found
 
-        def scales(name: str) -> Words:
-            rows = {"compressed": spec.per_page, "selected": spec.block, "sliding": spec.block}
-            places = {b: getattr(arrays, f"{b}_{name}_scale", None) for b in rows}
-            return [
-                None if x is None else m.element(x, (kv_head, 4 * rows[b]))
-                for b, x in places.items()
-            ]
+        self.compressed, self.selected, self.sliding = map(
+            pages, ("compressed", "selected", "sliding")
+        )
+        row, pair = lane.row, lane.pair
 
-        self.keys, self.values = heads("key", spec.D), heads("value", spec.Dv)
-        if spec.fp8:
-            self.key_scales, self.value_scales = scales("key"), scales("value")
+        def chunk(number: Any, size: int) -> Any:
+            """Where the lane has a chunk of its row of K."""
+            return row * ROW_BYTES + ((number ^ turned(row, size)) << 4)
+
+        self.read_keys_at = [chunk(pair * 2 + i, 2) for i in range(2)]
+        self.read_rounded_keys_at = [chunk(pair + 4 * i, 1) for i in range(2)]
+        key, next_chunk = lane.lane & STRIP - 1, lane.lane >> 4
+        self.read_values_at = [
+            key * ROW_BYTES + ((next_chunk + 2 * i ^ turned(key, spec.token_bytes)) << 4)
+            for i in range(4)
+        ]
+        self.read_narrow_values_at = key * PART + (next_chunk << 4)
 
     def _stage(self, turn: Any) -> Any:
         spec = self.lane.spec
@@ -85,282 +106,339 @@ class Queue:
         self.lane.m.sync()
         return self._stage(turn)
 
-    def _readers(self) -> tuple[list[Any], Any]:
-        """Where in a part the lane reads first: of K in either half of the columns, and of V."""
-        lane = self.lane
-        key = lane.row * ROW_BYTES + lane.pair * 16
-        odd = (lane.row & 1) << 6
-        value = lane.pair * (2 * ROW_BYTES) + ((lane.row << 4) ^ (lane.pair << 5))
-        return [key + odd, key + (64 - odd)], value
+    def refill(self, turn: Any, chosen: bool, meets: bool = False) -> None:
+        """Asks for the strip of `turn`, if there is one.
 
-    def refill(self, turn: Any, chosen: bool) -> None:
-        """Asks for the strip of `turn`, if there is one; `chosen`: the blocks are known."""
+        Args:
+          chosen: the blocks are known.
+          meets: the cluster may not have been waited for.
+        """
         m = self.lane.m
         end = self.total if chosen else self.limit
         m.sync()  # what it is copied over has been read
+        if meets:
+            m.when(m.same(turn, self.meeting), m.wait_for_cluster)
         m.when(turn < end, lambda: self._copy(turn, chosen))
         m.end_copies()
 
+    def fill_before_meeting(self) -> None:
+        """Asks for those of the first strips that were there before the launch."""
+        last = self.lane.m.smaller(self.meeting, self.limit)
+        self._first_turns(lambda turn: turn < last, False)
+
     def fill(self) -> None:
-        """Asks for the first strips."""
-        self._refill_stages(lambda i: self.refill(i, False))
+        """Asks for the rest of the first strips."""
+        m = self.lane.m
+
+        def rest(turn):
+            m.when(m.same(turn, self.meeting), m.wait_for_cluster)
+            return (turn >= self.meeting) & (turn < self.limit)
+
+        self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
         """Asks for the selected strips among the next `stages` after `done` turns, which were
         left out while the blocks were not known.
         """
+        self.lane.m.sync()
+        left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
+        self._first_turns(left_out, True, done)
+
+    def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
+        """Asks for those of `stages` turns after `done` that are `wanted`."""
         m = self.lane.m
 
-        def late(i):
-            turn = done + i
-            left_out = (turn >= self.limit) & (turn < self.total)
-            m.when(left_out, lambda: self._copy(turn, True))
-            m.end_copies()
-
-        m.sync()
-        self._refill_stages(late)
-
-    def _refill_stages(self, body) -> None:
         def turn(i, nothing):
-            body(i)
+            now = done + i
+            m.when(wanted(now), lambda: self._copy(now, chosen))
+            m.end_copies()
             return nothing
 
-        self.lane.m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
+        m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
         lane, work, spec = self.lane, self.work, self.lane.spec
         m, selected = lane.m, spec.selected_strips
         values = turn >= self.near
         i = turn - m.where(values, self.near, 0)
-        compressed = i < work.mine
+        raw, compressed = i >= work.mine, i < work.mine
         first = m.where(
             compressed,
             work.compressed_strip(lane, i) * STRIP,
             work.sliding_key(lane, i - work.mine),
         )
-        late = None
+        key, value = self.sliding
         if chosen:
             late, i = turn >= self.limit, m.larger(turn - self.limit, 0)
             second = i >= selected
             start = self.selected_start(i - m.where(second, selected, 0))
-            compressed = compressed & (turn < self.limit)
+            raw, compressed = raw | late, compressed & (turn < self.limit)
             first = m.where(late, m.larger(start, 0), first)
             values = m.where(late, second, values)
-        to, rows = self._stage(turn), _Rows(self, first, compressed)
-        pages = lambda branches: self._pages(branches, compressed, late)
+            pairs = zip(self.selected, self.sliding, strict=True)
+            key, value = (one.where(late, other) for one, other in pairs)
+        to = self._stage(turn)
+        m.when(compressed, lambda: self._copy_from(*self.compressed, values, to, first))
+        m.when(raw, lambda: self._copy_from(key, value, values, to, first))
 
-        def copy_values():
-            rows.copy_values(to, pages(self.values))
-            if spec.fp8:
-                rows.copy_scales(to, pages(self.value_scales))
-
-        m.when(values, copy_values)
-        keys = m.same(m.number(values), 0)
-        if not spec.fp8:
-            m.when(keys, lambda: rows.copy_keys(to, pages(self.keys), 2))
+    def _copy_from(self, key: "_Pages", value: "_Pages", values: Any, *where: Any) -> None:
+        m = self.lane.m
+        if key.alike(value):
+            value.where(values, key).copy(*where)
             return
-        m.when(keys & compressed, lambda: rows.copy_keys(to, self.keys[0], 2))
-
-        def copy_raw_keys():
-            rows.copy_keys(to, self._raw_pages(self.keys, late), 1)
-            rows.copy_scales(to, self._raw_pages(self.key_scales, late))
-
-        m.when(keys & m.same(m.number(compressed), 0), copy_raw_keys)
-
-    def _pages(self, branches: Words, compressed: Any, late: Any) -> Any:
-        return self.lane.m.where(compressed, branches[0], self._raw_pages(branches, late))
-
-    def _raw_pages(self, branches: Words, late: Any) -> Any:
-        _, second, third = branches
-        return third if late is None else self.lane.m.where(late, second, third)
+        m.when(values, lambda: value.copy(*where))
+        m.when(m.same(m.number(values), 0), lambda: key.copy(*where))
 
     # Products.
 
     def logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """Q K^T of a strip: two tiles of `[16 heads, 8 keys]`."""
+        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
         halves = [stage + at for at in self.read_keys_at]
-        rest = stage + (self.lane.row * (ROW_BYTES // 2) + self.lane.pair * 16)
+        rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
         for tile in range(2):
             acc = [m.word(0.0)] * 4
-            for chunk in range(spec.D // CHUNK):
+            for chunk in range(2 * spec.D // PART):
                 part, half = divmod(chunk, 2)
                 start = part * PART_BYTES
                 if start + PART_BYTES <= 2 * STRIP * spec.D:
                     k = m.read_words(halves[half], 4, start + 8 * ROW_BYTES * tile)
                 else:
                     k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
-                acc = m.multiply(acc, query[2 * chunk], k[:2], spec.dtype)
-                acc = m.multiply(acc, query[2 * chunk + 1], k[2:], spec.dtype)
-            tiles.append(acc)
+                for i in range(2):
+                    words = k[2 * i : 2 * i + 2]
+                    acc = m.multiply(acc, query[2 * chunk + i], words, spec.dtype)
+            tiles.append([x * (spec.scale * LOG2E) for x in acc])
         return tiles
 
-    def rounded_logits(self, turn: Any, query: list[Words], begin: Any) -> list[Words]:
-        """`logits` of a strip of keys in fp8 from `begin` on, `1 / WIDER` times each."""
+    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[Words]:
+        """`logits` of a strip of keys in fp8."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
-        row, pair = self.lane.row, self.lane.pair * 8
-        # Of 128 bytes of a row its four parts of 32 are exchanged; a lane has 8 bytes of each.
-        whole = [stage + (row * ROW_BYTES + ((row & 3) << 5 ^ 32 * i) + pair) for i in range(4)]
-        rest = stage + (row * (ROW_BYTES // 2) + pair)
-        scales = self.scales(turn, begin)
+        whole = [stage + at for at in self.read_rounded_keys_at]
+        rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
+        scales = self._scales(stage)
         for tile in range(2):
             acc = [m.word(0.0)] * 4
-            for chunk in range(spec.D // CHUNK):
-                part, i = divmod(chunk, 4)
+            for half in range(spec.D // PART):
+                part, i = divmod(half, 2)
                 start = part * PART_BYTES
                 if start + PART_BYTES <= STRIP * spec.D:
-                    codes = m.read_words(whole[i], 2, start + 8 * ROW_BYTES * tile)
+                    codes = m.read_words(whole[i], 4, start + 8 * ROW_BYTES * tile)
                 else:
-                    codes = m.read_words(rest, 2, start + 4 * ROW_BYTES * tile + CHUNK * i)
-                for half, word in enumerate(codes):
-                    k = m.widened(word)
-                    acc = m.multiply(acc, query[2 * chunk + half], k, spec.dtype)
-            tiles.append([x * scales[tile][i % 2] for i, x in enumerate(acc)])
+                    codes = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
+                for j, word in enumerate(codes):
+                    acc = m.multiply(acc, query.words[4 * half + j], m.widened(word), "float16")
+            units = [[scale * unit for scale in scales[tile]] for unit in query.units]
+            tiles.append([x * units[i // 2][i % 2] for i, x in enumerate(acc)])
         return tiles
 
-    def scales(self, turn: Any, begin: Any) -> list[Words]:
-        """Of the keys of the lane's columns of two tiles, `WIDER` times each, of a strip that has
-        been waited for; `begin`: its first key.
+    def _scales(self, stage: Any) -> list[Words]:
+        """Of the keys of the lane's columns of two tiles."""
+        m, at = self.lane.m, stage + self.lane.pair * 8
+        places = [self.lane.spec.scales_at + 32 * tile for tile in range(2)]
+        return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
+
+    def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
+        """Zeros in place of the values of a strip from key `first` on that are not those from `low`
+        to before `high`: what was never written may be NaN, and 0 * NaN is not 0.
         """
+        m, lane, spec = self.lane.m, self.lane, self.lane.spec
+        row_bytes = spec.token_bytes * spec.Dv
+
+        def clear():
+            key = first + (lane.lane >> 1)
+            unseen = (key < low) | (key >= high)
+            for start in range(0, row_bytes, ROW_BYTES):
+                width = min(row_bytes - start, ROW_BYTES) // 2
+                at = stage + (lane.lane * width)
+                for i in range(0, width, CHUNK_BYTES):
+                    m.write_words(at, [m.word(0)] * 4, start * STRIP + i, unseen)
+            if spec.fp8:
+                key = first + lane.lane
+                unseen = ((key < low) | (key >= high)) & (lane.lane < STRIP)
+                m.write(stage + lane.lane * 4, 0, spec.scales_at, unseen)
+            m.sync()
+
+        m.when((first < low) | (first + STRIP > high), clear)
+
+    def add(
+        self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
+    ) -> list[Words]:
+        """`acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as of `clear`."""
         m, spec = self.lane.m, self.lane.spec
-        at = self._stage(turn) + ((begin & 3) + self.lane.pair * 2 << 2)
-        keys = [[8 * tile + e for e in range(2)] for tile in range(2)]
-        return [[m.real(m.read(at, spec.scales_at + 4 * x)) * WIDER for x in y] for y in keys]
+        stage, acc = self.take(turn), list(acc)
+        self.clear(stage, first, low, high)
+        places = [stage + at for at in self.read_values_at]
+        for part in range(spec.Dv // PART):
+            for i, place in enumerate(places):
+                v = m.read_transposed(place, part * PART_BYTES)
+                for e in range(2):
+                    tile = 8 * part + 2 * i + e
+                    acc[tile] = m.multiply(acc[tile], p, v[2 * e : 2 * e + 2], spec.dtype)
+        return acc
 
     def add_rounded(
-        self, acc: list[Words], turn: Any, p: list[Words], begin: Any
-    ) -> list[Words]:
-        """`acc + P V` of a strip of values in fp8 from key `begin` on, `1 / WIDER` times that; `p`
-        in float32, 0 where a scale may be anything.
+        self, state: list, turn: Any, p: list[Words], first: Any, low: Any, high: Any
+    ) -> list:
+        """`add` of values in fp8, of p in float32; `state`: `acc`, and the power of two that all of
+        it is multiplied by, so that p times scales stays within float16.
         """
         m, spec = self.lane.m, self.lane.spec
-        lane, stage, acc = self.lane, self.take(turn), list(acc)
-        scales = self.scales(turn, begin)
-        p = [
-            [m.where(m.same(x, 0.0), 0.0, x * scales[t][i % 2]) for i, x in enumerate(tile)]
-            for t, tile in enumerate(p)
-        ]
+        stage, (acc, unit) = self.take(turn), state
+        self.clear(stage, first, low, high)
+        scales, given = self._scales(stage), p
+
+        def weighted(unit):
+            own = [[x * unit for x in tile] for tile in scales]
+            return [
+                [x * own[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(given)
+            ]
+
+        def largest(p):
+            most = m.word(0.0)
+            for x in (x for tile in p for x in tile):
+                most = m.larger(most, m.real(m.bits(x) & NO_SIGN))
+            return most
+
+        def smaller(_, state):
+            acc, unit, _ = state
+            new = _power(m, m.largest(m.bits(largest(weighted(1.0)))), P_EXPONENT // 2)
+            less = new * inverse(m, unit)
+            return [[[x * less for x in tile] for tile in acc], new, weighted(new)]
+
+        p = weighted(unit)
+        over = m.different(m.votes(largest(p) >= 2.0**P_EXPONENT), 0)
+        state = m.repeat(m.number(over), smaller, [acc, unit, p], unrolled=False)
+        acc, unit, p = state
         words = [
-            m.pack(p[t][2 * r], p[t][2 * r + 1], spec.dtype) for t in range(2) for r in (0, 1)
+            m.pack(p[t][2 * r], p[t][2 * r + 1], "float16") for t in (0, 1) for r in (0, 1)
         ]
-        wide = spec.Dv == 2 * PART
-        row_bytes = ROW_BYTES if wide else ROW_BYTES // 2
-        for part in range(spec.Dv // PART):
-            # The parts of 32 bytes of a lane's four rows are exchanged alike.
-            column = (part * PART + lane.row * 8) ^ (lane.pair << 5) if wide else lane.row * 8
-            at = stage + (lane.pair * (2 * row_bytes) + column)
-            v = [m.read_words(at, 2, key * row_bytes) for key in (0, 1, 8, 9)]
-            for e in range(8):
-                word, place = divmod(e, 4)
-                pairs = [m.widened_pair(v[i][word], v[i + 1][word], place) for i in (0, 2)]
-                tile = part * 8 + e
-                acc[tile] = m.multiply(acc[tile], words, pairs, spec.dtype)
-        return acc
-
-    def add(self, acc: list[Words], turn: Any, p: Words) -> list[Words]:
-        """`acc + P V` of a strip, P `[16 heads, 16 keys]`."""
-        m, spec = self.lane.m, self.lane.spec
-        stage, acc = self.take(turn) + self.read_values_at, list(acc)
-        for part in range(spec.Dv // PART):
-            start = part * PART_BYTES
-            v = [m.read_words(stage, 4, start + key * ROW_BYTES) for key in (0, 1, 8, 9)]
-            for e in range(8):
-                pairs = [m.halves(v[i][e // 2], v[i + 1][e // 2], e % 2) for i in (0, 2)]
-                tile = part * 8 + e
-                acc[tile] = m.multiply(acc[tile], p, pairs, spec.dtype)
-        return acc
+        acc = list(acc)
+        for i in range(spec.Dv // 32):
+            if spec.Dv == ROW_BYTES:
+                v = m.read_transposed(stage + self.read_values_at[i])
+            else:
+                v = m.read_transposed(stage + self.read_narrow_values_at, 32 * i)
+            for chunk in range(2):
+                halves = [m.widened(m.even_and_odd(v[2 * chunk + half])) for half in range(2)]
+                for e in range(2):
+                    tile = 4 * i + 2 * chunk + e
+                    pairs = [half[e] for half in halves]
+                    acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
+        return [acc, unit]
 
 
-class _Rows:
-    """The rows of a strip, from row `first` of their branch on.
+def _power(m: Any, bits: Any, exponent: int) -> Any:
+    """The power of two, within what float32 has, that takes a number from 0, of which `bits` are the
+    bits, to at least 2^exponent and less than twice that.
+    """
+    own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
+    return m.real(own << 23)
 
-    A row that was never written may be NaN, and 0 * NaN is not 0: a row past what the query
-    sees becomes the last that it sees, a slot before the first compressed token the first.
+
+def inverse(m: Any, power: Any) -> Any:
+    """`1 / power`, of a power of two."""
+    return m.real((254 << 23) - m.bits(power))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pages:
+    """The pages of a branch's keys or values.
+
+    Attributes:
+      rows: of a page.
+      row_bytes: of a row and head.
+      size: bytes of an element.
+      address: of the head's first row.
+      scales: of the head's first scale, of pages in fp8.
     """
 
-    def __init__(self, queue: Queue, first: Any, compressed: Any):
-        lane, work = queue.lane, queue.work
-        m, spec = lane.m, lane.spec
-        self.lane, self.m, self.first = lane, m, first
-        lead = spec.cover - 1
-        self.lowest = m.where(compressed, lead, 0)
-        self.highest = m.where(compressed, work.count + (lead - 1), m.larger(work.seen - 1, 0))
-        self.shift, self.mask, self.page_rows = (
-            m.where(compressed, a, b)
-            for a, b in (
-                (spec.per_page.bit_length() - 1, spec.block.bit_length() - 1),
-                (spec.per_page - 1, spec.block - 1),
-                (spec.per_page * spec.Hkv, spec.block * spec.Hkv),
-            )
-        )
+    lane: Lane
+    rows: int
+    row_bytes: int
+    size: int
+    address: Any
+    scales: Any
 
-    def _place(self, row: Any) -> tuple[Any, Any]:
-        """The page of a row, and its number there."""
-        m = self.m
-        row = m.larger(m.smaller(self.first + row, self.highest), self.lowest)
-        page = m.read(self.lane.place("table") + ((row >> self.shift) << 2))
-        return page, row & self.mask
+    def alike(self, other: "_Pages") -> bool:
+        """Whether strips are copied from both in the same way."""
+        return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
-    def _address(self, pages: Any, row: Any, row_bytes: int, column: Any) -> Any:
-        """Of byte `column` of a row; each row has all heads."""
-        page, row = self._place(row)
-        inside = row * (self.lane.spec.Hkv * row_bytes) + column
-        return self.m.beyond(pages, page, self.page_rows * row_bytes, inside)
+    def where(self, condition: Any, other: "_Pages") -> "_Pages":
+        """These pages, or others that are alike."""
+        m, scales = self.lane.m, self.scales
+        if scales is not None:
+            scales = m.where(condition, scales, other.scales)
+        address = m.where(condition, self.address, other.address)
+        return dataclasses.replace(self, address=address, scales=scales)
 
-    def copy_scales(self, to: Any, scales: Any) -> None:
-        """A lane four rows: those of the strip, from a multiple of four on. Rows past the last one
-        that is seen may be anything.
+    def _places(
+        self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
+    ) -> list[tuple[Any, int]]:
+        """Of byte `column` of rows `row`, `row + step`, .. of a strip, `row` below `step`: an
+        address, and how far behind it. Each row has all heads.
+
+        All pages are read from the table first, so that these reads are under way together.
         """
-        lane, m = self.lane, self.m
-        page, row = self._place(((self.first >> 2) + lane.lane << 2) - self.first)
-        at = m.beyond(scales, page, self.page_rows * 4, (row >> 2) * 16)
-        m.copy(to + lane.lane * 16, at, lane.spec.scales_at, 0, lane.lane < STRIP // 4 + 1)
+        m = self.lane.m
+        shift, last = self.rows.bit_length() - 1, self.rows - 1
+        entry = self.lane.place("table") + (first >> shift << 2)
+        inside = row & last
+        if self.rows >= STRIP:
+            pages, inside = [m.read(entry)], (first & last) + row
+        elif self.rows >= step:
+            pages = m.read_words(entry, STRIP // self.rows)
+        else:
+            entry = entry + (row >> shift << 2)
+            pages = [m.read(entry, i >> shift << 2) for i in range(0, STRIP, step)]
+        start = m.beyond(base, inside, row_bytes, column)
+        places = [m.beyond(start, page, self.rows * row_bytes) for page in pages]
+        span = STRIP // len(places)
+        return [(places[i // span], i % span * row_bytes) for i in range(0, STRIP, step)]
 
-    def copy_keys(self, to: Any, pages: Any, size: int) -> None:
-        """The lowest bit of a row's number exchanges the halves of its parts; in fp8 (`size` 1) the
-        lowest two bits its parts of 32 bytes.
-        """
-        lane = self.lane.lane
-        turned = ((lane >> 3) & 1) << 2 if size == 2 else (lane >> 3) << 1
-        self._copy(to, pages, size * self.lane.spec.D, [(lane & 7) ^ turned] * 2)
+    def copy(self, to: Any, first: Any) -> None:
+        """Starts the copies of the strip from row `first` on to the stage `to`."""
+        m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
+        parts, rest = divmod(self.row_bytes, ROW_BYTES)
+        all_heads = spec.Hkv * self.row_bytes
+        if parts:
+            row, chunk = lane >> 3, lane & 7
+            places = self._places(self.address, first, row, 4, all_heads, chunk << 4)
+            even, odd = (chunk ^ turned(row + i, self.size) for i in (0, 4))
+            into = [to + row * ROW_BYTES + (x << 4) for x in (even, odd)]
+            for i, (at, ahead) in enumerate(places):
+                for part in range(parts):
+                    offset = part * PART_BYTES + 4 * ROW_BYTES * i
+                    m.copy(into[i % 2], at, offset, ahead + part * ROW_BYTES)
+        if rest:
+            column = ((lane & 3) << 4) + parts * ROW_BYTES
+            places = self._places(self.address, first, lane >> 2, 8, all_heads, column)
+            into_rest = to + lane * CHUNK_BYTES
+            for i, (at, ahead) in enumerate(places):
+                m.copy(into_rest, at, parts * PART_BYTES + WARP_COPY_BYTES * i, ahead)
+        if self.scales is not None:
+            self._copy_scales(to, first)
 
-    def copy_values(self, to: Any, pages: Any) -> None:
-        """Bits 1 and 2 of a row's number exchange the chunks of its parts."""
-        lane, spec = self.lane.lane, self.lane.spec
-        even = (lane & 7) ^ ((lane >> 3) & 2)
-        self._copy(to, pages, spec.token_bytes * spec.Dv, [even, even ^ 4])
-
-    def _copy(self, to: Any, pages: Any, row_bytes: int, chunks: Words) -> None:
-        """8 lanes a row's part; `chunks`: the place of the lane's, in rows 0 to 3 of 8 and 4 to 7.
-
-        All addresses come first, so that their reads of the table are under way together.
-        """
-        m, lane, parts = self.m, self.lane.lane, row_bytes // ROW_BYTES
-        row, source = lane >> 3, (lane & 7) * 16
-        groups = range(0, STRIP, 4) if parts else ()
-        places = [self._address(pages, row + first, row_bytes, source) for first in groups]
-        tail = range(0, STRIP if row_bytes % ROW_BYTES else 0, 8)
-        half_row, half_source = lane >> 2, (lane & 3) * 16 + parts * ROW_BYTES
-        ends = [
-            self._address(pages, half_row + first, row_bytes, half_source) for first in tail
-        ]
-        into = [to + row * ROW_BYTES + (chunk << 4) for chunk in chunks]
-        for i, at in enumerate(places):
-            for part in range(parts):
-                offset = part * PART_BYTES + 4 * ROW_BYTES * i
-                m.copy(into[i % 2], at, offset, part * ROW_BYTES)
-        last = to + lane * 16
-        for i, at in enumerate(ends):
-            m.copy(last, at, parts * PART_BYTES + 4 * ROW_BYTES * i, 0)
+    def _copy_scales(self, to: Any, first: Any) -> None:
+        """Behind the strip, four a lane; a page has those of a head together."""
+        m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
+        row = (lane & 3) << 2
+        shift, last = self.rows.bit_length() - 1, self.rows - 1
+        page = m.read(self.lane.place("table") + ((first + row) >> shift << 2))
+        at = m.beyond(self.scales, page, 4 * self.rows * spec.Hkv, ((first + row) & last) << 2)
+        m.copy(to + lane * CHUNK_BYTES, at, spec.scales_at, 0, lane < STRIP // 4)
 
 
 def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:
     """Q of the group as left operands, in the order of columns of `Queue.logits`."""
     m, spec = lane.m, lane.spec
     row_bytes, found = 2 * spec.D, []
-    for chunk in range(spec.D // CHUNK):
+    for chunk in range(2 * spec.D // PART):
+        part, half = divmod(chunk, 2)
+        whole = (part + 1) * PART <= spec.D
+        column = lane.pair * 2 + half if whole else lane.pair
         low, high = (
             m.fetch_words(
                 m.element(
@@ -368,11 +446,45 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
                     (token, spec.H * row_bytes),
                     (kv_head, spec.G * row_bytes),
                     (row, row_bytes),
-                    (lane.pair, 16),
-                    (chunk, 2 * CHUNK),
+                    (column, CHUNK_BYTES),
+                    (part, ROW_BYTES),
                 )
             )
             for row in lane.rows()
         )
         found += [[low[i], high[i], low[i + 1], high[i + 1]] for i in (0, 2)]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfQuery:
+    """Q in float16, of which each row is multiplied by a power of two so that it fits.
+
+    Attributes:
+      words: as of `query_fragments`.
+      units: what products with the lane's two rows are to be multiplied by, with the logits' scale.
+    """
+
+    words: list[Words]
+    units: Words
+
+    @classmethod
+    def of(cls, lane: Lane, query: list[Words]) -> "HalfQuery":
+        m, spec = lane.m, lane.spec
+        powers, units = [], []
+        for r in range(2):
+            most = m.word(0.0)
+            for word in (each[i] for each in query for i in (r, r + 2)):
+                for x in m.unpack(word, spec.dtype):
+                    most = m.larger(most, m.real(m.bits(x) & NO_SIGN))
+            for distance in (1, 2):
+                most = m.larger(most, m.exchange(most, distance))
+            power = _power(m, m.bits(most), LARGEST_EXPONENT)
+            powers.append(power)
+            units.append(inverse(m, power) * (spec.scale * LOG2E))
+        words = []
+        for each in query:
+            pairs = [m.unpack(word, spec.dtype) for word in each]
+            pairs = [[x * powers[i % 2] for x in pair] for i, pair in enumerate(pairs)]
+            words.append([m.pack(*pair, "float16") for pair in pairs])
+        return cls(words, units)

@@ -18,8 +18,6 @@ from jaxlib.mlir import ir
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.warp import TYPES, Number, Word, word
 
-WIDENED = 2.0**-120
-
 
 def __getattr__(name: str) -> Any:
     return getattr(warp, name)
@@ -77,33 +75,19 @@ def _float(text: str, *operands: Number) -> Word:
     return Word(utils.inline_ptx(text, *values, result_types=ir.F32Type.get()))
 
 
-def halves(a: Word, b: Word, high: int) -> Word:
-    """The low (`high` 0) or high (1) halves of `a` and `b` in one word."""
-    text = f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};"
-    return Word(utils.inline_ptx(text, a.value, b.value, result_types=_i32(1)[0]))
-
-
 def widened(codes: Word) -> list[Word]:
-    """Four numbers of e4m3 as bfloat16, `WIDENED` times each, two in a word; NaN is read as 480."""
-    return [_widened(codes, codes, i, i + 1) for i in (0, 2)]
+    """Four numbers of e4m3 as float16, two in a word."""
+    halves = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.rn.f16x2.e4m3x2 $0, h%d; }"
+    return [
+        Word(utils.inline_ptx(halves % i, codes.value, result_types=_i32(1)[0]))
+        for i in range(2)
+    ]
 
 
-def widened_pair(a: Word, b: Word, place: int) -> Word:
-    """The numbers of e4m3 at a place of `a` and of `b`, from 0 to 3, as `widened`."""
-    return _widened(a, b, place, 4 + place)
-
-
-def _widened(a: Word, b: Word, low: int, high: int) -> Word:
-    """The bytes `low` and `high` of `a` and `b`.
-
-    A code's exponent and bits after the point are the last ones of those of a bfloat16, 2^120 times
-    less. Its sign goes four places higher: `prmt` repeats it, and it is shifted in. Numbers below
-    2^-6 are right too: they have no leading bit in either.
-    """
-    select = hex(high << 12 | (8 | low) << 8 | low << 4 | low)
-    text = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, {select}; shr.s32 t, t, 4; "
-    text += "and.b32 $0, t, 0x87f087f0; }"
-    return Word(utils.inline_ptx(text, a.value, b.value, result_types=_i32(1)[0]))
+def even_and_odd(x: Word) -> Word:
+    """Bytes 0 and 2 of a word, then 1 and 3."""
+    text = "prmt.b32 $0, $1, $1, 0x3120;"
+    return Word(utils.inline_ptx(text, x.value, result_types=_i32(1)[0]))
 
 
 def codes(x: Sequence[Word]) -> Word:
@@ -136,6 +120,16 @@ def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
     """2 or 4 neighbours in shared memory, at a multiple of their bytes."""
     text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
     return _several(text, address, types=_i32(count), has_side_effects=True)
+
+
+def read_transposed(address: Word, offset: int = 0) -> list[Word]:
+    """Four matrices of 8 rows of 16 bytes in shared memory, transposed: lane `l` has the address of
+    row `l % 8` of matrix `l // 8`, and gets of each the 16-bit column `l // 4` of rows `2 (l % 4)`
+    and the next one.
+    """
+    load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+    text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
+    return _several(text, address, types=_i32(4), has_side_effects=True, convergent=True)
 
 
 def write_words(
@@ -172,12 +166,14 @@ def put_words(address: Word, words: Sequence[Word], only: Word) -> None:
     _only(f"st.global.v2.b32 [$0], {_listed(1, 2)};", address, *words, only=only)
 
 
-def beyond(address: Word, steps: Word, size: Number, more: Word) -> Word:
+def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:
     """The address in global memory `steps * size + more` bytes on."""
-    wide = "mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; add.s64 $0, u, t;"
-    text = f"{{ .reg .b64 t, u; {wide} }}"
-    values = [word(x).value for x in (address, steps, size, more)]
     i64 = ir.IntegerType.get_signless(64)
+    text, values = "mad.wide.s32 $0, $2, $3, $1;", [address, steps, size]
+    if more is not None:
+        text = "{ .reg .b64 t, u; mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; "
+        text, values = text + "add.s64 $0, u, t; }", [*values, more]
+    values = [word(x).value for x in values]
     return Word(utils.inline_ptx(text, *values, result_types=i64))
 
 
@@ -212,8 +208,8 @@ def sync_cta() -> None:
 def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
     """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came.
 
-    `publish`: what this lane has put in global memory is there for all CTAs of the cluster after
-    `wait_for_cluster`.
+    `publish`: what this lane has put in global memory is there for every warp of the cluster that
+    has called `wait_for_cluster`.
     """
 
     first = warp.same(warp.warp_of_cta() * 32 + warp.lane(), 0)
