@@ -1,8 +1,8 @@
 """The new tokens of a decode step: their rows and the means that they finish, put in the pages.
 
-The first CTA of a cluster does it for the cluster's key/value head, while others read what was there
-before: of all new tokens of the row up to the cluster's own, since clusters do not wait for each
-other. Those of later tokens of the row put the same bits there once more.
+The first CTA of a cluster does it for the cluster's key/value head, while others read what was
+there before: of all new tokens of the row up to the cluster's own, since clusters do not wait for
+each other. Those of later tokens of the row put the same bits there once more.
 
     token p           every branch's key and value, at p % block of its page: a warp a row
     p = i d + l - 1   the mean of the last l tokens too: new ones from the call, others from pages;
@@ -79,8 +79,8 @@ class NewTokens:
 
         def put_means():
             m.sync_cta()
+            slot = page, inside // spec.stride
             for number, kind in enumerate(KINDS):
-                slot = page, inside // spec.stride
                 self._by_warp(number, ends, lambda k=kind: self._put_shares(k, *slot))
             m.sync_cta()  # the shares have been read
 
@@ -117,11 +117,11 @@ class NewTokens:
     # Means.
 
     def _add_share(self, kind: str, begin: Any) -> None:
-        """Adds up a warp's share of the window: of the call's tokens as they are, of older ones from
-        the pages. Where these are in fp8, older ones are read from the row's ring where it has what
-        the pages' may have been rounded from (`nsa_core.rounding.is_of`).
+        """Adds up a warp's share of the window: of the call's tokens as they are, of older ones
+        from the pages. Where these are in fp8, older ones are read from the row's ring where it has
+        what the pages' may have been rounded from (`nsa_core.rounding.is_of`).
 
-        All rows are asked for before the first is added.
+        Rows are asked for together, before the first is added.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane
         apart = spec.variant.warps // 2

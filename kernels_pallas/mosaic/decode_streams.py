@@ -39,8 +39,8 @@ NO_SIGN = 0x7FFFFFFF
 
 
 def turned(row: Any, size: int) -> Any:
-    """What exchanges the 8 chunks of a row's part, of elements of `size` bytes: different in 8 rows;
-    in 2 neighbours, the chunks that K's lanes read are too.
+    """What exchanges the 8 chunks of a row's part, of elements of `size` bytes: different in 8
+    rows; in 2 neighbours, the chunks that K's lanes read are too.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
@@ -331,8 +331,8 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """The power of two, within what float32 has, that takes a number from 0, of which `bits` are the
-    bits, to at least 2^exponent and less than twice that.
+    """The power of two, within what float32 has, that takes a number from 0, of which `bits` are
+    the bits, to at least 2^exponent and less than twice that.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
