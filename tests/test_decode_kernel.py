@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -704,7 +705,7 @@ def test_a_table_too_long_for_all_variants_says_so():
 
 
 def test_what_a_step_runs_is_built_ahead():
-    """Whatever the batch and the pages of a row are; gates in the dtype of the queries."""
+    """Of any batch and pages of a row, in fp8 too; gates in the dtype of the queries."""
     config = NSAConfig()
     ahead = mosaic_decode.kernels_of(64, 4, 128, 128, "bfloat16", config)
     assert len(set(ahead)) == len(ahead) > 5
@@ -718,6 +719,7 @@ def test_what_a_step_runs_is_built_ahead():
         (8, 1024),
         (1, 2000),
     ):
-        posed = SimpleNamespace(B=batch, T=1, S=64 * pages, is_fp8=False, **sizes)
-        assert mosaic_decode.kernel_of(posed) in ahead
+        for fp8, append in itertools.product((False, True), repeat=2):
+            posed = SimpleNamespace(B=batch, T=1, S=64 * pages, is_fp8=fp8, **sizes)
+            assert mosaic_decode.kernel_of(posed, append) in ahead, (batch, pages, fp8, append)
     assert not mosaic_decode.kernels_of(64, 2, 128, 128, "bfloat16", config)  # G = 32

@@ -1,6 +1,7 @@
 """A decode step on the Mosaic kernel, for either framework: one launch."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 from kernels_pallas.kernel import Kernel
@@ -119,12 +120,12 @@ def kernel_of(problem: Any, append: bool = False) -> Kernel:
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """What steps of one token a row run, of rows of any number and length; none where the layer's
-    sizes are not the kernel's.
+    """What steps of one token a row run, over caches in `dtype` and in fp8, of rows of any number
+    and length; none where the layer's sizes are not the kernel's.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []
-    for variant in VARIANTS:
+    for variant, fp8 in itertools.product(VARIANTS, (False, True)):
         spec = _described(
             **sizes,
             B=1,
@@ -134,6 +135,7 @@ def kernels_of(
             table_pages=variant.capacity,
             scale=key_width**-0.5,
             gate_dtype=dtype,
+            fp8=fp8,
         )
         spec = dataclasses.replace(spec, variant=variant)
         if not decode_why_not(spec):
