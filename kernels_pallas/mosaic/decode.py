@@ -224,16 +224,23 @@ class _Step:
         norms = exchange.told(lane, exchange.COMPRESSED)
         self.compressed_norms = norms
 
-        def strip(i, nothing):
-            place = self.compressed_s2 + i * TILE_BYTES
-            p = exchange.probabilities(lane, exchange.kept(lane, place), norms)
-            if not lane.spec.fp8:
-                weighted = [[x * gate[i // 2] for i, x in enumerate(tile)] for tile in p]
-                lane.m.write_words(place, exchange.left_operand(lane, weighted))
-            exchange.push_scores(lane, p, work.compressed_strip(lane, i))
+        def two_strips(i, nothing):
+            """Two, of which one goes on while the other's lanes wait for each other."""
+            numbers = [i * 2, i * 2 + 1]
+            at = [lane.m.smaller(number, work.mine - 1) for number in numbers]
+            places = [self.compressed_s2 + x * TILE_BYTES for x in at]
+            s2 = [exchange.kept(lane, place) for place in places]
+            for number, strip, place, tiles in zip(numbers, at, places, s2, strict=True):
+                there = number < work.mine
+                p = exchange.probabilities(lane, tiles, norms)
+                if not lane.spec.fp8:
+                    weighted = [[x * gate[j // 2] for j, x in enumerate(tile)] for tile in p]
+                    words = exchange.left_operand(lane, weighted)
+                    lane.m.write_words(place, words, only=there)
+                exchange.push_scores(lane, p, work.compressed_strip(lane, strip), there)
             return nothing
 
-        self._repeat(work.mine, strip, [])
+        self._repeat((work.mine + 1) // 2, two_strips, [])
         lane.m.wait_for_bytes(lane.barrier(exchange.SLIDING))
 
     def choose(self, block: Any) -> None:

@@ -174,8 +174,9 @@ def told(lane: Lane, kind: int) -> list[Words]:
 # Scores of blocks.
 
 
-def push_scores(lane: Lane, p: list[Words], strip: Any) -> None:
-    """Pushes what a strip of compressed slots gives to the scores of its blocks, to all CTAs.
+def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
+    """Pushes what a strip of compressed slots, where it is `there`, gives to the scores of its
+    blocks, to all CTAs.
 
     The token in slot o of a page shares min(o + 1, cover) strides with the page's block and
     the cover - 1 - o others, if any, with the block before (Eq. 9), so a block has two sums:
@@ -204,7 +205,7 @@ def push_scores(lane: Lane, p: list[Words], strip: Any) -> None:
     copies = 2 * spec.per_page
     for first in range(0, cluster, copies):
         cta = copy + first
-        to, only = m.smaller(cta, cluster - 1), cta < cluster
+        to, only = m.smaller(cta, cluster - 1), there & (cta < cluster)
         m.push(lane.barrier(SLIDING), place, [own, following], to, only)
 
 

@@ -81,26 +81,31 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
 
 
 def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """In lane r the rank r, the score and the block of it, `NO_SCORE` past the last."""
-    m = lane.m
+    """In lane r the rank r, the score and the block of it, `NO_SCORE` past the last.
+
+    A lane's blocks are sorted first, so that only its best one has a part in an extraction.
+    """
+    m, scores, blocks = lane.m, list(scores), list(blocks)
+    for end in range(len(scores) - 1, 0, -1):
+        for i in range(end):  # equal ones stay in their order, the lower block first
+            swap = scores[i + 1] > scores[i]
+            for x in (scores, blocks):
+                x[i : i + 2] = m.where(swap, x[i + 1], x[i]), m.where(swap, x[i], x[i + 1])
 
     def one(r, state):
-        won_score, won, *scores = state
-        top, place = scores[0], blocks[0]
-        for x, block in zip(scores[1:], blocks[1:], strict=True):
-            better = (x > top) | (m.same(x, top) & (block < place))
-            top, place = m.where(better, x, top), m.where(better, block, place)
-        most = m.largest(top)
-        place = m.smallest(m.where(m.same(top, most), place, NO_BLOCK))
-        scores = [
-            m.where(m.same(block, place), NO_SCORE, x)
-            for x, block in zip(scores, blocks, strict=True)
-        ]
+        won_score, won, scores, blocks = state
+        most = m.largest(scores[0])
+        place = m.smallest(m.where(m.same(scores[0], most), blocks[0], NO_BLOCK))
+        mine = m.same(blocks[0], place)
+        scores, blocks = (
+            [m.where(mine, after, x) for x, after in zip(each, [*each[1:], end], strict=True)]
+            for each, end in ((scores, m.word(NO_SCORE)), (blocks, m.word(NO_BLOCK)))
+        )
         here = m.same(lane.lane, r)
         won = m.where(here, m.where(most >= 0, place, NO_BLOCK), won)
-        return [m.where(here, most, won_score), won, *scores]
+        return [m.where(here, most, won_score), won, scores, blocks]
 
-    state = [m.word(NO_SCORE), m.word(NO_BLOCK), *scores]
+    state = [m.word(NO_SCORE), m.word(NO_BLOCK), scores, blocks]
     won_score, won, *_ = m.repeat(lane.spec.free, one, state, unrolled=False)
     return lane.lane, won_score, won
 
@@ -136,17 +141,20 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     m.write_words(own + rank * 8, [score, block], only=rank < slots)
     m.write(winners + lane.lane * 4, NO_BLOCK, only=m.same(lane.warp, 0))
     m.sync_cta()
-    score, block = m.read_words(own + m.smaller(lane.lane, slots - 1) * 8, 2)
+    score, block = m.read_words(own + (lane.lane & slots - 1) * 8, 2)
+    shares = LANES // slots  # lanes that count for a block
 
     def count(i, state):
         (place,) = state
-        pair = m.read_words(found + i * 16, 4)
+        pair = m.read_words(found + i * (16 * shares) + (lane.lane & -slots) * (16 // slots), 4)
         for other, at in (pair[:2], pair[2:]):
             place = place + m.number(_before(m, other, at, score, block))
         return [place]
 
-    steps = spec.variant.warps * slots // 2
+    steps = spec.variant.warps * slots // (2 * shares)
     (place,) = m.repeat(steps, count, [m.word(0)])
+    if shares > 1:
+        place = place + m.shuffle(place, lane.lane ^ slots)
     wins = (lane.lane < slots) & (score >= 0) & (place < spec.free)
     m.write(winners + m.smaller(place, LANES - 1) * 4, block, only=wins)
     m.sync_cta()
