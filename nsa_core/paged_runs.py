@@ -55,15 +55,17 @@ class Run(NamedTuple):
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
-    """The runs of a call, in its order. Rows without a new token are in none.
+    """The runs of a call, in its order. Rows without a new token are in none, nor are rows of more
+    than `QUERIES` tokens whose length is 0.
 
     Args:
       starts: `[B + 1]`, where each row's new tokens begin (`cu_seqlens_q`).
-      lengths: `[B]`, of each row with the new tokens, or bounds of that.
+      lengths: `[B]`, of each row with the new tokens, or bounds of that; 0: a row of padding.
       page_size: tokens of a page (`select_block`).
 
     Raises:
-      ValueError: `starts` is not a row longer than `lengths`, or descends; a size below 1.
+      ValueError: `starts` is not a row longer than `lengths`, or descends; a row is shorter than
+        its new tokens; a size below 1.
     """
     if len(starts) != len(lengths) + 1:
         raise ValueError(
@@ -77,9 +79,14 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
         begin, end = starts[row : row + 2]
         if end < begin:
             raise ValueError(f"starts must not descend, got {begin}, {end} at row {row}")
-        if begin == end:
+        count = end - begin
+        if 0 < length < count:
+            raise ValueError(
+                f"lengths must count the new tokens, got {length} with {count} new at row {row}"
+            )
+        if count == 0 or (length == 0 and count > QUERIES):
             continue
-        columns, count = -(-max(length, 1) // page_size), end - begin
+        columns = -(-max(length, 1) // page_size)
         one = Run(slice(row, row + 1), slice(begin, end), count, columns, count == length)
         joined = _join(runs[-1], one, page_size) if runs else None
         if joined is None:

@@ -1,7 +1,8 @@
 """Rows of a paged cache side by side, as attention over whole rows takes them.
 
-On an NVIDIA GPU one launch copies an array: each entry is read once and written once. Elsewhere
-torch copies whole pages. Entries that no query looks at are zeros, whatever stands in their pages.
+On an NVIDIA GPU one launch copies keys and values of a branch: each entry is read once and written
+once. Elsewhere torch copies whole pages. Entries that no query looks at are zeros, whatever stands
+in their pages.
 """
 
 import torch
@@ -23,6 +24,7 @@ def side_by_side(
     lengths: Tensor,
     queries: int,
     at_hand: tuple[Branches, Branches] | None = None,
+    margin: int | None = None,
 ) -> Branches[Pair]:
     """Keys and values of each branch, `[B, S, Hkv, .]` or `[B, C, Hkv, .]`.
 
@@ -31,54 +33,56 @@ def side_by_side(
       queries: of the longest row; its window is all that the sliding branch looks at.
       at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
         are copied.
+      margin: tokens before those that the sliding branch looks at which must be zeros; what is
+        before may be left as it was in memory. None: all must.
     """
     config = cache.config
-    raw = paged_layout.raw_entries(config)
-    compressed = paged_layout.compressed_entries(config)
     whole = page_table.shape[1] * config.select_block
-
-    def copies(branch: str, entries: Entries, reach: int) -> Pair:
-        key, value = (
-            _copy(cache, f"{branch}_{kind}", page_table, lengths, entries, reach)
-            for kind in ("key", "value")
-        )
-        return key, value
-
+    raw = cache, page_table, lengths, paged_layout.raw_entries(config)
+    at = cache, page_table, lengths, paged_layout.compressed_entries(config)
+    compressed = _copy("compressed", *at, whole)
     if at_hand is not None:
         key, value = at_hand
-        pair = copies("compressed", compressed, whole)
-        return Branches(pair, (key.selected, value.selected), (key.sliding, value.sliding))
-    selected = copies("selected", raw, whole)
-    sliding = selected
+        pairs = (key.selected, value.selected), (key.sliding, value.sliding)
+        return Branches(compressed, *pairs)
+    selected = sliding = _copy("selected", *raw, whole)
     if cache.separate:
-        sliding = copies("sliding", raw, queries + config.window)
-    return Branches(copies("compressed", compressed, whole), selected, sliding)
+        sliding = _copy("sliding", *raw, queries + config.window, margin)
+    return Branches(compressed, selected, sliding)
 
 
 def _copy(
+    branch: str,
     cache: PagedCache,
-    name: str,
     page_table: Tensor,
     lengths: Tensor,
     entries: Entries,
     reach: int,
-) -> Tensor:
+    margin: int | None = None,
+) -> Pair:
+    """Keys and values of a branch."""
+    names = f"{branch}_key", f"{branch}_value"
+    key, value = (getattr(cache, name) for name in names)
     rows, width = page_table.shape
-    count, pages = entries.count(width), getattr(cache, name)
-    scale = getattr(cache, f"{name}_scale", None)
-    if count > 0 and pages.is_contiguous() and paged.append_why_not(cache) is None:
+    count = entries.count(width)
+    in_order = key.is_contiguous() and value.is_contiguous()
+    if count > 0 and in_order and paged.append_why_not(cache) is None:
         from nsa_torch.triton_ops import TRITON_OPS
 
-        fp8 = scale is not None
-        dtype = str(cache.dtype if fp8 else pages.dtype).removeprefix("torch.")
-        pool, _, heads, columns = pages.shape
-        sizes = rows, width, pool, heads, columns
-        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach, fp8)
-        (out,) = TRITON_OPS.run(kernel, pages, scale if fp8 else lengths, page_table, lengths)
-        return out
-    found = cache.read(name, (page_table.clamp(0, cache.num_pages - 1),))
-    found = found.flatten(1, 2)[:, entries.first :]
-    token = torch.arange(found.shape[1], device=pages.device) * entries.stride
+        scales = [getattr(cache, f"{name}_scale", None) for name in names]
+        fp8 = tuple(x is not None for x in scales)
+        dtype = str(cache.dtype if any(fp8) else key.dtype).removeprefix("torch.")
+        sizes = rows, width, key.shape[0], key.shape[2], (key.shape[3], value.shape[3])
+        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach, margin, fp8)
+        given = (lengths if x is None else x for x in scales)
+        return tuple(TRITON_OPS.run(kernel, key, value, *given, page_table, lengths))
+    pages = page_table.clamp(0, cache.num_pages - 1)
+    token = torch.arange(count, device=key.device) * entries.stride
     end = lengths.clamp(max=width * entries.per_page * entries.stride)[:, None]
-    seen = (token + entries.block <= end) & (token >= end - reach)
-    return torch.where(seen[..., None, None], found, 0)
+    seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
+
+    def copied(name: str) -> Tensor:
+        found = cache.read(name, (pages,)).flatten(1, 2)[:, entries.first :]
+        return torch.where(seen, found, 0)
+
+    return copied(names[0]), copied(names[1])

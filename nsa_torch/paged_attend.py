@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.runtime import loaded
+from kernels_pallas.specs import interval
 from nsa_core import paged_dispatch, paged_layout, validate_paged
 from nsa_core.cache_contents import Contents, Facts
 from nsa_core.compress_params import CompressParams
@@ -27,6 +28,11 @@ from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checke
 from nsa_torch.plans import Cache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
+
+# Implementations whose sliding branch reads tiles of keys that a query looks at, and no others; the
+# largest tile, which begins at a multiple of its size.
+READING_TILES = "mosaic", "triton"
+KEY_TILE = max(128, *interval.BLOCKS)
 
 
 def paged_attention(
@@ -117,8 +123,8 @@ def _in_runs(
 ) -> Tensor:
     """The rows of each run together; `new`: the tokens' keys and values."""
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
-    out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
+    found: list[tuple[slice, Tensor]] = []
     for run in runs:
         table, own = inputs.page_table[run.rows], None
         if not run.few:
@@ -136,8 +142,21 @@ def _in_runs(
         whole = None
         if new is not None and at_hand and run.whole and run.even:
             whole = new.of(run.tokens, table.shape[0])
-        out[run.tokens] = _decide(mine, run.queries, implementation).run(whole)
-    return out
+        # What the host says of a prompt's rows holds: none of their tokens is missing.
+        rest = whole, run.even and not run.few
+        if run.few or implementation is not None:
+            out = _decide(mine, run.queries, implementation).run(*rest)
+        else:  # no kernel on pages takes as many
+            out = gathered(mine, run.queries, None, *rest)
+        found.append((run.tokens, out))
+    if len(found) == 1 and found[0][1].shape[0] == query.shape[0]:
+        return found[0][1]
+    shape = *query.shape[:2], cache.selected_value.shape[-1]
+    covered = sum(x.shape[0] for _, x in found) == query.shape[0]
+    joined = query.new_empty(shape) if covered else query.new_zeros(shape)
+    for tokens, out in found:
+        joined[tokens] = out
+    return joined
 
 
 class _Decided(NamedTuple):
@@ -153,10 +172,10 @@ class _Decided(NamedTuple):
     def is_mosaic_step(self) -> bool:
         return self.choice.implementation == "mosaic" and self.of_tokens is None
 
-    def run(self, whole: tuple[Branches, Branches] | None = None) -> Tensor:
-        """The output; `whole`: keys and values of rows that have no others."""
+    def run(self, whole: tuple[Branches, Branches] | None = None, full: bool = False) -> Tensor:
+        """The output; `whole`, `full` as of `gathered`."""
         if self.choice.implementation == paged_dispatch.GATHERED:
-            out = gathered(self.inputs, self.max_seqlen_q, self.name, whole)
+            out = gathered(self.inputs, self.max_seqlen_q, self.name, whole, full)
         else:
             out = self.choice.load()(self.inputs, self.max_seqlen_q, self.name)
         return out if self.of_tokens is None else self.of_tokens(out)
@@ -342,10 +361,12 @@ def gathered(
     max_seqlen_q: int | None,
     implementation: str | None,
     whole: tuple[Branches, Branches] | None = None,
+    full: bool = False,
 ) -> Tensor:
     """Each row's pages side by side, then the steps of `attention`.
 
-    `whole`: keys and values of rows that have no others, in place of their pages.
+    `whole`: keys and values of rows that have no others, in place of their pages; `full`: each row
+    has all of its queries, as many as the others.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
@@ -359,8 +380,10 @@ def gathered(
     length = max(length, 1)
     validate_paged.row_length(length, capacity)
     lengths = inputs.lengths.clamp(max=capacity)
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
-    if cu_seqlens_q is None:  # no row is padded
+    tokens = None
+    if not full:
+        tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
+    if tokens is None or cu_seqlens_q is None:  # no row is padded
         padded = None
         given = readable(query), inputs.gates
         queries, gates = (x.unflatten(0, (rows, length)) for x in given)
@@ -370,15 +393,23 @@ def gathered(
         queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
 
-    compressed, selected, sliding = side_by_side(cache, table, lengths, length, whole)
-    key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     width = cache.selected_value.shape[-1]
-    memory = {"query": queries, "key": selected[0], "value": selected[1]}
-    problem = queries, selected[0], width, config, False, memory
+    # Copies are in order in memory; the choice follows from their shapes.
+    keys = query.new_empty(0, capacity, *cache.selected_key.shape[2:])
+    memory = {"query": queries}
+    if whole is not None:
+        keys, memory["key"], memory["value"] = whole[0].selected, *(x.selected for x in whole)
+    problem = queries, keys, width, config, False, memory
     chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
+    margin = KEY_TILE if full and chosen.attention in READING_TILES else None
+    at = cache, table, lengths, length, whole, margin
+    compressed, selected, sliding = side_by_side(*at)
+    key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
     out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest, True)
     out = out.flatten(0, 1)
+    if tokens is None:
+        return out
     if padded is not None:
         out = out[padded.flat.clamp(0, rows * length - 1)]
     return torch.where((tokens.position >= 0)[:, None, None], out, 0)

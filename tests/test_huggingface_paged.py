@@ -427,11 +427,11 @@ def test_forward_hooks_are_called_at_each_step(kind, as_on_a_gpu):
 
 
 def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
-    """Where a step is a graph of kernels on pages; not where the cache comes back, beams, dense
-    layers, or who asks for another cache. Texts are the same.
+    """Where a step is a graph of kernels on pages; not for few new tokens, where the cache comes
+    back, beams, dense layers, or who asks for another cache. Texts are the same.
     """
-    made, ids, seen = model(), tokens(2), []
-    want = made.generate(ids, max_new_tokens=5, do_sample=False)
+    made, ids, seen, count = model(), tokens(2), [], generation.MIN_NEW_TOKENS
+    want = made.generate(ids, max_new_tokens=count, do_sample=False)
 
     class Seen(NSAPagedModelCache):
         def __init__(self, *sizes):
@@ -441,7 +441,7 @@ def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
 
     def generate(made=made, **options):
         seen.clear()
-        found = made.generate(ids, **dict(max_new_tokens=5, do_sample=False) | options)
+        found = made.generate(ids, **dict(max_new_tokens=count, do_sample=False) | options)
         return found if isinstance(found, torch.Tensor) else found.sequences
 
     monkeypatch.setattr(generation, "NSAPagedModelCache", Seen)
@@ -449,9 +449,12 @@ def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
     assert torch.equal(generate(), want) and not seen  # no kernels here
     monkeypatch.setattr(generation, "_has_kernels_and_room", lambda *x: True)
     assert torch.equal(generate(), want)
-    assert seen == [(2, WIDTH + 4)]
-    sampled = generate(do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=2)
-    assert torch.equal(sampled[::2], want[:, : WIDTH + 2]) and seen == [(4, WIDTH + 1)]
+    assert seen == [(2, WIDTH + count - 1)]
+    sampled = generate(do_sample=True, top_k=1, num_return_sequences=2)
+    assert torch.equal(sampled[::2], want) and seen == [(4, WIDTH + count - 1)]
+    assert torch.equal(generate(max_new_tokens=count - 1), want[:, :-1]) and not seen
+    generate(max_new_tokens=None, max_length=WIDTH + count)
+    assert seen == [(2, WIDTH + count - 1)]
     for options in (
         dict(cache_implementation="dynamic"),
         dict(use_cache=False),
@@ -460,7 +463,7 @@ def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
         dict(disable_compile=True),
         dict(made=model("mixed")),
     ):
-        generate(max_new_tokens=2, **options)
+        generate(**options)
         assert not seen, options
 
 

@@ -387,6 +387,9 @@ def test_runs_of_a_step():
     padded = plan_runs([0, 1000, 1500, 2000], [1000, 500, 500], 64)  # nor 500 queries padded
     assert [x.rows for x in padded] == [slice(0, 2), slice(2, 3)]
     assert plan_runs([0, 0], [0], 16) == []
+    assert plan_runs([0, 9, 18], [0, 9], 16) == plan_runs([9, 9, 18], [0, 9], 16)  # no tokens
+    with pytest.raises(ValueError, match="count the new tokens, got 8 with 9 new at row 1"):
+        plan_runs([0, 1, 10], [1, 8], 16)
     with pytest.raises(ValueError, match="starts must have 3 entries, one more than lengths"):
         plan_runs([0, 1], [1, 1], 16)
     with pytest.raises(ValueError, match="starts must not descend, got 5, 3 at row 1"):
@@ -452,9 +455,9 @@ def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch
     copy = gathered_rows._copy
 
     def seen(*call):
-        out = copy(*call)
-        raw.append(out.shape[1] > counts[0] // 2)
-        return out
+        pair = copy(*call)
+        raw.append(pair[0].shape[1] > counts[0] // 2)
+        return pair
 
     monkeypatch.setattr(gathered_rows, "_copy", seen)
     found = []
@@ -708,6 +711,43 @@ def test_rows_of_few_tokens_on_a_gpu(implementation):
                     query[tokens], gates[tokens], *at, implementation=implementation
                 )
                 torch.testing.assert_close(out[tokens], alone, rtol=0, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 700]], ids=["one row", "two"])
+@torch.no_grad()
+def test_what_is_not_copied_is_not_read(implementation, lengths, monkeypatch):
+    """A chunk's copies of the sliding branch are written near its window alone: NaN in the rest of
+    the memory changes no bit.
+    """
+    count, heads, width, pool = 300, 2, 64, 80
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    config = NSAConfig(select_block=64, compress_block=32, compress_stride=16)
+    cache = nsa_torch.PagedCache(
+        pool, heads, width, width, separate=True, config=config, **options
+    )
+    for x in cache.tensors().values():
+        x.normal_()
+    rows = len(lengths)
+    table = torch.randperm(pool, device="cuda").int()[:66].repeat(rows, 1)
+    at = table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    starts = [count * i for i in range(rows + 1)]
+    query = torch.randn(count * rows, 32, width, **options)
+    gates = torch.rand(count * rows, 32, 3, **options)
+    bounds = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    runs = plan_runs(starts, lengths, 64)
+    assert [run.even for run in runs] == [True]
+    poison = torch.full((1 << 28,), torch.nan, **options)
+    del poison
+    given = query, gates, cache, *at, bounds
+    attend = functools.partial(
+        nsa_torch.paged_attention, *given, runs=runs, implementation=implementation
+    )
+    found = attend()
+    monkeypatch.setattr(paged_attend, "READING_TILES", ())  # all is written
+    want = attend()
+    assert found.isfinite().all() and torch.equal(found, want)
 
 
 @pytest.mark.gpu

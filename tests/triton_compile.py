@@ -181,10 +181,11 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     for kernel in kernels:
         ops.run(kernel, *pairs, *pages, table, lengths, lengths, *scales, *rings, lengths)
     entries = paged_layout.compressed_entries(case.config)
-    sizes = *at, 64, case.Hkv, case.Dv, case.dtype
-    kernel = decode_descriptions.gather(*sizes, entries, reach=1 << 20, fp8=case.fp8)
+    sizes = *at, 64, case.Hkv, widths, case.dtype
+    kernel = decode_descriptions.gather(*sizes, entries, 1 << 20, fp8=(False, case.fp8))
     scale = cache.compressed_value_scale if case.fp8 else lengths
-    ops.run(kernel, cache.compressed_value, scale, table, lengths)
+    pair = cache.compressed_key, cache.compressed_value
+    ops.run(kernel, *pair, lengths, scale, table, lengths)
     return ops.launches
 
 

@@ -168,38 +168,47 @@ def gather(
     pages: int,
     pool: int,
     heads: int,
-    width: int,
+    widths: tuple[int, int],
     dtype: str,
     entries: Any,
     reach: int,
-    fp8: bool = False,
+    margin: int | None = None,
+    fp8: tuple[bool, bool] = (False, False),
 ) -> TritonKernel:
-    """Arrays: pages, their scales (where there are none: any), page_table, lengths; result:
-    `[rows, S, heads, width]`.
+    """Arrays: pages of keys and of values, the scales of both (where there are none: any),
+    page_table, lengths; results: `[rows, S, heads, width]` of both.
 
     Args:
-      dtype: of the result, and of pages but those in `fp8`.
+      dtype: of the results, and of pages but those in `fp8`.
       pages: of a row's table; pool: pages that there are.
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: the last tokens of a row, whose entries are copied; others are zeros.
+      margin: tokens before these whose entries are zeros, others are not written; None: all are.
     """
-    count, columns = entries.count(pages), power(heads * width)
-    together = max(GATHERED // columns, 1)
+    count = entries.count(pages)
+    columns = [power(heads * width) for width in widths]
+    together = max(GATHERED // max(columns), 1)
+    margin = pages * entries.per_page * entries.stride if margin is None else margin
+    of_each = {
+        f"{kind}_{name}": x
+        for kind, width, column, is_fp8 in zip(
+            ("KEY", "VALUE"), widths, columns, fp8, strict=True
+        )
+        for name, x in (("ELEMENTS", heads * width), ("COLUMNS", column), ("FP8", is_fp8))
+    }
     return TritonKernel(
         f"{HERE}.paged_gather:gather",
         rows * cdiv(count, together),
-        (pages, pool, count, reach),
-        (Array((rows, count, heads, width), dtype),),
+        (pages, pool, count, reach, margin),
+        tuple(Array((rows, count, heads, width), dtype) for width in widths),
         {
             "PER_PAGE": entries.per_page,
             "FIRST": entries.first,
             "BLOCK": entries.block,
             "STRIDE": entries.stride,
-            "ELEMENTS": heads * width,
-            "COLUMNS": columns,
-            "ENTRIES": together,
             "HEADS": heads,
-            "FP8": fp8,
+            "ENTRIES": together,
+            **of_each,
         },
     )
 

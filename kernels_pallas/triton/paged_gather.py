@@ -1,8 +1,9 @@
 """Copies what pages hold of each row side by side, for attention over whole rows.
 
-A program has some entries of one row, all heads. Entries that no query looks at are zeros, so that
-what stands in their pages is neither read nor multiplied. What bounds it is the memory's
-bandwidth: each entry is read once and written once. Entries in fp8 are written as 16 bits or 32.
+A program has some entries of one row, all heads, of keys and of values. Entries that no query looks
+at are zeros, so that what stands in their pages is neither read nor multiplied; those far before
+what is looked at are not written. What bounds it is the memory's bandwidth: each entry is read once
+and written once. Entries in fp8 are written as 16 bits or 32.
 """
 
 import triton
@@ -12,50 +13,81 @@ from kernels_pallas.triton.decode import entry_place
 from kernels_pallas.triton.rows import load_rows, store_rows
 
 
-@triton.jit(do_not_specialize=["M", "P", "S", "reach"])
+@triton.jit(do_not_specialize=["M", "P", "S", "reach", "margin"])
 def gather(
-    pages,
-    scale,
+    key_pages,
+    value_pages,
+    key_scale,
+    value_scale,
     page_table,
     lengths,
     M,
     P,
     S,
     reach,
-    out,
+    margin,
+    key,
+    value,
     PER_PAGE: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
-    FP8: tl.constexpr,
+    KEY_ELEMENTS: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    KEY_FP8: tl.constexpr,
+    VALUE_ELEMENTS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    VALUE_FP8: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Programs: B * cdiv(S, ENTRIES).
 
     Args:
-      pages: `[P, PER_PAGE, ELEMENTS]`; scale: float32 `[P, HEADS, PER_PAGE]`, read if `FP8`.
+      key_pages, value_pages: `[P, PER_PAGE, .._ELEMENTS]`; their scales: float32
+        `[P, HEADS, PER_PAGE]`, read if `.._FP8`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`.
       S: entries of a row; entry `i` stands at place `FIRST + i` of the row's pages and is of the
         tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
       reach: the last tokens of a row, which are looked at.
-      out: `[B, S, ELEMENTS]`.
+      margin: tokens before them whose entries are zeros; what is before is not written.
+      key, value: `[B, S, .._ELEMENTS]`.
     """
     tiles = tl.cdiv(S, ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     entry = tl.program_id(0) % tiles * ENTRIES + tl.arange(0, ENTRIES)
-    inside = entry < S
     length = tl.minimum(tl.load(lengths + row), M * (PER_PAGE * STRIDE))
     token = entry * STRIDE
-    seen = inside & (token + BLOCK <= length) & (token >= length - reach)
+    written = (entry < S) & (token >= length - reach - margin)
+    seen = written & (token + BLOCK <= length) & (token >= length - reach)
     place = entry_place(page_table + row * M, entry + FIRST, seen, P, PER_PAGE)
-    found = load_rows(pages, place, seen, ELEMENTS, COLUMNS)
-    if FP8:
-        head = tl.arange(0, COLUMNS) // (ELEMENTS // HEADS)
-        at = place // PER_PAGE * (HEADS * PER_PAGE) + place % PER_PAGE
-        mask = seen[:, None] & (head < HEADS)[None, :]
-        scales = tl.load(scale + at[:, None] + head[None, :] * PER_PAGE, mask=mask, other=0.0)
+    into = row * S + entry
+    found = load_rows(key_pages, place, seen, KEY_ELEMENTS, KEY_COLUMNS)
+    if KEY_FP8:
+        scales = _scales(key_scale, place, seen, KEY_ELEMENTS, KEY_COLUMNS, HEADS, PER_PAGE)
         found = found.to(tl.float32) * scales
-    store_rows(out, row * S + entry, found, inside, ELEMENTS, COLUMNS)
+    store_rows(key, into, found, written, KEY_ELEMENTS, KEY_COLUMNS)
+    found = load_rows(value_pages, place, seen, VALUE_ELEMENTS, VALUE_COLUMNS)
+    if VALUE_FP8:
+        scales = _scales(
+            value_scale, place, seen, VALUE_ELEMENTS, VALUE_COLUMNS, HEADS, PER_PAGE
+        )
+        found = found.to(tl.float32) * scales
+    store_rows(value, into, found, written, VALUE_ELEMENTS, VALUE_COLUMNS)
+
+
+@triton.jit
+def _scales(
+    scale,
+    place,
+    seen,
+    ELEMENTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+):
+    """float32 `[entries, COLUMNS]`."""
+    head = tl.arange(0, COLUMNS) // (ELEMENTS // HEADS)
+    at = place // PER_PAGE * (HEADS * PER_PAGE) + place % PER_PAGE
+    mask = seen[:, None] & (head < HEADS)[None, :]
+    return tl.load(scale + at[:, None] + head[None, :] * PER_PAGE, mask=mask, other=0.0)

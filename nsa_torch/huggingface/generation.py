@@ -22,6 +22,10 @@ from nsa_torch.huggingface.paged_layer import decodes_on_pages
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
+# Of `generate`, from which pages were faster than a cache that grows in all rows of the records: a
+# graph is captured once (`generate` in docs/serving.md).
+MIN_NEW_TOKENS = 9
+
 
 class NSAGenerationMixin(GenerationMixin):
     """`generate` with the caches of a model with NSA."""
@@ -80,9 +84,10 @@ class NSAGenerationMixin(GenerationMixin):
                 f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
             )
         rows = batch_size * generation_config.num_return_sequences
-        if name is None and goes_on_pages(
-            self, generation_config, generation_mode, rows, max_cache_length
-        ):
+        mask = model_kwargs.get("attention_mask")
+        new = max_cache_length + 1 - (0 if mask is None else mask.shape[1])
+        sizes = rows, max_cache_length, new
+        if name is None and goes_on_pages(self, generation_config, generation_mode, *sizes):
             model_kwargs[CACHE] = NSAPagedModelCache(self.config, rows, max_cache_length)
             return
         cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
@@ -122,15 +127,18 @@ class NSAGenerationMixin(GenerationMixin):
         return call
 
 
-def goes_on_pages(model: Any, given: Any, mode: Any, rows: int, capacity: int) -> bool:
+def goes_on_pages(
+    model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
+) -> bool:
     """Whether `generate` keeps `rows` of `capacity` tokens on pages where nobody says what to keep:
     steps are then one CUDA graph.
 
     Args:
-      given: the `GenerationConfig`; mode: a `GenerationMode`.
+      given: the `GenerationConfig`; mode: a `GenerationMode`; new_tokens: at most.
     """
     wanted = (
         mode in ("greedy_search", "sample")
+        and new_tokens >= MIN_NEW_TOKENS
         and set(model.config.layer_attention) == {"nsa"}
         # A cache that comes back may have to grow.
         and not (given.return_dict_in_generate or given.is_assistant)

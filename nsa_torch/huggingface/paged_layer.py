@@ -81,10 +81,10 @@ class PagedRows:
         position = before[:, None] + column
         if count is None:
             after, starts, runs = before + T, None, None
-            if self.columns == 0 and T > QUERIES:  # no pages to read
-                tokens = slice(0, batch * T)
+            if T > QUERIES:  # the rows are alike
+                tokens, whole = slice(0, batch * T), self.columns == 0
                 starts = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * T
-                runs = [Run(slice(0, batch), tokens, T, table.shape[1], whole=True)]
+                runs = [Run(slice(0, batch), tokens, T, table.shape[1], whole)]
             self.call = Call(position, after, after, table, reach, starts, runs=runs)
             return
         after = before + count.to(before.dtype)
