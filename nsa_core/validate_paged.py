@@ -78,14 +78,21 @@ def table(page_table, lengths) -> None:
 
 
 def page_numbers(
-    page_table: np.ndarray, lengths: np.ndarray, cache: PagedArrays, read: bool
+    page_table: np.ndarray,
+    lengths: np.ndarray,
+    cache: PagedArrays,
+    read: bool,
+    count: int | None = None,
 ) -> None:
-    """The entries of the pages that `lengths` tokens need; `read`: below 0 is no page then too."""
+    """The entries of the pages that `lengths` tokens need; `read`: below 0 is no page then too;
+    `count`: of pages, None: `num_pages`.
+    """
+    count = cache.num_pages if count is None else count
     columns = np.arange(page_table.shape[1]) * cache.config.select_block
-    outside = (page_table >= cache.num_pages) | (read & (page_table < 0))
+    outside = (page_table >= count) | (read & (page_table < 0))
     for row, column in np.argwhere(outside & (columns < lengths[:, None])):
         raise ValueError(
-            f"page_table[{row}, {column}] must be a page of the cache, 0..{cache.num_pages - 1}, "
+            f"page_table[{row}, {column}] must be a page of the cache, 0..{count - 1}, "
             f"got {page_table[row, column]}"
         )
 

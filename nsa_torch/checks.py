@@ -97,11 +97,11 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
     return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
 
 
-def page_numbers(page_table, lengths, cache, *, read):
-    """Checks the numbers, where the host reads them."""
+def page_numbers(page_table, lengths, cache, *, read, count=None):
+    """Checks the numbers, where the host reads them; `count`: of pages, None: `num_pages`."""
     if is_read(page_table) and is_read(lengths):
         table, tokens = (x.detach().cpu().numpy() for x in (page_table, lengths))
-        validate_paged.page_numbers(table, tokens, cache, read)
+        validate_paged.page_numbers(table, tokens, cache, read, count)
 
 
 def is_read(x: Tensor) -> bool:

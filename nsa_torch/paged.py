@@ -12,6 +12,7 @@ The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -49,9 +50,14 @@ class PagedCache(PagedArrays):
         bfloat16.
       max_rows: of a cache in fp8, rows whose newest `2 l` tokens are kept as they were given.
 
+    Attributes:
+      apart: how many pages lie in its tensors from one of its pages to the next (`view`).
+
     Raises:
       ValueError: a size that is not a positive int, a dtype that there is no cache of.
     """
+
+    apart = 1
 
     def __init__(
         self,
@@ -98,6 +104,11 @@ class PagedCache(PagedArrays):
     ) -> Self:
         """A cache on pages that another manager owns, in place.
 
+        Others may lie between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
+        layers: where all arrays that are given have their pages the same number of pages apart,
+        kernels read them as they lie. The cache's tensors then have what is between, too, and those
+        made here are as long.
+
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None: made here, zeros.
@@ -134,6 +145,10 @@ class PagedCache(PagedArrays):
             "selected_key_scale": key_scale,
             "selected_value_scale": value_scale,
         }
+        apart = _pages_apart([x for x in given.values() if x is not None])
+        if apart > 1:
+            given = {name: _with_gaps(x, apart) for name, x in given.items()}
+            key_pages, value_pages = given["selected_key"], given["selected_value"]
         compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
         pages, _, kv_heads, key_width = key_pages.shape
         sizes = pages, kv_heads, key_width, value_pages.shape[3]
@@ -147,6 +162,7 @@ class PagedCache(PagedArrays):
                 arrays[name] = torch.zeros(shape, dtype=dtype, device=key_pages.device)
         cache = cls.__new__(cls)
         PagedArrays.__init__(cache, config, **arrays)
+        cache.apart = apart
         validate_paged.pages(cache)
         checks.devices(key_pages, cache.tensors())
         return cache
@@ -208,7 +224,17 @@ class PagedCache(PagedArrays):
         """
         for name, x in self.tensors().items():
             if name in PAGES:
-                x[target] = x[source]
+                x[target * self.apart] = x[source * self.apart]
+
+    def in_memory(self, page_table: Tensor, lengths: Tensor, *, read: bool) -> Tensor:
+        """Where the pages of a table lie in the tensors; `read`: as of `checks.page_numbers`."""
+        if self.apart == 1:
+            return page_table
+        checks.tensors(page_table=page_table, lengths=lengths)
+        validate_paged.table(page_table, lengths)
+        count = -(-self.num_pages // self.apart)
+        checks.page_numbers(page_table, lengths, self, read=read, count=count)
+        return page_table.clamp(-1, count) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
         """Copies the newest tokens of whole rows of a cache in fp8, as where one forks: `[K]` slots
@@ -245,6 +271,27 @@ class PagedCache(PagedArrays):
         codes, new_scale = rounding.rounded(OPS, new)
         write(pages.view(torch.uint8), at, codes.view(torch.uint8))
         write(scale.transpose(1, 2), at, new_scale)
+
+
+def _pages_apart(arrays: Sequence[Tensor]) -> int:
+    """How many pages of memory lie from one page to the next, the same in all arrays; 1 where there
+    is no such number.
+    """
+    size = lambda x: x[0].numel()
+    if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
+        return 1
+    if any(x.stride(0) % size(x) for x in arrays):
+        return 1
+    found = {x.stride(0) // size(x) for x in arrays}
+    return max(found.pop(), 1) if len(found) == 1 else 1
+
+
+def _with_gaps(pages: Tensor | None, apart: int) -> Tensor | None:
+    """`pages` and what lies between them, contiguous."""
+    if pages is None:
+        return None
+    shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
+    return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 
 
 def append(
@@ -285,6 +332,7 @@ def append(
         another kind.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
+    page_table = cache.in_memory(page_table, lengths, read=False)
     given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
     new = checked_tokens(cache, *given)
     key, value, count = new.key, new.value, new.key.selected.shape[0]

@@ -83,6 +83,8 @@ def paged_attention(
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     validate_paged.same_config(cache, config)
+    given_table = page_table
+    page_table = cache.in_memory(page_table, lengths, read=True)
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
         step = _Step(
@@ -108,7 +110,7 @@ def paged_attention(
         cache.contents, together = new.contents, (new.key, new.value)
     elif new is not None:
         step, options = None, {"params": params, "made_with": made_with, "slots": slots}
-        at = page_table, lengths
+        at = given_table, lengths
         append(cache, new.key, new.value, *at, cu_seqlens_q=cu_seqlens_q, **options)
     if decided is None:
         return _in_runs(inputs, runs or (), implementation, new)
@@ -280,6 +282,7 @@ def explain(
     implementation: str | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    page_table = cache.in_memory(page_table, lengths, read=True)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
     return _decide(inputs, max_seqlen_q, implementation).choice
 

@@ -340,6 +340,41 @@ def test_adopted_pages_are_written_in_place():
         nsa_torch.PagedCache.view(key, value[:4], config=SMALL)
 
 
+def interleaved(kinds: int, separate=False):
+    """A cache on the first two of `kinds` pages that lie one behind the other, in memory of NaN."""
+    memory = torch.full((POOL, kinds, 16, 2, 8), torch.nan)
+    pages = memory[:, 0], memory[:, 1]
+    return memory, nsa_torch.PagedCache.view(*pages, config=SMALL, separate=separate)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("kinds", [2, 3])
+def test_pages_between_which_others_lie(kinds, separate):
+    """Kernels take the tensors as they are; what is between is not touched; forks and bounds are of
+    the caller's numbers.
+    """
+    sizes = Sizes(Dv=8, separate=separate)
+    rows, table = Rows(sizes, [30, 7]), tables([30, 7], SMALL, POOL, WIDTH)
+    paged = Torch(sizes)
+    memory, paged.cache = interleaved(kinds, separate)
+    assert all(x.is_contiguous() for x in paged.cache.tensors().values())
+    assert paged.cache.selected_key.data_ptr() == memory.data_ptr()
+    close(step(paged, rows, table, [0, 0], [30, 7]), rows.expected([0, 0], [30, 7]))
+    close(step(paged, rows, table, [29, 6], [30, 7], True), rows.expected([29, 6], [30, 7]))
+    assert (memory[table[0, 1], 0, :14] == torch.from_numpy(rows.key[separate][0][16:])).all()
+    written = torch.zeros(POOL, dtype=torch.bool)
+    written[[*table[0, :2], table[1, 0]]] = True
+    assert memory[~written].isnan().all() and memory[:, 2:].isnan().all()
+    free = int((~written).nonzero()[0])
+    paged.cache.copy_pages(torch.tensor([table[0, 0]]), torch.tensor([free]))
+    moved = table.copy()
+    moved[0, 0] = free
+    close(step(paged, rows, moved, [29, 6], [30, 7], True), rows.expected([29, 6], [30, 7]))
+    moved[0, 1] = POOL
+    with pytest.raises(ValueError, match=rf"page_table\[0, 1\] .* 0..{POOL - 1}, got {POOL}"):
+        step(paged, rows, moved, [29, 6], [30, 7], True)
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_memory_of_another_manager_is_carved(separate):
     """One piece of it, of whole pages; what lies behind them stays."""
@@ -711,6 +746,34 @@ def test_rows_of_few_tokens_on_a_gpu(implementation):
                     query[tokens], gates[tokens], *at, implementation=implementation
                 )
                 torch.testing.assert_close(out[tokens], alone, rtol=0, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
+@torch.no_grad()
+def test_pages_between_which_others_lie_on_a_gpu(implementation):
+    """A prompt and steps, each the bits of pages side by side."""
+    pool, heads, width = 40, 2, 64
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    memory = torch.full((pool, 2, 64, heads, width), torch.nan, **options)
+    pairs = memory.unbind(1), memory.clone().transpose(0, 1).contiguous().unbind()
+    caches = [nsa_torch.PagedCache.view(*pair) for pair in pairs]
+    assert [cache.apart for cache in caches] == [2, 1]
+    table = torch.randperm(pool, device="cuda").int().view(2, -1)
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for count in (700, 1, 1, 3):
+        lengths += count
+        draw = lambda n, count=count: torch.randn(2 * count, n, width, **options)
+        new = {"key": draw(heads), "value": draw(heads)}
+        query, gates = draw(32), torch.rand(2 * count, 32, 3, **options)
+        found = [
+            nsa_torch.paged_attention(
+                query, gates, cache, table, lengths, implementation=implementation, **new
+            )
+            for cache in caches
+        ]
+        assert found[0].isfinite().all() and torch.equal(*found)
+    assert torch.equal(memory[:, 0].nan_to_num(), caches[1].selected_key.nan_to_num())
 
 
 @pytest.mark.gpu
