@@ -16,13 +16,15 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
   ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
                 `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
                 indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the
-                indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients
+                indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients. Mode
+                `decode`: one token a row, its blocks and its attention, from pages as large as a
+                block, in one CUDA graph; `plain`: without kernels
   peak_gib      the most that was allocated, arguments included
   error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
                 twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
-                of float32 scores: 2 % at most. Of the loss, from the plain implementation: two
-                roundings at most
+                of float32 scores: 2 % at most. Of the loss and of decoding, from the plain
+                implementation: two roundings at most
 
 Needs the extra `hf`.
 """
@@ -52,8 +54,8 @@ from .harness import (
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 OURS = "nsa_torch", "nsa_blocks"
-IMPLEMENTATIONS = *OURS, "sdpa", "eager", "flex"
-MODES = "forward", "fwdbwd", "indexer", "loss"
+IMPLEMENTATIONS = *OURS, "plain", "sdpa", "eager", "flex"
+MODES = "forward", "fwdbwd", "indexer", "loss", "decode"
 LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
 HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
@@ -79,7 +81,14 @@ COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
 LOSS_RESULTS = ("loss", "index_query", "index_key")
 TIMES_SDPA, LOSS_ROUNDINGS = 2.0, 2
-HAS = {"indexer": (*OURS, "eager"), "loss": ("nsa_torch",)}  # implementations of a mode
+WHOLE = tuple(x for x in IMPLEMENTATIONS if x != "plain")
+HAS = {  # implementations of a mode
+    "forward": WHOLE,
+    "fwdbwd": WHOLE,
+    "indexer": (*OURS, "eager"),
+    "loss": ("nsa_torch",),
+    "decode": ("nsa_torch", "plain"),
+}
 HIDDEN, LISTS_APART = 256, 0.02
 
 
@@ -123,8 +132,11 @@ def attend(
     if name == "nsa_blocks":
         return block_attention(of, query, key, value, None, block_indices=indices)[0]
     if name == "nsa_torch":
-        own_layout = (x.transpose(1, 2) for x in (query, key, value))
-        return nsa_torch.block_attention(*own_layout, read, block_size=of.indexer.block_size)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        block = of.indexer.block_size
+        out = nsa_torch.block_attention(query, key, value, read, block_size=block)
+        assert isinstance(out, Tensor)
+        return out
     if name == "flex":
         return flex_blocks.attend(query, key, value, read)
     queries, keys = query.shape[2], key.shape[2]
@@ -218,8 +230,10 @@ class Problem:
         if not _runs(name):
             reason = "torch has gradients of FlexAttention on a GPU alone"
             return {"status": "unsupported", "reason": reason}
-        if self.mode == "indexer":
-            call: Callable[..., Any] = Indexer(self.length).of(name)
+        if self.mode == "decode":
+            call: Callable[..., Any] = Decode(self.length).step(_implementation(name))
+        elif self.mode == "indexer":
+            call = Indexer(self.length).of(name)
         elif self.mode == "loss":
             loss = Loss(self, self.length)
             call = lambda _=0: loss.results(None)
@@ -251,6 +265,12 @@ class Problem:
         """Of each implementation's results for the last queries, from `eager` in float32."""
         if self.mode == "indexer":
             return dict.fromkeys(HAS["indexer"], Indexer(self.length).errors())
+        if self.mode == "decode":
+            decode = Decode(self.length)
+            exact, found = (decode.attend(x) for x in ("torch", None))
+            error = {"out": _distance(found[1], exact[1].float())}
+            error["lists"] = (found[0] != exact[0]).any(dim=-1).double().mean().item()
+            return {"nsa_torch": error, "plain": dict.fromkeys(error, 0.0)}
         if self.mode == "loss":
             loss = Loss(self, CHECKED.value)
             pairs = zip(LOSS_RESULTS, loss.results(None), loss.results("torch"), strict=True)
@@ -261,7 +281,8 @@ class Problem:
         wide = [x.detach().float().requires_grad_(x.requires_grad) for x in tensors]
         expected = self.results("eager", wide, indices)
         found = {name: {} for name in NAMES.value}
-        for name in filter(_runs, dict.fromkeys((*NAMES.value, "sdpa"))):
+        names = filter(_runs, dict.fromkeys((*NAMES.value, "sdpa")))
+        for name in filter(HAS[self.mode].__contains__, names):
             results = self.results(name, tensors, indices, self.read(name, indices))
             pairs = zip(RESULTS, results, expected, strict=False)
             found[name] = {n: _distance(x, y) for n, x, y in pairs}
@@ -374,6 +395,51 @@ class Loss:
         return [loss, *torch.autograd.grad(loss.mean(), indexer)]
 
 
+class Decode:
+    """A token of each row: its blocks from pages of index keys, its attention to them."""
+
+    def __init__(self, length: int):
+        draw = torch.Generator(device()).manual_seed(0)
+        about = {"generator": draw, "device": device(), "dtype": getattr(torch, DTYPE.value)}
+        rows, page, columns = BATCH.value, BLOCK.value, -(-length // BLOCK.value)
+        count, kv_heads, width = rows * columns, KV_HEADS.value, WIDTH.value
+        kv = [torch.randn(count, page, kv_heads, width, **about) for _ in range(2)]
+        table = torch.randperm(count, generator=draw, device=device()).int()
+        self.at = (
+            table.view(rows, columns),
+            torch.full((rows,), length, dtype=torch.int32, device=device()),
+        )
+        self.attention = torch.randn(rows, HEADS.value, width, **about), *kv
+        self.indexer = (
+            torch.randn(rows, kv_heads, width, **about),
+            torch.randn(count, page, width, **about),
+        )
+
+    @torch.no_grad()
+    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
+        """The lists and the output."""
+        import nsa_torch
+
+        sizes = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
+        how = {"implementation": implementation}
+        lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **sizes, **how)
+        arrays = *self.attention, *self.at, lists
+        out = nsa_torch.paged_block_attention(*arrays, block_size=BLOCK.value, **how)
+        assert isinstance(out, Tensor)
+        return lists, out
+
+    def step(self, implementation: str | None) -> Callable[..., Any]:
+        """What is timed: a graph, where there are any."""
+        if device() == "cpu":
+            return lambda _=0: self.attend(implementation)
+        replay, _ = timing.cuda_graph(lambda: self.attend(implementation))
+        return lambda _=0: replay()
+
+
+def _implementation(name: str) -> str | None:
+    return "torch" if name == "plain" else None
+
+
 def _distance(x: Tensor, y: Tensor) -> float:
     return ((x.float() - y).square().mean() / y.square().mean()).sqrt().item()
 
@@ -401,7 +467,7 @@ def _judged(mode: str, name: str, errors: Mapping[str, Mapping[str, float]]) -> 
     found, eps = errors[name], torch.finfo(getattr(torch, DTYPE.value)).eps
     if mode == "indexer":
         most, than = dict.fromkeys(found, LISTS_APART), "float32's"
-    elif mode == "loss":
+    elif mode in ("loss", "decode"):
         most, than = dict.fromkeys(found, LOSS_ROUNDINGS * eps), "plain"
     else:
         most, than = {n: TIMES_SDPA * x + eps for n, x in errors["sdpa"].items()}, "sdpa"
@@ -445,7 +511,7 @@ def main(argv: Sequence[str]) -> int:
         for mode in MODE.value:
             problem = Problem(length, mode)
             errors = problem.errors()
-            names = [x for x in NAMES.value if x in HAS.get(mode, IMPLEMENTATIONS)]
+            names = [x for x in NAMES.value if x in HAS[mode]]
             for name in names:
                 heartbeat.say(f"{mode} {length} {name}")
                 row = {"S": length, "mode": mode, "implementation": name, **sizes}

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from kernels_pallas.triton.index_descriptions import IndexSizes
-from nsa_core import validate
+from nsa_core import validate, validate_paged
 from nsa_core.config import NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
@@ -48,17 +48,43 @@ class Index(NamedTuple):
         return None
 
 
+def _check(index: Index) -> None:
+    validate.sizes(pool=index.pool, entry=index.entry)
+    _ = index.config  # checks the rest
+    for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
+        if getattr(index, name) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {getattr(index, name)!r}")
+
+
+def check_paged(query, pages, page_table, lengths, starts, index: Index) -> None:
+    """Of `paged_index_blocks`, by shape and dtype alone; `starts`: `cu_seqlens_q`.
+
+    Raises:
+      ValueError: an argument that nothing takes.
+    """
+    _check(index)
+    validate.array("index_query", query, 3)
+    if 0 in query.shape:
+        raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
+    validate.array("index_key_pages", pages, 3)
+    validate.sizes(num_pages=pages.shape[0], keys_a_page=pages.shape[1])
+    validate.shape("index_key_pages", pages, (*pages.shape[:2], query.shape[2]))
+    if pages.dtype != query.dtype:
+        raise ValueError(
+            "index_key_pages must have the dtype of index_query, "
+            f"{validate.dtype_name(query)}, got {validate.dtype_name(pages)}"
+        )
+    validate_paged.table(page_table, lengths)
+    validate_paged.rows("index_query", query.shape[0], lengths, starts)
+
+
 def check(query, key, index: Index, packed: bool) -> None:
     """Of `index_blocks`, by shape and dtype alone.
 
     Raises:
       ValueError: an argument that no implementation takes.
     """
-    validate.sizes(pool=index.pool, entry=index.entry)
-    _ = index.config  # checks the rest
-    for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
-        if getattr(index, name) not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {getattr(index, name)!r}")
+    _check(index)
     validate.array("index_query", query, 4)
     if 0 in query.shape:
         raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
     from nsa_jax.index_loss import indexer_kl
-    from nsa_jax.indexer import index_blocks
+    from nsa_jax.indexer import index_blocks, paged_index_blocks
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
     from nsa_jax.varlen import varlen_metadata
@@ -51,6 +51,7 @@ __all__ = [
     "init_cache",
     "paged_attention",
     "paged_block_attention",
+    "paged_index_blocks",
     "prepare",
     "select_blocks",
     "selected_attention",
@@ -76,6 +77,7 @@ _HOMES = {
     "init_cache": "cache",
     "paged_attention": "paged_attend",
     "paged_block_attention": "blocks",
+    "paged_index_blocks": "indexer",
     "prepare": "warm_up",
     "varlen_metadata": "varlen",
 }

@@ -6,10 +6,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from nsa_core import block_lists, debug, paged_layout, validate
-from nsa_jax import geometry, jax_debug
+from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps.triton_paged_blocks import Paged
+from nsa_jax import geometry, jax_debug, jax_problem
 from nsa_jax.api import OutLse, selected_attention
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
+from nsa_jax.indexer import chosen_implementation
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import precision_of, scale_of, softmax, wide
 
@@ -138,6 +141,7 @@ def paged_block_attention(
     scale: float | None = None,
     cu_seqlens_q: Int[Array, " B1"] | None = None,
     return_residual: bool = False,
+    implementation: str | None = None,
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 
@@ -152,17 +156,47 @@ def paged_block_attention(
       block_indices: int32 `[N, G, n]`, as of `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
         number.
-      block_size, scale, return_residual: as of `block_attention`.
+      block_size, scale, return_residual: as of `block_attention`; any number of tokens a block.
+      implementation: `triton` (kernels: GPUs from Ampere on), `xla` (gathers and a softmax), or
+        None: the first that can.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, cu_seqlens_q, scale)
-    found = compiled(_paged)(
-        *arrays, block_size=block_size, scale=scale, cu_seqlens_q=cu_seqlens_q
-    )
+
+    def why_not():
+        sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q), block_size
+        found = jax_problem.capability()
+        return triton_paged_blocks.sizes_of(*sizes, scale, found).why_not()
+
+    name = chosen_implementation(implementation, why_not, query)
+    run = compiled(_paged_on_triton if name == "triton" else _paged)
+    found = run(*arrays, block_size=block_size, scale=scale, cu_seqlens_q=cu_seqlens_q)
     return found if return_residual else found[0]
+
+
+def _paged_on_triton(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    block_indices,
+    *,
+    block_size,
+    scale,
+    cu_seqlens_q,
+):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+    arrays = query, key_pages, value_pages, block_indices
+    found = TRITON_OPS.capability(query)
+    sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, scale, found)
+    return triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
 
 
 def _paged(

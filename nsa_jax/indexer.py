@@ -1,5 +1,7 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,11 +9,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.triton import capability, index_descriptions
 from nsa_core import index as indexing
-from nsa_core import validate
+from nsa_core import paged_layout, validate
 from nsa_core.index import Index
+from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import geometry, jax_problem
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
+from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import precision_of, wide
 from nsa_jax.select import choose
 
@@ -84,6 +89,107 @@ def index_blocks(
     return run(index_query, index_key, index=index, **at)
 
 
+@any_rank
+def paged_index_blocks(
+    index_query: Float[Array, "N Hi Di"],
+    index_key_pages: Float[Array, "P page Di"],
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, " B"],
+    *,
+    pool: int = 128,
+    num_selected: int = 16,
+    num_initial: int = 0,
+    num_local: int = 1,
+    activation: str | None = None,
+    reduce: str | None = None,
+    entry: int = 1,
+    cu_seqlens_q: Int[Array, " B1"] | None = None,
+    implementation: str | None = None,
+) -> Int[Array, "N G n"]:
+    """`index_blocks` of each row's last tokens, whose keys lie in pages: the lists of
+    `paged_block_attention`.
+
+    Args:
+      index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
+      index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
+      page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
+      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      pool, num_selected, num_initial, num_local, activation, reduce, entry: as of `index_blocks`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
+        number.
+      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256,
+        tables of up to 32768 blocks), `xla` (which copies the keys of all rows), or None: the
+        first that can.
+
+    Returns:
+      int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    chosen = num_selected, num_initial, num_local
+    index = Index(pool, *chosen, activation, reduce, entry)
+    arrays = index_query, index_key_pages, page_table, lengths
+    indexing.check_paged(*arrays, cu_seqlens_q, index)
+    arrays = *lax.stop_gradient(arrays[:2]), *arrays[2:]
+    at = {"cu_seqlens_q": cu_seqlens_q, "index": index}
+
+    def why_not():
+        found, paged = jax_problem.capability(), Paged(*arrays[2:], cu_seqlens_q)
+        sizes = triton_paged_blocks.index_sizes_of(*arrays[:2], index, paged, found)
+        return sizes.why_not()
+
+    name = chosen_implementation(implementation, why_not, index_query)
+    return compiled(_paged_on_triton if name == "triton" else _of_copies)(*arrays, **at)
+
+
+def chosen_implementation(
+    asked: str | None, why_not: Callable[[], str | None], query: Array
+) -> str:
+    """`triton` or `xla`, of functions on pages.
+
+    Args:
+      why_not: why the kernels cannot, or None; asked where there is a GPU.
+
+    Raises:
+      ValueError: there is none of the name that was asked for.
+      NotImplementedError: the one that was asked for cannot.
+    """
+    if asked not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
+    if asked == "xla":
+        return "xla"
+    reason = _device_why_not(query) or why_not()
+    if asked == "triton" and reason is not None:
+        raise NotImplementedError(f"implementation 'triton' {reason}")
+    return "xla" if reason is not None else "triton"
+
+
+def _paged_on_triton(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+    found = TRITON_OPS.capability(query)
+    sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
+    return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+
+
+def _of_copies(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
+    """From the keys of all rows side by side."""
+    count, (batch, columns) = query.shape[0], page_table.shape
+    lengths = jnp.minimum(lengths, columns * pages.shape[1] * index.entry)
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    key = pages[jnp.clip(page_table, 0, pages.shape[0] - 1)]
+    key = key.reshape(batch, -1, pages.shape[2])
+    longest = count // batch if cu_seqlens_q is None else count
+    rows = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, longest)
+    position = jnp.where(rows.there, tokens.position[rows.token], -1)
+    found = _at(query[rows.token], key, position, None, index)
+    flat = jnp.clip(rows.flat, 0, batch * longest - 1)
+    return found.reshape(batch * longest, *found.shape[2:])[flat]
+
+
 def _implementation(asked: str | None, index: Index, query, key, segment_ids) -> str:
     """The name of what runs.
 
@@ -123,10 +229,15 @@ def _on_triton(query, key, *, index: Index, **at):
 
 
 def _in_chunks(query, key, *, index: Index, **at):
-    batch, length, heads, _ = query.shape
-    rows, config = key.shape[1], index.config
-    where = geometry.query_layout(batch, length, **at, config=config)
-    packed = at["segment_ids"] is not None
+    where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
+    start = where.key_start if at["segment_ids"] is not None else None
+    return _at(query, key, where.position, start, index)
+
+
+def _at(query, key, position, key_start, index: Index):
+    """Of queries at these positions `[B, T]`; `key_start`: of packed rows, else None."""
+    batch, _, heads, _ = query.shape
+    rows, config, packed = key.shape[1], index.config, key_start is not None
     # A block of the query's own may have no key yet.
     blocks = index.num_blocks(rows) + (index.entry > 1)
 
@@ -155,5 +266,5 @@ def _in_chunks(query, key, *, index: Index, **at):
         own = jnp.broadcast_to((position // config.select_block)[..., None], scores.shape[:3])
         return choose(scores, own, config)
 
-    arrays = query, where.position, where.key_start
+    arrays = query, position, key_start if packed else position
     return over_queries(chosen, arrays, (key,), batch * heads * max(rows, 1) * 8)

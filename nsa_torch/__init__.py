@@ -25,7 +25,7 @@ from nsa_torch.functional import (
     sliding_attention,
 )
 from nsa_torch.index_loss import indexer_kl
-from nsa_torch.indexer import index_blocks
+from nsa_torch.indexer import index_blocks, paged_index_blocks
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append
 from nsa_torch.paged_attend import paged_attention
@@ -54,6 +54,7 @@ __all__ = [
     "init_cache",
     "paged_attention",
     "paged_block_attention",
+    "paged_index_blocks",
     "plan_runs",
     "prepare",
     "select_blocks",

@@ -5,10 +5,13 @@ from torch import Tensor
 
 from nsa_core import block_lists, paged_layout
 from nsa_core.config import NSAConfig
+from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.functional import selected_attention
+from nsa_torch.functional import as_given, selected_attention
 from nsa_torch.geometry import geometry_of
+from nsa_torch.indexer import chosen_implementation, kernel_capability
 from nsa_torch.operators import requires_grad
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -121,6 +124,7 @@ def paged_block_attention(
     scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
     return_residual: bool = False,
+    implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 
@@ -136,12 +140,14 @@ def paged_block_attention(
       block_indices: int32 `[N, G, n]`, as of `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
         number.
-      block_size, scale, return_residual: as of `block_attention`.
+      block_size, scale, return_residual: as of `block_attention`; any number of tokens a block.
+      implementation: `triton` (kernels: GPUs from Ampere on), `torch` (gathers and a softmax), or
+        None: the first that can.
 
     Raises:
       ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
         reads the lists.
-      NotImplementedError: a gradient is wanted.
+      NotImplementedError: a gradient is wanted; the named implementation cannot run this.
     """
     tensors = query, key_pages, value_pages, page_table, lengths, block_indices
     names = "query", "key_pages", "value_pages", "page_table", "lengths", "block_indices"
@@ -155,6 +161,24 @@ def paged_block_attention(
         raise NotImplementedError(
             "paged_block_attention has no gradient: call it under no_grad"
         )
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+    with torch.no_grad(), as_given(query):
+        arrays = query, key_pages, value_pages, block_indices
+        capability = kernel_capability(query)
+        sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, scale, capability)
+        name = chosen_implementation(implementation, sizes.why_not, query)
+        if name == "torch":
+            out, lse = _of_gathered(*arrays, paged, block_size, scale)
+        else:
+            from nsa_torch.triton_ops import TRITON_OPS
+
+            out, lse = triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
+    return (out, lse) if return_residual else out
+
+
+def _of_gathered(query, key_pages, value_pages, block_indices, paged, block_size, scale):
+    """`(out, lse)` of what the lists name, a chunk of queries at a time."""
+    page_table, lengths, cu_seqlens_q = paged
     (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
     capacity = page_table.shape[1] * key_pages.shape[1]
     lengths = lengths.clamp(max=capacity)
@@ -184,4 +208,4 @@ def paged_block_attention(
             with_lse=True,
         )
         out[part], lse[part] = (x.flatten(1, 2) for x in found)
-    return (out, lse) if return_residual else out
+    return out, lse

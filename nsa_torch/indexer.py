@@ -1,18 +1,24 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_pallas.triton import capability, index_descriptions
+from kernels_pallas.triton.paged_blocks_descriptions import PagedIndex
 from nsa_core import index as indexing
+from nsa_core import paged_layout
 from nsa_core.index import Index
+from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import as_given
 from nsa_torch.geometry import Geometry, geometry
 from nsa_torch.select import select_from_scores
-from nsa_torch.torch_ops import capability_of
+from nsa_torch.torch_ops import TORCH_OPS, capability_of
 
 IMPLEMENTATIONS = "triton", "torch"
 
@@ -88,26 +94,102 @@ def index_blocks(
         return _on_triton(index_query, index_key, where, index)
 
 
-def blocks_at(
-    query: Tensor,
-    key: Tensor,
-    position: Tensor,
-    pool: int,
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
-) -> Tensor:
+def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
     """`index_blocks` of queries at any places: `position` `[B or 1, T]`, negative: padding."""
-    index = Index(pool, num_selected, num_initial, num_local, None, None, 1)
     indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
-        position = position.expand(query.shape[:2])
-        none = torch.zeros_like(position)
-        where = Geometry(position, none, none, None, None)
+        where = _anywhere(position.expand(query.shape[:2]))
         if _implementation(None, index, query, key, None) == "torch":
             return _in_chunks(query, key, where, index)
         return _on_triton(query, key, where, index)
+
+
+def _anywhere(position: Tensor) -> Geometry:
+    none = torch.zeros_like(position)
+    return Geometry(position, none, none, None, None)
+
+
+def paged_index_blocks(
+    index_query: Tensor,
+    index_key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    pool: int = 128,
+    num_selected: int = 16,
+    num_initial: int = 0,
+    num_local: int = 1,
+    activation: str | None = None,
+    reduce: str | None = None,
+    entry: int = 1,
+    cu_seqlens_q: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """`index_blocks` of each row's last tokens, whose keys lie in pages: the lists of
+    `paged_block_attention`.
+
+    Shapes decide what is launched, so that a CUDA graph serves growing lengths.
+
+    Args:
+      index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
+      index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
+      page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
+      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      pool, num_selected, num_initial, num_local, activation, reduce, entry: as of `index_blocks`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
+        number.
+      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256,
+        tables of up to 32768 blocks), `torch` (which copies the keys of all rows), or None: the
+        first that can.
+
+    Returns:
+      int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    tensors = index_query, index_key_pages, page_table, lengths
+    names = "index_query", "index_key_pages", "page_table", "lengths"
+    given = dict(zip(names, tensors, strict=True))
+    given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
+    checks.tensors(**given)
+    chosen = num_selected, num_initial, num_local
+    index = Index(pool, *chosen, activation, reduce, entry)
+    indexing.check_paged(*tensors, cu_seqlens_q, index)
+    checks.devices(index_query, given)
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+    with torch.no_grad(), as_given(index_query):
+        sizes = _paged_sizes(index_query, index_key_pages, index, paged)
+        name = chosen_implementation(implementation, sizes.why_not, index_query)
+        if name == "torch":
+            return _of_copies(index_query, index_key_pages, paged, index)
+        from nsa_torch.triton_ops import TRITON_OPS
+
+        query, pages = index_query.detach(), index_key_pages.detach()
+        return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+
+
+def _paged_sizes(query: Tensor, pages: Tensor, index: Index, paged: Paged) -> PagedIndex:
+    """Of the kernels."""
+    found = kernel_capability(query)
+    return triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
+
+
+def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tensor:
+    """From the keys of all rows side by side."""
+    count, table = query.shape[0], paged.page_table
+    most = table.shape[1] * pages.shape[1] * index.entry
+    lengths = paged.lengths.clamp(max=most)
+    starts = paged.cu_seqlens_q
+    tokens = paged_layout.tokens_of(TORCH_OPS, lengths, starts, count)
+    key = pages[table.long().clamp(0, pages.shape[0] - 1)].flatten(1, 2)
+    longest = count // table.shape[0] if starts is None else count
+    rows = paged_layout.pad_queries(TORCH_OPS, tokens, lengths, starts, longest)
+    position = tokens.position[rows.token].masked_fill(~rows.there, -1)
+    found = _in_chunks(query[rows.token], key, _anywhere(position), index)
+    return found.flatten(0, 1)[rows.flat.clamp(0, found.shape[0] * longest - 1)]
 
 
 def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
@@ -130,6 +212,33 @@ def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> 
     if asked == "triton" and reason is not None:
         raise NotImplementedError(f"implementation 'triton' {reason}")
     return "torch" if reason is not None else "triton"
+
+
+def chosen_implementation(
+    asked: str | None, why_not: Callable[[], str | None], query: Tensor
+) -> str:
+    """`triton` or `torch`, of functions on pages.
+
+    Args:
+      why_not: why the kernels cannot, or None.
+
+    Raises:
+      ValueError: there is none of the name that was asked for.
+      NotImplementedError: the one that was asked for cannot.
+    """
+    if asked not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
+    if asked == "torch":
+        return "torch"
+    reason = device_why_not(query) or why_not()
+    if asked == "triton" and reason is not None:
+        raise NotImplementedError(f"implementation 'triton' {reason}")
+    return "torch" if reason is not None else "triton"
+
+
+def kernel_capability(query: Tensor) -> tuple[int, int]:
+    """Of its GPU; where there is none, of what kernels are interpreted or asked about for."""
+    return capability_of(query.device.index) if query.is_cuda else capability.AMPERE
 
 
 def device_why_not(query: Tensor) -> str | None:

@@ -15,8 +15,11 @@ import torch
 import kernels_pallas
 import nsa_jax
 import nsa_torch
+from bench.harness import timing
 from bench.judge.parity import assert_parity
+from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_core import block_lists, debug
+from nsa_torch import blocks
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
@@ -384,14 +387,15 @@ def test_a_block_named_twice():
         debug.enable()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
-@pytest.mark.parametrize(("page", "block", "scopes"), [(32, 16, 2), (8, 24, 1), (16, 16, 4)])
-@pytest.mark.parametrize("same", [True, False])
-def test_pages(page, block, scopes, same):
-    """Each row is `block_attention` of its tokens, whatever lies in pages that are not its own."""
+def pages_of(page, block, scopes, same):
+    """Arguments of `paged_block_attention`, its `cu_seqlens_q`, and what `block_attention` has for
+    each row alone; what no row has is NaN.
+    """
     rng = np.random.default_rng(0)
     heads, kv_heads, width, columns = 4, 2, 16, 96 // page
     lengths, counts = [77, 0, 5, 96], ([3, 3, 3, 3] if same else [7, 0, 1, 40])
+    if INTERPRETED:  # slowly
+        counts = [min(x, 2) for x in counts]
     pages = rng.normal(size=(2, 4 * columns + 3, page, kv_heads, width)).astype(np.float32)
     table = rng.permutation(4 * columns + 3)[: 4 * columns].reshape(4, columns).astype(np.int32)
     total, blocks = sum(counts), -(-96 // block) + 1
@@ -405,31 +409,110 @@ def test_pages(page, block, scopes, same):
         key, value = pages[:, table[row]].reshape(2, 1, 96, kv_heads, width)[:, :, :length]
         mine = slice(starts[row], starts[row + 1])
         if length < counts[row] or not counts[row]:
-            rows.append(None)
+            rows.append((mine, None))
             continue
         arrays = (torch.tensor(x) for x in (query[None, mine], key, value, lists[None, mine]))
         options = dict(block_size=block, return_residual=True, implementation="sdpa")
-        rows.append([x[0].numpy() for x in nsa_torch.block_attention(*arrays, **options)])
+        found = nsa_torch.block_attention(*arrays, **options)
+        rows.append((mine, [x[0].numpy() for x in found]))
     used = np.zeros(pages.shape[1:3], bool)
     for row, length in enumerate(lengths):
         used[table[row, np.arange(length) // page], np.arange(length) % page] = True
     pages[:, ~used] = np.nan
     given = query, *pages, table, np.array(lengths, np.int32), lists
+    return given, None if same else starts, rows
+
+
+def judge_rows(found, rows):
+    out, lse = (np.asarray(x) for x in found)
+    for mine, want in rows:
+        if want is None:
+            assert not out[mine].any() and np.isneginf(lse[mine]).all()
+            continue
+        np.testing.assert_allclose(out[mine], want[0], atol=2e-6)
+        np.testing.assert_allclose(lse[mine], want[1], atol=2e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize(("page", "block", "scopes"), [(32, 16, 2), (8, 24, 1), (16, 16, 4)])
+@pytest.mark.parametrize("same", [True, False])
+def test_pages(page, block, scopes, same):
+    given, starts, rows = pages_of(page, block, scopes, same)
     options = {"block_size": block, "return_residual": True}
-    cu = None if same else starts
+    cu = None if same else torch.tensor(starts)
     of_torch = nsa_torch.paged_block_attention(
-        *map(torch.tensor, given), cu_seqlens_q=None if same else torch.tensor(cu), **options
+        *map(torch.tensor, given), cu_seqlens_q=cu, **options
     )
-    of_jax = nsa_jax.paged_block_attention(*map(jnp.asarray, given), cu_seqlens_q=cu, **options)
-    for found in (of_torch, of_jax):
-        out, lse = (np.asarray(x) for x in found)
-        for row, want in enumerate(rows):
-            mine = slice(starts[row], starts[row + 1])
-            if want is None:
-                assert not out[mine].any() and np.isneginf(lse[mine]).all()
-                continue
-            np.testing.assert_allclose(out[mine], want[0], atol=2e-6)
-            np.testing.assert_allclose(lse[mine], want[1], atol=2e-6)
+    judge_rows(of_torch, rows)
+    of_jax = nsa_jax.paged_block_attention(
+        *map(jnp.asarray, given), cu_seqlens_q=starts, **options
+    )
+    judge_rows(of_jax, rows)
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize(
+    ("page", "block", "scopes", "same"),
+    [(32, 16, 2, True), (8, 24, 1, False), (16, 16, 4, False)],
+)
+def test_pages_on_triton(page, block, scopes, same, monkeypatch):
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(blocks, "chosen_implementation", lambda *_: "triton")
+        monkeypatch.setattr(paged_blocks_descriptions, "SPLIT", 32)  # several parts
+    given, starts, rows = pages_of(page, block, scopes, same)
+    options: dict[str, Any] = {"block_size": block, "return_residual": True}
+    options |= {"cu_seqlens_q": None if same else torch.tensor(starts, device=DEVICE)}
+    given = [torch.tensor(x, device=DEVICE) for x in given]
+    twice = [
+        nsa_torch.paged_block_attention(*given, **options, implementation="triton")
+        for _ in range(2)
+    ]
+    judge_rows([x.cpu() for x in twice[0]], rows)
+    assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_a_step_in_a_graph():
+    """Lists and attention of MiniMax-M3's shape, from pages, in one graph for growing lengths: the
+    lists are those of prefill, the output is near that of `block_attention`.
+    """
+    make = torch.Generator("cuda").manual_seed(0)
+    columns, page, widths = 30, 128, (64, 4, 128)
+    about = {"generator": make, "device": "cuda", "dtype": torch.bfloat16}
+    heads, kv_heads, width = widths
+    pages = torch.randn(3, 3 * columns + 2, page, kv_heads, width, **about)
+    key_pages, value_pages, index_pages = pages[0], pages[1], pages[2, :, :, 0].contiguous()
+    table = torch.randperm(3 * columns, generator=make, device="cuda").int().view(3, columns)
+    query = torch.randn(3, heads, width, **about)
+    index_query = torch.randn(3, kv_heads, width, **about)
+    lengths = torch.ones(3, dtype=torch.int32, device="cuda")
+
+    def step():
+        lists = nsa_torch.paged_index_blocks(
+            index_query, index_pages, table, lengths, implementation="triton"
+        )
+        arrays = query, key_pages, value_pages, table, lengths, lists
+        out = nsa_torch.paged_block_attention(*arrays, block_size=128, implementation="triton")
+        return lists, out
+
+    with torch.no_grad():
+        replay, (lists, out) = timing.cuda_graph(step)
+        for found in ((1, 129, 3840), (2500, 127, 3000)):
+            lengths.copy_(torch.tensor(found))
+            replay()
+            for row, length in enumerate(found):
+                mine = (x[table[row].long()].flatten(0, 1) for x in (key_pages, value_pages))
+                key, value = (x[None, :length] for x in mine)
+                index_key = index_pages[table[row].long()].flatten(0, 1)[None, :length]
+                want = nsa_torch.index_blocks(index_query[None, row : row + 1], index_key)
+                assert torch.equal(lists[row], want[0, 0])
+                given = query[None, row : row + 1], key, value, want
+                exact = nsa_torch.block_attention(
+                    *(x.float() for x in given[:3]), want, block_size=128, implementation="sdpa"
+                )
+                assert (out[row] - exact[0, 0]).norm() / exact.norm() < 0.005
 
 
 BAD_PAGES = (

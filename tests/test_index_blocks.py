@@ -13,6 +13,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
+from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_torch import indexer
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -122,15 +123,27 @@ def expected(case: Case):
     return scores
 
 
-def judge(case: Case, found) -> None:
-    """Ascending, once each, the highest; in float32 and of equal scores exactly the lower ones."""
-    found, scores = np.asarray(found), expected(case)
-    assert found.dtype == np.int32 and found.shape == (*scores.shape[:3], case.n)
-    spare = np.pad(scores, ((0, 0),) * 3 + ((0, case.n),), constant_values=-np.inf)
-    order = np.argsort(-spare, axis=-1, kind="stable")[..., : case.n]
+def chosen(case: Case) -> np.ndarray:
+    """The lists: of equal scores the lower blocks."""
+    spare, order = ordered(case)
     best = np.take_along_axis(spare, order, -1)
     want = np.sort(np.where(best > -np.inf, order, 2**30), -1)
-    want = np.where(want == 2**30, -1, want)
+    return np.where(want == 2**30, -1, want)
+
+
+def ordered(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Scores with `n` more, and the places of the `n` highest."""
+    spare = ((0, 0),) * 3 + ((0, case.n),)
+    scores = np.pad(expected(case), spare, constant_values=-np.inf)
+    return scores, np.argsort(-scores, axis=-1, kind="stable")[..., : case.n]
+
+
+def judge(case: Case, found) -> None:
+    """Ascending, once each, the highest; in float32 and of equal scores exactly the lower ones."""
+    found, want = np.asarray(found), chosen(case)
+    assert found.dtype == np.int32 and found.shape == want.shape
+    spare, order = ordered(case)
+    best = np.take_along_axis(spare, order, -1)
     if case.dtype == "float32" or case.equal:
         np.testing.assert_array_equal(found, want)
         return
@@ -221,6 +234,47 @@ def judge_fast(case, found):
     assert same == 1 if case.equal else same > 0.999, (wide, same)
 
 
+# Pages of keys, and which case; rows have other numbers of queries where it says so.
+PAGED = (
+    (8, False, Case(T=3, lengths=(71, 100))),
+    (16, True, Case(T=9, pool=4, n=7, initial=1, local=2, lengths=(55, 100), equal=True)),
+    (32, False, Case(T=2, pool=128, n=2, S=300, heads=4)),
+    (5, True, Case(T=4, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum")),
+    (4, False, Case(T=3, pool=2, n=3, entry=4, S=98, equal=True)),
+)
+
+
+def paged(case: Case, page: int, ragged: bool, device="cpu"):
+    """Arguments and options of `paged_index_blocks`, and which of the case's queries they have."""
+    rng = np.random.default_rng(5)
+    query, key = (x.numpy() for x in tensors_of(case))
+    columns = -(-case.S // (page * case.entry))
+    pages = np.full((case.B * columns + 2, page, case.width), np.nan, query.dtype)
+    table = rng.permutation(len(pages))[: case.B * columns].reshape(case.B, columns)
+    for b in range(case.B):
+        spare = np.full((columns * page - case.keys, case.width), np.nan, query.dtype)
+        pages[table[b]] = np.concatenate([key[b], spare]).reshape(columns, page, case.width)
+    lengths = np.array(case.lengths or (case.S,) * case.B)
+    counts = [case.T - 2 * b if ragged else case.T for b in range(case.B)]
+    taken = [slice(case.T - count, case.T) for count in counts]
+    query = np.concatenate([query[b, x] for b, x in enumerate(taken)])
+    arrays = query, pages, table.astype(np.int32), lengths.astype(np.int32)
+    starts = np.cumsum([0, *counts]).astype(np.int32) if ragged else None
+    return arrays, starts, taken
+
+
+def judge_paged(case: Case, found, taken) -> None:
+    whole = np.full((*expected(case).shape[:3], case.n), -2, np.int32)
+    begin = 0
+    for b, mine in enumerate(taken):
+        count = mine.stop - mine.start
+        whole[b, mine], begin = np.asarray(found)[begin : begin + count], begin + count
+    assert begin == len(found)
+    there = whole[..., 0] > -2
+    want = chosen(case)
+    np.testing.assert_array_equal(whole[there], want[there])
+
+
 BAD = (
     (dict(index_key=torch.zeros(1, 40, 1, 8)), "index_key must have 3 axes"),
     (dict(index_key=torch.zeros(1, 40, 9)), r"index_key must have shape \(1, 40, 8\)"),
@@ -243,6 +297,37 @@ BAD = (
 
 
 @plain
+@plain
+@pytest.mark.parametrize(("page", "ragged", "case"), PAGED, ids=range(len(PAGED)))
+def test_pages(page, ragged, case, monkeypatch):
+    set_limits(monkeypatch, torch_chunk_bytes=50_000)
+    arrays, starts, taken = paged(case, page, ragged)
+    tensors, cu = map(torch.tensor, arrays), None if starts is None else torch.tensor(starts)
+    found = nsa_torch.paged_index_blocks(*tensors, **case.options, cu_seqlens_q=cu)
+    judge_paged(case, found, taken)
+    found = nsa_jax.paged_index_blocks(
+        *map(jnp.asarray, arrays), **case.options, cu_seqlens_q=starts
+    )
+    judge_paged(case, found, taken)
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize(("page", "ragged", "case"), PAGED, ids=range(len(PAGED)))
+def test_pages_on_triton(page, ragged, case, monkeypatch):
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
+        monkeypatch.setattr(paged_blocks_descriptions, "PART", 4)
+        monkeypatch.setattr(paged_blocks_descriptions, "CHUNK", 128)
+    arrays, starts, taken = paged(case, page, ragged)
+    tensors = [torch.tensor(x, device=DEVICE) for x in arrays]
+    cu = None if starts is None else torch.tensor(starts, device=DEVICE)
+    found = nsa_torch.paged_index_blocks(
+        *tensors, **case.options, cu_seqlens_q=cu, implementation="triton"
+    )
+    judge_paged(case, found.cpu(), taken)
+
+
 @pytest.mark.parametrize(("changed", "message"), BAD)
 def test_bad_input(changed, message):
     given = dict(index_query=torch.zeros(1, 20, 2, 8), index_key=torch.zeros(1, 40, 8))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
+from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex, Rows
 from kernels_pallas.triton.tiling import smem_of
 from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
@@ -32,7 +33,12 @@ DECODE = {
     "verify": DecodeCase(8, 8, 32, 2, 192, 128, pages=64),
     "decode fp8": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024, fp8=True),
 }
+PAGES = Rows(8, 1, 1024, 9000, 128)
+H100 = (9, 0)
 INDEX = {
+    "pages": PagedBlocks(PAGES, 64, 4, 128, 128, "bfloat16", 4, 16, 128, 0.1, H100),
+    "m3 pages": PagedIndex(PAGES, 4, 128, "bfloat16", 128, 1, 16, 0, 1, False, False, H100),
+    "qsa pages": PagedIndex(PAGES, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True, (8, 0)),
     "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
     "loss": LossSizes(
         1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1
@@ -43,6 +49,12 @@ COMPILED = (
     ("m3", 90, "index:index_blocks"),
     ("loss", 90, "index_kl:kl_rows"),
     ("index32", 89, "index:index_blocks"),
+    ("pages", 90, "paged_blocks:partials"),
+    ("pages", 90, "paged_blocks:merge"),
+    ("m3 pages", 90, "paged_blocks:scores"),
+    ("m3 pages", 90, "paged_blocks:best"),
+    ("qsa pages", 80, "paged_blocks:scores"),
+    ("qsa pages", 80, "paged_blocks:best"),
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),
     ("wide", 90, "selected:forward"),
@@ -82,8 +94,8 @@ def test_kernels_compile_within_the_limits_of_an_architecture():
         assert report.shared <= smem_of(divmod(arch, 10)), about
         assert report.registers <= 255 and report.spills <= SPILLS, about
         products = not name.startswith(
-            ("combine", "dkv:merge", "selected:tile", "paged", "split")
-        )
+            ("combine", "dkv:merge", "selected:tile", "paged_append", "paged_gather", "split")
+        ) and name not in ("paged_blocks:merge", "paged_blocks:best")
         assert report.tensor_cores == (products and "32" not in shape), about
 
 

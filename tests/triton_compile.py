@@ -22,6 +22,7 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.triton import decode_descriptions, descriptions, index_descriptions
 from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from kernels_pallas.triton.kernel import TritonKernel
+from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
@@ -207,7 +208,22 @@ def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]
     ]
 
 
+def paged_blocks_launches(sizes: PagedBlocks, _) -> list[Launch]:
+    """The kernels of attention to blocks in pages."""
+    main, floats = sizes.dtype, ("float32",) * 3
+    arrays = main, main, main, *["int32"] * 5
+    return [Launch(sizes.partials(), arrays), Launch(sizes.merge(), floats)]
+
+
+def paged_index_launches(sizes: PagedIndex, _) -> list[Launch]:
+    """The kernels of an indexer whose keys lie in pages."""
+    places = ("int32",) * 3
+    arrays = sizes.dtype, sizes.dtype, "int32", *places
+    return [Launch(sizes.scores(), arrays), Launch(sizes.best(), ("float32", *places))]
+
+
 NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches, LossSizes: loss_launches}
+NOTES |= {PagedBlocks: paged_blocks_launches, PagedIndex: paged_index_launches}
 
 
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:

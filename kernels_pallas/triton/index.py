@@ -24,7 +24,7 @@ NOTHING = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _ordered(score):
+def ordered(score):
     """int32 in the order of float32; zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
@@ -71,7 +71,7 @@ def _walk(
             scores = tl.where((slot == i // PARTS)[None, :], tl.maximum(scores, top), scores)
         block = first + slot[None, :]
         forced = (block < NUM_INITIAL) | (block > own[:, None] - NUM_LOCAL)
-        order = tl.where(forced, HIGHEST, _ordered(scores))
+        order = tl.where(forced, HIGHEST, ordered(scores))
         packed = (order.to(tl.int64) << 32) | (-block + HIGHEST).to(tl.int64)
         candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
         packed = tl.where(candidate, packed, NOTHING)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nsa_core.index import Index
 from nsa_torch.indexer import blocks_at
 
 _TAKEN: set[type] = set()
@@ -57,8 +58,9 @@ def chosen_blocks(
     if cache is not None:
         layer = cache.layers[indexer.layer_idx]
         key = layer.update_index(key[:, None])[:, 0]
-    sizes = indexer.block_size, indexer.topk_blocks, 0, indexer.local_blocks
-    return blocks_at(query, key, position_ids, *sizes).transpose(1, 2)
+    chosen = indexer.topk_blocks, 0, indexer.local_blocks
+    index = Index(indexer.block_size, *chosen, None, None, 1)
+    return blocks_at(query, key, position_ids, index).transpose(1, 2)
 
 
 def index_vectors(

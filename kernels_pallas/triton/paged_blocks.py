@@ -1,0 +1,331 @@
+"""A few queries of rows in pages: the blocks of an indexer, and attention to blocks, two launches
+each.
+
+    scores     a program has some keys of one query. Their maxima by block, all that is written,
+               are a word for each block, head and query.
+    best       a program has one list. It finds the least score that is chosen bit by bit, so that
+               the blocks come in their order, and of equal scores the lower ones.
+    partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
+    merge      a program adds the parts of one query and key/value head.
+
+A split has a fixed number of keys: the order of sums does not depend on the batch. What bounds
+`scores` is the memory's bandwidth, which reads each key of a row once; the others wait for it.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels_pallas.triton.index import HIGHEST, ordered
+from kernels_pallas.triton.rows import (
+    NEGATIVE_INFINITY,
+    load_columns,
+    load_rows,
+    softmax_step,
+    store_attention,
+    store_rows,
+)
+
+LOWEST = tl.constexpr(-(2**31))  # the order of what is no candidate
+
+
+@triton.jit
+def _place_of(token, lengths, rows, positions, queries, most, RAGGED: tl.constexpr):
+    """Row and position of a token; a negative position: padding."""
+    if RAGGED:
+        return tl.load(rows + token).to(tl.int64), tl.load(positions + token)
+    row = token // queries
+    length = tl.minimum(tl.load(lengths + row), most)
+    at = tl.where(length > 0, length - queries + token % queries, -1)
+    return row.to(tl.int64), at
+
+
+@triton.jit
+def _entries(table, index, seen, P, PER_PAGE: tl.constexpr):
+    """Where the entries `index` of a row lie in the pool, as if it were one long page, and which of
+    the `seen` are in a page that exists.
+    """
+    page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
+    there = (page >= 0) & (page < P)
+    return tl.where(there, page, 0).to(tl.int64) * PER_PAGE + index % PER_PAGE, there
+
+
+@triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "most", "blocks"])
+def scores(
+    query,
+    pages,
+    page_table,
+    lengths,
+    rows,
+    positions,
+    tokens,
+    queries,
+    M,
+    P,
+    most,
+    blocks,
+    out,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RELU: tl.constexpr,
+    SUM: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs: tokens * ceil(keys of a table / CHUNK).
+
+    Args:
+      query: `[tokens, HEADS, WIDTH]`; pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each.
+      page_table: int32 `[B, M]`; lengths: int32 `[B]`, of `queries` queries each.
+      rows, positions: int32 `[tokens]`, read if `RAGGED`.
+      most: tokens that a row's table has room for; blocks: of these.
+      out: float32 `[tokens, HEADS or 1, blocks]`; written where a key is seen.
+    """
+    program = tl.program_id(0)
+    token = program % tokens  # those of a row read its keys at about the same time
+    first = program // tokens * CHUNK
+    row, at = _place_of(token, lengths, rows, positions, queries, most, RAGGED)
+    seen = (at + 1) // ENTRY
+    head = tl.arange(0, ROWS)
+    inside = tl.arange(0, KEYS)
+    mine = load_rows(query, token * HEADS + head, head < HEADS, WIDTH, COLUMNS)
+    table = page_table + row * M
+    MADE: tl.constexpr = KEYS // POOL
+    LISTS: tl.constexpr = 1 if SUM else HEADS
+    to = out + token.to(tl.int64) * LISTS * blocks
+    for begin in range(first, tl.minimum(first + CHUNK, seen), KEYS):
+        index = begin + inside
+        place, there = _entries(table, index, index < seen, P, PER_PAGE)
+        keys = load_columns(pages, place, there, WIDTH, COLUMNS)
+        product = tl.dot(mine, keys, input_precision=PRECISION)
+        if RELU:
+            product = tl.maximum(product, 0.0)
+        block = begin // POOL + tl.arange(0, MADE)
+        if SUM:  # heads that are none are rows of zeros
+            total = tl.where(there, tl.sum(product, axis=0), NEGATIVE_INFINITY)
+            if POOL > 1:
+                total = tl.max(tl.reshape(total, [MADE, POOL]), axis=1)
+            tl.store(to + block, total, mask=block < blocks)
+        else:
+            product = tl.where(there[None, :], product, NEGATIVE_INFINITY)
+            if MADE == 1:
+                top = tl.max(product, axis=1)[:, None]
+            elif POOL == 1:
+                top = product
+            else:
+                top = tl.max(tl.reshape(product, [ROWS, MADE, POOL]), axis=2)
+            written = (head < HEADS)[:, None] & (block < blocks)[None, :]
+            tl.store(to + head[:, None] * blocks + block[None, :], top, mask=written)
+
+
+@triton.jit
+def _order(
+    scores,
+    block,
+    blocks,
+    at,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    NUM_INITIAL: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+):
+    """int32 in the order of the blocks' scores for a query at `at`."""
+    own = tl.where(at >= 0, at // (POOL * ENTRY), -1)
+    written = (block < blocks) & (block * POOL < (at + 1) // ENTRY)
+    score = tl.load(scores + block, mask=written, other=NEGATIVE_INFINITY)
+    forced = (block < NUM_INITIAL) | (block > own - NUM_LOCAL)
+    candidate = (forced | (score > NEGATIVE_INFINITY)) & (block <= own)
+    return tl.where(candidate, tl.where(forced, HIGHEST, ordered(score)), LOWEST)
+
+
+@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+def best(
+    scores,
+    lengths,
+    rows,
+    positions,
+    queries,
+    most,
+    blocks,
+    out,
+    LISTS: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PART: tl.constexpr,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    NUM_INITIAL: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Programs: tokens * LISTS.
+
+    Args:
+      scores: of `scores`, `[tokens, LISTS, blocks]`; the rest as there.
+      out: int32 `[tokens, LISTS, N]`, ascending, -1 behind.
+    """
+    program = tl.program_id(0)
+    _, at = _place_of(program // LISTS, lengths, rows, positions, queries, most, RAGGED)
+    here = scores + program.to(tl.int64) * blocks
+    everything = tl.arange(0, BLOCKS)
+    orders = _order(here, everything, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= N
+    least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
+    bit = tl.full([], 2**30, tl.int32)
+    for _ in range(31):
+        enough = tl.sum((orders >= least + bit).to(tl.int32), axis=0) >= N
+        least = tl.where(enough, least + bit, least)
+        bit = bit >> 1
+    need = N - tl.sum((orders > least).to(tl.int32), axis=0)
+
+    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in range(0, blocks, PART):
+        block = first + tl.arange(0, PART)
+        order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+        equal = ((order == least) & (order > LOWEST)).to(tl.int32)
+        first_ones = equals + tl.cumsum(equal, axis=0) <= need
+        chosen = (order > least) | ((equal > 0) & first_ones)
+        slot = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.store(out + program * N + slot, block, mask=chosen)
+        equals += tl.sum(equal, axis=0)
+        count += tl.sum(chosen.to(tl.int32), axis=0)
+    rest = tl.arange(0, SLOTS)
+    none = tl.full([SLOTS], -1, tl.int32)
+    tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))
+
+
+@triton.jit(do_not_specialize=["queries", "M", "P", "most", "scale"])
+def partials(
+    query,
+    key,
+    value,
+    page_table,
+    lengths,
+    rows,
+    positions,
+    lists,
+    queries,
+    M,
+    P,
+    most,
+    scale,
+    maxima,
+    sums,
+    outputs,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SCOPES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs: tokens * PAIRS * PARTS. A pair is a list with a key/value head that it serves,
+    `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
+
+    Args:
+      query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`.
+      lists: int32 `[tokens, SCOPES, N]`; the rest as of `scores`.
+      maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
+      outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
+    """
+    program = tl.program_id(0)
+    part, item = program % PARTS, program // PARTS
+    token, pair = item // PAIRS, item % PAIRS
+    row, at = _place_of(token, lengths, rows, positions, queries, most, RAGGED)
+    head = pair * HEADS // PAIRS
+    mine = lists + (token * SCOPES + pair * SCOPES // PAIRS) * N
+    member = tl.arange(0, ROWS)
+    number = item.to(tl.int64) * GROUP + member
+    real = member < GROUP
+    heads = load_rows(query, number, real, WIDTH, COLUMNS)
+    table = page_table + row * M
+    inside = tl.arange(0, KEYS)
+    top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    for begin in range(part * SPLIT, min(part * SPLIT + SPLIT, N * BLOCK), KEYS):
+        key_of_list = begin + inside
+        slot = key_of_list // BLOCK
+        block = tl.load(mine + slot, mask=slot < N, other=-1)
+        named = (block >= 0) & (block <= at // BLOCK) & (at >= 0)
+        index = tl.where(named, block, 0) * BLOCK + key_of_list % BLOCK
+        place, there = _entries(table, index, named & (index <= at), P, PAGE)
+        keys = load_columns(key, place * HEADS + head, there, WIDTH, COLUMNS)
+        values = load_rows(value, place * HEADS + head, there, VALUE_WIDTH, VALUE_COLUMNS)
+        logits = tl.dot(heads, keys, input_precision=PRECISION) * scale
+        logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
+        top, total, acc = softmax_step(logits, values, top, total, acc, PRECISION)
+    to = number * PARTS + part
+    tl.store(maxima + to, top, mask=real)
+    tl.store(sums + to, total, mask=real)
+    store_rows(outputs, to, acc, real, VALUE_WIDTH, VALUE_COLUMNS)
+
+
+@triton.jit
+def merge(
+    maxima,
+    sums,
+    outputs,
+    out,
+    lse,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+):
+    """Programs: tokens * PAIRS.
+
+    Args:
+      maxima, sums, outputs: of `partials`.
+      out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`; lse: float32 `[tokens, PAIRS * GROUP]`, natural.
+    """
+    member = tl.arange(0, ROWS)
+    number = tl.program_id(0).to(tl.int64) * GROUP + member
+    real = member < GROUP
+    top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    for part in range(PARTS):
+        at = number * PARTS + part
+        theirs = tl.load(maxima + at, mask=real, other=NEGATIVE_INFINITY)
+        larger = tl.maximum(top, theirs)
+        base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+        less, weight = tl.exp2(top - base), tl.exp2(theirs - base)
+        total = total * less + tl.load(sums + at, mask=real, other=0.0) * weight
+        rows = load_rows(outputs, at, real, VALUE_WIDTH, VALUE_COLUMNS)
+        acc = acc * less[:, None] + rows * weight[:, None]
+        top = larger
+    store_attention(
+        out,
+        lse,
+        lse,
+        out,
+        number,
+        real,
+        top,
+        total,
+        acc,
+        VALUE_WIDTH,
+        VALUE_COLUMNS,
+        False,
+        False,
+    )

@@ -1,0 +1,255 @@
+"""The launches of `paged_blocks.py`, described: no Triton is imported."""
+
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.descriptions import LOG2E, cdiv
+from kernels_pallas.triton.kernel import TritonKernel
+from kernels_pallas.triton.tiling import LEAST, WIDE, choose, power, smem_of
+
+HERE = "kernels_pallas.triton.paged_blocks"
+SPLIT = 512  # keys of a part of a list
+CHUNK = 1024  # keys that a program scores
+KEYS = 128  # of a step of it
+BLOCKS = 2**15  # of a row, whose scores one program holds
+PART = 4096  # blocks of a row that are written at a time
+GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Rows(NamedTuple):
+    """The tokens of a call.
+
+    Attributes:
+      tokens: of all rows; queries: of each, 0 where they differ.
+      pages: of a row's table; pool: pages that there are.
+      page: tokens of a page.
+    """
+
+    tokens: int
+    queries: int
+    pages: int
+    pool: int
+    page: int
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row's table has room for."""
+        return self.pages * self.page
+
+
+class PagedIndex(NamedTuple):
+    """Of the blocks of an indexer; fields as of `nsa_core.index.Index`, `entry` tokens a key."""
+
+    rows: Rows
+    heads: int
+    width: int
+    dtype: str
+    pool: int
+    entry: int
+    num_selected: int
+    num_initial: int
+    num_local: int
+    relu: bool
+    sums: bool
+    capability: tuple[int, int]
+
+    @property
+    def keys(self) -> int:
+        """That a row's table has room for."""
+        return self.rows.most // self.entry
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(self.keys, self.pool)
+
+    @property
+    def lists(self) -> int:
+        return 1 if self.sums else self.heads
+
+    def why_not(self) -> str | None:
+        """Why the kernels cannot run a problem, or None."""
+        if self.dtype not in DTYPES:
+            return f"computes in {', '.join(DTYPES)}, got {self.dtype}"
+        if self.pool > 2 * KEYS or self.pool & (self.pool - 1):
+            return f"takes blocks of a power of two up to {2 * KEYS} keys, got {self.pool}"
+        if self.heads > INDEX_HEADS or self.width > WIDTH:
+            return (
+                f"takes up to {INDEX_HEADS} heads and widths up to {WIDTH}, "
+                f"got {self.heads} and {self.width}"
+            )
+        if self.blocks > BLOCKS:
+            return f"takes tables of up to {BLOCKS} blocks, got {self.blocks}"
+        return None
+
+    def scores(self) -> TritonKernel:
+        """Arrays: query, pages, page_table, lengths, rows, positions; result: maxima by block."""
+        narrow, sizes = self.dtype != "float32", self.rows
+        keys = max(self.pool, KEYS if narrow and self.width <= KEYS else KEYS // 4)
+        wide = narrow and self.capability[0] in WIDE
+        itemsize, columns = 2 if narrow else 4, power(self.width)
+        # As many as `index.index_blocks` has at least, so that scores have the same bits.
+        rows = max(power(self.heads), 64 if wide else LEAST)
+        fits = lambda stages: (
+            itemsize * columns * (rows + stages * keys) < smem_of(self.capability)
+        )
+        return TritonKernel(
+            f"{HERE}:scores",
+            sizes.tokens * cdiv(self.keys, CHUNK),
+            (
+                sizes.tokens,
+                max(sizes.queries, 1),
+                sizes.pages,
+                sizes.pool,
+                sizes.most,
+                self.blocks,
+            ),
+            (Array((sizes.tokens, self.lists, self.blocks), "float32"),),
+            {
+                "HEADS": self.heads,
+                "ROWS": rows,
+                "WIDTH": self.width,
+                "COLUMNS": columns,
+                "POOL": self.pool,
+                "ENTRY": self.entry,
+                "PER_PAGE": sizes.page // self.entry,
+                "KEYS": keys,
+                "CHUNK": CHUNK,
+                "RELU": self.relu,
+                "SUM": self.sums,
+                "RAGGED": sizes.queries == 0,
+                "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
+            },
+            4,
+            next((x for x in (3, 2) if narrow and fits(x)), 1),
+        )
+
+    def best(self) -> TritonKernel:
+        """Arrays: the result of `scores`, lengths, rows, positions; result: the blocks, int32
+        `[tokens, lists, n]`.
+        """
+        sizes, blocks = self.rows, power(self.blocks)
+        return TritonKernel(
+            f"{HERE}:best",
+            sizes.tokens * self.lists,
+            (max(sizes.queries, 1), sizes.most, self.blocks),
+            (Array((sizes.tokens, self.lists, self.num_selected), "int32"),),
+            {
+                "LISTS": self.lists,
+                "N": self.num_selected,
+                "SLOTS": power(self.num_selected),
+                "BLOCKS": blocks,
+                "PART": min(blocks, PART),
+                "POOL": self.pool,
+                "ENTRY": self.entry,
+                "NUM_INITIAL": self.num_initial,
+                "NUM_LOCAL": self.num_local,
+                "RAGGED": sizes.queries == 0,
+            },
+            min(max(blocks // 512, 4), 32),
+        )
+
+
+class PagedBlocks(NamedTuple):
+    """Of attention to listed blocks; `scopes`: lists of a token."""
+
+    rows: Rows
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    scopes: int
+    n: int
+    block: int
+    scale: float
+    capability: tuple[int, int]
+
+    @property
+    def pairs(self) -> int:
+        """Lists, each with a key/value head that it serves."""
+        return max(self.scopes, self.Hkv)
+
+    @property
+    def group(self) -> int:
+        return self.H // self.pairs
+
+    @property
+    def parts(self) -> int:
+        return cdiv(self.n * self.block, SPLIT)
+
+    def _tiling(self):
+        widths, itemsize = (self.D, self.Dv), 4 if self.dtype == "float32" else 2
+        keys = min(power(self.n * self.block), 64, SPLIT)
+        return choose("forward", power(self.group), keys, *widths, itemsize, self.capability)
+
+    def why_not(self) -> str | None:
+        """Why the kernels cannot run a problem, or None."""
+        if self.dtype not in DTYPES:
+            return f"computes in {', '.join(DTYPES)}, got {self.dtype}"
+        if self.group > GROUP or max(self.D, self.Dv) > WIDTH or self._tiling() is None:
+            return (
+                f"takes up to {GROUP} query heads of a list and widths up to {WIDTH}, "
+                f"got {self.group}, D={self.D} and Dv={self.Dv}"
+            )
+        if self.n * self.block * self.rows.tokens * self.pairs >= 2**31:
+            return f"takes fewer listed keys than 2**31, got N={self.rows.tokens}"
+        return None
+
+    def partials(self) -> TritonKernel:
+        """Arrays: query, key pages, value pages, page_table, lengths, rows, positions, lists;
+        results: maxima, sums, outputs.
+        """
+        sizes, tiling = self.rows, self._tiling()
+        assert tiling is not None
+        heads = sizes.tokens * self.H
+        return TritonKernel(
+            f"{HERE}:partials",
+            sizes.tokens * self.pairs * self.parts,
+            (max(sizes.queries, 1), sizes.pages, sizes.pool, sizes.most, self.scale * LOG2E),
+            (
+                Array((heads, self.parts), "float32"),
+                Array((heads, self.parts), "float32"),
+                Array((heads, self.parts, self.Dv), "float32"),
+            ),
+            self._sizes()
+            | {
+                "HEADS": self.Hkv,
+                "PAIRS": self.pairs,
+                "SCOPES": self.scopes,
+                "ROWS": tiling.rows,
+                "WIDTH": self.D,
+                "COLUMNS": power(self.D),
+                "N": self.n,
+                "BLOCK": self.block,
+                "PAGE": sizes.page,
+                "SPLIT": SPLIT,
+                "KEYS": tiling.keys,
+                "RAGGED": sizes.queries == 0,
+                "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
+            },
+            8 if self.dtype == "float32" else tiling.warps,
+            tiling.stages,
+        )
+
+    def merge(self) -> TritonKernel:
+        """Arrays: the results of `partials`; results: out, lse."""
+        tokens = self.rows.tokens
+        return TritonKernel(
+            f"{HERE}:merge",
+            tokens * self.pairs,
+            (),
+            (
+                Array((tokens, self.H, self.Dv), self.dtype),
+                Array((tokens, self.H), "float32"),
+            ),
+            self._sizes() | {"ROWS": power(self.group)},
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "GROUP": self.group,
+            "PARTS": self.parts,
+            "VALUE_WIDTH": self.Dv,
+            "VALUE_COLUMNS": power(self.Dv),
+        }

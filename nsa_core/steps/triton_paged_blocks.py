@@ -1,0 +1,69 @@
+"""Blocks of an indexer and attention to blocks, of rows in pages, on Triton kernels, for either
+framework.
+"""
+
+from typing import Any, NamedTuple
+
+from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex, Rows
+from nsa_core import paged_layout
+from nsa_core.array_ops import ArrayOps
+from nsa_core.index import Index
+from nsa_core.validate import dtype_name
+
+
+class Paged(NamedTuple):
+    """Where the tokens of a call are: arguments as of `paged_block_attention`."""
+
+    page_table: Any
+    lengths: Any
+    cu_seqlens_q: Any
+
+    def rows(self, tokens: int, pool: int, page: int) -> Rows:
+        batch, pages = self.page_table.shape
+        queries = tokens // batch if self.cu_seqlens_q is None else 0
+        return Rows(tokens, queries, pages, pool, page)
+
+    def places(self, ops: ArrayOps, rows: Rows) -> tuple[Any, Any]:
+        """Row and position of each token, where rows have different numbers; else what nobody
+        reads: kernels count then, and nothing is launched before them.
+        """
+        if rows.queries:
+            return self.lengths, self.lengths
+        lengths = self.lengths.clip(None, rows.most)
+        found = paged_layout.tokens_of(ops, lengths, self.cu_seqlens_q, rows.tokens)
+        return ops.to_int32(found.row), ops.to_int32(found.position)
+
+
+def sizes_of(query, key, value, lists, paged: Paged, block: int, scale, capability):
+    """Of the kernels of `paged_block_attention`."""
+    tokens, heads, width = query.shape
+    pool, page, kv_heads, value_width = value.shape
+    scale = float(width**-0.5 if scale is None else scale)
+    scopes, entries = lists.shape[1:]
+    sizes = heads, kv_heads, width, value_width, dtype_name(query), scopes, entries
+    return PagedBlocks(paged.rows(tokens, pool, page), *sizes, block, scale, capability)
+
+
+def index_sizes_of(query, pages, index: Index, paged: Paged, capability) -> PagedIndex:
+    """Of the kernels of `paged_index_blocks`."""
+    tokens, heads, width = query.shape
+    pool, keys, _ = pages.shape
+    rows = paged.rows(tokens, pool, keys * index.entry)
+    chosen = index.num_selected, index.num_initial, index.num_local
+    sizes = heads, width, dtype_name(query), index.pool, index.entry, *chosen
+    how = index.activation == "relu", index.reduce == "sum"
+    return PagedIndex(rows, *sizes, *how, capability)
+
+
+def attention(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, paged: Paged):
+    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`."""
+    at = paged.page_table, paged.lengths, *paged.places(ops, sizes.rows)
+    parts = ops.run(sizes.partials(), query, key, value, *at, lists)
+    return ops.run(sizes.merge(), *parts)
+
+
+def blocks(ops: ArrayOps, sizes: PagedIndex, query, pages, paged: Paged):
+    """int32 `[N, Hi or 1, n]`."""
+    lengths, *places = paged.lengths, *paged.places(ops, sizes.rows)
+    (scores,) = ops.run(sizes.scores(), query, pages, paged.page_table, lengths, *places)
+    return ops.run(sizes.best(), scores, lengths, *places)[0]
