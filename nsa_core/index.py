@@ -36,16 +36,8 @@ class Index(NamedTuple):
         (batch, length, heads, width), rows = query.shape, key.shape[1]
         dtype = validate.dtype_name(query)
         rest = self.pool, self.entry, self.num_selected, self.num_initial, self.num_local
-        return IndexSizes(batch, length, rows, heads, width, dtype, *rest)
-
-    def kernel_why_not(self) -> str | None:
-        """Why no kernel takes these scores."""
-        if self.activation is not None or self.reduce is not None:
-            return (
-                "takes scores as they are, of each head, got "
-                f"activation={self.activation!r}, reduce={self.reduce!r}"
-            )
-        return None
+        how = self.activation == "relu", self.reduce == "sum"
+        return IndexSizes(batch, length, rows, heads, width, dtype, *rest, *how)
 
 
 def _check(index: Index) -> None:

@@ -11,7 +11,7 @@ from kernels_pallas.triton import capability, index_descriptions
 from nsa_core import index as indexing
 from nsa_core import paged_layout, validate
 from nsa_core.index import Index
-from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import geometry, jax_problem
 from nsa_jax.chunks import over_queries
@@ -60,9 +60,10 @@ def index_blocks(
       kv_len: number of tokens, an int or int32 `[]` or `[B]`; None: `S'`, with an `entry` above
         1: `T`.
       segment_ids: int `[B, S']` of packed rows, `entry` 1; blocks are local to the sequence.
-      implementation: `triton` (a kernel from which no score gets out: GPUs from Ampere on; `pool`
-        of 16 to 256, up to 64 blocks, scores of each head, no packed rows), `xla`, or None:
-        the first that can.
+      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256, no
+        packed rows. No score gets out where up to 64 blocks of 16 keys or more are chosen by the
+        scores of each head; else up to 256 MB of them at a time, of up to 32768 blocks of a row),
+        `xla`, or None: the first that can.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
@@ -201,7 +202,7 @@ def _implementation(asked: str | None, index: Index, query, key, segment_ids) ->
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
     if asked == "xla":
         return "xla"
-    reason = index.kernel_why_not() or index_descriptions.why_not(index.sizes(query, key))
+    reason = index_descriptions.why_not(index.sizes(query, key))
     if segment_ids is not None:
         reason = "takes no packed rows"
     reason = reason or _device_why_not(query)
@@ -221,11 +222,10 @@ def _on_triton(query, key, *, index: Index, **at):
     from nsa_jax.triton_ops import TRITON_OPS
 
     where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
-    kernel = index_descriptions.index_blocks(
-        index.sizes(query, key), TRITON_OPS.capability(query)
-    )
-    position = jnp.asarray(where.position, jnp.int32)
-    return TRITON_OPS.run(kernel, query, key, position)[0]
+    sizes, position = index.sizes(query, key), jnp.asarray(where.position, jnp.int32)
+    tokens = at["kv_len"]
+    offset = tokens - sizes.T if isinstance(tokens, int) else None
+    return triton_index.blocks(TRITON_OPS, sizes, query, key, position, offset)
 
 
 def _in_chunks(query, key, *, index: Index, **at):

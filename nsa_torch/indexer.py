@@ -11,7 +11,7 @@ from kernels_pallas.triton.paged_blocks_descriptions import PagedIndex
 from nsa_core import index as indexing
 from nsa_core import paged_layout
 from nsa_core.index import Index
-from nsa_core.steps import triton_paged_blocks
+from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
@@ -60,9 +60,10 @@ def index_blocks(
         `entry` above 1: `T`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), `entry` 1; blocks
         are local to the sequence.
-      implementation: `triton` (a kernel from which no score gets out: GPUs from Ampere on; `pool`
-        of 16 to 256, up to 64 blocks, scores of each head, no packed rows), `torch`, or None:
-        the first that can.
+      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256, no
+        packed rows. No score gets out where up to 64 blocks of 16 keys or more are chosen by the
+        scores of each head; else up to 256 MB of them at a time, of up to 32768 blocks of a row),
+        `torch`, or None: the first that can.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
@@ -203,7 +204,7 @@ def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> 
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
     if asked == "torch":
         return "torch"
-    reason = index.kernel_why_not() or index_descriptions.why_not(index.sizes(query, key))
+    reason = index_descriptions.why_not(index.sizes(query, key))
     if cu_seqlens is not None:
         reason = "takes no packed rows"
     if reason is None and not (query.is_contiguous() and key.is_contiguous()):
@@ -250,11 +251,10 @@ def device_why_not(query: Tensor) -> str | None:
 def _on_triton(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
     from nsa_torch.triton_ops import TRITON_OPS
 
-    kernel = index_descriptions.index_blocks(
-        index.sizes(query, key), TRITON_OPS.capability(query)
-    )
+    sizes = index.sizes(query, key)
     position = where.position.to(torch.int32).contiguous()
-    return TRITON_OPS.run(kernel, query.detach(), key.detach(), position)[0]
+    arrays = query.detach(), key.detach(), position
+    return triton_index.blocks(TRITON_OPS, sizes, *arrays, where.offset)
 
 
 def _in_chunks(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from kernels_pallas.triton import paged_blocks_descriptions
+from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
+from nsa_core.steps import triton_index
 from nsa_torch import indexer
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -187,6 +188,9 @@ IN_TRITON = (
     Case(T=5, S=70, entry=4, heads=2, B=1, local=0),
     Case(T=2, S=90, heads=2, lengths=(90, 55), equal=True, dtype="float16"),
     Case(pool=32, T=3, S=700, n=2, B=1, dtype="float16"),  # several steps of the selection
+    Case(T=9, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
+    Case(T=7, S=90, pool=4, n=9, heads=3, initial=1, local=2, activation="relu", equal=True),
+    Case(T=5, S=300, pool=128, n=2, heads=1, reduce="sum", lengths=(300, 140)),
 )
 
 
@@ -196,6 +200,8 @@ IN_TRITON = (
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
         monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
+        monkeypatch.setattr(triton_index, "SCORES_BYTES", 2000)  # several segments of tokens
+        monkeypatch.setattr(index_descriptions, "CHUNK", 32)
     judge(case, on_torch(case, "triton", DEVICE))
 
 
@@ -206,6 +212,22 @@ def test_triton_in_its_interpreter():
 
 
 ON_A_GPU = (
+    Case(
+        pool=1,
+        n=512,
+        T=3000,
+        S=20000,
+        entry=4,
+        local=0,
+        heads=4,
+        width=128,
+        B=1,
+        activation="relu",
+        reduce="sum",
+        dtype="bfloat16",
+        equal=True,
+    ),
+    Case(pool=128, n=16, T=900, S=9000, heads=4, width=128, reduce="sum", dtype="bfloat16"),
     Case(pool=128, n=16, T=3000, S=9000, heads=4, width=128, B=1, dtype="bfloat16"),
     Case(pool=64, n=40, T=2000, S=6000, heads=2, width=64, B=2, dtype="float16"),
     Case(pool=128, n=16, T=500, S=4000, heads=4, width=128, B=1, dtype="bfloat16", equal=True),
@@ -291,7 +313,7 @@ BAD = (
     (dict(kv_len=41), "kv_len must be"),
     (dict(implementation="sdpa"), "implementation must be one of"),
     (dict(implementation="triton", pool=20), "takes blocks of"),
-    (dict(implementation="triton", reduce="sum"), "of each head"),
+    (dict(implementation="triton", pool=1), "needs an NVIDIA GPU"),
     (dict(implementation="triton"), "needs an NVIDIA GPU"),
 )
 

@@ -43,10 +43,12 @@ INDEX = {
     "loss": LossSizes(
         1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1
     ),
+    "qsa": IndexSizes(1, 32768, 8192, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True),
     "index32": IndexSizes(1, 4096, 4096, 4, 128, "float32", 128, 1, 16, 0, 1),
 }
 COMPILED = (
     ("m3", 90, "index:index_blocks"),
+    ("qsa", 90, "index:index_scores"),
     ("loss", 90, "index_kl:kl_rows"),
     ("index32", 89, "index:index_blocks"),
     ("pages", 90, "paged_blocks:partials"),

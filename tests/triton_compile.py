@@ -191,8 +191,12 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
 
 
 def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launch]:
-    """The kernel of an indexer."""
-    kernel = index_descriptions.index_blocks(sizes, capability)
+    """The kernel of an indexer, or the first of two."""
+    if sizes.on_chip:
+        kernel = index_descriptions.index_blocks(sizes, capability)
+    else:
+        some = 0, min(sizes.T, 1000), sizes.blocks
+        kernel = index_descriptions.index_scores(sizes, capability, *some)
     return [Launch(kernel, (sizes.dtype, sizes.dtype, "int32"))]
 
 

@@ -7,6 +7,9 @@ all heads share, `KEYS` at a time: one product, of whose columns a thread holds 
 maximum. `BEST` blocks make a step of the selection. A candidate is one 64-bit integer, the bits of
 its score in the order of integers before its complemented index: the greatest are the best, and of
 equal scores the lower block wins. The best so far stay in registers.
+
+`index_scores` writes z instead, where more blocks are chosen than registers hold, or blocks are few
+keys, or scores are added over heads; `paged_blocks.best` chooses then.
 """
 
 import triton
@@ -157,3 +160,78 @@ def index_blocks(
     found = tl.where(found == HIGHEST, -1, found)
     store = out + (place * N)[:, None] + rank[None, :]
     tl.store(store, found, mask=real[:, None] & (rank < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "S", "first", "count", "blocks"])
+def index_scores(
+    query,
+    key,
+    position,
+    T,
+    S,
+    first,
+    count,
+    blocks,
+    out,
+    HEADS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POOL: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENTRY: tl.constexpr,
+    RELU: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
+    ceil(blocks * POOL / CHUNK).
+
+    Args:
+      query, key, position: as of `index_blocks`.
+      out: float32 `[B, count, HEADS or 1, blocks]`; written where a key is seen.
+    """
+    ROWS: tl.constexpr = TOKENS * HEAD_ROWS
+    MADE: tl.constexpr = KEYS // POOL
+    tiles, chunks = tl.cdiv(count, TOKENS), tl.cdiv(blocks * POOL, CHUNK)
+    program = tl.program_id(0)
+    chunk, tile = program % chunks, program // chunks % tiles
+    batch = (program // chunks // tiles).to(tl.int64)
+    index = tl.arange(0, ROWS)
+    local, head = tile * TOKENS + index // HEAD_ROWS, index % HEAD_ROWS
+    real = (local < count) & (head < HEADS)
+    item = batch * T + tl.minimum(first + local, T - 1)
+    at = tl.where(real, tl.load(position + item), -1)
+    rows = load_rows(query, item * HEADS + head, real, WIDTH, COLUMNS)
+    seen = tl.minimum((at + 1) // ENTRY, S)
+    end = tl.minimum(chunk * CHUNK + CHUNK, tl.max(seen, axis=0))
+    key += batch * S * WIDTH
+    inside = tl.arange(0, KEYS)
+    if SUM:
+        list_tokens = tile * TOKENS + tl.arange(0, TOKENS)
+        here = list_tokens < count
+        to = out + (batch * count + list_tokens) * blocks
+        sees = tl.max(tl.reshape(seen, [TOKENS, HEAD_ROWS]), axis=1)
+    else:
+        here = real
+        to = out + ((batch * count + local) * HEADS + head) * blocks
+        sees = seen
+    for begin in range(chunk * CHUNK, end, KEYS):
+        row = begin + inside
+        keys = load_columns(key, row, row < S, WIDTH, COLUMNS)
+        scores = tl.dot(rows, keys, input_precision=PRECISION)
+        if RELU:
+            scores = tl.maximum(scores, 0.0)
+        if SUM:  # heads that are none are rows of zeros
+            scores = tl.sum(tl.reshape(scores, [TOKENS, HEAD_ROWS, KEYS]), axis=1)
+        scores = tl.where(row[None, :] < sees[:, None], scores, NEGATIVE_INFINITY)
+        if MADE == 1:
+            scores = tl.max(scores, axis=1)[:, None]
+        elif POOL > 1:
+            made = tl.reshape(scores, [TOKENS if SUM else ROWS, MADE, POOL])
+            scores = tl.max(made, axis=2)
+        block = begin // POOL + tl.arange(0, MADE)
+        written = here[:, None] & (block < blocks)[None, :]
+        tl.store(to[:, None] + block[None, :], scores, mask=written)

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, MERGED_ROWS, SEGMENT, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
+from kernels_pallas.triton.paged_blocks_descriptions import BLOCKS
 from kernels_pallas.triton.tiling import LEAST, SPARE, WIDE, Tiling, power, smem_of
 
 POOLS = (16, 32, 64, 128, 256)
-SELECTED = 64  # blocks of a query
+SELECTED = 64  # blocks of a query, which stay in registers
+CHUNK = 2048  # keys that a program scores, where it writes scores
 WIDTH = 256
 LISTED = 4096  # keys of a query whose scores stay in registers
 DTYPES = ("float16", "bfloat16", "float32")
@@ -28,21 +30,76 @@ class IndexSizes(NamedTuple):
     num_selected: int
     num_initial: int
     num_local: int
+    relu: bool = False
+    sums: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Of all keys, with that of the last tokens, which may have no key yet."""
+        return cdiv(self.S, self.pool) + (self.entry > 1)
+
+    @property
+    def lists(self) -> int:
+        return 1 if self.sums else self.heads
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether `index.index_blocks` takes it, from which no score gets out."""
+        plain = not (self.relu or self.sums)
+        return plain and self.pool in POOLS and self.num_selected <= SELECTED
 
 
 def why_not(sizes: IndexSizes) -> str | None:
-    """Why the kernel cannot run a problem, or None."""
+    """Why the kernels cannot run a problem, or None."""
     if sizes.dtype not in DTYPES:
         return f"computes in {', '.join(DTYPES)}, got {sizes.dtype}"
-    if sizes.pool not in POOLS:
-        return f"takes blocks of {POOLS} keys, got pool={sizes.pool}"
-    if sizes.num_selected > SELECTED:
-        return f"takes up to {SELECTED} blocks of a query, got {sizes.num_selected}"
+    if sizes.pool > POOLS[-1] or sizes.pool & (sizes.pool - 1):
+        return f"takes blocks of a power of two up to {POOLS[-1]} keys, got pool={sizes.pool}"
     if sizes.width > WIDTH:
         return f"takes widths up to {WIDTH}, got {sizes.width}"
     if sizes.heads > 64:
         return f"takes up to 64 heads, got {sizes.heads}"
+    if not sizes.on_chip and sizes.blocks > BLOCKS:
+        return (
+            f"takes up to {BLOCKS} blocks of a row where their scores are written, "
+            f"got {sizes.blocks}"
+        )
     return None
+
+
+def index_scores(
+    sizes: IndexSizes, capability: tuple[int, int], first: int, count: int, blocks: int
+) -> TritonKernel:
+    """Of the tokens `first .. first + count - 1`, whose keys are in the first `blocks` blocks.
+    Arrays: query, key, position; result: maxima by block.
+    """
+    heads = 1 << (sizes.heads - 1).bit_length()
+    tiles = _tiles(sizes, capability, LEAST)
+    tokens, keys = max(tiles.rows // heads, 1), max(tiles.keys, sizes.pool)
+    shape = sizes.B, count, sizes.lists, blocks
+    chunk = max(CHUNK, keys)
+    return TritonKernel(
+        "kernels_pallas.triton.index:index_scores",
+        sizes.B * cdiv(count, tokens) * cdiv(blocks * sizes.pool, chunk),
+        (sizes.T, sizes.S, first, count, blocks),
+        (Array(shape, "float32"),),
+        {
+            "HEADS": sizes.heads,
+            "HEAD_ROWS": heads,
+            "TOKENS": tokens,
+            "WIDTH": sizes.width,
+            "COLUMNS": power(sizes.width),
+            "POOL": sizes.pool,
+            "KEYS": keys,
+            "CHUNK": chunk,
+            "ENTRY": sizes.entry,
+            "RELU": sizes.relu,
+            "SUM": sizes.sums,
+            "PRECISION": "ieee" if sizes.dtype == "float32" else "tf32",
+        },
+        tiles.warps,
+        tiles.stages,
+    )
 
 
 def index_blocks(sizes: IndexSizes, capability: tuple[int, int]) -> TritonKernel:
@@ -83,7 +140,8 @@ def _tiles(sizes: IndexSizes, capability: tuple[int, int], best: int) -> Tiling:
     stay in registers.
     """
     itemsize = 4 if sizes.dtype == "float32" else 2
-    rows, keys = (32, min(sizes.pool, 32)) if itemsize == 4 else (64, min(sizes.pool, 128))
+    pool = sizes.pool if sizes.on_chip else 128
+    rows, keys = (32, min(pool, 32)) if itemsize == 4 else (64, min(pool, 128))
     rows = 128 if rows == 64 and capability[0] in WIDE else rows
     rows, width = max(min(rows, 2048 // best), LEAST), power(sizes.width)
     limit = smem_of(capability)

@@ -128,26 +128,55 @@ class PagedIndex(NamedTuple):
         """Arrays: the result of `scores`, lengths, rows, positions; result: the blocks, int32
         `[tokens, lists, n]`.
         """
-        sizes, blocks = self.rows, power(self.blocks)
-        return TritonKernel(
-            f"{HERE}:best",
-            sizes.tokens * self.lists,
-            (max(sizes.queries, 1), sizes.most, self.blocks),
-            (Array((sizes.tokens, self.lists, self.num_selected), "int32"),),
-            {
-                "LISTS": self.lists,
-                "N": self.num_selected,
-                "SLOTS": power(self.num_selected),
-                "BLOCKS": blocks,
-                "PART": min(blocks, PART),
-                "POOL": self.pool,
-                "ENTRY": self.entry,
-                "NUM_INITIAL": self.num_initial,
-                "NUM_LOCAL": self.num_local,
-                "RAGGED": sizes.queries == 0,
-            },
-            min(max(blocks // 512, 4), 32),
+        queries, chosen = (
+            self.rows.queries,
+            (self.num_selected, self.num_initial, self.num_local),
         )
+        blocks = self.blocks, self.blocks
+        about = self.rows.tokens, self.lists, *blocks, self.pool, self.entry, *chosen
+        return best_blocks(*about, queries, self.rows.most)
+
+
+def best_blocks(
+    tokens: int,
+    lists: int,
+    blocks: int,
+    most_blocks: int,
+    pool: int,
+    entry: int,
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+    queries: int = 0,
+    most: int = 0,
+) -> TritonKernel:
+    """Arrays: scores float32 `[tokens, lists, blocks]`, lengths, rows, positions, of which the
+    first is read where rows have the same number of `queries`, the others elsewhere; result: the
+    blocks, int32 `[tokens, lists, num_selected]`.
+
+    Args:
+      most_blocks: that there may be in any call of a problem; most: tokens of a row.
+    """
+    held = power(most_blocks)
+    return TritonKernel(
+        f"{HERE}:best",
+        tokens * lists,
+        (max(queries, 1), most, blocks),
+        (Array((tokens, lists, num_selected), "int32"),),
+        {
+            "LISTS": lists,
+            "N": num_selected,
+            "SLOTS": power(num_selected),
+            "BLOCKS": held,
+            "PART": min(held, PART),
+            "POOL": pool,
+            "ENTRY": entry,
+            "NUM_INITIAL": num_initial,
+            "NUM_LOCAL": num_local,
+            "RAGGED": queries == 0,
+        },
+        min(max(held // 512, 4), 32),
+    )
 
 
 class PagedBlocks(NamedTuple):

@@ -1,13 +1,15 @@
-"""The loss of an indexer over listed blocks on Triton kernels, for either framework."""
+"""The blocks of an indexer, and its loss over these, on Triton kernels, for either framework."""
 
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton import index_descriptions
-from kernels_pallas.triton.index_descriptions import LossSizes
+from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
+from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from nsa_core.array_ops import ArrayOps
 from nsa_core.steps import triton_backward
 from nsa_core.steps.triton_backward import ListSizes
 from nsa_core.validate import dtype_name
+
+SCORES_BYTES = 2**28  # of the scores of blocks that are written at a time
 
 
 class Kept(NamedTuple):
@@ -62,3 +64,33 @@ def gradients(ops: ArrayOps, sizes: LossSizes, index_query, lists, position, kep
     _, _, ends, _ = found
     (dk,) = ops.run(index_descriptions.index_key_merge(sizes), partials, ends)
     return kept.index_dq * grad[..., None], dk
+
+
+def blocks(ops: ArrayOps, sizes: IndexSizes, query, key, position, offset: int | None):
+    """The lists of an indexer, int32 `[B, T, Hi or 1, n]`.
+
+    Args:
+      position: int32 `[B, T]`, negative: padding.
+      offset: of the first query in its row, where it is known.
+    """
+    capability = ops.capability(query)
+    if sizes.on_chip:
+        kernel = index_descriptions.index_blocks(sizes, capability)
+        return ops.run(kernel, query, key, position)[0]
+    most = max(SCORES_BYTES // (4 * sizes.B * sizes.lists * sizes.blocks), 1)
+    chosen = sizes.num_selected, sizes.num_initial, sizes.num_local
+    found = []
+    for first in range(0, sizes.T, most):
+        count = min(most, sizes.T - first)
+        blocks = sizes.blocks
+        if offset is not None:  # the own block of the last query
+            tokens = sizes.pool * sizes.entry
+            blocks = min(blocks, (offset + first + count - 1) // tokens + 1)
+        kernel = index_descriptions.index_scores(sizes, capability, first, count, blocks)
+        (scores,) = ops.run(kernel, query, key, position)
+        at = ops.contiguous(position[:, first : first + count])
+        about = sizes.B * count, sizes.lists, blocks, sizes.blocks, sizes.pool, sizes.entry
+        kernel = paged_blocks_descriptions.best_blocks(*about, *chosen)
+        (lists,) = ops.run(kernel, scores, at, at, at)
+        found.append(lists.reshape(sizes.B, count, sizes.lists, sizes.num_selected))
+    return found[0] if len(found) == 1 else ops.xp.concatenate(found, 1)
