@@ -244,8 +244,7 @@ def dense_note(problem: Any) -> str | None:
     """From which length NSA is faster than dense attention here; None: not known."""
     device = of(problem.device) if problem.device else None
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
-    found = device.faster_than_dense.get(heads_of(*about)) if device else None
-    if not found:
+    if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):
         return None
     parts = [
         f"{'at no measured length' if length == NEVER else f'from {length} tokens'} {words}"
