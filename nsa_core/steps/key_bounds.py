@@ -83,7 +83,9 @@ class VisibleCompressed:
     def tiles_seen_packed(self, first: Any, end: Any, tile: int, capacity: Capacity) -> Any:
         """The same of a packed row, whose compressed tokens are in slots."""
         # The first one's sequence may begin so long before; each has slots of its own.
-        keys = np.minimum(capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen)
+        keys = np.minimum(
+            capacity.key_end(end), capacity.span(first, end) + capacity.max_seqlen
+        )
         places = keys + (capacity.unit - 1) * np.minimum(capacity.sequences, keys)
         return cdiv(places // self.config.compress_stride, tile) + 1
 
