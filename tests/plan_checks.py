@@ -72,6 +72,18 @@ def _check_workspace(plan, touched):
             assert apart or b < c or d < a
 
 
+def peak(plan):
+    """Bytes that a plan holds at most, beside its arguments and constants."""
+    held, most = {}, 0
+    for step, ends in zip(plan.steps, plan.ends, strict=True):
+        buffers = {x.buffer: plan.buffers[x.buffer] for x in step.writes}
+        held |= {n: x.bytes for n, x in buffers.items() if x.place is Place.ALONE}
+        most = max(most, sum(held.values()))
+        for n in ends:
+            held.pop(n, None)
+    return most + plan.workspace_bytes
+
+
 def run(plan, given, kernels, triton):
     """The results of a plan; memory is NaN until it is written, and after it was read last.
 

@@ -199,8 +199,8 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
 def test_a_wrong_lifetime_is_found(path, monkeypatch):
     """One step too short."""
     placed = workspace.placed
-    earlier = lambda begins, last, sizes: placed(
-        begins, {n: i - 1 for n, i in last.items()}, sizes
+    earlier = lambda begins, last, *rest: placed(
+        begins, {n: i - 1 for n, i in last.items()}, *rest
     )
     monkeypatch.setattr(workspace, "placed", earlier)
     monkeypatch.setattr(plan_checks, "check", lambda plan: None)
@@ -213,8 +213,28 @@ def test_large_buffers_do_not_lie_between_small_ones():
     begins, sizes = [[0], [1], [2], [3]], {0: 2, 1: 1, 2: 2, 3: 4}
     last = {0: 1, 1: 3, 2: 2, 3: 3}
     sizes = {n: x * 2**20 for n, x in sizes.items()}
-    offsets, size = workspace.placed(begins, last, sizes)
+    offsets, size = workspace.placed(begins, last, sizes, [0] * 4)
     assert size == 5 * 2**20 and offsets.keys() == sizes.keys()
+
+
+IDLE = {
+    "24k, G=6, gathered": (1, 24576, 12, 2, 64),
+    "8k, G=16": (1, 8192, 64, 4, 128),
+    "32k, G=4, gathered": (1, 32768, 32, 8, 128),
+}
+
+
+@pytest.mark.parametrize("sizes", IDLE.values(), ids=IDLE)
+def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeypatch):
+    batch, length, heads, kv_heads, width = sizes
+    layer = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
+    arguments = planned.described(SHARED_KV, batch, length, **layer, config=NSAConfig())
+    function = mosaic.PATH.planned[SHARED_KV, SAVING]
+    with_workspace = function.plans(arguments, None)
+    set_limits(monkeypatch, workspace_bytes=0)
+    for plan, without in zip(with_workspace, function.plans(arguments, None), strict=True):
+        assert not without.workspace_bytes
+        assert plan_checks.peak(plan) <= 1.01 * plan_checks.peak(without)
 
 
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)

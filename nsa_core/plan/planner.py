@@ -260,7 +260,13 @@ class PlanOps(ArrayOps):
         }
         small = [[n for n in each if n not in tensors] for each in begins]
         sizes = {n: self._buffers[n].bytes for each in small for n in each}
-        offsets, size = workspace.placed(small, last, sizes)
+        others = [0] * len(steps)
+        for i, each in enumerate(begins):
+            for n in tensors.intersection(each):
+                end = len(steps) if n in kept else last[n] + 1
+                for j in range(i, end):
+                    others[j] += self._buffers[n].bytes
+        offsets, size = workspace.placed(small, last, sizes, others)
         for n, offset in offsets.items():
             place = {"place": Place.WORKSPACE, "offset": offset}
             self._buffers[n] = self._buffers[n]._replace(**place)

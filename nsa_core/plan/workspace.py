@@ -1,23 +1,54 @@
 """Where buffers lie that kernels alone read and write: in one allocation, by their lifetimes."""
 
+import operator
 from collections.abc import Mapping, Sequence
 
 from nsa_core.plan.buffers import ALIGNMENT
 
 # At most. What does not fit has memory of its own, which is given back once it was read.
 MAX_BYTES = 64 * 2**20
+FEW_BYTES = 16 * 2**20  # where most of it would lie idle when a call holds most
 
 
 def placed(
-    begins: Sequence[Sequence[int]], last: Mapping[int, int], sizes: Mapping[int, int]
+    begins: Sequence[Sequence[int]],
+    last: Mapping[int, int],
+    sizes: Mapping[int, int],
+    others: Sequence[int],
 ) -> tuple[dict[int, int], int]:
-    """The offset of each buffer that has a place, and the bytes of all: the largest first, each
-    where it fits first beside those that are there at the same time.
+    """The offset of each buffer that has a place, and the bytes of all.
+
+    The workspace is there during the whole call. Where less than half of it is in use while memory
+    is at its peak, it is a small one.
 
     Args:
       begins: of each step, the buffers that it is the first to write.
       last: of a buffer, the last step that has to do with it.
       sizes: in bytes.
+      others: bytes that have memory of their own whatever has a place, at each step.
+    """
+    offsets, size = _placed(begins, last, sizes, MAX_BYTES)
+    if size > FEW_BYTES:
+        alone, used = list(others), [0] * len(begins)
+        for step, numbers in enumerate(begins):
+            for number in numbers:
+                held = used if number in offsets else alone
+                for i in range(step, last[number] + 1):
+                    held[i] += sizes[number]
+        idle = size + max(alone) - max(map(operator.add, alone, used))
+        if 2 * idle > size:
+            return _placed(begins, last, sizes, FEW_BYTES)
+    return offsets, size
+
+
+def _placed(
+    begins: Sequence[Sequence[int]],
+    last: Mapping[int, int],
+    sizes: Mapping[int, int],
+    most: int,
+) -> tuple[dict[int, int], int]:
+    """`placed` in `most` bytes: the largest first, each where it fits first beside those that are
+    there at the same time.
     """
     first = {number: i for i, numbers in enumerate(begins) for number in numbers}
     places: dict[int, tuple[int, int]] = {}  # by number: from, to
@@ -32,7 +63,7 @@ def placed(
             if offset + size <= start:
                 break
             offset = max(offset, end)
-        if offset + size <= MAX_BYTES:
+        if offset + size <= most:
             places[number] = offset, offset + size
     offsets = {number: start for number, (start, _) in places.items()}
     return offsets, max((end for _, end in places.values()), default=0)
