@@ -137,7 +137,8 @@ class Summary(Line):
     copied_at: dict[str, float] | None = None  # by the distance of the passage and its copy
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
     hits: list[list[float]] | None = None
-    # By layer, head and half of the rows: the same, and where another text stands there.
+    # By layer, head and half of the rows, of a passage just beyond the window: how often its
+    # block is selected, and where another text stands there (`measures.copies`).
     heads: list[list[list[list[float]]]] | None = None
 
 

@@ -30,6 +30,7 @@ CATEGORIES = len(KINDS) * len(PARTS)
 # Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
 ORDER, BYTES_ORDER = 3, 8
 DISTANCES = (128, 256, 512, 1024, 2048, 4096)  # of a passage and its copy
+BEYOND = 2 * PASSAGE  # tokens from the window to a passage that heads have to find
 OBSERVED_ROWS = 32  # rows with a copy whose selection is looked at
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
 
@@ -155,27 +156,34 @@ def copies(
             start = np.full(count, width - PASSAGE - distance)
             read, _, unread = recall.copies(whole, start)
             gains["copied_at"][str(distance)] = loss(unread) - loss(read)
-    hits, heads = [], []  # [rows, layers, 2]; [rows, layers, heads, 2]
-    for row in np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist():
-        both = [
-            [
-                hit(indices, int(starts[row]), layer.config)
-                for _, indices in learner.observe(x, row)
-            ]
-            for x in (rows.read, rows.unread)
+    observed = np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist()
+
+    def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
+        """`[rows, layers, heads, 2]` of the observed rows that have any."""
+        found = [
+            [hit(x, int(starts[row]), layer.config) for _, x in learner.observe(batch, row)]
+            for row in observed
         ]
-        layers = [x for x in zip(*both, strict=True) if None not in x]
-        if layers:  # a row has a hit in every layer, or in none
-            hits.append([(read[0].mean(), read[1]) for read, _ in layers])
-            heads.append([np.stack([x[0] for x in each], axis=-1) for each in layers])
-    if len(hits) < 2:
+        # a row has a hit in every layer, or in none
+        return np.array([x for x in found if x and x[0] is not None], dtype=float)
+
+    at_random = hits(rows.read, starts)
+    if not at_random.size:
         return gains
-    halves = [np.mean(heads[half::2], axis=0) for half in (0, 1)]
-    found = {"hits": np.mean(hits, axis=0), "heads": np.stack(halves, axis=2)}
-    return gains | {name: x.tolist() for name, x in found.items()}
+    gains["hits"] = at_random.mean(axis=(0, 2)).tolist()
+    begin = width - PASSAGE - layer.w - BEYOND
+    if begin >= 0:
+        starts = np.full(count, begin)
+        read, _, unread = recall.copies(whole, starts)
+        both = np.stack([hits(x, starts) for x in (read, unread)], axis=-1)
+        if len(both) > 1:
+            both = both[..., 0, :]
+            halves = [both[half::2].mean(axis=0) for half in (0, 1)]
+            gains["heads"] = np.stack(halves, axis=2).tolist()
+    return gains
 
 
-def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[np.ndarray, float] | None:
+def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None:
     """Of a row that ends in a copy: how often a selection holds the block of the token that comes
     next, and how often one at random would.
 
@@ -184,7 +192,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[np.ndarray,
       start: where in the row of T + 1 tokens the passage stands that its last ones copy.
 
     Returns:
-      By head `[heads]`, and chance, each the mean over the queries within the copy for which the
+      `[heads, 2]`: of each head, and chance, means over the queries within the copy for which the
       block is no forced one; None: there is no such query.
     """
     length, block = len(indices), config.select_block
@@ -197,7 +205,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[np.ndarray,
     found = (indices[query] == wanted[:, None, None]).any(-1)[free].mean(axis=0)
     forced = config.num_initial + config.num_local
     chance = (config.num_selected - forced) / np.maximum(own + 1 - forced, 1)[free]
-    return found, float(np.minimum(chance, 1).mean())
+    return np.stack([found, np.full(len(found), np.minimum(chance, 1).mean())], axis=-1)
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
