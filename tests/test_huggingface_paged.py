@@ -427,10 +427,10 @@ def test_forward_hooks_are_called_at_each_step(kind, as_on_a_gpu):
 
 
 def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
-    """Where a step is a graph of kernels on pages; not for few new tokens, where the cache comes
-    back, beams, dense layers, or who asks for another cache. Texts are the same.
+    """Where a step is a graph of kernels on pages; not for a single new token, where the cache
+    comes back, beams, dense layers, or who asks for another cache. Texts are the same.
     """
-    made, ids, seen, count = model(), tokens(2), [], generation.MIN_NEW_TOKENS
+    made, ids, seen, count = model(), tokens(2), [], 5
     want = made.generate(ids, max_new_tokens=count, do_sample=False)
 
     class Seen(NSAPagedModelCache):
@@ -452,7 +452,8 @@ def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
     assert seen == [(2, WIDTH + count - 1)]
     sampled = generate(do_sample=True, top_k=1, num_return_sequences=2)
     assert torch.equal(sampled[::2], want) and seen == [(4, WIDTH + count - 1)]
-    assert torch.equal(generate(max_new_tokens=count - 1), want[:, :-1]) and not seen
+    few = generation.MIN_NEW_TOKENS - 1
+    assert torch.equal(generate(max_new_tokens=few), want[:, : WIDTH + few]) and not seen
     generate(max_new_tokens=None, max_length=WIDTH + count)
     assert seen == [(2, WIDTH + count - 1)]
     for options in (

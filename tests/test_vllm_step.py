@@ -212,10 +212,10 @@ def test_what_is_set_aside_for_gathered_rows():
 
 def test_an_engine_that_was_not_tried_is_named(monkeypatch):
     registry = SimpleNamespace(register_model=lambda *names: None)
-    for version in ("0.32.0", "0.32.1+cpu"):
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.0"):
         fake = SimpleNamespace(ModelRegistry=registry, __version__=version, __spec__=object())
         monkeypatch.setitem(sys.modules, "vllm", fake)
         vllm.register()
-    fake.__version__ = "0.33.0"
-    with pytest.warns(UserWarning, match=r"tried with vLLM 0\.32, got 0\.33\.0"):
+    fake.__version__ = "0.34.0"
+    with pytest.warns(UserWarning, match=r"tried with vLLM 0\.32 and 0\.33, got 0\.34\.0"):
         vllm.register()

@@ -2,11 +2,18 @@
 `make test-vllm`, in an environment of its own.
 """
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
 import json
 import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 
 os.environ |= {
@@ -269,6 +276,40 @@ def test_the_example_serves_by_vllm(capsys, tmp_path):
         with pytest.raises(SystemExit):
             serve.main(options)
         assert message in capsys.readouterr().err
+
+
+def test_the_server_answers(tmp_path):
+    """The engine in a process of its own, which finds the plugin itself."""
+    lm, prompt = model(), texts()[1]
+    lm.save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={tmp_path}",
+    ]
+    command += "--skip-tokenizer-init --enforce-eager --dtype=float32 --block-size=16".split()
+    command += ["--max-model-len=256", "--host=127.0.0.1", f"--port={port}"]
+    asked = {"model": str(tmp_path), "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    asked |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(asked).encode())
+    request.add_header("Content-Type", "application/json")
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with subprocess.Popen(command, env=environment) as server:
+        try:
+            for _ in range(240):
+                assert server.poll() is None
+                with contextlib.suppress(urllib.error.URLError):
+                    found = json.load(urllib.request.urlopen(request))
+                    break
+                time.sleep(0.5)
+        finally:
+            server.terminate()
+    assert found["choices"][0]["token_ids"] == alone(lm, prompt)
 
 
 def test_guesses_are_taken_and_taken_back(engine):

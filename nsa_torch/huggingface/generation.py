@@ -22,9 +22,9 @@ from nsa_torch.huggingface.paged_layer import decodes_on_pages
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
-# Of `generate`, from which pages were faster than a cache that grows in all rows of the records: a
-# graph is captured once (`generate` in docs/serving.md).
-MIN_NEW_TOKENS = 9
+# Of `generate`, from which pages are faster than a cache that grows in all rows of the records
+# (docs/serving.md): one token has no step that could be a graph.
+MIN_NEW_TOKENS = 2
 
 
 class NSAGenerationMixin(GenerationMixin):

@@ -13,7 +13,7 @@ import warnings
 from nsa_core import extras
 
 MODEL = "NSAForCausalLM"  # of `architectures` in config.json
-TRIED = "0.32"  # the versions of vLLM that ran: their first two numbers
+TRIED = "0.32", "0.33"  # the versions of vLLM that ran: their first two numbers
 
 
 def register() -> None:
@@ -21,10 +21,10 @@ def register() -> None:
     extras.require("vllm", "vllm")
     from vllm import ModelRegistry, __version__
 
-    if __version__.split(".")[:2] != TRIED.split("."):
+    if ".".join(__version__.split(".")[:2]) not in TRIED:
         warnings.warn(
-            f"nsa_torch.vllm was tried with vLLM {TRIED}, got {__version__}, of which it uses "
-            "names that are not public",
+            f"nsa_torch.vllm was tried with vLLM {' and '.join(TRIED)}, got {__version__}, of "
+            "which it uses names that are not public",
             stacklevel=2,
         )
     import nsa_torch.huggingface  # noqa: F401, AutoConfig knows model_type "nsa" from here on

