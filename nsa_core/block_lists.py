@@ -37,10 +37,14 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
       ValueError: an argument that no implementation takes.
     """
     validate.sizes(block_size=block_size)
-    if include not in INCLUDES:
-        raise ValueError(f"include must be one of {INCLUDES}, got {include!r}")
+    _check_include(include)
     validate.attention(query, key, value, ANY, None, scale)
     lists("block_indices", block_indices, query.shape[:2], query.shape[2], key.shape[2])
+
+
+def _check_include(include) -> None:
+    if include not in INCLUDES:
+        raise ValueError(f"include must be one of {INCLUDES}, got {include!r}")
 
 
 def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
@@ -101,7 +105,16 @@ def refuse_repeated(indices: np.ndarray) -> None:
 
 
 def check_paged(
-    query, key_pages, value_pages, page_table, lengths, block_indices, block_size, starts, scale
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    block_indices,
+    block_size,
+    include,
+    starts,
+    scale,
 ) -> None:
     """Of `paged_block_attention`, by shape and dtype alone; `starts`: `cu_seqlens_q`.
 
@@ -109,6 +122,7 @@ def check_paged(
       ValueError: an argument that nothing takes.
     """
     validate.sizes(block_size=block_size)
+    _check_include(include)
     validate.array("query", query, 3)
     validate.sizes(tokens=query.shape[0], heads=query.shape[1])
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):

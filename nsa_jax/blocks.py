@@ -139,6 +139,7 @@ def paged_block_attention(
     *,
     block_size: int,
     scale: float | None = None,
+    include: str = "selected",
     cu_seqlens_q: Int[Array, " B1"] | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
@@ -156,7 +157,8 @@ def paged_block_attention(
       block_indices: int32 `[N, G, n]`, as of `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
         number.
-      block_size, scale, return_residual: as of `block_attention`; any number of tokens a block.
+      block_size, scale, include, return_residual: as of `block_attention`; a block may have any
+        number of tokens.
       implementation: `triton` (kernels: GPUs from Ampere on), `xla` (gathers and a softmax), or
         None: the first that can.
 
@@ -165,16 +167,17 @@ def paged_block_attention(
       NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
-    block_lists.check_paged(*arrays, block_size, cu_seqlens_q, scale)
+    block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
 
     def why_not():
-        sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q), block_size
-        found = jax_problem.capability()
-        return triton_paged_blocks.sizes_of(*sizes, scale, found).why_not()
+        sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q)
+        how = block_size, include, scale, jax_problem.capability()
+        return triton_paged_blocks.sizes_of(*sizes, *how).why_not()
 
     name = chosen_implementation(implementation, why_not, query)
     run = compiled(_paged_on_triton if name == "triton" else _paged)
-    found = run(*arrays, block_size=block_size, scale=scale, cu_seqlens_q=cu_seqlens_q)
+    how = {"block_size": block_size, "include": include, "scale": scale}
+    found = run(*arrays, **how, cu_seqlens_q=cu_seqlens_q)
     return found if return_residual else found[0]
 
 
@@ -187,6 +190,7 @@ def _paged_on_triton(
     block_indices,
     *,
     block_size,
+    include,
     scale,
     cu_seqlens_q,
 ):
@@ -195,7 +199,7 @@ def _paged_on_triton(
     paged = Paged(page_table, lengths, cu_seqlens_q)
     arrays = query, key_pages, value_pages, block_indices
     found = TRITON_OPS.capability(query)
-    sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, scale, found)
+    sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, include, scale, found)
     return triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
 
 
@@ -208,6 +212,7 @@ def _paged(
     block_indices,
     *,
     block_size,
+    include,
     scale,
     cu_seqlens_q,
 ):
@@ -216,7 +221,11 @@ def _paged(
     lengths = jnp.minimum(lengths, capacity)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     sizes = {"keys": capacity, "block_size": block_size, "kv_heads": kv_heads}
-    lists = _for_kernels(block_indices[None], parts=1, **sizes)[0]
+    block_indices = block_indices[None]
+    if include == "tail":
+        at = tokens.position[None], block_size
+        block_indices = block_lists.with_tail(jnp, block_indices, *at)
+    lists = _for_kernels(block_indices, parts=1, **sizes)[0]
     number = lists.shape[1]
     head = jnp.arange(number, dtype=jnp.int32) * kv_heads // number
 

@@ -122,6 +122,7 @@ def paged_block_attention(
     *,
     block_size: int,
     scale: float | None = None,
+    include: str = "selected",
     cu_seqlens_q: Tensor | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
@@ -140,7 +141,8 @@ def paged_block_attention(
       block_indices: int32 `[N, G, n]`, as of `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
         number.
-      block_size, scale, return_residual: as of `block_attention`; any number of tokens a block.
+      block_size, scale, include, return_residual: as of `block_attention`; a block may have any
+        number of tokens.
       implementation: `triton` (kernels: GPUs from Ampere on), `torch` (gathers and a softmax), or
         None: the first that can.
 
@@ -154,7 +156,7 @@ def paged_block_attention(
     given = dict(zip(names, tensors, strict=True))
     given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
     checks.tensors(**given)
-    block_lists.check_paged(*tensors, block_size, cu_seqlens_q, scale)
+    block_lists.check_paged(*tensors, block_size, include, cu_seqlens_q, scale)
     checks.devices(query, given)
     _refuse_repeated(block_indices)
     if requires_grad(query, key_pages, value_pages):
@@ -165,10 +167,11 @@ def paged_block_attention(
     with torch.no_grad(), as_given(query):
         arrays = query, key_pages, value_pages, block_indices
         capability = kernel_capability(query)
-        sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, scale, capability)
+        rest = paged, block_size, include, scale
+        sizes = triton_paged_blocks.sizes_of(*arrays, *rest, capability)
         name = chosen_implementation(implementation, sizes.why_not, query)
         if name == "torch":
-            out, lse = _of_gathered(*arrays, paged, block_size, scale)
+            out, lse = _of_gathered(*arrays, *rest)
         else:
             from nsa_torch.triton_ops import TRITON_OPS
 
@@ -176,7 +179,9 @@ def paged_block_attention(
     return (out, lse) if return_residual else out
 
 
-def _of_gathered(query, key_pages, value_pages, block_indices, paged, block_size, scale):
+def _of_gathered(
+    query, key_pages, value_pages, block_indices, paged, block_size, include, scale
+):
     """`(out, lse)` of what the lists name, a chunk of queries at a time."""
     page_table, lengths, cu_seqlens_q = paged
     (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
@@ -185,7 +190,11 @@ def _of_gathered(query, key_pages, value_pages, block_indices, paged, block_size
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     part = torch.zeros(1, dtype=torch.int32, device=query.device)
     sizes = capacity, block_size, kv_heads
-    lists = block_lists.for_kernels(torch, block_indices[None], part, *sizes)[0]
+    block_indices = block_indices[None]
+    if include == "tail":
+        at = tokens.position[None], block_size
+        block_indices = block_lists.with_tail(torch, block_indices, *at)
+    lists = block_lists.for_kernels(torch, block_indices, part, *sizes)[0]
     head = torch.arange(lists.shape[1], device=query.device) * kv_heads // lists.shape[1]
     out = query.new_empty(count, heads, value_pages.shape[-1])
     lse = query.new_empty(count, heads, dtype=wide(query.dtype))

@@ -387,7 +387,7 @@ def test_a_block_named_twice():
         debug.enable()
 
 
-def pages_of(page, block, scopes, same):
+def pages_of(page, block, scopes, same, include):
     """Arguments of `paged_block_attention`, its `cu_seqlens_q`, and what `block_attention` has for
     each row alone; what no row has is NaN.
     """
@@ -411,8 +411,12 @@ def pages_of(page, block, scopes, same):
         if length < counts[row] or not counts[row]:
             rows.append((mine, None))
             continue
+        if include == "tail":  # the query's own block is not named
+            own = (length - counts[row] + np.arange(counts[row])) // block
+            lists[mine] = np.where(lists[mine] == own[:, None, None], -1, lists[mine])
         arrays = (torch.tensor(x) for x in (query[None, mine], key, value, lists[None, mine]))
-        options = dict(block_size=block, return_residual=True, implementation="sdpa")
+        options = dict(block_size=block, return_residual=True, include=include)
+        options |= {"implementation": "sdpa"}
         found = nsa_torch.block_attention(*arrays, **options)
         rows.append((mine, [x[0].numpy() for x in found]))
     used = np.zeros(pages.shape[1:3], bool)
@@ -434,11 +438,14 @@ def judge_rows(found, rows):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
-@pytest.mark.parametrize(("page", "block", "scopes"), [(32, 16, 2), (8, 24, 1), (16, 16, 4)])
+@pytest.mark.parametrize(
+    ("page", "block", "scopes", "include"),
+    [(32, 16, 2, "selected"), (8, 24, 1, "tail"), (16, 16, 4, "selected")],
+)
 @pytest.mark.parametrize("same", [True, False])
-def test_pages(page, block, scopes, same):
-    given, starts, rows = pages_of(page, block, scopes, same)
-    options = {"block_size": block, "return_residual": True}
+def test_pages(page, block, scopes, same, include):
+    given, starts, rows = pages_of(page, block, scopes, same, include)
+    options = {"block_size": block, "return_residual": True, "include": include}
     cu = None if same else torch.tensor(starts)
     of_torch = nsa_torch.paged_block_attention(
         *map(torch.tensor, given), cu_seqlens_q=cu, **options
@@ -453,15 +460,15 @@ def test_pages(page, block, scopes, same):
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @kernel
 @pytest.mark.parametrize(
-    ("page", "block", "scopes", "same"),
-    [(32, 16, 2, True), (8, 24, 1, False), (16, 16, 4, False)],
+    ("page", "block", "scopes", "same", "include"),
+    [(32, 16, 2, True, "tail"), (8, 24, 1, False, "selected"), (16, 4, 4, False, "tail")],
 )
-def test_pages_on_triton(page, block, scopes, same, monkeypatch):
+def test_pages_on_triton(page, block, scopes, same, include, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
         monkeypatch.setattr(blocks, "chosen_implementation", lambda *_: "triton")
         monkeypatch.setattr(paged_blocks_descriptions, "SPLIT", 32)  # several parts
-    given, starts, rows = pages_of(page, block, scopes, same)
-    options: dict[str, Any] = {"block_size": block, "return_residual": True}
+    given, starts, rows = pages_of(page, block, scopes, same, include)
+    options: dict[str, Any] = {"block_size": block, "return_residual": True, "include": include}
     options |= {"cu_seqlens_q": None if same else torch.tensor(starts, device=DEVICE)}
     given = [torch.tensor(x, device=DEVICE) for x in given]
     twice = [
@@ -516,6 +523,9 @@ def test_a_step_in_a_graph():
 
 
 BAD_PAGES = (
+    (dict(include="window"), "include must be one of"),
+    (dict(implementation="mosaic"), "implementation must be one of"),
+    (dict(implementation="triton"), "needs an NVIDIA GPU, got cpu"),
     (dict(query=torch.zeros(2, 3, 8)), "multiple of the pages' heads"),
     (dict(value_pages=torch.zeros(5, 8, 2, 8)), r"value_pages must have shape \(6, 8, 2, 8\)"),
     (dict(page_table=torch.zeros(2, 3)), "page_table must have dtype"),

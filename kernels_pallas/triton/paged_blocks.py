@@ -231,6 +231,7 @@ def partials(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    TAIL: tl.constexpr,
     SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -242,7 +243,8 @@ def partials(
 
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`.
-      lists: int32 `[tokens, SCOPES, N]`; the rest as of `scores`.
+      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query's own block is seen too where that
+        is not complete. The rest as of `scores`.
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """
@@ -261,10 +263,14 @@ def partials(
     top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    for begin in range(part * SPLIT, min(part * SPLIT + SPLIT, N * BLOCK), KEYS):
+    end = min(part * SPLIT + SPLIT, (N + TAIL) * BLOCK)
+    for begin in range(part * SPLIT, end, KEYS):
         key_of_list = begin + inside
         slot = key_of_list // BLOCK
         block = tl.load(mine + slot, mask=slot < N, other=-1)
+        if TAIL:
+            own = tl.where((at + 1) % BLOCK == 0, -1, at // BLOCK)
+            block = tl.where(slot == N, own, block)
         named = (block >= 0) & (block <= at // BLOCK) & (at >= 0)
         index = tl.where(named, block, 0) * BLOCK + key_of_list % BLOCK
         place, there = _entries(table, index, named & (index <= at), P, PAGE)

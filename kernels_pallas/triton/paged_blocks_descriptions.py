@@ -180,7 +180,9 @@ def best_blocks(
 
 
 class PagedBlocks(NamedTuple):
-    """Of attention to listed blocks; `scopes`: lists of a token."""
+    """Of attention to listed blocks; `scopes`: lists of a token; `tail`: its own block too, where
+    that is not complete.
+    """
 
     rows: Rows
     H: int
@@ -191,6 +193,7 @@ class PagedBlocks(NamedTuple):
     scopes: int
     n: int
     block: int
+    tail: bool
     scale: float
     capability: tuple[int, int]
 
@@ -204,12 +207,17 @@ class PagedBlocks(NamedTuple):
         return self.H // self.pairs
 
     @property
+    def listed(self) -> int:
+        """Keys of a list."""
+        return (self.n + self.tail) * self.block
+
+    @property
     def parts(self) -> int:
-        return cdiv(self.n * self.block, SPLIT)
+        return cdiv(self.listed, SPLIT)
 
     def _tiling(self):
         widths, itemsize = (self.D, self.Dv), 4 if self.dtype == "float32" else 2
-        keys = min(power(self.n * self.block), 64, SPLIT)
+        keys = min(power(self.listed), 64, SPLIT)
         return choose("forward", power(self.group), keys, *widths, itemsize, self.capability)
 
     def why_not(self) -> str | None:
@@ -221,7 +229,7 @@ class PagedBlocks(NamedTuple):
                 f"takes up to {GROUP} query heads of a list and widths up to {WIDTH}, "
                 f"got {self.group}, D={self.D} and Dv={self.Dv}"
             )
-        if self.n * self.block * self.rows.tokens * self.pairs >= 2**31:
+        if self.listed * self.rows.tokens * self.pairs >= 2**31:
             return f"takes fewer listed keys than 2**31, got N={self.rows.tokens}"
         return None
 
@@ -251,6 +259,7 @@ class PagedBlocks(NamedTuple):
                 "COLUMNS": power(self.D),
                 "N": self.n,
                 "BLOCK": self.block,
+                "TAIL": self.tail,
                 "PAGE": sizes.page,
                 "SPLIT": SPLIT,
                 "KEYS": tiling.keys,

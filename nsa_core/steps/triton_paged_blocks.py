@@ -34,14 +34,17 @@ class Paged(NamedTuple):
         return ops.to_int32(found.row), ops.to_int32(found.position)
 
 
-def sizes_of(query, key, value, lists, paged: Paged, block: int, scale, capability):
+def sizes_of(
+    query, key, value, lists, paged: Paged, block: int, include: str, scale, capability
+):
     """Of the kernels of `paged_block_attention`."""
     tokens, heads, width = query.shape
     pool, page, kv_heads, value_width = value.shape
     scale = float(width**-0.5 if scale is None else scale)
     scopes, entries = lists.shape[1:]
     sizes = heads, kv_heads, width, value_width, dtype_name(query), scopes, entries
-    return PagedBlocks(paged.rows(tokens, pool, page), *sizes, block, scale, capability)
+    rows, tail = paged.rows(tokens, pool, page), include == "tail"
+    return PagedBlocks(rows, *sizes, block, tail, scale, capability)
 
 
 def index_sizes_of(query, pages, index: Index, paged: Paged, capability) -> PagedIndex:
