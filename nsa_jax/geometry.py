@@ -25,6 +25,7 @@ class QueryLayout:
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
     varlen: Varlen | None = None
+    num_keys: int | None = None  # of every sequence, where that is known as it is traced
 
 
 @functools.partial(
@@ -79,7 +80,9 @@ def query_layout(
     if segment_ids is None:
         start = jnp.zeros_like(index)
         padded = not isinstance(kv_len, int) or kv_len < num_queries
-        return QueryLayout(index, start, start, first, packed=False, padded=padded)
+        known = kv_len if isinstance(kv_len, int) else None
+        own = {"packed": False, "padded": padded, "num_keys": known}
+        return QueryLayout(index, start, start, first, **own)
     position, start, slot = places(segment_ids, config)
     if isinstance(kv_len, int):
         tail = lambda x, first: x[:, kv_len - num_queries :]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -297,6 +298,23 @@ class NSAAttention(nn.Module):
         key, value = (x + x[-1:] * (len(Branches._fields) - len(x)) for x in (key, value))
         return query, Branches(*key), Branches(*value), gates
 
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None):
+        """Dense attention of at most `spec.all_selected` tokens, `[B, T, H, Dv]`."""
+        name = Branches.each(self.implementation).sliding
+        if name is None and cu_seqlens is None and key.shape[-1] == value.shape[-1]:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            with functional.as_given(query):
+                out = F.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=True
+                )
+            return out.transpose(1, 2)
+        return functional.sliding_attention(
+            *(query, key, value),
+            config=self.spec.dense_config,
+            cu_seqlens=cu_seqlens,
+            implementation=name,
+        )[0]
+
     def forward(
         self,
         x: Tensor,
@@ -379,12 +397,7 @@ class NSAAttention(nn.Module):
         query, key, value, gates = self.project(x, position)
         longest = length if varlen is None else varlen.max_seqlen or length
         if longest < self.dense_below:
-            out, _ = functional.sliding_attention(
-                *(query, key.selected, value.selected),
-                config=spec.dense_config,
-                cu_seqlens=cu_seqlens,
-                implementation=Branches.each(self.implementation).sliding,
-            )
+            out = self._dense(query, key.selected, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks

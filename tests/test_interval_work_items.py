@@ -16,7 +16,7 @@ from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
 from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
-from nsa_core.steps.mosaic_backward import _interval_split
+from nsa_core.steps.mosaic_backward import _interval_split, _known_items
 from nsa_core.varlen import Capacity
 from nsa_torch.torch_ops import TorchOps
 
@@ -186,6 +186,17 @@ def check(problem, spec, split, table, first, count):
 def test_items(name):
     spec, split, arrays = found(PROBLEMS[name])
     check(PROBLEMS[name], spec, split, *arrays)
+
+
+@pytest.mark.parametrize("name", [x for x in PROBLEMS if not PROBLEMS[x].lengths])
+def test_items_are_the_same_where_lengths_are_known(name):
+    """As constants of a program, without a framework."""
+    problem = PROBLEMS[name]
+    spec, split, arrays = found(problem)
+    known = _known_items(spec, split, problem.bounds, problem.T + problem.before)
+    for got, expected in zip(known, arrays, strict=True):
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_long_sequences_fill_every_sm_alike():

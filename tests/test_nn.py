@@ -558,9 +558,11 @@ def test_keys_that_compression_rotates_are_scaled_as_others_are(tmp_path):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_dense_attention_is_what_a_layer_of_the_selected_branch_computes(tmp_path):
+@pytest.mark.parametrize("d_v", [6, 8])  # torch's own where widths are equal
+def test_dense_attention_is_what_a_layer_of_the_selected_branch_computes(d_v, tmp_path):
     """As long as every block is selected: packed rows too, and the other branches are not read."""
-    layers, dense = modules(gate="selected"), modules(gate="selected", dense_below=65)
+    own = {"gate": "selected", "d_v": d_v}
+    layers, dense = modules(**own), modules(**own, dense_below=65)
     assert not [name for name, _ in layers[0].named_parameters() if "gate" in name]
     path = tmp_path / "layer.safetensors"
     weights.save(path, layers[0])

@@ -32,14 +32,18 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
+from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import sizes_of
 from nsa_core.validate import dtype_name
 from nsa_core.varlen import Capacity
+
+# 2 MiB as a constant of a program.
+MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):
@@ -130,7 +134,11 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added) ->
     heads = base.B * base.Hkv
     items = heads * split.segments * split.tiles
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * split.partials)
-    table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, split=split)
+    num_keys = getattr(layout, "num_keys", None)  # torch makes what follows from it once
+    if num_keys is None or items > MAX_KNOWN_ITEMS:
+        table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, split=split)
+    else:
+        table, *sums = _known_items(spec, split, bounds, num_keys)
     arrays = query, key, value, do, stats, table
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
@@ -143,6 +151,17 @@ def _item_shapes(first, last, *, spec, split):
 @derived(_item_shapes)
 def _interval_items(ops, first, last, *, spec, split):
     return work_items.interval_work_items(ops, (first, last), spec, split)
+
+
+@functools.lru_cache(64)
+def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
+    """`_interval_items` of rows that are not packed, as constants of a program: to compile what
+    makes them takes longer than all the rest of a backward pass.
+    """
+    index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
+    position = np.broadcast_to(index, (spec.B, spec.T))
+    places: Any = Places(position, np.zeros_like(position), np.zeros_like(position))
+    return _interval_items(NUMPY_OPS, *bounds.of(NUMPY_OPS, places), spec=spec, split=split)
 
 
 @functools.lru_cache(1024)

@@ -1,0 +1,27 @@
+"""The `ArrayOps` of what follows from sizes alone, by NumPy, as a program is traced."""
+
+from typing import Any
+
+import numpy as np
+
+
+class NumpyOps:
+    """As much of `nsa_core.array_ops.ArrayOps` as bounds and work items of intervals ask for."""
+
+    xp: Any = np
+
+    def derive(self, function, *arrays, **static):
+        return function(self, *arrays, **static)
+
+    def arange(self, like, count):
+        return np.arange(count, dtype=np.int32)[None]
+
+    def to_int32(self, x):
+        return np.asarray(x, np.int32)
+
+    def searchsorted(self, rows, values, side):
+        pairs = zip(rows, values, strict=True)
+        return np.stack([np.searchsorted(*pair, side) for pair in pairs]).astype(np.int32)
+
+
+NUMPY_OPS: Any = NumpyOps()
