@@ -5,6 +5,7 @@ Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py` over `mosaic/in
 """
 
 import dataclasses
+import functools
 
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
@@ -25,7 +26,7 @@ class IntervalAttention(AttentionSizes):
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
 
-    @property
+    @functools.cached_property
     def tile(self) -> Tile:
         return Tile(self.group, slab_width(self.D, self.Dv))
 
@@ -41,7 +42,7 @@ class IntervalAttention(AttentionSizes):
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Tiles along the tokens, a multiple of `consumers`."""
         return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers

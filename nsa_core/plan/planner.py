@@ -263,9 +263,9 @@ class PlanOps(ArrayOps):
         others = [0] * len(steps)
         for i, each in enumerate(begins):
             for n in tensors.intersection(each):
-                end = len(steps) if n in kept else last[n] + 1
+                size, end = self._buffers[n].bytes, len(steps) if n in kept else last[n] + 1
                 for j in range(i, end):
-                    others[j] += self._buffers[n].bytes
+                    others[j] += size
         offsets, size = workspace.placed(small, last, sizes, others)
         for n, offset in offsets.items():
             place = {"place": Place.WORKSPACE, "offset": offset}
