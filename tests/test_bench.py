@@ -27,6 +27,7 @@ from nsa_core.dispatch import Implementation
 from nsa_core.types import Branches
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
+from tests import pretend
 from tests.commands import break_sliding
 
 MICRO = """
@@ -613,7 +614,7 @@ def test_a_turn_is_waited_for(run, monkeypatch):
 
 
 def test_saved_records_are_the_ones_of_the_run(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     code, _, found = run("--framework=jax", "--branch=sliding", "--save_records")
     assert code == 0
     saved = tmp_path / "records" / "cpu" / "compare.jsonl"

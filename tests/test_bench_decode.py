@@ -16,6 +16,7 @@ from bench import decode, summarize
 from bench.harness import decode_steps, exit_status, turns
 from nsa_core.config import NSAConfig
 from nsa_torch import paged_attend
+from tests import pretend
 from tests.commands import break_sliding, run
 from tests.measured import record
 
@@ -200,7 +201,7 @@ def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(turns, "of_lengths", of_lengths)
     given = ("--S_list=61,5", "--side_by_side", *SMALL)
-    monkeypatch.setattr(sys, "argv", ["decode", *given])
+    pretend.words(monkeypatch, "decode", *given)
     out = tmp_path / "all"
     code, found, (row,) = run(decode, out, *given)
     assert code == exit_status.WRONG and row["S"] == "5" and {r.S for r in found} == {5}

@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
-import torch
 from absl import flags
 
 from bench import host_time
 from kernels_pallas.runtime import sequence
+from tests import pretend
 from tests.limits import set_limits
 
 
@@ -63,14 +63,14 @@ def main(*words):
 
 
 def test_a_lost_process_fails_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pretend.gpu(monkeypatch)
     monkeypatch.setattr(sys, "executable", "false")
     assert main("--rounds=1") == 1
     assert "graphs: exit status 1" in capsys.readouterr().out
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend.gpu(monkeypatch, None)
     with pytest.raises(NotImplementedError, match="Hopper"):
         main()
     with pytest.raises(flags.IllegalFlagValueError):

@@ -24,6 +24,7 @@ from kernels_pallas.triton import capability
 from nsa_core import config_files
 from nsa_core.dispatch import Implementation
 from nsa_torch import sdpa
+from tests import pretend
 from tests.commands import rows, run
 from tests.measured import record
 
@@ -87,7 +88,7 @@ def test_a_speed_up_is_of_a_kernel_over_the_portable_path():
 
 
 def test_one_query_is_decoding(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     given = ("--decode=1", "--L_list=16", "--dist=few", "--save_records", "--commit=abc")
     status, found, table = run(selection, tmp_path, *SMALL, *given)
     assert records.read(tmp_path / "records" / "cpu" / "selection.jsonl") == found

@@ -12,6 +12,7 @@ from kernels_pallas.runtime import loaded, plugin
 from kernels_pallas.runtime.store import Store
 from kernels_pallas.triton import capability
 from nsa_torch import doctor
+from tests import pretend
 from tests.runtime_samples import built_of, kernel
 from tests.test_triton import pose
 
@@ -29,9 +30,7 @@ def device(monkeypatch):
 
     def use(capability):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        pretend.gpu(monkeypatch, capability)
 
     return use
 

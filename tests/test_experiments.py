@@ -24,6 +24,7 @@ from bench.lm import (
     variants,
 )
 from nsa_torch import NSAAttention, functional
+from tests import pretend
 from tests.test_train import run_of, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
@@ -118,7 +119,7 @@ def test_runs_at_a_time_take_the_gpus_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert experiments.gpus() == ["3", "1"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pretend.gpu(monkeypatch, count=2)
     places = queue.SimpleQueue()
     for place in experiments.gpus():
         places.put(place)
@@ -127,7 +128,7 @@ def test_runs_at_a_time_take_the_gpus_in_turn(monkeypatch):
         experiments.take_gpu(places)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == place
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pretend.gpu(monkeypatch, None)
     assert experiments.gpus() == [""]
 
 

@@ -21,6 +21,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_core.types import Branches
 from nsa_jax import mosaic
+from tests import pretend
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
 from tests.test_block_query_lists import needs_gpu
@@ -94,8 +95,7 @@ def test_gradients_of_the_branch(interpreted, leaving):
 
 def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
-    built, build = [], dkv.partials
-    monkeypatch.setattr(dkv, "partials", lambda x: built.append(x) or build(x))
+    built = pretend.calls_of(monkeypatch, dkv, "partials", lambda spec: spec)
     check_whole(left(G4, T=20, S=330))
     assert {spec.single_token for spec in built if spec.gathered} == {True}
 

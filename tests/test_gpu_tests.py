@@ -9,6 +9,7 @@ import pytest
 
 from bench import gpu_tests
 from bench.harness import records
+from tests import pretend
 from tests.conftest import part_of
 
 CHANGED = "2026-11-20T12:00:00+02:00"
@@ -19,7 +20,7 @@ LATER, EARLIER = "2026-11-20T10:00:01+00:00", "2026-11-20T09:59:59+00:00"
 def age(tmp_path, monkeypatch):
     """`gpu_tests.age` where kernels were changed at `CHANGED`, of the runs it is given; git's
     history and the records are data, which a test must not take from this checkout."""
-    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    pretend.folder(monkeypatch, "records", tmp_path)
     monkeypatch.setattr(records, "output", lambda *command: CHANGED)
 
     def of(*runs):

@@ -12,6 +12,7 @@ from kernels_pallas.runtime.description import canonical, describe
 from nsa_core.config import NSAConfig
 from nsa_interop import build
 from nsa_torch import installed
+from tests import pretend
 from tests.planned import on_the_cpu
 
 
@@ -20,7 +21,7 @@ def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert installed.faults(tmp_path) == []
     (tmp_path / "empty" / "kernel").touch()
-    monkeypatch.setitem(sys.modules, "jax", None)
+    pretend.no_module(monkeypatch, "jax")
     monkeypatch.setattr(loaded.store(), "_memory", {"key": None})
     assert installed.faults(tmp_path) == [
         "wrote empty/kernel",

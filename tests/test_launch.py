@@ -29,7 +29,7 @@ from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.combine import Combine, gated_sum
 from nsa_interop import launch as module
-from tests import cross_compile
+from tests import cross_compile, pretend
 
 N = 4096
 DELAY = 300_000_000  # clock cycles, above 0.1 s
@@ -155,7 +155,7 @@ def test_only_a_gpu_is_prepared():
 
 
 def test_another_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    pretend.gpu(monkeypatch, (10, 0))
     with pytest.raises(
         NotImplementedError, match=r"tiny needs .* 9\.0 .*, got 10\.0 on cuda:0"
     ):
@@ -183,7 +183,7 @@ def test_the_plugins_launcher_takes_what_its_version_does(monkeypatch, version):
 
 
 def test_a_kernel_that_is_nowhere_and_cannot_be_built_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kernels_pallas.runtime.lowering", None)  # no JAX
+    pretend.no_module(monkeypatch, "kernels_pallas.runtime.lowering")  # no JAX
     monkeypatch.setattr(plugin, "_found", lambda name: False)
     words = (
         "tiny is none of the kernels on disk, .* cannot build it: JAX's CUDA plugin is missing"

@@ -15,11 +15,12 @@ import torch
 
 from bench import memory_check
 from bench.doc_tables import _judged
-from bench.harness import checked_layer, exit_status, records
+from bench.harness import checked_layer, exit_status
 from bench.harness.checked_layer import LAYERS, Watch, gathered_tiles
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.gathered import GatheredAttention
 from nsa_torch.torch_ops import TorchOps
+from tests import pretend
 
 LAYER, OTHER = "gathered, G=1", "gathered, G=8, 16 selected"
 
@@ -58,9 +59,7 @@ sys.exit(status)
 @pytest.fixture
 def sanitizer(tmp_path, monkeypatch):
     """Sets what the sanitizer finds and the layers say, by `<tool> <layer>`."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    pretend.gpu(monkeypatch)
     monkeypatch.setattr(memory_check, "CHILD", "layer_that_says")
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -207,7 +206,7 @@ def test_a_stop_ends_what_runs(number, sanitizer, tmp_path, capsys):
 
 
 def test_records_are_kept_where_asked_for(sanitizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     kept = tmp_path / "records" / "a-gpu" / "kernel_log" / "memory_check.jsonl"
     for asked in (False, True):
         assert not kept.exists()
@@ -231,7 +230,7 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NotImplementedError, match="compute-sanitizer of the CUDA toolkit must"):
         check(tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    pretend.gpu(monkeypatch, (8, 0))
     with pytest.raises(NotImplementedError, match="Hopper"):
         check(tmp_path)
 

@@ -11,6 +11,7 @@ from bench.harness.runners import TorchRunner, problem
 from bench.judge.checks import Checker
 from bench.reports import render
 from nsa_torch import functional
+from tests import pretend
 
 SETTINGS = problems.settings("tiny", {"seq_len": 63})
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
@@ -167,6 +168,6 @@ def test_the_whole_is_timed_without_a_speed_up(inputs, monkeypatch):
 
 def test_a_library_that_breaks_is_a_row(inputs, monkeypatch):
     job = stand_in(monkeypatch)["sliding"]
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    pretend.no_module(monkeypatch, "flash_attn")
     found = row(job, inputs)
     assert found["status"] == "unsupported" and "flash_attn" in found["reason"]

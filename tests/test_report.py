@@ -11,6 +11,7 @@ from bench import report
 from bench.harness import records
 from bench.reports import page, plots, render, sources
 from nsa_core import policy
+from tests import pretend
 from tests.measured import GPU, pairs, record
 
 EVIL = "<script>alert('x')</script>"
@@ -19,7 +20,7 @@ EVIL = "<script>alert('x')</script>"
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """Writes the rows and reads them as a report."""
-    monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
+    pretend.folder(monkeypatch, "devices", tmp_path / "devices")
     policy.of.cache_clear()
 
     def call(rows, name="rows.jsonl"):

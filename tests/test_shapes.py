@@ -7,6 +7,7 @@ import pytest
 from bench import shapes
 from bench.harness import exit_status, problems, records, turns
 from nsa_core import config_files
+from tests import pretend
 from tests.measured import record
 
 
@@ -33,7 +34,7 @@ def asked(monkeypatch, tmp_path):
             pass
 
     monkeypatch.setattr(turns, "Child", Pretended)
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     return found
 
 

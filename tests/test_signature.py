@@ -27,6 +27,7 @@ from nsa_torch import (
     shared,
     signature,
 )
+from tests import pretend
 from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.planned import Eager
@@ -58,9 +59,7 @@ def failing():
 @pytest.fixture
 def checked(monkeypatch):
     """How often a call was checked."""
-    calls, tokens = [], checks.tokens
-    monkeypatch.setattr(checks, "tokens", lambda *a: calls.append(a) or tokens(*a))
-    return calls
+    return pretend.calls_of(monkeypatch, checks, "tokens")
 
 
 def good(**changes):
@@ -124,9 +123,7 @@ def test_the_second_call_is_known(name, checked, monkeypatch):
 
 
 def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
-    made, geometry = [], kernel_layout.geometry
-    count = lambda *sizes, **how: made.append(sizes) or geometry(*sizes, **how)
-    monkeypatch.setattr(kernel_layout, "geometry", count)
+    made = pretend.calls_of(monkeypatch, kernel_layout, "geometry")
     shared.SHARED.clear()
     arguments = good()
     arguments["query"].requires_grad_()

@@ -15,6 +15,7 @@ from nsa_core.dispatch import Problem
 from nsa_jax import NSAConfig, jax_problem
 from nsa_jax import dispatch as jax_dispatch
 from nsa_torch import dispatch as torch_dispatch
+from tests import pretend
 
 GPU = "NVIDIA Test 80GB"
 FILE = "nvidia-test-80gb.yaml"
@@ -23,8 +24,8 @@ FILE = "nvidia-test-80gb.yaml"
 @pytest.fixture
 def device(tmp_path, monkeypatch):
     """Writes the file of `GPU`; a GPU that FA-2 can use is there as far as it asks."""
-    monkeypatch.setattr(policy, "FOLDER", tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    pretend.folder(monkeypatch, "devices", tmp_path)
+    pretend.gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(torch.version, "cuda", None)
     policy.of.cache_clear()
 
@@ -252,7 +253,7 @@ def test_a_problem_names_its_device(monkeypatch):
     assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
     monkeypatch.setattr(jax_problem, "device_name", lambda: GPU)
     assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    pretend.gpu(monkeypatch)
     monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
     numbers = dataclasses.astuple(NSAConfig())
     sizes = (1, 8, 8, 2, 1, 4, 4)
@@ -306,9 +307,7 @@ def test_damaged_lengths_beside_dense_are_named(device, section, message):
 
 def test_the_file_is_read_once(device, monkeypatch):
     device(runtime=dict(fa2_min_len_win=300))
-    reads = []
-    original = policy.read
-    monkeypatch.setattr(policy, "read", lambda path: reads.append(path) or original(path))
+    reads = pretend.calls_of(monkeypatch, policy, "read")
     for length in (1, 299, 300):
         chosen(pose("sliding", length))
     assert len(reads) == 1

@@ -9,6 +9,7 @@ import torch
 import nsa_torch
 from nsa_core.dispatch import Problem
 from nsa_torch import Branches, autograd, dispatch, fa2
+from tests import pretend
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
 
@@ -123,7 +124,7 @@ def pose(**changes):
 
 
 def test_fa2_says_why_not(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    pretend.gpu(monkeypatch)
     assert fa2.why_not(pose()) is None
     assert fa2.why_not(pose(D=192)) is None
     assert "float32" in fa2.why_not(pose(dtype="float32"))
@@ -131,7 +132,7 @@ def test_fa2_says_why_not(monkeypatch):
     assert "Dv=12" in fa2.why_not(pose(Dv=12))
     assert "cpu" in fa2.why_not(pose(platform="cpu"))
     assert "65535" in fa2.why_not(pose(B=40000))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    pretend.gpu(monkeypatch, (7, 5))
     assert "7.5" in fa2.why_not(pose())
 
 
@@ -155,13 +156,8 @@ def test_explain_names_the_choice_and_every_refusal():
 
 
 def test_the_whole_attention_is_one_jax_call(monkeypatch):
-    calls = []
-    original = autograd.dlpack.call_jax
-    monkeypatch.setattr(
-        autograd.dlpack,
-        "call_jax",
-        lambda *x: calls.append(x[0]) or original(*x),
-    )
+    first = lambda function, *rest: function
+    calls = pretend.calls_of(monkeypatch, autograd.dlpack, "call_jax", first)
     x = bad()
     x["query"].requires_grad_()
     nsa_torch.attention(**x, implementation="jax").sum().backward()

@@ -25,7 +25,7 @@ from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch
-from tests import interpreted_triton
+from tests import interpreted_triton, pretend
 from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
@@ -375,7 +375,7 @@ def pose(device=L4, framework="torch", **changes):
 def installed(monkeypatch):
     """Everything is installed, and torch sees a GPU that FA-2 can run on."""
     monkeypatch.setattr(capability, "_missing", lambda framework: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    pretend.gpu(monkeypatch, (8, 9))
 
 
 @EVERYWHERE

@@ -13,7 +13,7 @@ from bench.tuners import threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
 from nsa_core.dispatch import Implementation
-from tests import measured
+from tests import measured, pretend
 from tests.measured import GPU, record
 
 SLUG = "nvidia-test-80gb"
@@ -28,7 +28,7 @@ def pairs(branch, gains, fast="fa2", **fields):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """`bench.tune_thresholds` with these arguments; it writes `tmp_path/out/<device>.yaml`."""
-    monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
+    pretend.folder(monkeypatch, "devices", tmp_path / "devices")
     policy.of.cache_clear()
 
     def call(*args):

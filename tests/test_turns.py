@@ -1,7 +1,6 @@
 """Processes that get ready side by side and take turns; bench.compare with several lengths."""
 
 import json
-import sys
 from typing import ClassVar
 
 import pytest
@@ -9,6 +8,7 @@ from absl.testing import flagsaver
 
 from bench import compare
 from bench.harness import process, records, turns
+from tests import pretend
 from tests.measured import record
 
 HERE = {"PYTHONPATH": str(process.ROOT)}
@@ -85,10 +85,10 @@ class Pretended:
 def test_several_lengths(tmp_path, monkeypatch, capsys, lengths, status):
     monkeypatch.setattr(turns, "Child", Pretended)
     monkeypatch.setattr(Pretended, "events", [])
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    pretend.folder(monkeypatch, "records", tmp_path / "records")
     argv = ["compare", f"--seq_len={lengths[0]},{lengths[1]}", f"--out={tmp_path / 'out'}"]
     argv += ["--framework=torch", "--save_records"]
-    monkeypatch.setattr(sys, "argv", argv)
+    pretend.words(monkeypatch, *argv)
     with flagsaver.flagsaver():
         compare.flags.FLAGS(argv)
         assert compare.main(argv) == status
@@ -114,7 +114,7 @@ def test_rows_of_a_length_are_kept_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(turns, "Child", Interrupted)
     argv = ["compare", "--seq_len=512,1024", f"--out={tmp_path / 'out'}", "--framework=torch"]
-    monkeypatch.setattr(sys, "argv", argv)
+    pretend.words(monkeypatch, *argv)
     with flagsaver.flagsaver():
         compare.flags.FLAGS(argv)
         with pytest.raises(KeyboardInterrupt):
@@ -135,7 +135,7 @@ def test_what_a_child_is_asked(tmp_path, monkeypatch):
     for framework in ("torch", "both"):
         argv = ["compare", "--seq_len=512,256", f"--framework={framework}"]
         argv += [f"--out={tmp_path / framework}", "--nosave_records"]
-        monkeypatch.setattr(sys, "argv", argv)
+        pretend.words(monkeypatch, *argv)
         with flagsaver.flagsaver():
             compare.flags.FLAGS(argv)
             compare.main(argv)

@@ -1,0 +1,54 @@
+"""What tests put in the place of their world: a GPU, the words of a command, folders, packages.
+
+One place for all names of ours and of others that tests replace for it.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+
+import torch
+
+
+def gpu(monkeypatch, capability=(9, 0), name="a GPU", count=1):
+    """torch says that there are GPUs of a compute capability; None: that there is none."""
+    for attribute, found in {
+        "is_available": capability is not None,
+        "device_count": count if capability else 0,
+        "get_device_name": name,
+        "get_device_capability": capability,
+    }.items():
+        monkeypatch.setattr(torch.cuda, attribute, lambda *_, found=found: found)
+
+
+def words(monkeypatch, *argv):
+    """A process was started with these."""
+    monkeypatch.setattr(sys, "argv", [*argv])
+
+
+def no_module(monkeypatch, *names):
+    """An import of one of them fails."""
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+FOLDERS = {"records": "bench.harness.records", "devices": "nsa_core.policy"}
+
+
+def folder(monkeypatch, kind, path):
+    """The repository's folder of `FOLDERS` is another one."""
+    monkeypatch.setattr(importlib.import_module(FOLDERS[kind]), "FOLDER", path)
+
+
+def calls_of(monkeypatch, place, name, note=lambda *arguments, **options: arguments):
+    """What `note` says of each call of a function or method, which runs as ever."""
+    found, function = [], getattr(place, name)
+
+    @functools.wraps(function)
+    def noted(*arguments, **options):
+        found.append(note(*arguments, **options))
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(place, name, noted)
+    return found
