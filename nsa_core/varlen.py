@@ -107,10 +107,10 @@ class Capacity:
         """Keys from that of query `first` to that of query `end - 1`, also of arrays."""
         return end - first + self.gap * ((first < self.half) & (self.half < end))
 
-    def key_of(self, xp, query):
+    def key_of(self, ops, query):
         """The key that each query is."""
         key = query + self.first_query
-        return key + xp.where(query >= self.half, self.gap, 0) if self.gap else key
+        return key + ops.to_int32(query >= self.half) * self.gap if self.gap else key
 
     def queries_before(self, key):
         """How many are keys before `key`."""
@@ -272,7 +272,7 @@ def _tokens(ops, start, length, place, *, capacity):
     config, xp = capacity.config, ops.xp
     block, stride = config.compress_block, config.compress_stride
     shape = capacity.B, capacity.T
-    key = xp.broadcast_to(capacity.key_of(xp, ops.arange(start, capacity.T)), shape)
+    key = xp.broadcast_to(capacity.key_of(ops, ops.arange(start, capacity.T)), shape)
     sequence = _last_before(ops, start, key)
     key_start, length, place = (ops.take_rows(x, sequence) for x in (start, length, place))
     position = xp.where(key - key_start < length, key - key_start, -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_core.plan.buffers import Plan
 from nsa_torch import table_kernels
 from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipe_of, recipes_of
-from nsa_torch.shared import Shared
+from nsa_torch.shared import SHARED, Shared
 from nsa_torch.torch_ops import TORCH_OPS
 
 ATTRIBUTE = "nsa_tables"
@@ -128,6 +128,15 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
     if tables is None:
         return _carrying(borders, Tables(None, True, gap))
     return tables.with_gap(borders, gap)
+
+
+def of_one(length: int, gap: int, device: torch.device) -> Tensor:
+    """The borders of one sequence, for calls whose queries have a gap."""
+    make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
+    (found,) = SHARED.get((of_one, length, gap, device), device, make)
+    if tables_of(found) is None:
+        attach(Tables(length, False, gap), found)
+    return found
 
 
 def _carrying(borders: Tensor, tables: Tables) -> Tensor:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kernels_pallas.specs.tile import ROWS
 from nsa_core import context_layout as layouts
-from nsa_core import validate
+from nsa_core import debug, validate
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
+from nsa_core.steps.mosaic_gather import MAX_HEADS
 from nsa_core.types import Branches
 from nsa_torch import checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
@@ -204,12 +206,14 @@ def attention(
             "recompute": recompute,
             "context_layout": context_layout,
             "config": config,
+            "on_mosaic": _on_mosaic(*tensors, config, shards, implementation),
         }
 
-    context_ranks.agree(ranks, query.device, describe)
+    on_mosaic = context_ranks.agree(ranks, query.device, describe)["on_mosaic"]
     shards = shards_of(ranks, "query", query.shape[1], context_layout)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
-    if compressed is None:
+    one_pair = key.compressed is key.selected and value.compressed is value.selected
+    if compressed is None and not (on_mosaic and one_pair):
         # The mean of a column knows no others.
         both = torch.cat([key.compressed, value.compressed], dim=-1)
         widths = key.compressed.shape[-1], value.compressed.shape[-1]
@@ -219,10 +223,26 @@ def attention(
         "config": config,
         "cu_seqlens": cu_seqlens,
         "scale": scale,
-        "implementation": implementation,
+        "implementation": "mosaic" if on_mosaic else implementation,
     }
-    call = context_attention.Call(ranks, shards, separate(key, value), recompute, options)
+    group, packed = query.shape[2] // key.selected.shape[2], cu_seqlens is not None
+    # No tile may have queries of both chunks. One sequence is gathered for few heads, packed rows
+    # are not.
+    whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
+    gaps = on_mosaic and whole_tiles and (packed or group > MAX_HEADS)
+    call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
     return call(query, key, value, gates, compressed, block_indices)
+
+
+def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
+    """Whether all steps of the whole row would run on Mosaic kernels: so do they of its parts."""
+    floats, width = (*key, *value, *gates), value.selected.shape[-1]
+    place, dtype, sizes, *rest, _ = description(
+        query, key.selected, width, config, True, {}, floats
+    )
+    batch, length, _, *others = sizes
+    problem = place, dtype, (batch, length, shards.length, *others), *rest, None
+    return not debug.on and choose(problem, implementation).attention == "mosaic"
 
 
 def separate(key: Branches, value: Branches) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from nsa_core import context_layout as layouts
 from nsa_core.types import Branches
-from nsa_torch import functional, operators
+from nsa_torch import batch_tables, functional, operators
 from nsa_torch.batch_tables import tables_of
 from nsa_torch.chunks import wide
 from nsa_torch.first_order import first_order
@@ -25,7 +25,7 @@ class Given(NamedTuple):
     """What the node is given: this rank's tensors, and compressed tokens of the sequence."""
 
     query: Tensor  # [B, T, H, D]
-    compressed: tuple[Tensor, Tensor]  # [B, C, Hkv, .]
+    compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
     gates: Branches[Tensor]  # [B, T, H]
     keys_values: tuple[Tensor, ...]  # [B, T, Hkv, .]: selected key, value (, sliding)
     block_indices: Tensor | None  # [B, T, Hkv, n]
@@ -39,13 +39,28 @@ class Call:
     shards: Any
     separate: bool  # whether the sliding branch has keys and values of its own
     recompute: bool
+    takes_gaps: bool  # whether a call may be of two chunks with tokens between
     options: dict
+
+    def calls(self, device: torch.device) -> "list[LocalCall]":
+        """Of a unit: one of all queries where the kernels can, else one of each chunk."""
+        borders, shards, options = self.options["cu_seqlens"], self.shards, self.options
+        *_, (tokens, end) = shards.calls
+        if shards.gap and not self.takes_gaps:
+            return [LocalCall(tokens, end, options) for tokens, end in shards.calls]
+        if shards.gap:
+            if borders is None:
+                borders = batch_tables.of_one(end, shards.gap, device)
+            else:
+                borders = batch_tables.with_gap(borders, shards.gap)
+            options = options | {"cu_seqlens": borders}
+        return [LocalCall(slice(0, tokens.stop), end, options)]
 
     def __call__(self, query, key, value, gates, compressed, block_indices) -> Tensor:
         keys_values = key.selected, value.selected
         if self.separate:
             keys_values += key.sliding, value.sliding
-        tensors = query, *compressed, *gates, block_indices, *keys_values
+        tensors = query, *(compressed or (None, None)), *gates, block_indices, *keys_values
         floats = (x for x in tensors if x is not None and x is not block_indices)
         keep = operators.requires_grad(*floats)
         with functional.as_given(query):
@@ -53,7 +68,8 @@ class Call:
 
     def given(self, tensors: Sequence) -> Given:
         query, k_cmp, v_cmp, *rest = tensors
-        return Given(query, (k_cmp, v_cmp), Branches(*rest[:3]), tuple(rest[4:]), rest[3])
+        compressed = () if k_cmp is None else (k_cmp, v_cmp)
+        return Given(query, compressed, Branches(*rest[:3]), tuple(rest[4:]), rest[3])
 
     def units(self, given: Given) -> "Iterator[tuple[Unit, Callable[[], list[Tensor]]]]":
         """A batch row with some key/value heads (`context_layout.head_groups`), and what waits for
@@ -95,26 +111,36 @@ class Call:
         compressed = (x[row_only, :count, unit.heads].contiguous() for x in given.compressed)
         return [*own, *compressed, *(x[:, :end] for x in whole)]
 
-    def local(self, given: Given, unit: "Unit", tokens):
+    def local(self, given: Given, unit: "Unit", tokens, options: dict):
         """The function of `leaves` that gives the chunk's output `[1, T, h G, Dv]`."""
         indices = given.block_indices
         if indices is not None:
             indices = indices[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
 
-        def run(query, gate_c, gate_s, gate_w, k_cmp, v_cmp, key, value, *sliding):
+        def run(query, gate_c, gate_s, gate_w, *tokens):
+            count = len(given.compressed)
+            key, value, *sliding = tokens[count:]
             own_key, own_value = sliding or (key, value)
             return functional.after_checks(
                 query,
                 Branches(key, key, own_key),
                 Branches(value, value, own_value),
                 Branches(gate_c, gate_s, gate_w),
-                compressed=(k_cmp, v_cmp),
+                compressed=tokens[:count] or None,
                 block_indices=indices,
                 recompute=False,
-                **self.options,
+                **options,
             )
 
         return run
+
+
+class LocalCall(NamedTuple):
+    """Of queries that are the last of some keys, but for a gap between two chunks."""
+
+    tokens: slice  # in the shard
+    end: int  # of the keys
+    options: dict  # of which the borders say how long the gap is (`batch_tables`)
 
 
 class Unit(NamedTuple):
@@ -192,64 +218,73 @@ class _Attention(torch.autograd.Function):
         given = call.given(tensors)
         kept, graphs = list[Tensor](), list[LocalGraph]()
         width = given.keys_values[1].shape[-1]
-        out = given.query.new_empty(*given.query.shape[:3], width)
+        out = Whole(given.query, given.query.shape[:3] + (width,))
+        calls = call.calls(given.query.device)
         for unit, wait in call.units(given):
             whole, heads = wait(), call.query_heads(given, unit)
-            for tokens, end in call.shards.calls:
+            for tokens, end, options in calls:
                 leaves = call.leaves(given, unit, tokens, end, whole)
-                function = call.local(given, unit, tokens)
+                function = call.local(given, unit, tokens, options)
                 if keep and not call.recompute:
                     graphs.append(LocalGraph(function, leaves, kept))
                     part = graphs[-1].results.pop()
                 else:
                     part = function(*leaves)
-                out[unit.row, tokens, heads] = part[0]
+                out.put(part, unit.row, tokens, heads)
         if keep:
             ctx.save_for_backward(*tensors, *kept)
             ctx.call, ctx.graphs, ctx.count = call, graphs, len(tensors)
-        return out
+            ctx.calls = calls
+        return out.found
 
     @staticmethod
     @first_order
     def backward(ctx: Any, do):
         call, saved = ctx.call, ctx.saved_tensors
         given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])
-        query, (k_cmp, v_cmp), gates, keys_values, _ = given
-        grad_query, grad_gates = torch.empty_like(query), [torch.empty_like(x) for x in gates]
+        query, compressed, gates, keys_values, _ = given
+        own = [Whole(x, x.shape) for x in (query, *gates)]
         dtype = wide(query.dtype)
-        grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in (k_cmp, v_cmp)]
+        grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
+        first = 4 + len(compressed)
         widths = [x.shape[-1] for x in keys_values]
         graphs, sums = iter(ctx.graphs), []
         with torch.autocast(query.device.type, enabled=False):
             for unit, wait in call.units(given):
                 whole, heads, row = wait(), call.query_heads(given, unit), unit.row
                 count = unit.heads.stop - unit.heads.start
-                total = query.new_empty(call.shards.length, count, sum(widths), dtype=dtype)
-                columns = total.split(widths, dim=-1)
-                done = [None if call.recompute else next(graphs) for _ in call.shards.calls]
+                shape = call.shards.length // call.ranks.size, count, sum(widths)
+                shares = query.new_empty(call.ranks.size, *shape, dtype=dtype)
+                chunks = call.shards.chunks_of(shares)
+                done = [None if call.recompute else next(graphs) for _ in ctx.calls]
                 # The longest first: its gradients are written, those of others added.
-                for i, (tokens, end) in reversed([*enumerate(call.shards.calls)]):
+                for i, (tokens, end, options) in reversed([*enumerate(ctx.calls)]):
                     leaves = call.leaves(given, unit, tokens, end, whole)
                     graph, again, adds = done[i], kept, i + 1 < len(done)
                     if graph is None:
                         again = []
-                        graph = LocalGraph(call.local(given, unit, tokens), leaves, again)
+                        function = call.local(given, unit, tokens, options)
+                        graph = LocalGraph(function, leaves, again)
                         graph.results.clear()
                     grads = graph.gradients(
                         leaves, again, do[row : row + 1, tokens, heads].contiguous()
                     )
-                    for target, grad in zip((grad_query, *grad_gates), grads[:4], strict=True):
-                        target[row, tokens, heads] = 0 if grad is None else grad[0]
-                    for target, grad in zip(grad_compressed, grads[4:6], strict=True):
+                    for target, grad in zip(own, grads[:4], strict=True):
+                        target.put(grad, row, tokens, heads)
+                    for target, grad in zip(grad_compressed, grads[4:first], strict=True):
                         if grad is not None:
                             target[row, : grad.shape[1], unit.heads] += grad[0]
-                    for target, grad in zip(columns, grads[6:], strict=True):
-                        if adds and grad is not None:
-                            target[:end] += grad[0]
-                        elif not adds:
-                            target[:end] = 0 if grad is None else grad[0]
-                            target[end:] = 0
-                shares = call.shards.by_rank(total)
+                    for number, chunk in enumerate(chunks):
+                        keys = slice(
+                            number * call.shards.chunk, (number + 1) * call.shards.chunk
+                        )
+                        targets = chunk.split(widths, dim=-1)
+                        for target, grad in zip(targets, grads[first:], strict=True):
+                            seen = grad is not None and keys.start < end
+                            if not adds:
+                                target.copy_(grad[0, keys]) if seen else target.zero_()
+                            elif seen:
+                                target += grad[0, keys]
                 sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
         ctx.graphs = []
         batch = keys_values[0].shape[0]
@@ -258,7 +293,29 @@ class _Attention(torch.autograd.Function):
         rows = [torch.cat(found[i * each : (i + 1) * each], dim=1) for i in range(batch)]
         parts = torch.stack(rows).split(widths, dim=-1)
         grad_kv = (part.to(x.dtype) for part, x in zip(parts, keys_values, strict=True))
-        grad_cmp = (
-            part.to(x.dtype) for part, x in zip(grad_compressed, (k_cmp, v_cmp), strict=True)
-        )
+        grad_cmp = [
+            part.to(x.dtype) for part, x in zip(grad_compressed, compressed, strict=True)
+        ] or [None, None]
+        grad_query, *grad_gates = (x.found for x in own)
         return None, None, grad_query, *grad_cmp, *grad_gates, None, *grad_kv
+
+
+class Whole:
+    """A tensor that is made of parts, like another but for its shape; one part is not copied."""
+
+    def __init__(self, like: Tensor, shape: Sequence[int]):
+        self.like, self.shape = like, torch.Size(shape)
+        self._found: Tensor | None = None
+
+    def put(self, part: Tensor | None, row: int, tokens: slice, heads: slice) -> None:
+        """`part` `[1, t, h, ..]` of a batch row; None: zeros."""
+        if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
+            self._found = part
+        else:
+            self.found[row, tokens, heads] = 0 if part is None else part[0]
+
+    @property
+    def found(self) -> Tensor:
+        if self._found is None:
+            self._found = self.like.new_empty(self.shape)
+        return self._found

@@ -36,6 +36,16 @@ class Shards:
             for i, number in enumerate(self.own)
         ]
 
+    @property
+    def gap(self) -> int:
+        """Tokens of other ranks between this rank's chunks."""
+        return (self.own[-1] - self.own[0] + 1 - len(self.own)) * self.chunk
+
+    def chunks_of(self, shards: Tensor) -> list[Tensor]:
+        """Views of the chunks of all ranks' shards `[R, T, ...]`, in the sequence's order."""
+        pieces = [x for shard in shards for x in shard.split(self.chunk)]
+        return [pieces[at] for at in layouts.chunk_places(self.size, self.layout)]
+
     def in_order(self, shards: Tensor, chunk: int | None = None) -> Tensor:
         """`shards` `[R, T, ...]` as the sequence has them, `[S, ...]`.
 

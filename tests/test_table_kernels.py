@@ -118,6 +118,7 @@ def test_two_launches_of_a_call():
     """Of borders alone, forward; four with backward."""
     draw = torch.Generator("cuda").manual_seed(0)
     shapes = (8, 64), (2, 64), (2, 64), (8, 3)
+    seen_by = {"activities": [torch.profiler.ProfilerActivity.CUDA], "acc_events": True}
     options = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
     tensors = [torch.randn(1, 600, *x, **options).requires_grad_() for x in shapes]
     ends = torch.tensor([0, 100, 450, 600], dtype=torch.int32, device="cuda")
@@ -125,7 +126,7 @@ def test_two_launches_of_a_call():
     backward = lambda: call().float().square().sum().backward()
     for run, wanted in ((call, [1, 1, 0]), (backward, [2, 3, 1])):
         run()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(**seen_by) as seen:
             run()
             torch.cuda.synchronize()
         names = [event.name for event in seen.events()]

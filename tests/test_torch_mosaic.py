@@ -19,9 +19,12 @@ from nsa_interop import dlpack
 from nsa_torch import (
     Branches,
     NSAConfig,
+    batch_tables,
     dispatch,
+    functional,
     geometry,
     mosaic,
+    operators,
     plans,
 )
 from nsa_torch.operators import REST_COUNT, arguments
@@ -154,6 +157,115 @@ def test_attention_without_compressed_tokens():
         for name in ("mosaic", "sdpa")
     ]
     torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ends", [[0, 96], [0, 20, 21, 70, 90]], ids=["one", "documents"])
+@pytest.mark.usefixtures("interpreted")
+def test_queries_with_a_gap(ends):
+    """Both chunks of a rank of context parallelism in one call, forward and backward: as the whole
+    row has there, whose other queries have no part in a gradient.
+    """
+    chunk, tokens = 16, 96
+    own = torch.tensor([*range(chunk), *range(tokens - chunk, tokens)])
+    whole = inputs(tokens, tokens, 4, 1, 16, 16)
+    borders = torch.tensor(ends, dtype=torch.int32)
+    packed = {"config": SMALL, "cu_seqlens": borders}
+    pair = [nsa_torch.compress(x, **packed).detach() for x in whole[1:3]]
+    indices = nsa_torch.select_blocks(whole[0], pair[0], implementation="sdpa", **packed)
+    weight = torch.zeros(1, tokens, 4, 16, dtype=torch.bfloat16)
+    weight[:, own] = normal(1, 2 * chunk, 4, 16).detach()
+    given = {"compressed": pair, "block_indices": indices}
+    want = nsa_torch.attention(*whole, implementation="sdpa", **packed, **given)
+    wants = torch.autograd.grad(want, whole, weight)
+
+    gap = tokens - 2 * chunk
+    if len(ends) == 2:
+        with_gap = batch_tables.of_one(tokens, gap, borders.device)
+    else:
+        with_gap = batch_tables.with_gap(borders, gap)
+    query, gates = (whole[i].detach()[:, own].requires_grad_() for i in (0, 3))
+    leaves = query, whole[1], whole[2], gates
+    out = functional.after_checks(
+        query,
+        Branches.each(whole[1]),
+        Branches.each(whole[2]),
+        Branches(*gates.unbind(-1)),
+        config=SMALL,
+        compressed=pair,
+        cu_seqlens=with_gap,
+        implementation="mosaic",
+        block_indices=indices[:, own].contiguous(),
+        scale=None,
+        recompute=False,
+    )
+    found = torch.autograd.grad(out, leaves, weight[:, own])
+    wants = [wants[0][:, own], *wants[1:3], wants[3][:, own]]
+    for x, y in zip((out, *found), (want[:, own], *wants), strict=True):
+        torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
+    place = operators.arguments(SMALL, tokens, with_gap, None)
+    (blocks,) = operators.call("select_blocks/mosaic", query, pair[0], False, *place)
+    assert (blocks == indices[:, own]).float().mean() > 0.99
+
+
+class Rank:
+    """One of two ranks of context parallelism; what the other one sends is known."""
+
+    size, group = 2, "two ranks"
+
+    def __init__(self, rank, payloads):
+        self.rank, self.payloads, self.sent = rank, payloads, []
+
+    def gather(self, x, what):
+        assert what in ("keys and values", "the arguments' sizes")  # means need no others
+        found = self.payloads if what == "keys and values" else [x, x]
+        return lambda: torch.stack(found)
+
+    def scatter_sum(self, x, what):
+        self.sent.append(x.clone())
+        return lambda: x[self.rank]
+
+
+def test_two_ranks_in_one_call_each(interpreted, monkeypatch):
+    """Each rank's output, and the sum of their gradients of keys and values, beside the whole row;
+    a rank's steps run once, not once a chunk.
+    """
+    tokens, borders = 64, torch.tensor([0, 20, 21, 50, 60])
+    whole, packed = (
+        inputs(tokens, tokens, 4, 1, 16, 16),
+        {"config": SMALL, "cu_seqlens": borders},
+    )
+    weight = normal(1, tokens, 4, 16).detach()
+    pair = [nsa_torch.compress(x, **packed).detach() for x in whole[1:3]]
+    indices = nsa_torch.select_blocks(whole[0], pair[0], implementation="sdpa", **packed)
+    options = packed | {"block_indices": indices}
+    want = nsa_torch.attention(*whole, implementation="sdpa", **options)
+    wants = torch.autograd.grad(want, whole, weight)
+
+    places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
+    cut = lambda x, at: x.detach()[:, at].contiguous()
+    payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
+    sums = 0
+    for rank, at in enumerate(places):
+        ranks = Rank(rank, payloads)
+        monkeypatch.setattr(nsa_torch.context, "Ranks", lambda mesh, device, ranks=ranks: ranks)
+        own = [cut(x, at).requires_grad_() for x in whole]
+        interpreted.clear()
+        options |= {"block_indices": cut(indices, at)}
+        out = nsa_torch.attention(
+            *own, implementation="mosaic", context_mesh=object(), **options
+        )
+        names = [kernel.name for kernel in interpreted]
+        assert names.count("compress_means") == 1
+        found = torch.autograd.grad(out, own, cut(weight, at))
+        close = functools.partial(torch.testing.assert_close, rtol=3e-2, atol=3e-2)
+        close(out, want[:, at])
+        close(found[0], wants[0][:, at])
+        close(found[3], wants[3][:, at])
+        sums = sums + ranks.sent[-1]
+    for i, x in enumerate(wants[1:3]):
+        both = torch.stack([x[0, at] for at in places])
+        error = sums[..., 16 * i : 16 * (i + 1)] - both.float()
+        assert error.square().mean() < 1e-4 * both.float().square().mean()
 
 
 def steps(tensors, config, implementation="mosaic", **where):
