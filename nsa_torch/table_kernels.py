@@ -6,6 +6,7 @@ torch makes the same.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,7 +100,7 @@ class Launches:
 
     def rows(self, recipe: Any, count: int, *shape: int) -> dict[str, int]:
         """Room for arrays of one shape, in `Section`'s words: `[1, *shape]` of a recipe's."""
-        numbers = torch.Size(shape).numel()
+        numbers = math.prod(shape)
         pitch = _pitch(numbers)
         begin = self.room(pitch * count)
         found = [(begin + i * pitch, (1, *shape)) for i in range(count)]
@@ -140,12 +141,29 @@ class Launches:
             if phase:
                 programs = sum(_programs(x) for x in phase)
                 _run(tables.tables, programs, None, numbers[n], out, *sizes, **options)
+        sizes, views = self._cut
+        parts = out.split_with_sizes(sizes)
         return {
-            recipe: [
-                out[at : at + torch.Size(shape).numel()].view(shape) for at, shape in arrays
-            ]
+            recipe: [parts[i].view(shape) for i, shape in arrays]
+            for recipe, arrays in views.items()
+        }
+
+    @functools.cached_property
+    def _cut(self) -> tuple[list[int], dict[Any, list]]:
+        """Sizes of all arrays and of what is between them, and by recipe which of these the arrays
+        are, and their shapes.
+        """
+        places = sorted(array for arrays in self.arrays.values() for array in arrays)
+        sizes, number, end = [], {}, 0
+        for at, shape in places:
+            number[at] = len(sizes) + 1
+            sizes += [at - end, math.prod(shape)]
+            end = at + sizes[-1]
+        views = {
+            recipe: [(number[at], shape) for at, shape in arrays]
             for recipe, arrays in self.arrays.items()
         }
+        return [*sizes, self.size - end], views
 
     def _on(self, device: torch.device) -> Tensor | None:
         """The tables of sections; None: they would have to come from the host in a capture."""

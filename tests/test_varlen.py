@@ -11,7 +11,7 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core import debug
 from nsa_core.plan.buffers import Launch, Place
-from nsa_torch import NSAAttention, mosaic, operators, triton
+from nsa_torch import NSAAttention, batch_tables, mosaic, operators, triton
 from nsa_torch.input_modes import PRECOMPRESSED
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.plans import Planned
@@ -170,6 +170,21 @@ def test_memory_of_many_documents():
         return sum(x.bytes for plan in plans for x in plan.buffers)
 
     assert bytes_of(256) < 1.25 * bytes_of(8)
+
+
+def test_a_gap_has_tables_of_its_own():
+    """Of the two chunks of a rank of context parallelism: made once, renewed with the others."""
+    meta = nsa_torch.varlen_metadata(
+        borders(BATCHES["one"]), total=T, padded=True, config=SMALL
+    )
+    gap = batch_tables.with_gap(meta.cu_seqlens, 8)
+    assert batch_tables.with_gap(meta.cu_seqlens, 8) is gap
+    assert batch_tables.sizes_of(gap) == (*batch_tables.sizes_of(meta.cu_seqlens)[:2], 8)
+    shifted = lambda ops, ends: [ends + 1]
+    (found,) = batch_tables.made(shifted, gap)
+    meta.update(borders(BATCHES["documents"]))
+    assert batch_tables.made(shifted, gap)[0] is found
+    assert torch.equal(found, meta.cu_seqlens + 1)
 
 
 # All implementations
