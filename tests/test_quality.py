@@ -100,7 +100,7 @@ def test_what_a_reader_gains():
     held_out = [Batch(x[None]) for x in tokens]
     layer = LayerSpec(dim=8, n_heads=1, n_kv_groups=1, d_k=8, d_v=8, w=WINDOW)
     known, unknown = 1 * (PASSAGE - 4) / PASSAGE, 3 * 4 / PASSAGE
-    found = measures.copies(Reads(), held_out, layer, (0,))
+    found = measures.copies(Reads(), held_out, layer, (0,), True)
     assert found["recall_gain"] == pytest.approx(5 - known - unknown, abs=0.01)
     assert found["copied_gain"] == pytest.approx(3 - known - unknown, abs=0.01)
     assert found["copied_at"] == pytest.approx(
@@ -231,7 +231,7 @@ def test_what_selections_find_of_copies():
     tokens = np.random.default_rng(1).integers(0, 250, (30, WIDTH))
     sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 6, "w": 40}
     layer = LayerSpec(dim=8, n_heads=3, n_kv_groups=3, d_k=8, d_v=8, **sizes)
-    found = measures.copies(Selects(), [Batch(x[None]) for x in tokens], layer, (0,))
+    found = measures.copies(Selects(), [Batch(x[None]) for x in tokens], layer, (0,), True)
     assert found["recall_gain"] == found["copied_gain"] == 0
     ((_, chance),) = found["hits"]
     heads = np.array(found["heads"])

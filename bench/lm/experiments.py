@@ -325,6 +325,7 @@ def run(job: Job) -> tuple[Job, str, float]:
                 watched=watch.Settings(csv=False, every=max(1, job.setting.steps // 4)),
                 evaluate_every=max(1, math.ceil(job.setting.steps / EVALUATIONS)),
                 evaluated=_evaluated(todo),
+                thorough=True,
             ),
             loop.Stop(),  # not entered: SIGTERM ends the process at once, nothing is lost
         )

@@ -72,6 +72,7 @@ class Run:
       evaluate_every: steps between evaluations of held-out text, of every fourth batch; None: at
         the end alone.
       evaluated: batches of held-out text.
+      thorough: as of `measures.copies`.
     """
 
     variant: variants.Variant
@@ -85,6 +86,7 @@ class Run:
     watched: Settings = dataclasses.field(default_factory=Settings)
     evaluate_every: int | None = None
     evaluated: int = EVALUATED_BATCHES
+    thorough: bool = False
 
     @property
     def name(self) -> str:
@@ -222,7 +224,7 @@ def steps(
     found = held_out.measured(learner)
     run.write(log.Evaluation(**run.variant.name, steps=training.steps, measures=found))
     copies = measures.copies(
-        learner, held_out.batches, run.task.model.layer, (training.seed, 4)
+        learner, held_out.batches, run.task.model.layer, (training.seed, 4), run.thorough
     )
     return summary(status="ok", steps=training.steps, held_out_loss=found["loss"], **copies)
 

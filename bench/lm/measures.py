@@ -31,7 +31,7 @@ CATEGORIES = len(KINDS) * len(PARTS)
 ORDER, BYTES_ORDER = 3, 8
 DISTANCES = (128, 256, 512, 1024, 2048, 4096)  # of a passage and its copy
 BEYOND = 2 * PASSAGE  # tokens from the window to a passage that heads have to find
-OBSERVED_ROWS = 32  # rows with a copy whose selection is looked at
+OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is looked at; thoroughly
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
 
 
@@ -129,11 +129,19 @@ class HeldOut:
 
 
 def copies(
-    learner: Learner, held_out: Sequence[Batch], layer: LayerSpec, seed: tuple[int, ...]
+    learner: Learner,
+    held_out: Sequence[Batch],
+    layer: LayerSpec,
+    seed: tuple[int, ...],
+    thorough: bool = False,
 ) -> dict[str, Any]:
     """What a passage read before gains on held-out text, by `recall`, and how often selections
     hold it, by `hit`: fields of `log.Summary`; none where rows have no room. Every process calls
-    it."""
+    it.
+
+    Args:
+      thorough: by distance and by head, too, of more rows: minutes on a CPU.
+    """
     whole = joined(list(held_out))
     starts = recall.passages(whole, layer.w, seed)
     if starts is None:
@@ -150,13 +158,15 @@ def copies(
     rows = recall.copies(whole, starts)
     read, control, unread = map(loss, rows)
     gains: dict[str, Any] = {"recall_gain": control - read, "copied_gain": unread - read}
-    gains["copied_at"] = {}
-    for distance in DISTANCES:
-        if PASSAGE + distance <= width:
-            start = np.full(count, width - PASSAGE - distance)
-            read, _, unread = recall.copies(whole, start)
-            gains["copied_at"][str(distance)] = loss(unread) - loss(read)
-    observed = np.linspace(0, count - 1, min(OBSERVED_ROWS, count)).astype(int).tolist()
+    if thorough:
+        gains["copied_at"] = {}
+        for distance in DISTANCES:
+            if PASSAGE + distance <= width:
+                start = np.full(count, width - PASSAGE - distance)
+                read, _, unread = recall.copies(whole, start)
+                gains["copied_at"][str(distance)] = loss(unread) - loss(read)
+    looked_at = min(OBSERVED_ROWS[thorough], count)
+    observed = np.linspace(0, count - 1, looked_at).astype(int).tolist()
 
     def hits(batch: Batch, starts: np.ndarray) -> np.ndarray:
         """`[rows, layers, heads, 2]` of the observed rows that have any."""
@@ -172,7 +182,7 @@ def copies(
         return gains
     gains["hits"] = at_random.mean(axis=(0, 2)).tolist()
     begin = width - PASSAGE - layer.w - BEYOND
-    if begin >= 0:
+    if thorough and begin >= 0:
         starts = np.full(count, begin)
         read, _, unread = recall.copies(whole, starts)
         both = np.stack([hits(x, starts) for x in (read, unread)], axis=-1)
