@@ -82,6 +82,9 @@ class Warps:
     def real(self, x):
         return np.ascontiguousarray(x).view(np.float32)
 
+    def size(self, x):
+        return np.abs(x)
+
     def floating(self, x):
         return x.astype(np.float32)
 

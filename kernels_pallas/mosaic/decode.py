@@ -39,7 +39,7 @@ from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
 
-FIRST_UNIT = 2.0**60  # of sums in float16's range, before the first strip
+FIRST_UNIT = 2.0**120  # that sums are multiplied by before the first strip (`add_rounded`)
 
 
 def decode(kernel: Kernel) -> Callable:
@@ -218,11 +218,10 @@ class _Step:
         exchange.tell(self.lane, exchange.SLIDING, state)
 
     def rank_blocks(self) -> None:
-        """Pushes the scores; of 16 bits, g p of each strip takes the place of its S2."""
+        """Pushes the scores; g p of each strip takes the place of its S2."""
         lane, work, gate = self.lane, self.work, self.gates[0]
         lane.m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
         norms = exchange.told(lane, exchange.COMPRESSED)
-        self.compressed_norms = norms
 
         def two_strips(i, nothing):
             """Two, of which one goes on while the other's lanes wait for each other."""
@@ -233,8 +232,10 @@ class _Step:
             for number, strip, place, tiles in zip(numbers, at, places, s2, strict=True):
                 there = number < work.mine
                 p = exchange.probabilities(lane, tiles, norms)
-                if not lane.spec.fp8:
-                    weighted = [[x * gate[j // 2] for j, x in enumerate(tile)] for tile in p]
+                weighted = [[x * gate[j // 2] for j, x in enumerate(tile)] for tile in p]
+                if lane.spec.fp8:  # whose values have scales
+                    exchange.keep(lane, place, weighted, there)
+                else:
                     words = exchange.left_operand(lane, weighted)
                     lane.m.write_words(place, words, only=there)
                 exchange.push_scores(lane, p, work.compressed_strip(lane, strip), there)
@@ -265,11 +266,10 @@ class _Step:
         acc = [[m.word(0.0)] * 4 for _ in range(lane.spec.Dv // 8)]
         state = [acc, m.word(FIRST_UNIT)] if lane.spec.fp8 else acc
         at = queue.near, self.compressed_s2, self._slots
-        norms = exchange.gated(self.compressed_norms, self.gates[0])
-        state = self._add(state, work.mine, *at, None if not lane.spec.fp8 else norms)
-        norms = exchange.gated(exchange.told(lane, exchange.SLIDING), self.gates[2])
+        state = self._add(state, work.mine, *at, self.gates[0], None)
+        norms = exchange.told(lane, exchange.SLIDING)
         at = queue.near + work.mine, self.sliding_s2, self._window
-        return self._add(state, work.sliding, *at, norms)
+        return self._add(state, work.sliding, *at, self.gates[2], norms)
 
     def score_selected(self) -> None:
         at = self.queue.limit, self.compressed_s2, self._chosen
@@ -280,30 +280,34 @@ class _Step:
     def add_selected(self, state: list) -> list[Words]:
         """The sum of all branches over the strips of this warp."""
         lane, m = self.lane, self.lane.m
-        norms = exchange.gated(exchange.told(lane, exchange.SELECTED), self.gates[1])
+        norms = exchange.told(lane, exchange.SELECTED)
         at = self.queue.limit + self.selected, self.compressed_s2, self._chosen
-        state = self._add(state, self.selected, *at, norms)
+        state = self._add(state, self.selected, *at, self.gates[1], norms)
         if not lane.spec.fp8:
             return state
         acc, unit = state
         return [[x * inverse(m, unit) for x in tile] for tile in acc]
 
-    def _add(self, state: list, times, begin, place, keys, norms) -> list:
+    def _add(self, state: list, times, begin, place, keys, gate: Words, norms) -> list:
         """`state` and `g P V` of strips at turns from `begin` on; `place` has their S2, or where
         there are no `norms` their g p.
         """
-        lane, queue = self.lane, self.queue
+        lane, queue, fp8 = self.lane, self.queue, self.lane.spec.fp8
+        given = norms is None
+        norms = norms and exchange.gated(norms, gate)
+        most = lane.m.larger(*(lane.m.size(x) for x in gate)) if fp8 else None
 
         def strip(i, state):
             at, turn = place + i * TILE_BYTES, begin + i
-            if norms is None:
+            if given and not fp8:
                 p = lane.m.read_words(at, 4)
             else:
-                p = exchange.probabilities(lane, exchange.kept(lane, at), norms)
-            if lane.spec.fp8:
-                state = queue.add_rounded(state, turn, p, *keys(i))
+                p = exchange.kept(lane, at)
+                p = p if given else exchange.probabilities(lane, p, norms)
+            if fp8:
+                state = queue.add_rounded(state, turn, p, most, *keys(i))
             else:
-                p = p if norms is None else exchange.left_operand(lane, p)
+                p = p if given else exchange.left_operand(lane, p)
                 state = queue.add(state, turn, p, *keys(i))
             queue.refill(turn + self.stages, True)
             return state

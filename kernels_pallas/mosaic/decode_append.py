@@ -20,7 +20,7 @@ from kernels_pallas.specs.decode import RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # of a row that a lane has, 16 bytes
-ROWS = 8  # of a mean that are under way together
+ROWS = 16  # of a mean that are under way together
 KINDS = "key", "value"
 # As in `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
@@ -65,43 +65,39 @@ class NewTokens:
         inside = m.larger(position, 0) % spec.block
         begin = position - (spec.compress_block - 1)
         ends = there & (begin >= 0) & m.same(m.larger(begin, 0) % spec.stride, 0)
-        for number, kind in enumerate(KINDS):
-            mine = ends & m.same(self.lane.warp % 2, number)
-            m.when(mine, lambda k=kind: self._add_share(k, begin))
-        for number, (branch, kind) in enumerate((b, k) for b in RAW for k in KINDS):
-            self._by_warp(
-                number, there, lambda b=branch, k=kind: self._put_row(b, k, new, page, inside)
-            )
-        if spec.fp8:
-            kept = there & (self.ring >= 0) & (self.ring < self.rings)
-            for number, kind in enumerate(KINDS, len(RAW) * len(KINDS)):
-                self._by_warp(number, kept, lambda k=kind: self._keep_row(k, new, position))
+        m.when(ends, lambda: self._add_share(self.lane.warp & 1, begin))
+        rows, warps = len(RAW) * len(KINDS), spec.variant.warps
 
-        def put_means():
+        def row(j, nothing):
+            self._put_row(self.lane.warp + j * warps, new, page, inside, position)
+            return nothing
+
+        mine = (rows + warps - 1 - self.lane.warp) // warps
+        m.repeat(m.where(there, mine, 0), row, [], unrolled=False)
+
+        def put_mean():
             m.sync_cta()
-            slot = page, inside // spec.stride
-            for number, kind in enumerate(KINDS):
-                self._by_warp(number, ends, lambda k=kind: self._put_shares(k, *slot))
+            slot = inside // spec.stride
+            first_two = self.lane.warp < len(KINDS)
+            m.when(first_two, lambda: self._put_shares(self.lane.warp, page, slot))
             m.sync_cta()  # the shares have been read
 
-        m.when(ends, put_means)
+        m.when(ends, put_mean)
 
-    def _by_warp(self, number: int, condition: Any, body: Any) -> None:
-        lane = self.lane
-        mine = lane.m.same(lane.warp, number % lane.spec.variant.warps)
-        lane.m.when(condition & mine, body)
-
-    def _put_row(self, branch: str, kind: str, new: Any, page: Any, inside: Any) -> None:
-        m = self.lane.m
-        words = m.fetch_words(self._new(branch, kind, new))
-        self._put(f"{branch}_{kind}", self.lane.spec.block, kind, page, inside, words)
-
-    def _old(self, position: Any) -> tuple[Any, Any, Any]:
-        """Whether a token was there before the call; then its page, and where it lies in it."""
-        m, block = self.lane.m, self.lane.spec.block
-        old = position < self.first
-        entry = m.where(old, position, 0)
-        return old, m.read(self.lane.place("table") + entry // block * 4), entry % block
+    def _put_row(self, number: Any, new: Any, page: Any, inside: Any, position: Any) -> None:
+        """Row `new` of the array of this number: keys, then values of a branch after the other."""
+        m, spec, value = self.lane.m, self.lane.spec, number & 1
+        names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]
+        given = self._head(self._one([f"new_{name}" for name in names], number), value, 2)
+        words = m.fetch_words(m.beyond(given, new, self._row_bytes(value, 2)))
+        at = value, spec.block, page, inside, words
+        if not spec.fp8:
+            self._put(self._one(names, number), *at)
+            return
+        scales = self._one([f"{name}_scale" for name in names], number)
+        self._put_rounded(self._one(names, number), scales, *at)
+        kept = (self.ring >= 0) & (self.ring < self.rings) & (number < len(KINDS))
+        m.when(kept, lambda: self._put_words(self._in_ring(value, position), value, words))
 
     def _numbers(self, words: list) -> list:
         return [x for word in words for x in self.lane.m.unpack(word, self.lane.spec.dtype)]
@@ -116,7 +112,7 @@ class NewTokens:
 
     # Means.
 
-    def _add_share(self, kind: str, begin: Any) -> None:
+    def _add_share(self, value: Any, begin: Any) -> None:
         """Adds up a warp's share of the window: of the call's tokens as they are, of older ones
         from the pages. Where these are in fp8, older ones are read from the row's ring where it has
         what the pages' may have been rounded from (`nsa_core.rounding.is_of`).
@@ -125,32 +121,36 @@ class NewTokens:
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane
         apart = spec.variant.warps // 2
-        share = cdiv(spec.compress_block, apart)
+        share, block = cdiv(spec.compress_block, apart), spec.block
         together = math.gcd(share, ROWS // 2 if spec.fp8 else ROWS)
-        size = spec.token_bytes
-        pages, page_rows = (
-            self._head(getattr(self.arrays, f"raw_{kind}"), kind, size),
-            spec.block,
-        )
-        row_bytes = self._row_bytes(kind, size)
+        names, row_bytes = [f"raw_{kind}" for kind in KINDS], self._row_bytes(value, 2)
+        given = self._head(self._one([f"new_{x}" for x in names], value), value, 2)
+        pages = self._head(self._one(names, value), value, spec.token_bytes)
+        page_bytes = self._row_bytes(value, spec.token_bytes)
+        if spec.fp8:
+            scales = self._one([f"{x}_scale" for x in names], value)
+            scales = m.beyond(scales, self.kv_head, 4 * block)
 
         def rows(i, sums):
             found = []
             for j in range(together):
                 tap = (lane.warp >> 1) + (i * together + j) * apart
                 position = begin + m.smaller(tap, spec.compress_block - 1)
-                old, number, inside = self._old(position)
-                at = m.beyond(pages, number, page_rows * row_bytes, inside * row_bytes)
+                old = position < self.first
+                entry = m.where(old, position, 0)
+                number = m.read(lane.place("table") + entry // block * 4)
+                at = m.beyond(
+                    m.beyond(pages, number, page_bytes * block), entry % block, page_bytes
+                )
                 new = self.row * spec.q_len + m.larger(position - self.first, 0)
-                given = self._new("raw", kind, new)
+                own = m.beyond(given, new, row_bytes)
                 if not spec.fp8:
-                    words = m.fetch_words(m.where(old, at, given))
+                    words = m.fetch_words(m.where(old, at, own))
                     found.append((tap, lambda words=words: self._numbers(words)))
                     continue
-                scales = self._scales(f"raw_{kind}", page_rows)
-                scale = m.fetch(m.beyond(scales, number, 4 * spec.Hkv * page_rows, inside * 4))
-                kept = m.where(old, self._in_ring(kind, position), given)
-                words = m.fetch(at), m.fetch(at, 4), scale, m.fetch_words(kept)
+                scale = m.beyond(scales, number, 4 * spec.Hkv * block, entry % block * 4)
+                kept = m.where(old, self._in_ring(value, position), own)
+                words = m.fetch(at), m.fetch(at, 4), m.fetch(scale), m.fetch_words(kept)
                 found.append((tap, lambda old=old, words=words: self._token(old, *words)))
             for tap, numbers in found:
                 row = numbers()
@@ -173,8 +173,8 @@ class NewTokens:
         stored = self._numbers(self._packed(stored))
         near = self.lane.lane >= 0
         for a, b in zip(x, stored, strict=True):
-            most = m.multiply_add(self._size(b), NEAR, scale * LEAST_NEAR)
-            near = near & (self._size(a - b) <= most)
+            most = m.multiply_add(m.size(b), NEAR, scale * LEAST_NEAR)
+            near = near & (m.size(a - b) <= most)
         rounded = old & m.different(m.votes(near), -1)
         return [m.where(rounded, b, a) for a, b in zip(x, stored, strict=True)]
 
@@ -183,88 +183,92 @@ class NewTokens:
         lane = self.lane
         return lane.place("logits") + (warp * LANES + lane.lane) * (4 * COLUMNS)
 
-    def _put_shares(self, kind: str, page: Any, slot: Any) -> None:
-        m, warps = self.lane.m, self.lane.spec.variant.warps
+    def _put_shares(self, value: Any, page: Any, slot: Any) -> None:
+        m, spec = self.lane.m, self.lane.spec
         sums = [m.word(0.0)] * COLUMNS
-        for warp in range(KINDS.index(kind), warps, 2):
-            at = self._share(m.word(warp))
+        for warp in range(0, spec.variant.warps, 2):
+            at = self._share(value + warp)
             words = [x for i in range(0, COLUMNS, 4) for x in m.read_words(at, 4, 4 * i)]
             sums = self._with(sums, [m.real(x) for x in words])
-        spec = self.lane.spec
         words = self._packed([x * (1 / spec.compress_block) for x in sums])
-        self._put(f"compressed_{kind}", spec.per_page, kind, page, slot, words)
+        pages = self._one([f"compressed_{kind}" for kind in KINDS], value)
+        at = value, spec.per_page, page, slot, words
+        if not spec.fp8:
+            self._put(pages, *at)
+            return
+        m.when(m.same(value, 0), lambda: self._put(pages, *at))
+        scales = self._one(["compressed_value_scale"], value)
+        m.when(m.same(value, 1), lambda: self._put_rounded(pages, scales, *at))
 
-    def _keep_row(self, kind: str, new: Any, position: Any) -> None:
-        words = self.lane.m.fetch_words(self._new("raw", kind, new))
-        self._put_words(self._in_ring(kind, position), kind, words)
-
-    def _in_ring(self, kind: str, position: Any) -> Any:
+    def _in_ring(self, value: Any, position: Any) -> Any:
         """The lane's columns of a token of the row's ring; of a row that has none, of another's."""
         m, ring = self.lane.m, self.lane.spec.ring
-        base = self._head(getattr(self.arrays, f"recent_{kind}"), kind)
+        base = self._head(self._one([f"recent_{kind}" for kind in KINDS], value), value, 2)
         slot = m.smaller(m.larger(self.ring, 0), self.rings - 1)
-        row_bytes = self._row_bytes(kind)
-        return m.beyond(base, slot, ring * row_bytes, m.larger(position, 0) % ring * row_bytes)
+        row = slot * ring + m.larger(position, 0) % ring
+        return m.beyond(base, row, self._row_bytes(value, 2))
 
     def _rounded(self, words: list) -> tuple[list, Any]:
         """Codes of a lane's columns and the scale of the row, as `nsa_core.rounding.rounded`."""
         m, x = self.lane.m, self._numbers(words)
-        largest = self._size(x[0])
+        largest = m.size(x[0])
         for y in x[1:]:
-            largest = m.larger(largest, self._size(y))
+            largest = m.larger(largest, m.size(y))
         # Sizes are ordered as their bits are, NaN above infinity.
         largest = m.larger(m.real(m.largest(m.bits(largest))), LEAST)
         factor = m.divided(LARGEST, largest)
         x = [y * factor for y in x]
         return [m.codes(x[i : i + 4]) for i in (0, 4)], largest * (1 / LARGEST)
 
-    def _size(self, x: Any) -> Any:
-        m = self.lane.m
-        return m.real(m.bits(x) & 0x7FFFFFFF)
+    # Where things lie. `value` says whether of values, else of keys.
 
-    # Where things lie.
+    def _put(self, pages: Any, value: Any, rows: int, page: Any, row: Any, words: list) -> None:
+        """Puts a row in its page, of `rows`."""
+        self._put_words(self._in_page(pages, value, 2, rows, page, row), value, words)
 
-    def _put(self, name: str, rows: int, kind: str, page: Any, row: Any, words: list) -> None:
-        m, spec, array = self.lane.m, self.lane.spec, getattr(self.arrays, name)
-        if not spec.fp8 or name == "compressed_key":
-            row_bytes = self._row_bytes(kind)
-            base = self._head(array, kind)
-            at = m.beyond(base, page, rows * row_bytes, row * row_bytes)
-            self._put_words(at, kind, words)
-            return
+    def _put_rounded(
+        self, pages: Any, scales: Any, value: Any, rows: int, page: Any, row: Any, words: list
+    ) -> None:
+        m, spec = self.lane.m, self.lane.spec
         codes, scale = self._rounded(words)
-        row_bytes = self._row_bytes(kind, 1)
-        base = self._head(array, kind, 1)
-        at = m.beyond(base, page, rows * row_bytes, row * row_bytes)
-        self._put_words(at, kind, codes)
-        base = self._scales(name, rows)
-        at = m.beyond(base, page, 4 * rows * spec.Hkv, row * 4)
+        self._put_words(self._in_page(pages, value, 1, rows, page, row), value, codes)
+        at = m.beyond(
+            m.beyond(scales, self.kv_head, 4 * rows), page, 4 * rows * spec.Hkv, row * 4
+        )
         m.put(at, m.bits(scale), m.same(self.lane.lane, 0))
 
-    def _put_words(self, place: Any, kind: str, words: list) -> None:
+    def _in_page(
+        self, pages: Any, value: Any, size: int, rows: int, page: Any, row: Any
+    ) -> Any:
+        m, row_bytes = self.lane.m, self._row_bytes(value, size)
+        at = m.beyond(self._head(pages, value, size), page, row_bytes * rows)
+        return m.beyond(at, row, row_bytes)
+
+    def _put_words(self, place: Any, value: Any, words: list) -> None:
         m = self.lane.m
-        only = self.lane.lane < self._width(kind) // COLUMNS
+        only = self.lane.lane < self._width(value) // COLUMNS
         for i in range(0, len(words), 2):
-            m.put_words(m.beyond(place, m.word(0), 0, m.word(4 * i)), words[i : i + 2], only)
+            at = m.beyond(place, m.word(i), 4) if i else place
+            m.put_words(at, words[i : i + 2], only)
 
-    def _scales(self, name: str, rows: int) -> Any:
-        """Of the first page, which has `rows` tokens."""
-        array = getattr(self.arrays, f"{name}_scale")
-        return self.lane.m.element(array, (self.kv_head, 4 * rows))
+    def _one(self, names: list[str], number: Any) -> Any:
+        """Where the array of this number begins."""
+        m = self.lane.m
+        found, *others = (m.element(getattr(self.arrays, name)) for name in names)
+        for i, other in enumerate(others, 1):
+            found = m.where(m.same(number, i), other, found)
+        return found
 
-    def _new(self, branch: str, kind: str, row: Any) -> Any:
-        base = self._head(getattr(self.arrays, f"new_{branch}_{kind}"), kind)
-        return self.lane.m.beyond(base, row, self._row_bytes(kind), self.lane.m.word(0))
-
-    def _head(self, array: Any, kind: str, size: int = 2) -> Any:
+    def _head(self, array: Any, value: Any, size: int) -> Any:
         """The lane's columns of the first row; lanes beyond the width read the last ones."""
-        m, width = self.lane.m, self._width(kind)
+        m, width = self.lane.m, self._width(value)
         column = m.smaller(self.lane.lane, width // COLUMNS - 1)
-        return m.element(array, (self.kv_head, size * width), (column, size * COLUMNS))
+        return m.beyond(m.beyond(array, self.kv_head, width * size), column, size * COLUMNS)
 
-    def _width(self, kind: str) -> int:
-        return self.lane.spec.D if kind == "key" else self.lane.spec.Dv
+    def _width(self, value: Any) -> Any:
+        spec = self.lane.spec
+        return spec.D if spec.D == spec.Dv else self.lane.m.where(value > 0, spec.Dv, spec.D)
 
-    def _row_bytes(self, kind: str, size: int = 2) -> int:
+    def _row_bytes(self, value: Any, size: int) -> Any:
         """Of all heads."""
-        return size * self._width(kind) * self.lane.spec.Hkv
+        return self._width(value) * (size * self.lane.spec.Hkv)

@@ -94,9 +94,11 @@ def left_operand(lane: Lane, p: list[Words]) -> Words:
     return [m.pack(p[t][2 * r], p[t][2 * r + 1], dtype) for t in range(2) for r in range(2)]
 
 
-def keep(lane: Lane, place: Any, s2: list[Words]) -> None:
+def keep(lane: Lane, place: Any, s2: list[Words], only: Any = None) -> None:
+    """Where `only` holds, if given."""
+    where = {} if only is None else {"only": only}
     for t in range(2):
-        lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES)
+        lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES, **where)
 
 
 def kept(lane: Lane, place: Any) -> list[Words]:

@@ -34,8 +34,9 @@ CHUNK_BYTES = 16
 ROW_BYTES = 2 * PART  # of a part
 PART_BYTES = STRIP * ROW_BYTES
 LARGEST_EXPONENT = 14  # of queries as float16
-P_EXPONENT = 15  # p times scales and gates is less than two to this, as float16
-NO_SIGN = 0x7FFFFFFF
+# p times scales is less than 2^MOST_P_EXPONENT as float16; where it would not be, it is made less
+# than 2^(P_EXPONENT + 1).
+P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
@@ -198,7 +199,7 @@ class Queue:
         halves = [stage + at for at in self.read_keys_at]
         rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
         for tile in range(2):
-            acc = [m.word(0.0)] * 4
+            sums = _Halves(m)
             for chunk in range(2 * spec.D // PART):
                 part, half = divmod(chunk, 2)
                 start = part * PART_BYTES
@@ -208,8 +209,8 @@ class Queue:
                     k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
                 for i in range(2):
                     words = k[2 * i : 2 * i + 2]
-                    acc = m.multiply(acc, query[2 * chunk + i], words, spec.dtype)
-            tiles.append([x * (spec.scale * LOG2E) for x in acc])
+                    sums.multiply(query[2 * chunk + i], words, spec.dtype)
+            tiles.append([x * (spec.scale * LOG2E) for x in sums.total()])
         return tiles
 
     def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[Words]:
@@ -220,7 +221,7 @@ class Queue:
         rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
         scales = self._scales(stage)
         for tile in range(2):
-            acc = [m.word(0.0)] * 4
+            sums = _Halves(m)
             for half in range(spec.D // PART):
                 part, i = divmod(half, 2)
                 start = part * PART_BYTES
@@ -229,9 +230,9 @@ class Queue:
                 else:
                     codes = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
                 for j, word in enumerate(codes):
-                    acc = m.multiply(acc, query.words[4 * half + j], m.widened(word), "float16")
+                    sums.multiply(query.words[4 * half + j], m.widened(word), "float16")
             units = [[scale * unit for scale in scales[tile]] for unit in query.units]
-            tiles.append([x * units[i // 2][i % 2] for i, x in enumerate(acc)])
+            tiles.append([x * units[i // 2][i % 2] for i, x in enumerate(sums.total())])
         return tiles
 
     def _scales(self, stage: Any) -> list[Words]:
@@ -280,38 +281,35 @@ class Queue:
         return acc
 
     def add_rounded(
-        self, state: list, turn: Any, p: list[Words], first: Any, low: Any, high: Any
+        self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """`add` of values in fp8, of p in float32; `state`: `acc`, and the power of two that all of
-        it is multiplied by, so that p times scales stays within float16.
+        """`add` of values in fp8.
+
+        Args:
+          state: `acc`, and the power of two that all of it is multiplied by, so that p times scales
+            fits float16.
+          p: in float32.
+          most: of the lane's p, from 0.
         """
         m, spec = self.lane.m, self.lane.spec
         stage, (acc, unit) = self.take(turn), state
         self.clear(stage, first, low, high)
-        scales, given = self._scales(stage), p
-
-        def weighted(unit):
-            own = [[x * unit for x in tile] for tile in scales]
-            return [
-                [x * own[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(given)
-            ]
-
-        def largest(p):
-            most = m.word(0.0)
-            for x in (x for tile in p for x in tile):
-                most = m.larger(most, m.real(m.bits(x) & NO_SIGN))
-            return most
+        scales = self._scales(stage)
+        largest = scales[0][0]
+        for scale in (scales[0][1], *scales[1]):
+            largest = m.larger(largest, scale)
+        largest = largest * most
 
         def smaller(_, state):
-            acc, unit, _ = state
-            new = _power(m, m.largest(m.bits(largest(weighted(1.0)))), P_EXPONENT // 2)
+            acc, unit = state
+            new = _power(m, m.largest(m.bits(largest)), P_EXPONENT)
             less = new * inverse(m, unit)
-            return [[[x * less for x in tile] for tile in acc], new, weighted(new)]
+            return [[[x * less for x in tile] for tile in acc], new]
 
-        p = weighted(unit)
-        over = m.different(m.votes(largest(p) >= 2.0**P_EXPONENT), 0)
-        state = m.repeat(m.number(over), smaller, [acc, unit, p], unrolled=False)
-        acc, unit, p = state
+        over = m.different(m.votes(largest * unit >= 2.0**MOST_P_EXPONENT), 0)
+        acc, unit = m.repeat(m.number(over), smaller, [acc, unit], unrolled=False)
+        scales = [[x * unit for x in tile] for tile in scales]
+        p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
         words = [
             m.pack(p[t][2 * r], p[t][2 * r + 1], "float16") for t in (0, 1) for r in (0, 1)
         ]
@@ -328,6 +326,22 @@ class Queue:
                     pairs = [half[e] for half in halves]
                     acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
         return [acc, unit]
+
+
+class _Halves:
+    """A sum of products in two halves, of which neither waits for the other."""
+
+    def __init__(self, m: Any):
+        self.m, self.turn = m, 0
+        self.halves = [[m.word(0.0)] * 4 for _ in range(2)]
+
+    def multiply(self, *operands: Any) -> None:
+        half = self.turn % 2
+        self.halves[half] = self.m.multiply(self.halves[half], *operands)
+        self.turn += 1
+
+    def total(self) -> Words:
+        return [a + b for a, b in zip(*self.halves, strict=True)]
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
@@ -476,7 +490,7 @@ class HalfQuery:
             most = m.word(0.0)
             for word in (each[i] for each in query for i in (r, r + 2)):
                 for x in m.unpack(word, spec.dtype):
-                    most = m.larger(most, m.real(m.bits(x) & NO_SIGN))
+                    most = m.larger(most, m.size(x))
             for distance in (1, 2):
                 most = m.larger(most, m.exchange(most, distance))
             power = _power(m, m.bits(most), LARGEST_EXPONENT)

@@ -158,6 +158,11 @@ def real(x: Word) -> Word:
     return Word(arith.bitcast(ir.F32Type.get(), x.value))
 
 
+def size(x: Word) -> Word:
+    """The absolute value of a float32."""
+    return real(bits(x) & 0x7FFFFFFF)
+
+
 def floating(x: Word) -> Word:
     """An integer as a float32."""
     return Word(arith.sitofp(ir.F32Type.get(), x.value))

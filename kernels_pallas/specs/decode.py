@@ -49,12 +49,14 @@ class Variant:
 # more clusters at once.
 VARIANTS = (
     Variant(8, 4, 2, 128),
+    Variant(4, 4, 4, 128),
     Variant(4, 4, 2, 128),
     Variant(2, 4, 2, 128),
     Variant(4, 8, 2, 128),  # where D is so wide that half an SM is not enough
     Variant(8, 4, 2, 512),
     Variant(3, 8, 4, 512),
     Variant(4, 4, 2, 512),
+    Variant(2, 8, 4, 512),
     Variant(2, 8, 2, 512),
     Variant(4, 8, 2, 512),
     Variant(16, 4, 2, 1024),
