@@ -70,12 +70,13 @@ def _copy(
         from nsa_torch.triton_ops import TRITON_OPS
 
         scales = [getattr(cache, f"{name}_scale", None) for name in names]
-        fp8 = tuple(x is not None for x in scales)
+        fp8 = scales[0] is not None, scales[1] is not None
         dtype = str(cache.dtype if any(fp8) else key.dtype).removeprefix("torch.")
         sizes = rows, width, key.shape[0], key.shape[2], (key.shape[3], value.shape[3])
         kernel = decode_descriptions.gather(*sizes, dtype, entries, reach, margin, fp8)
         given = (lengths if x is None else x for x in scales)
-        return tuple(TRITON_OPS.run(kernel, key, value, *given, page_table, lengths))
+        found = TRITON_OPS.run(kernel, key, value, *given, page_table, lengths)
+        return found[0], found[1]
     pages = page_table.clamp(0, cache.num_pages - 1)
     token = torch.arange(count, device=key.device) * entries.stride
     end = lengths.clamp(max=width * entries.per_page * entries.stride)[:, None]

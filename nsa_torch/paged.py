@@ -137,7 +137,7 @@ class PagedCache(PagedArrays):
             raise ValueError(
                 "pages of float8_e4m3fn must have key_scale and value_scale, and no compressed ones"
             )
-        given = {
+        given: dict[str, Any] = {
             "selected_key": key_pages,
             "selected_value": value_pages,
             "compressed_key": compressed_key,
@@ -147,7 +147,7 @@ class PagedCache(PagedArrays):
         }
         apart = _pages_apart([x for x in given.values() if x is not None])
         if apart > 1:
-            given = {name: _with_gaps(x, apart) for name, x in given.items()}
+            given = {k: x if x is None else _with_gaps(x, apart) for k, x in given.items()}
             key_pages, value_pages = given["selected_key"], given["selected_value"]
         compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
         pages, _, kv_heads, key_width = key_pages.shape
@@ -286,10 +286,8 @@ def _pages_apart(arrays: Sequence[Tensor]) -> int:
     return max(found.pop(), 1) if len(found) == 1 else 1
 
 
-def _with_gaps(pages: Tensor | None, apart: int) -> Tensor | None:
+def _with_gaps(pages: Tensor, apart: int) -> Tensor:
     """`pages` and what lies between them, contiguous."""
-    if pages is None:
-        return None
     shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
     return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 
