@@ -11,7 +11,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import as_given, selected_attention
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import chosen_implementation, kernel_capability
+from nsa_torch.indexer import chosen_implementation
 from nsa_torch.operators import requires_grad
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -166,7 +166,7 @@ def paged_block_attention(
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(query):
         arrays = query, key_pages, value_pages, block_indices
-        capability = kernel_capability(query)
+        capability = OPS.capability(query)
         rest = paged, block_size, include, scale
         sizes = triton_paged_blocks.sizes_of(*arrays, *rest, capability)
         name = chosen_implementation(implementation, sizes.why_not, query)

@@ -242,7 +242,7 @@ class _KernelLoss(torch.autograd.Function):
         gradient = any(ctx.needs_input_grad[:2])
         loss, kept = triton_index.loss(ops, sizes, arrays, lists, position, gradient)
         ctx.sizes = sizes
-        ctx.save_for_backward(index_query, lists, position, *kept)
+        ctx.save_for_backward(index_query, index_key, lists, position, *kept)
         return loss
 
     @staticmethod
@@ -250,10 +250,9 @@ class _KernelLoss(torch.autograd.Function):
     def backward(ctx, grad):
         from nsa_torch.triton_ops import TRITON_OPS as ops
 
-        index_query, lists, position, *kept = ctx.saved_tensors
-        given = ctx.sizes, index_query, lists, position, Kept(*kept)
-        dq, dk = triton_index.gradients(ops, *given, grad)
-        return dq.to(index_query.dtype), dk, None
+        index_query, index_key, lists, position, *kept = ctx.saved_tensors
+        given = index_query, index_key, lists, position, Kept(*kept), grad
+        return *triton_index.gradients(ops, ctx.sizes, *given), None
 
 
 class _Loss(torch.autograd.Function):

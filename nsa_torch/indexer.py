@@ -174,7 +174,7 @@ def paged_index_blocks(
 
 def _paged_sizes(query: Tensor, pages: Tensor, index: Index, paged: Paged) -> PagedIndex:
     """Of the kernels."""
-    found = kernel_capability(query)
+    found = TORCH_OPS.capability(query)
     return triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
 
 
@@ -235,11 +235,6 @@ def chosen_implementation(
     if asked == "triton" and reason is not None:
         raise NotImplementedError(f"implementation 'triton' {reason}")
     return "torch" if reason is not None else "triton"
-
-
-def kernel_capability(query: Tensor) -> tuple[int, int]:
-    """Of its GPU; where there is none, of what kernels are interpreted or asked about for."""
-    return capability_of(query.device.index) if query.is_cuda else capability.AMPERE
 
 
 def device_why_not(query: Tensor) -> str | None:

@@ -49,7 +49,10 @@ INDEX = {
 COMPILED = (
     ("m3", 90, "index:index_blocks"),
     ("qsa", 90, "index:index_scores"),
-    ("loss", 90, "index_kl:kl_rows"),
+    ("loss", 90, "index_kl:kl_entries"),
+    ("loss", 90, "index_kl:kl_gradients"),
+    ("loss", 89, "index_kl:kl_entries"),
+    ("loss", 86, "index_kl:kl_gradients"),
     ("index32", 89, "index:index_blocks"),
     ("pages", 90, "paged_blocks:partials"),
     ("pages", 90, "paged_blocks:merge"),

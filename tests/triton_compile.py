@@ -202,12 +202,19 @@ def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launc
 
 def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]:
     """The kernels of an indexer's loss."""
-    main, index, lists = sizes.dtype, sizes.index_dtype, ["int32"] * 4
-    rows = index_descriptions.kl_rows(sizes, True)
-    partials = index_descriptions.index_key_partials(sizes)
+    main, index, ints = sizes.dtype, sizes.index_dtype, ["int32"] * 5
+    entries = index_descriptions.kl_entries(sizes, capability, True)
+    gradients = index_descriptions.kl_gradients(sizes, capability)
+    kept = entries.outputs[-1].dtype, *["float32"] * 3
+    floats, lists = ["float32"] * 4, ["int32"] * 2
     return [
-        Launch(rows, (main, main, "float32", index, index, "int32", "int32")),
-        Launch(partials, (index, sizes.ds_dtype, "float32", *lists)),
+        Launch(entries, (main, main, "float32", index, index, *ints)),
+        Launch(index_descriptions.kl_loss(sizes), (*floats, *lists)),
+        Launch(gradients, (index, index, *kept, *ints)),
+        Launch(
+            index_descriptions.kl_query_sums(sizes),
+            (gradients.outputs[0].dtype, "float32", *lists),
+        ),
         Launch(index_descriptions.index_key_merge(sizes), ("float32", "int32")),
     ]
 

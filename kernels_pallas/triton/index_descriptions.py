@@ -12,7 +12,7 @@ POOLS = (16, 32, 64, 128, 256)
 SELECTED = 64  # blocks of a query, which stay in registers
 CHUNK = 2048  # keys that a program scores, where it writes scores
 WIDTH = 256
-LISTED = 4096  # keys of a query whose scores stay in registers
+FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them in registers
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -180,8 +180,8 @@ class LossSizes(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a batch row, those of each index head one after the other."""
-        return self.T * self.index_heads
+        """Of all rows and index heads."""
+        return self.B * self.T * self.index_heads
 
     @property
     def tiles(self) -> int:
@@ -189,17 +189,30 @@ class LossSizes(NamedTuple):
 
     @property
     def entries(self) -> int:
-        return self.queries * self.n
+        """Of the lists of a batch row and index head."""
+        return self.T * self.n
 
     @property
     def items(self) -> int:
-        """Of a batch row, at most; every block has one."""
+        """Of these, at most; every block has one."""
         return self.tiles + self.entries // SEGMENT
 
     @property
-    def ds_dtype(self) -> str:
-        """Differences of probabilities are too small for float16."""
-        return "float32" if self.index_dtype == "float32" else "bfloat16"
+    def programs(self) -> int:
+        return self.B * self.index_heads * self.items
+
+    @property
+    def is_float32(self) -> bool:
+        return self.index_dtype == "float32"
+
+    def constants(self) -> dict[str, Any]:
+        """What most of the kernels have."""
+        return {
+            "INDEX_HEADS": self.index_heads,
+            "WIDTH": self.index_width,
+            "COLUMNS": power(self.index_width),
+            "BLOCK": self.block,
+        }
 
 
 def loss_why_not(sizes: LossSizes) -> str | None:
@@ -216,90 +229,137 @@ def loss_why_not(sizes: LossSizes) -> str | None:
             "takes index heads of one key/value head each, "
             f"got {sizes.index_heads} and Hkv={sizes.Hkv}"
         )
-    if sizes.group > 64 or max(sizes.D, sizes.index_width) > 128:
+    width = max(sizes.D, sizes.index_width)
+    if sizes.group > 64 or width > 128:
         return (
             "takes up to 64 query heads of an index head and widths up to 128, "
             f"got {sizes.group}, D={sizes.D} and Di={sizes.index_width}"
         )
-    if sizes.n * sizes.block > LISTED:
-        return f"takes up to {LISTED} listed keys, got {sizes.n * sizes.block}"
+    if sizes.is_float32 and sizes.block * power(width) > FLOAT32_KEYS:
+        return (
+            f"takes blocks of up to {FLOAT32_KEYS} numbers in float32, "
+            f"got {sizes.block} keys of {power(width)}"
+        )
     if sizes.entries >= 2**31:
-        return f"takes T Hi n < 2**31, got {sizes.entries}"
+        return f"takes T n < 2**31, got {sizes.entries}"
     return None
 
 
-def kl_rows(sizes: LossSizes, gradient: bool) -> TritonKernel:
-    """Arrays: query, key, lse, index_query, index_key, indices, position; results: loss, index_dq,
-    ds, the last two empty without a `gradient`.
+def _kl_tiles(
+    sizes: LossSizes, capability: tuple[int, int], rows: tuple[int, int]
+) -> tuple[int, int]:
+    """Rows of a step, and stages; `rows`: on GPUs that read operands from shared memory, and on
+    others.
     """
-    keys = min(sizes.block, 64 if sizes.dtype != "float32" else 32)
-    steps = sizes.n * (sizes.block // keys)
-    rows = sizes.B, sizes.T, sizes.index_heads
-    kept = (*rows, sizes.index_width), (*rows, sizes.n * sizes.block)
-    kept = kept if gradient else ((1,), (1,))
+    if sizes.is_float32:
+        return 32, 1
+    wide = capability[0] in WIDE
+    return rows[not wide], 2 if wide else 1
+
+
+def kl_entries(sizes: LossSizes, capability: tuple[int, int], gradient: bool) -> TritonKernel:
+    """Arrays: query, key, lse, index_query, index_key, position, order, starts, ends, tile_of;
+    results: maxima, sums, masses, crosses, targets, the last one empty without a `gradient`.
+    """
+    group = 1 << (sizes.group - 1).bit_length()
+    rows, stages = _kl_tiles(sizes, capability, (128, 64))
+    tokens = max(rows // group, 1)
+    of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
+    kept = (*of_entries[:3], sizes.n * sizes.block) if gradient else (1,)
+    # t is at most 1, and of small ones the difference counts.
+    target_dtype = "float32" if sizes.is_float32 else "float16"
+    constants = sizes.constants()
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_rows",
-        sizes.B * sizes.queries,
-        (sizes.T, sizes.S, sizes.scale * LOG2E, sizes.index_scale),
+        "kernels_pallas.triton.index_kl:kl_entries",
+        sizes.programs,
         (
-            Array(rows, "float32"),
-            Array(kept[0], "float32"),
-            Array(kept[1], sizes.ds_dtype),
+            *(sizes.T, sizes.S, sizes.tiles, sizes.items, sizes.entries),
+            *(sizes.scale * LOG2E, sizes.index_scale),
         ),
+        (*(Array(of_entries, "float32") for _ in range(4)), Array(kept, target_dtype)),
         {
-            "INDEX_HEADS": sizes.index_heads,
             "HEADS": sizes.Hkv,
+            "INDEX_HEADS": sizes.index_heads,
             "GROUP": sizes.group,
-            "ROWS": power(sizes.group),
+            "GROUP_ROWS": group,
+            "TOKENS": tokens,
+            "COPIES": max(LEAST // tokens, 1),
             "WIDTH": sizes.D,
             "COLUMNS": power(sizes.D),
-            "INDEX_WIDTH": sizes.index_width,
-            "INDEX_COLUMNS": power(sizes.index_width),
-            "N": sizes.n,
-            "BLOCK": sizes.block,
-            "KEYS": keys,
-            "STEPS": 1 << (steps - 1).bit_length(),
-            "GRADIENT": gradient,
-            "PRECISION": "ieee" if sizes.dtype == "float32" else "tf32",
-        },
-        4,
-        2 if sizes.dtype != "float32" else 1,
-    )
-
-
-def index_key_partials(sizes: LossSizes) -> TritonKernel:
-    """Arrays: index_query, ds, grad, order, starts, ends, tile_of; result: partials."""
-    shape = sizes.B * sizes.items, sizes.block, sizes.index_width
-    return TritonKernel(
-        "kernels_pallas.triton.index_kl:index_key_partials",
-        sizes.B * sizes.items,
-        (sizes.queries, sizes.tiles, sizes.items, sizes.entries),
-        (Array(shape, "float32"),),
-        {
-            "WIDTH": sizes.index_width,
-            "COLUMNS": power(sizes.index_width),
+            "INDEX_WIDTH": constants["WIDTH"],
+            "INDEX_COLUMNS": constants["COLUMNS"],
             "N": sizes.n,
             "BLOCK": sizes.block,
             "SEGMENT": SEGMENT,
-            "ROWS": 32 if sizes.index_dtype == "float32" else 64,
-            "PRECISION": "ieee" if sizes.index_dtype == "float32" else "tf32",
+            "GRADIENT": gradient,
+            "PRECISION": "ieee" if sizes.is_float32 else "tf32",
         },
         8,
-        1 if sizes.index_dtype == "float32" else 2,
+        stages,
+    )
+
+
+def kl_loss(sizes: LossSizes) -> TritonKernel:
+    """Arrays: maxima, sums, masses, crosses, indices, position; results: loss, index_lse, mass."""
+    rows = Array((sizes.B, sizes.T, sizes.index_heads), "float32")
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:kl_loss",
+        cdiv(sizes.queries, 128),
+        (sizes.queries,),
+        (rows, rows, rows),
+        {
+            "INDEX_HEADS": sizes.index_heads,
+            "N": sizes.n,
+            "BLOCK": sizes.block,
+            "QUERIES": 128,
+        },
+    )
+
+
+def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
+    """Arrays: index_query, index_key, targets, index_lse, mass, grad, position, order, starts,
+    ends, tile_of; results: partials of queries and of keys.
+    """
+    queries = sizes.B, sizes.T, sizes.index_heads, sizes.n, sizes.index_width
+    keys = sizes.programs, sizes.block, sizes.index_width
+    rows, stages = _kl_tiles(sizes, capability, (64, 16))
+    # Differences of probabilities are too small for float16.
+    dtype = "float32" if sizes.is_float32 else "bfloat16"
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:kl_gradients",
+        sizes.programs,
+        (*(sizes.T, sizes.S, sizes.tiles, sizes.items, sizes.entries), sizes.index_scale),
+        (Array(queries, dtype), Array(keys, "float32")),
+        sizes.constants()
+        | {
+            "N": sizes.n,
+            "SEGMENT": SEGMENT,
+            "ROWS": rows,
+            "PRECISION": "ieee" if sizes.is_float32 else "tf32",
+        },
+        8,
+        stages,
+    )
+
+
+def kl_query_sums(sizes: LossSizes) -> TritonKernel:
+    """Arrays: partials of queries, grad, indices, position; result: the gradient of the queries."""
+    shape = sizes.B, sizes.T, sizes.index_heads, sizes.index_width
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:kl_query_sums",
+        cdiv(sizes.queries, 32),
+        (sizes.queries,),
+        (Array(shape, sizes.index_dtype),),
+        sizes.constants() | {"N": sizes.n, "QUERIES": 32},
     )
 
 
 def index_key_merge(sizes: LossSizes) -> TritonKernel:
-    """Arrays: the partials and the item after each block's; result: the gradient of the keys."""
+    """Arrays: partials of keys, the item after each block's; result: the gradient of the keys."""
     return TritonKernel(
         "kernels_pallas.triton.index_kl:index_key_merge",
         sizes.B * sizes.tiles * (sizes.block // MERGED_ROWS),
         (sizes.S, sizes.tiles, sizes.items),
         (Array((sizes.B, sizes.S, sizes.index_width), sizes.index_dtype),),
-        {
-            "WIDTH": sizes.index_width,
-            "COLUMNS": power(sizes.index_width),
-            "BLOCK": sizes.block,
-            "PART": MERGED_ROWS,
-        },
+        sizes.constants() | {"PART": MERGED_ROWS},
     )

@@ -3,11 +3,15 @@
     t_j = mean over the heads of exp(scale q . k_j - lse)     p = softmax of index_scale iq . ik_j
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
-`kl_rows` is query-stationary, a query and index head a program: its heads are the rows of one
-product, so that t is a sum over them. The scores and t of all listed keys stay in registers, and
-the softmax is over what is there. It writes dS and sum_j dS_j ik_j, both for a gradient of L of 1;
-L2 bounds it. `index_key_partials` is key-stationary, from the query list of each block; partials
-of long lists are added in their order.
+Key-stationary: a program has a block, whose keys stay, and a part of its query list, of one index
+head. It gathers queries, 32 bytes for each key that a query-stationary walk would read.
+
+    kl_entries     of each entry (query, slot) t, and what the loss is a sum of: with the logits z
+                   max z, sum exp(z - max), sum t, sum t (log t - z)
+    kl_loss        these of all slots of a query: log-sum-exp of z, sum t, L
+    kl_gradients   dS of each entry from t and z, which is made again; its products with the
+                   block's keys, an entry each, and with the queries, summed over the entries
+    kl_query_sums, index_key_merge    both summed, in the order of slots and of entries
 """
 
 import triton
@@ -22,127 +26,227 @@ from kernels_pallas.triton.rows import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "S", "log2_scale", "index_scale"])
-def kl_rows(
+@triton.jit
+def _part_of(
+    item,
+    starts,
+    ends,
+    tile_of,
+    tiles,
+    items,
+    INDEX_HEADS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    """Row of the lists, batch row, index head and tile of a work item, and its entries' bounds."""
+    row = (item // items).to(tl.int64)
+    tile = tl.load(tile_of + item)
+    near = tl.minimum(tile, tiles - 1)
+    before = tl.load(ends + row * tiles + near - 1, mask=near > 0, other=0)
+    list_at = starts + row * (tiles + 1) + near
+    begin = tl.load(list_at) + (item % items - before) * SEGMENT
+    end = tl.minimum(begin + SEGMENT, tl.load(list_at + 1))
+    return row, row // INDEX_HEADS, row % INDEX_HEADS, tile, begin, end
+
+
+@triton.jit(
+    do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale", "index_scale"]
+)
+def kl_entries(
     query,
     key,
     lse,
     index_query,
     index_key,
-    indices,
     position,
+    order,
+    starts,
+    ends,
+    tile_of,
     T,
     S,
+    tiles,
+    items,
+    entries,
     log2_scale,
     index_scale,
-    loss,
-    index_dq,
-    ds,
-    INDEX_HEADS: tl.constexpr,
+    maxima,
+    sums,
+    masses,
+    crosses,
+    targets,
     HEADS: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COPIES: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX_WIDTH: tl.constexpr,
     INDEX_COLUMNS: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    STEPS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     GRADIENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs: B * T * INDEX_HEADS.
+    """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries; a product with their index
+    queries has each COPIES times, because it has 16 columns at least.
 
     Args:
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`; key: `[B, S, HEADS, WIDTH]`.
       lse: float32 `[B, T, INDEX_HEADS * GROUP]`, natural.
       index_query: `[B, T, INDEX_HEADS, INDEX_WIDTH]`; index_key: `[B, S, INDEX_WIDTH]`.
-      indices: int32 `[B, T, INDEX_HEADS, N]`, negative: none; none beyond the keys.
       position: int32 `[B, T]`, negative: padding.
-      loss: float32 `[B, T, INDEX_HEADS]`.
-      index_dq: float32 `[B, T, INDEX_HEADS, INDEX_WIDTH]`; ds: `[B, T, INDEX_HEADS, N * BLOCK]`.
+      order, starts, ends, tile_of: as of `dkv.of_blocks`, a row a batch row and index head;
+        entries are `token * N + slot`.
+      maxima, sums, masses, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
+      targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
     """
-    PARTS: tl.constexpr = BLOCK // KEYS
-    program = tl.program_id(0)
-    item = (program // INDEX_HEADS).to(tl.int64)
-    head = program % INDEX_HEADS
-    here = item * INDEX_HEADS + head
-    batch = item // T
-    at = tl.load(position + item)
-    kv_head = head * HEADS // INDEX_HEADS
-    r = tl.arange(0, ROWS)
-    row = here * GROUP + r
-    rows = load_rows(query, row, r < GROUP, WIDTH, COLUMNS)
-    natural = tl.load(lse + row, mask=r < GROUP, other=NEGATIVE_INFINITY)
-    # Of what sees nothing every probability is exp2(-inf).
-    lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
-    index_rows = load_rows(index_query, here + r * 0, r == 0, INDEX_WIDTH, INDEX_COLUMNS)
-
-    inside = tl.arange(0, KEYS)
-    step_of = tl.arange(0, STEPS)
-    scores = tl.full([STEPS, KEYS], NEGATIVE_INFINITY, tl.float32)
-    target = tl.zeros([STEPS, KEYS], tl.float32)
-    for step in range(0, N * PARTS):
-        block = tl.load(indices + here * N + step // PARTS)
-        token = block * BLOCK + step % PARTS * KEYS + inside
-        seen = (token >= 0) & (token <= at) & (token < S)
-        key_row = batch * S + token
-        keys = load_columns(key, key_row * HEADS + kv_head, seen, WIDTH, COLUMNS)
-        logits = tl.dot(rows, keys, input_precision=PRECISION) * log2_scale
-        t = tl.sum(tl.exp2(logits - lse_log2[:, None]), axis=0) * (1.0 / GROUP)
-        t = tl.where(seen, t, 0.0)
-        index_keys = load_columns(index_key, key_row, seen, INDEX_WIDTH, INDEX_COLUMNS)
-        z = tl.sum(tl.dot(index_rows, index_keys, input_precision=PRECISION), axis=0)
-        z = tl.where(seen, z * index_scale, NEGATIVE_INFINITY)
-        mine = (step_of == step)[:, None]
-        scores = tl.where(mine, z[None, :], scores)
-        target = tl.where(mine, t[None, :], target)
-
-    top = tl.max(tl.max(scores, axis=1), axis=0)
-    top = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
-    weight = tl.exp(scores - top)
-    total = tl.sum(tl.sum(weight, axis=1), axis=0)
-    total = tl.where(total > 0, total, 1.0)
-    normal = top + tl.log(total)
-    known = target > 0
-    apart = tl.log(tl.where(known, target, 1.0)) - tl.where(known, scores - normal, 0.0)
-    apart = tl.where(known, target * apart, 0.0)
-    tl.store(loss + here, tl.sum(tl.sum(apart, axis=1), axis=0))
-    if GRADIENT:
-        mass = tl.sum(tl.sum(target, axis=1), axis=0)
-        change = (weight / total * mass - target) * index_scale
-        place = ds + here * (N * BLOCK) + step_of[:, None] * KEYS + inside[None, :]
-        tl.store(place, change, mask=(step_of < N * PARTS)[:, None])
-        dq = tl.zeros([INDEX_COLUMNS], tl.float32)
-        for step in range(0, N * PARTS):
-            block = tl.load(indices + here * N + step // PARTS)
-            token = block * BLOCK + step % PARTS * KEYS + inside
-            seen = (token >= 0) & (token <= at) & (token < S)
-            index_keys = load_columns(
-                index_key, batch * S + token, seen, INDEX_WIDTH, INDEX_COLUMNS
+    at_row, batch, head, tile, begin, end = _part_of(
+        tl.program_id(0), starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+    )
+    if tile < tiles:
+        order += at_row * entries
+        inside = tl.arange(0, BLOCK)
+        token = tile * BLOCK + inside
+        keys = load_rows(
+            key,
+            (batch * S + token) * HEADS + head * HEADS // INDEX_HEADS,
+            token < S,
+            WIDTH,
+            COLUMNS,
+        )
+        index_keys = load_rows(
+            index_key, batch * S + token, token < S, INDEX_WIDTH, INDEX_COLUMNS
+        )
+        row = tl.arange(0, TOKENS * GROUP_ROWS)
+        copy = tl.arange(0, TOKENS * COPIES)
+        for at in range(begin, end, TOKENS):
+            place = at + row // GROUP_ROWS
+            real = (place < end) & (row % GROUP_ROWS < GROUP)
+            chosen = tl.load(order + place, mask=place < end, other=0) // N
+            number = (batch * T + chosen) * INDEX_HEADS + head
+            number = number * GROUP + row % GROUP_ROWS
+            rows = load_columns(query, number, real, WIDTH, COLUMNS)
+            natural = tl.load(lse + number, mask=real, other=NEGATIVE_INFINITY)
+            # Of what sees nothing every probability is exp2(-inf).
+            lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
+            place = at + copy // COPIES
+            chosen = tl.load(order + place, mask=place < end, other=0) // N
+            number = (batch * T + chosen) * INDEX_HEADS + head
+            index_rows = load_columns(
+                index_query, number, place < end, INDEX_WIDTH, INDEX_COLUMNS
             )
-            mine = tl.sum(tl.where((step_of == step)[:, None], change, 0.0), axis=0)
-            dq += tl.sum(index_keys.to(tl.float32) * mine[None, :], axis=1)
-        column = tl.arange(0, INDEX_COLUMNS)
-        tl.store(index_dq + here * INDEX_WIDTH + column, dq, mask=column < INDEX_WIDTH)
+            place = at + tl.arange(0, TOKENS)
+            here = place < end
+            entry = tl.load(order + place, mask=here, other=0)
+            item = batch * T + entry // N
+            upto = tl.load(position + item, mask=here, other=-1)
+
+            logits = tl.dot(keys, rows, input_precision=PRECISION) * log2_scale
+            t = tl.exp2(logits - lse_log2[None, :])
+            t = tl.sum(tl.reshape(t, [BLOCK, TOKENS, GROUP_ROWS]), axis=2) * (1.0 / GROUP)
+            z = tl.dot(index_keys, index_rows, input_precision=PRECISION) * index_scale
+            if COPIES > 1:  # equal ones, of which the mean is exact
+                z = tl.sum(tl.reshape(z, [BLOCK, TOKENS, COPIES]), axis=2) * (1.0 / COPIES)
+            seen = (token[:, None] <= upto[None, :]) & (token < S)[:, None]
+            t = tl.where(seen, t, 0.0)
+            z = tl.where(seen, z, NEGATIVE_INFINITY)
+            top = tl.max(z, axis=0)
+            base = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
+            known = t > 0
+            apart = tl.log(tl.where(known, t, 1.0)) - tl.where(known, z, 0.0)
+            to = (item * INDEX_HEADS + head) * N + entry % N
+            tl.store(maxima + to, top, mask=here)
+            tl.store(sums + to, tl.sum(tl.exp(z - base[None, :]), axis=0), mask=here)
+            tl.store(masses + to, tl.sum(t, axis=0), mask=here)
+            tl.store(crosses + to, tl.sum(t * apart, axis=0), mask=here)
+            if GRADIENT:
+                put = targets + to[None, :] * BLOCK + inside[:, None]
+                tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "tiles", "items", "entries"])
-def index_key_partials(
+@triton.jit
+def _listed(
+    indices, position, number, real, INDEX_HEADS: tl.constexpr, N: tl.constexpr, BLOCK, slot
+):
+    """Whether the query list of a block has the slot `slot` of a query."""
+    upto = tl.load(position + number // INDEX_HEADS, mask=real, other=-1)
+    block = tl.load(indices + number * N + slot, mask=real, other=-1)
+    return (block >= 0) & (block * BLOCK <= upto)
+
+
+@triton.jit(do_not_specialize=["count"])
+def kl_loss(
+    maxima,
+    sums,
+    masses,
+    crosses,
+    indices,
+    position,
+    count,
+    loss,
+    index_lse,
+    mass,
+    INDEX_HEADS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
+
+    Args:
+      maxima, sums, masses, crosses: of `kl_entries`.
+      indices: int32 `[B, T, INDEX_HEADS, N]`, negative: none; position: int32 `[B, T]`.
+      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: of z, +inf where nothing is
+        listed; mass: sum t.
+    """
+    number = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    real = number < count
+    top = tl.full([QUERIES], NEGATIVE_INFINITY, tl.float32)
+    total, whole = tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES], tl.float32)
+    cross = tl.zeros([QUERIES], tl.float32)
+    for slot in range(N):
+        there = _listed(indices, position, number, real, INDEX_HEADS, N, BLOCK, slot)
+        at = number * N + slot
+        theirs = tl.load(maxima + at, mask=there, other=NEGATIVE_INFINITY)
+        larger = tl.maximum(top, theirs)
+        base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+        part = tl.load(sums + at, mask=there, other=0.0)
+        total = total * tl.exp(top - base) + part * tl.exp(theirs - base)
+        whole += tl.load(masses + at, mask=there, other=0.0)
+        cross += tl.load(crosses + at, mask=there, other=0.0)
+        top = larger
+    some = total > 0
+    normal = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), 0.0)
+    tl.store(loss + number, tl.where(some, cross + whole * normal, 0.0), mask=real)
+    tl.store(index_lse + number, tl.where(some, normal, float("inf")), mask=real)
+    tl.store(mass + number, whole, mask=real)
+
+
+@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
+def kl_gradients(
     index_query,
-    ds,
+    index_key,
+    targets,
+    index_lse,
+    mass,
     grad,
+    position,
     order,
     starts,
     ends,
     tile_of,
-    queries,
+    T,
+    S,
     tiles,
     items,
     entries,
-    partials,
+    index_scale,
+    query_partials,
+    key_partials,
+    INDEX_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     N: tl.constexpr,
@@ -151,43 +255,80 @@ def index_key_partials(
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs: B * items. An item is up to SEGMENT entries of the query list of a block.
+    """Programs: B * INDEX_HEADS * items.
 
     Args:
-      index_query: `[B, queries, WIDTH]`; ds: `[B, queries, N * BLOCK]`.
-      grad: float32 `[B, queries]`, of the loss.
-      order, starts, ends, tile_of: as of `dkv.of_blocks`, a row a batch row.
-      partials: float32 `[B * items, BLOCK, WIDTH]`.
+      index_query, index_key, targets, position, order, ..: as of `kl_entries`.
+      index_lse, mass: of `kl_loss`; grad: float32 `[B, T, INDEX_HEADS]`, of the loss.
+      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, of a gradient of 1, written where listed.
+      key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """
-    item = tl.program_id(0)
-    batch, number = (item // items).to(tl.int64), item % items
-    tile = tl.load(tile_of + item)
+    program = tl.program_id(0)
+    at_row, batch, head, tile, begin, end = _part_of(
+        program, starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+    )
     if tile < tiles:
-        before = tl.load(ends + batch * tiles + tile - 1, mask=tile > 0, other=0)
-        first = tl.load(starts + batch * (tiles + 1) + tile)
-        begin = first + (number - before) * SEGMENT
-        end = tl.minimum(begin + SEGMENT, tl.load(starts + batch * (tiles + 1) + tile + 1))
+        order += at_row * entries
+        to_dtype = query_partials.dtype.element_ty
         inside = tl.arange(0, BLOCK)
+        token = tile * BLOCK + inside
+        at_keys = batch * S + token
+        columns = load_columns(index_key, at_keys, token < S, WIDTH, COLUMNS)
+        keys = load_rows(index_key, at_keys, token < S, WIDTH, COLUMNS).to(to_dtype)
         total = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for at in range(begin, end, ROWS):
             place = at + tl.arange(0, ROWS)
-            there = place < end
-            entry = tl.load(order + batch * entries + place, mask=there, other=0)
-            query = batch * queries + entry // N
-            weight = tl.load(grad + query, mask=there, other=0.0)
-            rows = load_rows(index_query, query, there, WIDTH, COLUMNS)
-            change = tl.load(
-                ds
-                + query[None, :] * (N * BLOCK)
-                + (entry % N)[None, :] * BLOCK
-                + inside[:, None],
-                mask=there[None, :],
-                other=0.0,
-            )
-            rows = (rows.to(tl.float32) * weight[:, None]).to(change.dtype)
-            total += tl.dot(change, rows, input_precision=PRECISION)
-        row = tl.cast(item, tl.int64) * BLOCK + inside
-        store_rows(partials, row, total, inside >= 0, WIDTH, COLUMNS)
+            here = place < end
+            entry = tl.load(order + place, mask=here, other=0)
+            item = batch * T + entry // N
+            number = item * INDEX_HEADS + head
+            rows = load_rows(index_query, number, here, WIDTH, COLUMNS)
+            to = number * N + entry % N
+            t = load_rows(targets, to, here, BLOCK, BLOCK).to(tl.float32)
+            upto = tl.load(position + item, mask=here, other=-1)
+            normal = tl.load(index_lse + number, mask=here, other=float("inf"))
+            whole = tl.load(mass + number, mask=here, other=0.0)
+            weight = tl.load(grad + number, mask=here, other=0.0)
+            z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
+            seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
+            p = tl.where(seen, tl.exp(z - normal[:, None]), 0.0)
+            change = ((p * whole[:, None] - t) * index_scale).to(to_dtype)
+            product = tl.dot(change, keys, input_precision=PRECISION)
+            store_rows(query_partials, to, product, here, WIDTH, COLUMNS)
+            rows = (rows.to(tl.float32) * weight[:, None]).to(to_dtype)
+            total = tl.dot(tl.trans(change), rows, total, input_precision=PRECISION)
+        row = tl.cast(program, tl.int64) * BLOCK + inside
+        store_rows(key_partials, row, total, inside >= 0, WIDTH, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def kl_query_sums(
+    partials,
+    grad,
+    indices,
+    position,
+    count,
+    out,
+    INDEX_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """`grad` times the sum of a query's partials, in the order of slots.
+
+    Programs: ceil(count / QUERIES). Args as of `kl_loss` and `kl_gradients`.
+    """
+    number = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    real = number < count
+    total = tl.zeros([QUERIES, COLUMNS], tl.float32)
+    for slot in range(N):
+        there = _listed(indices, position, number, real, INDEX_HEADS, N, BLOCK, slot)
+        part = load_rows(partials, number * N + slot, there, WIDTH, COLUMNS)
+        total += part.to(tl.float32)
+    total *= tl.load(grad + number, mask=real, other=0.0)[:, None]
+    store_rows(out, number, total, real, WIDTH, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
@@ -198,6 +339,7 @@ def index_key_merge(
     tiles,
     items,
     out,
+    INDEX_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -208,18 +350,20 @@ def index_key_merge(
     Programs: B * tiles * (BLOCK / PART).
 
     Args:
-      partials: float32 `[B * items, BLOCK, WIDTH]`; ends: int32 `[B, tiles]`.
+      partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`; ends: int32
+        `[B * INDEX_HEADS, tiles]`.
     """
     program = tl.program_id(0)
     part = program % (BLOCK // PART)
     program = program // (BLOCK // PART)
     tile, batch = program % tiles, (program // tiles).to(tl.int64)
-    begin = tl.load(ends + program - 1, mask=tile > 0, other=0)
-    end = tl.load(ends + program)
     inside = part * PART + tl.arange(0, PART)
     total = tl.zeros([PART, COLUMNS], tl.float32)
-    for item in range(begin, end):
-        row = (batch * items + item) * BLOCK + inside
-        total += load_rows(partials, row, inside >= 0, WIDTH, COLUMNS)
+    for head in range(INDEX_HEADS):
+        list_row = batch * INDEX_HEADS + head
+        at = ends + list_row * tiles + tile
+        for item in range(tl.load(at - 1, mask=tile > 0, other=0), tl.load(at)):
+            row = (list_row * items + item) * BLOCK + inside
+            total += load_rows(partials, row, inside >= 0, WIDTH, COLUMNS)
     at = tile * BLOCK + inside
     store_rows(out, batch * S + at, total, at < S, WIDTH, COLUMNS)

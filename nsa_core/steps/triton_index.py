@@ -13,12 +13,17 @@ SCORES_BYTES = 2**28  # of the scores of blocks that are written at a time
 
 
 class Kept(NamedTuple):
-    """For a gradient of the loss: sum_j dS_j ik_j `[B, T, Hi, Di]` in float32, and dS
-    `[B, T, Hi, n * block]`, both of a loss whose gradient is 1.
+    """For a gradient of the loss: t of each listed key `[B, T, Hi, n * block]`, the log-sum-exp of
+    the indexer and sum t `[B, T, Hi]`, and the query lists of the blocks.
     """
 
-    index_dq: Any
-    ds: Any
+    targets: Any
+    index_lse: Any
+    mass: Any
+    order: Any
+    starts: Any
+    ends: Any
+    tile_of: Any
 
 
 def sizes_of(query, key, index_query, lists, block: int, scales) -> LossSizes:
@@ -43,27 +48,30 @@ def lists_for(ops: ArrayOps, lists, sizes: LossSizes):
 
 def loss(ops: ArrayOps, sizes: LossSizes, arrays, lists, position, gradient: bool):
     """The loss `[B, T, Hi]`, and a `Kept`; `arrays`: query, key, lse, index_query, index_key."""
-    kernel = index_descriptions.kl_rows(sizes, gradient)
-    found, *kept = ops.run(kernel, *arrays, lists, position)
-    return found, Kept(*kept)
-
-
-def gradients(ops: ArrayOps, sizes: LossSizes, index_query, lists, position, kept: Kept, grad):
-    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`; the first in float32."""
-    grad = ops.to_float32(grad)
-    rows = sizes.B, sizes.queries
-    of_rows = ops.xp.broadcast_to(position[:, :, None], (*position.shape, sizes.index_heads))
-    of_rows = of_rows.reshape(rows)
-    entries = lists.reshape(*rows, 1, sizes.n)
     about = ListSizes(sizes.tiles, sizes.entries, sizes.items, sizes.block, False)
-    found = ops.derive(
-        triton_backward.block_query_lists, entries, of_rows, of_rows * 0, sizes=about
+    of = ops.derive(
+        triton_backward.block_query_lists, lists, position, position * 0, sizes=about
     )
-    kernel = index_descriptions.index_key_partials(sizes)
-    (partials,) = ops.run(kernel, index_query, kept.ds, grad, *found)
-    _, _, ends, _ = found
-    (dk,) = ops.run(index_descriptions.index_key_merge(sizes), partials, ends)
-    return kept.index_dq * grad[..., None], dk
+    kernel = index_descriptions.kl_entries(sizes, ops.capability(arrays[0]), gradient)
+    *entries, targets = ops.run(kernel, *arrays, position, *of)
+    kernel = index_descriptions.kl_loss(sizes)
+    found, *rest = ops.run(kernel, *entries, lists, position)
+    return found, Kept(targets, *rest, *of)
+
+
+def gradients(
+    ops: ArrayOps, sizes: LossSizes, index_query, index_key, lists, position, kept: Kept, grad
+):
+    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`."""
+    grad = ops.to_float32(grad)
+    targets, index_lse, mass, *of = kept
+    kernel = index_descriptions.kl_gradients(sizes, ops.capability(index_query))
+    arrays = index_query, index_key, targets, index_lse, mass, grad, position
+    of_queries, of_keys = ops.run(kernel, *arrays, *of)
+    kernel = index_descriptions.kl_query_sums(sizes)
+    (dq,) = ops.run(kernel, of_queries, grad, lists, position)
+    (dk,) = ops.run(index_descriptions.index_key_merge(sizes), of_keys, kept.ends)
+    return dq, dk
 
 
 def blocks(ops: ArrayOps, sizes: IndexSizes, query, key, position, offset: int | None):
