@@ -31,6 +31,8 @@ A document names a table between two comments, and this command fills what stand
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
+| `block_selection` | MiniMax-M3's attention beside transformers' own | `device` |
+| `block_attention` | the functions of block attention, by length and kind of lists | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and what they are here | |
 | `seed_variables` | environment variables, and what they are here | |
@@ -498,7 +500,7 @@ def block_selection(device: str) -> str:
     """A released model's attention over blocks: ours beside transformers' own, the newest."""
     newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/block_selection.jsonl", device):
-        if line.get("overlap") or line["mode"] == "indexer":
+        if line.get("overlap") or line["mode"] not in PASSES:
             continue
         newest.setdefault((line["S"], line["mode"]), {})[line["implementation"]] = line
     names = ("nsa_blocks", "sdpa", "eager")
@@ -515,11 +517,46 @@ def block_selection(device: str) -> str:
             length(tokens),
             "forward" if mode == "forward" else "with backward",
             *(cell(found.get(name)) for name in names),
-            ", ".join(dict.fromkeys(line["commit"][:7] for line in found.values())),
+            ", ".join(
+                dict.fromkeys(found[name]["commit"][:7] for name in names if name in found)
+            ),
         ]
         for (tokens, mode), found in sorted(newest.items())
+        if not {*names}.isdisjoint(found)
     ]
     return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
+
+
+# What `bench.block_selection` times: mode, implementation, name.
+OF_BLOCKS = (
+    ("forward", "nsa_torch", "**`block_attention`, forward**"),
+    ("fwdbwd", "nsa_torch", "**with backward**"),
+    ("forward", "flex", "FlexAttention, forward"),
+    ("fwdbwd", "flex", "with backward"),
+    ("indexer", "nsa_torch", "**`index_blocks`**"),
+    ("loss", "nsa_torch", "**`indexer_kl` and its gradients**"),
+    ("decode", "nsa_torch", "**a decode step of 8 rows from pages: lists and attention**"),
+)
+
+
+def block_attention(device: str) -> str:
+    """Functions of block attention, a column a length and kind of lists, the newest."""
+    newest = {
+        (line["mode"], line["implementation"], line["S"], line.get("overlap", 0.0)): line
+        for line in lines_of("kernel_log/block_selection.jsonl", device)
+        if line["status"] == "ok"
+    }
+    columns = [(tokens, share) for tokens in (8192, 32768, 131072) for share in (0.0, 0.95)]
+    columns = [x for x in columns if any((*OF_BLOCKS[0][:2], *x) == y for y in newest)]
+    rows = []
+    for mode, name, what in OF_BLOCKS:
+        found = [newest.get((mode, name, *column)) for column in columns]
+        cells = [MISSING if x is None else f"{x['ms']:.3g}" for x in found]
+        made = ", ".join(dict.fromkeys(x["commit"][:7] for x in found if x is not None))
+        if made:
+            rows.append([what, *cells, made])
+    kinds = [f"{length(n)}, {'alike' if share else 'random'}" for n, share in columns]
+    return table(["ms", *kinds, "commit"], rows)
 
 
 def serving(device: str) -> str:
@@ -773,6 +810,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "converted": converted,
     "selection": selection,
     "block_selection": block_selection,
+    "block_attention": block_attention,
     "serving": serving,
     "crossovers": crossovers,
     "scaling": scaling,
