@@ -350,6 +350,13 @@ class NSAAttention(nnx.Module):
                 segment_ids=geometry.ids_of(rows),
                 implementation=Branches.each(self.implementation).sliding,
             )
+        elif kv is None and spec.gate == "selected" and self.implementation is None:
+            packed = dict(segment_ids=segment_ids, varlen=varlen, config=spec.config)
+            compressed = api.compress(key.compressed, self.compress_params()[0], **packed)
+            indices = api.select_blocks(query, compressed, **packed)
+            out, _ = api.selected_attention(
+                query, key.selected, value.selected, indices, **packed
+            )
         elif kv is None:
             key_params, value_params = self.compress_params()
             packed = dict(segment_ids=segment_ids, varlen=varlen)

@@ -298,6 +298,16 @@ class NSAAttention(nn.Module):
         key, value = (x + x[-1:] * (len(Branches._fields) - len(x)) for x in (key, value))
         return query, Branches(*key), Branches(*value), gates
 
+    def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
+        """The selected branch alone, `[B, T, H, Dv]`; of the compressed one its scores."""
+        packed: dict[str, Any] = dict(config=self.spec.config, cu_seqlens=cu_seqlens)
+        with torch.no_grad():  # a selection has no gradient
+            compressed = functional.compress(
+                key.compressed, self.compress_params()[0], **packed
+            )
+            indices = functional.select_blocks(query, compressed, **packed)
+        return functional.selected_attention(query, key.selected, value, indices, **packed)[0]
+
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None):
         """Dense attention of at most `spec.all_selected` tokens, `[B, T, H, Dv]`."""
         name = Branches.each(self.implementation).sliding
@@ -398,6 +408,9 @@ class NSAAttention(nn.Module):
         longest = length if varlen is None else varlen.max_seqlen or length
         if longest < self.dense_below:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
+            return self.out(out.flatten(2)), None
+        if spec.gate == "selected" and not (self.implementation or ranks):
+            out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
