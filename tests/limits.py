@@ -12,6 +12,7 @@ LIMITS = {
     "long_list": ("nsa_core.steps.mosaic_gather.LONG_LIST",),
     "gathered_bytes": ("nsa_core.steps.mosaic_gather.MAX_BYTES",),
     "ds_chunk_bytes": ("nsa_core.steps.mosaic_stored_ds.CHUNK_BYTES",),
+    "small_bytes": ("nsa_core.plan.planner.SMALL_BYTES",),
     "least_released": ("nsa_core.plan.planner.LEAST_RELEASED",),
     "many_pinned": ("nsa_torch.shared.MANY_PINNED",),
     "graph_after": ("kernels_pallas.runtime.sequence.GRAPH_AFTER",),

@@ -174,6 +174,21 @@ def test_gates_in_float32_at_a_time(module, most):
     assert max(found) == most * 4 * 2 * 512 * 8
 
 
+@pytest.mark.parametrize("most", [0, 2**22], ids=["large", "small"])
+def test_results_that_no_other_step_reads(most, path, monkeypatch):
+    """Beside a launch, after which they are made where they are large."""
+    set_limits(monkeypatch, small_bytes=most)
+
+    def function(ops, do, out):
+        deltas = path.steps.backward.delta_of(ops, do, out)
+        return [*deltas, ops.zeros(out, out.shape), ops.copied(do, deltas[0].dtype), out]
+
+    arguments = [normal(1, 24, 4, 16), normal(1, 24, 4, 16).flip(1)]
+    _, zeros, copied, same = both_ways(Planned(function), arguments)
+    assert not zeros.any() and torch.equal(copied, arguments[0].float())
+    assert torch.equal(same, arguments[1])
+
+
 def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
     """What it announces is kept until a kernel is built."""
     prepared, announced = [], []

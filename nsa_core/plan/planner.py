@@ -274,7 +274,8 @@ class PlanOps(ArrayOps):
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
         """What is derived of arguments and constants comes before the first launch where it is
-        small, so that launches stay together, and where it is large right before it is read.
+        small, so that launches stay together, and where it is large right before it is read: at
+        the end, where it is a result that no step reads.
         Launches that take tensors are one by one anyway.
         """
         if not any(map(by_address, steps)):
@@ -296,6 +297,9 @@ class PlanOps(ArrayOps):
                 if found is not None and found not in rest:
                     rest.append(found)
             rest.append(step)
+        for step in waiting.values():
+            if step not in rest:
+                rest.append(step)
         return first + rest
 
     def _with_releases(self, steps: list[Any]) -> list[Any]:
