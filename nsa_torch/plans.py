@@ -23,9 +23,6 @@ from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 256  # plans of a function at most
 
-
-type Bound = Callable[[Sequence[Tensor]], list[Tensor]]
-
 _stepwise: ArrayOps | None = None
 
 
@@ -77,14 +74,13 @@ class Planned:
         _planned.append(self)
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
+        if _stepwise is not None:
+            return list(self.function(_stepwise, *arguments))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         return self.bound(arguments, tensors)(tensors)
 
-    def bound(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Bound:
+    def bound(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> BoundPlan:
         """The plan of a call on its device."""
-        if _stepwise is not None:
-            ops: Any = _stepwise
-            return lambda given: list(self.function(ops, *arguments))
         device = tensors[0].device
         key = device, capability.interpret.get() is not False, *map(_part_of_key, arguments)
         found = self._known.get(key)
@@ -135,6 +131,8 @@ class Ready:
 
     def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
         """What the function returns; of the arguments the tensors alone may be others each time."""
+        if _stepwise is not None:
+            return self._function(*arguments)
         if self._plan is None:
             at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
             self._pick = operator.itemgetter(*at)

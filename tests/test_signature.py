@@ -155,6 +155,30 @@ def test_gradients_of_calls_of_one_signature(name, recompute, checked, monkeypat
 GIVEN = "query", "key", "value", "gates"
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
+def test_a_gradient_without_a_plan(before):
+    """Of a call that had one: that call's own, and later ones have plans again."""
+
+    def gradients(arguments, inside):
+        leaves = [arguments[name].requires_grad_() for name in GIVEN]
+        out = nsa_torch.attention(**arguments)
+        with inside:
+            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    ran, ops = [], Eager()
+    run, ops.run = ops.run, lambda kernel, *x: ran.append(kernel) or run(kernel, *x)
+    for inside in [contextlib.nullcontext()] * before + [plans.stepwise(ops)]:
+        gradients(good(), inside)
+    assert ran  # step by step, whether there is a plan or not
+    ran.clear()
+    arguments = good()
+    got = gradients(arguments, contextlib.nullcontext())
+    assert not ran
+    with plans.stepwise(Eager()):
+        want = gradients(arguments, contextlib.nullcontext())
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(got, want, strict=True))
+
+
 def elsewhere(x):
     """The same numbers, between others."""
     return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
