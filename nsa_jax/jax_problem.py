@@ -11,16 +11,20 @@ def device_name() -> str | None:
     """What the driver calls JAX's default device where that is a GPU, or None."""
     if interpret.get():
         return None
-    device = jax.config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
+    device = _default_device()
     return device.device_kind if device.platform in ("gpu", "cuda") else None
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's first device, or None where that is no NVIDIA GPU."""
-    version = str(getattr(jax.devices()[0], "compute_capability", ""))
+    """The compute capability of JAX's default device, or None where that is no NVIDIA GPU."""
+    version = str(getattr(_default_device(), "compute_capability", ""))
     major, _, minor = version.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def problem_of(

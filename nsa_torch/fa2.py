@@ -72,9 +72,9 @@ def why_not(problem) -> str | None:
         return f"FA-2 needs B * Hkv <= {MAX_SEQUENCES}, got {problem.B * problem.Hkv}"
     if torch.version.cuda and importlib.util.find_spec("triton") is None:
         return "FA-2 needs triton, whose kernels pack its rows, and it is not installed"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return f"FA-2 needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    major, minor = problem.capability
+    if major < 8:
+        return f"FA-2 needs compute capability 8.0, got {major}.{minor}"
     return None
 
 

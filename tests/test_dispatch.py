@@ -1,8 +1,11 @@
 """Choice of implementation: names never fall back, refusals are told, flags mean the same."""
 
 import logging
+import types
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from absl import flags as absl_flags
@@ -118,6 +121,18 @@ def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
     plan = table.plan(PROBLEM._replace(requires_grad=True))
     assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
     assert problem_of(jnp.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False).requires_grad
+
+
+def test_jax_is_asked_about_its_default_device(monkeypatch):
+    """Not about the first one, which may be of another kind."""
+    gpu = {"platform": "gpu", "device_kind": "a GPU", "compute_capability": "9.0"}
+    devices = {None: gpu, "cpu": {"platform": "cpu", "device_kind": "cpu"}}
+    found = lambda backend=None: [types.SimpleNamespace(**devices[backend])]
+    monkeypatch.setattr(jax, "devices", found)
+    for default, known in ((None, ("a GPU", (9, 0))), ("cpu", (None, None))):
+        with jax.default_device(default):
+            at = problem_of(np.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False)
+        assert (at.device, at.capability) == known
 
 
 def test_torch_knows_whether_a_gradient_is_wanted():

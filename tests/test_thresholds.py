@@ -23,9 +23,8 @@ FILE = "nvidia-test-80gb.yaml"
 
 @pytest.fixture
 def device(tmp_path, monkeypatch):
-    """Writes the file of `GPU`; a GPU that FA-2 can use is there as far as it asks."""
+    """Writes the file of `GPU`, which FA-2 can use as far as it asks."""
     pretend.folder(monkeypatch, "devices", tmp_path)
-    pretend.gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(torch.version, "cuda", None)
     policy.of.cache_clear()
 

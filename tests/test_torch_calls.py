@@ -8,7 +8,7 @@ import torch
 
 import nsa_torch
 from nsa_core.dispatch import Problem
-from nsa_torch import Branches, autograd, dispatch, fa2
+from nsa_torch import Branches, autograd, dispatch, fa2, operators
 from tests import pretend
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
@@ -120,11 +120,12 @@ def test_kv_len_and_cu_seqlens_exclude_each_other():
 def pose(**changes):
     values = dict(platform="cuda", dtype="bfloat16", T=64, S=64, H=8, Hkv=2, D=128, Dv=128)
     values |= dict(framework="torch", branch="selected", B=1, packed=False, config=SMALL)
+    values |= dict(capability=(9, 0))
     return Problem(**values | changes)
 
 
 def test_fa2_says_why_not(monkeypatch):
-    pretend.gpu(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", None)  # it packs without Triton
     assert fa2.why_not(pose()) is None
     assert fa2.why_not(pose(D=192)) is None
     assert "float32" in fa2.why_not(pose(dtype="float32"))
@@ -132,8 +133,20 @@ def test_fa2_says_why_not(monkeypatch):
     assert "Dv=12" in fa2.why_not(pose(Dv=12))
     assert "cpu" in fa2.why_not(pose(platform="cpu"))
     assert "65535" in fa2.why_not(pose(B=40000))
-    pretend.gpu(monkeypatch, (7, 5))
-    assert "7.5" in fa2.why_not(pose())
+    assert "7.5" in fa2.why_not(pose(capability=(7, 5)))
+
+
+def test_fa2_is_asked_about_the_device_of_the_tensors(monkeypatch):
+    """Not about the current one, which may be of another kind."""
+    capabilities = [(7, 5), (9, 0)]
+    ask = lambda index=0: capabilities[index or 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", ask)
+    monkeypatch.setattr(dispatch, "device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    sizes = (1, 64, 64, 8, 2, 128, 128), operators.numbers_of(SMALL), (False, False, False)
+    for index, known in enumerate(capabilities):
+        asked = dispatch._problem(("cuda", index), "bfloat16", *sizes, None)
+        assert (fa2.why_not(asked) is None) == (known == (9, 0))
 
 
 def test_a_named_implementation_never_falls_back():
