@@ -33,6 +33,35 @@ def no_module(monkeypatch, *names):
         monkeypatch.setitem(sys.modules, name, None)
 
 
+# What the library asks about its machine, by a name of this file.
+ASKED = {
+    "jax_has_cuda": "nsa_torch.dispatch.jax_has_cuda",
+    "jax_capability": "nsa_jax.jax_problem.capability",
+    "jax_device_name": "nsa_jax.jax_problem.device_name",
+    "plugin": "kernels_pallas.runtime.plugin._found",
+    "can_build": "kernels_pallas.runtime.loaded.can_build",
+    "build_why_not": "kernels_pallas.runtime.build.why_not",
+    "on_disk": "kernels_pallas.runtime.loaded.on_disk",
+    "launch_plan": "kernels_pallas.runtime.loaded.plan",
+    "kernels_why_not": "kernels_pallas.why_not",
+    "append_why_not": "nsa_torch.paged.append_why_not",
+    "indexer_why_not": "nsa_torch.indexer.device_why_not",
+    "index_loss_why_not": "nsa_torch.index_loss.device_why_not",
+    "is_hopper": "nsa_jax.ffi._is_hopper",
+    "ffi_registered": "nsa_jax.ffi._registered",
+    "ffi_serves": "nsa_jax.ffi.serves",
+    "mosaic_appends": "nsa_torch.paged_attend._appends",
+}
+
+
+def machine(monkeypatch, **answers):
+    """The library is told these, by the names of `ASKED`, whatever it asks about."""
+    for name, answer in answers.items():
+        module, _, function = ASKED[name].rpartition(".")
+        told = lambda *_, answer=answer, **__: answer
+        monkeypatch.setattr(importlib.import_module(module), function, told)
+
+
 FOLDERS = {"records": "bench.harness.records", "devices": "nsa_core.policy"}
 
 

@@ -11,12 +11,12 @@ import nsa_torch
 from bench.harness.checked_layer import Watch, symbol
 from kernels_pallas.kernel import SCALAR, SIZE
 from kernels_pallas.mosaic import capability
-from kernels_pallas.runtime import loaded, lowering, sequence
+from kernels_pallas.runtime import lowering, sequence
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_interop import launch
 from nsa_torch import input_modes, mosaic, plans
-from tests import planned
+from tests import planned, pretend
 from tests.planned import Eager
 from tests.test_block_query_lists import needs_gpu
 
@@ -173,7 +173,7 @@ def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
 
     found = run()
     monkeypatch.setattr(launch, "_launchers", {})
-    monkeypatch.setattr(loaded, "plan", lambda *_, **__: None)
+    pretend.machine(monkeypatch, launch_plan=None)
     for x, y in zip(found, run(), strict=True):
         assert torch.equal(x, y)
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import kernels_pallas
 import nsa_jax
 import nsa_torch
 from bench.harness import timing
@@ -20,7 +19,7 @@ from bench.judge.parity import assert_parity
 from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_core import block_lists, debug
 from nsa_torch import blocks
-from tests import interpreted_triton
+from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
 
@@ -231,7 +230,7 @@ def test_mosaic(case):
 )
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
-        monkeypatch.setattr(kernels_pallas, "why_not", lambda name, problem: None)
+        pretend.machine(monkeypatch, kernels_why_not=None)
     judge(case, on_torch(case, "triton", DEVICE))
 
 

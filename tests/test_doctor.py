@@ -8,7 +8,7 @@ import torch
 from packaging.requirements import Requirement
 
 import kernels_pallas
-from kernels_pallas.runtime import loaded, plugin
+from kernels_pallas.runtime import loaded
 from kernels_pallas.runtime.store import Store
 from kernels_pallas.triton import capability
 from nsa_torch import doctor
@@ -122,7 +122,7 @@ def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
     assert "Triton needs Python.h" in doctor.compilers().words
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(plugin, "_found", lambda name: False)
+    pretend.machine(monkeypatch, plugin=False)
     assert "only kernels that are on disk run: JAX's CUDA plugin" in doctor.compilers().words
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert doctor.compilers().words.startswith("Triton needs a C compiler")

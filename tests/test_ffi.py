@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.runtime import build, description, loaded
+from kernels_pallas.runtime import description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_core.types import Branches
 from nsa_jax import ffi, mosaic, warm_up, xla_call
+from tests import pretend
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3
@@ -92,9 +93,7 @@ def test_threads_call_at_once(target):
 @pytest.fixture
 def hopper(monkeypatch):
     """JAX lowers for a Hopper GPU whose kernels lie on disk."""
-    monkeypatch.setattr(ffi, "_is_hopper", lambda: True)
-    monkeypatch.setattr(ffi, "_registered", lambda: True)
-    monkeypatch.setattr(loaded, "on_disk", lambda kernel: True)
+    pretend.machine(monkeypatch, is_hopper=True, ffi_registered=True, on_disk=True)
     monkeypatch.setattr(ffi, "_plans", {})
     ffi._prefetch.clear()
 
@@ -217,29 +216,28 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
 def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch):
     kernel = row_stats(RowStats(1, 40, 8, 2, 16, 64))
     assert ffi.serves(kernel)
-    monkeypatch.setattr(loaded, "on_disk", lambda kernel: False)
-    monkeypatch.setattr(build, "why_not", lambda: None)
+    pretend.machine(monkeypatch, on_disk=False, build_why_not=None)
     loaded.can_build.cache_clear()
     assert ffi.serves(kernel)
-    monkeypatch.setattr(build, "why_not", lambda: "no compiler")
+    pretend.machine(monkeypatch, build_why_not="no compiler")
     loaded.can_build.cache_clear()
     assert not ffi.serves(kernel)
     loaded.can_build.cache_clear()
-    monkeypatch.setattr(loaded, "plan", lambda *_, **__: None)
+    pretend.machine(monkeypatch, launch_plan=None)
     with pytest.raises(RuntimeError, match=f"no machine code for {kernel.name}"):
         ffi._run(call_of(kernel))
 
 
 def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     wanted = []
-    monkeypatch.setattr(warm_up.jax_problem, "capability", lambda: (9, 0))
+    pretend.machine(monkeypatch, jax_capability=(9, 0))
     monkeypatch.setattr(loaded, "load", lambda kernels, *_: wanted.extend(kernels))
     monkeypatch.setattr(loaded, "is_loaded", lambda kernel, device: kernel in wanted)
     given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
     count = warm_up.prepare(**given, lengths=(512, 640))
     assert count == len(wanted) == len(set(wanted)) > 10
     assert all(kernel.any_length for kernel in wanted)
-    monkeypatch.setattr(warm_up.jax_problem, "capability", lambda: (8, 0))
+    pretend.machine(monkeypatch, jax_capability=(8, 0))
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
         warm_up.prepare(**given)
 

@@ -16,7 +16,7 @@ import nsa_torch
 from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
 from nsa_core.steps import triton_index
 from nsa_torch import indexer
-from tests import interpreted_triton
+from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 
@@ -199,7 +199,7 @@ IN_TRITON = (
 @pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
-        monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
+        pretend.machine(monkeypatch, indexer_why_not=None)
         monkeypatch.setattr(triton_index, "SCORES_BYTES", 2000)  # several segments of tokens
         monkeypatch.setattr(index_descriptions, "CHUNK", 32)
     judge(case, on_torch(case, "triton", DEVICE))

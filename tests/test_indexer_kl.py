@@ -11,8 +11,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from nsa_torch import index_loss
-from tests import interpreted_triton
+from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 from tests.torch_sizes import Sizes
@@ -286,7 +285,7 @@ IN_TRITON = (
 @pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
-        monkeypatch.setattr(index_loss, "device_why_not", lambda query: None)
+        pretend.machine(monkeypatch, index_loss_why_not=None)
         set_limits(monkeypatch, index_segment=8, triton_segment=8)
     runs = [on_triton(case, torch.float32) for _ in range(2)]
     for got, again, exact in zip(*runs, expected(case)[1:], strict=True):

@@ -19,7 +19,8 @@ from bench.lm import jax_learner, jax_parallel, spec
 from bench.lm.jax_lm import LM
 from bench.lm.jax_parallel import Layout
 from nsa_core.types import Branches
-from nsa_jax import ffi, jax_problem, xla_call
+from nsa_jax import ffi, xla_call
+from tests import pretend
 
 # What XLA asks of a GPU, as it prints it of an H100.
 H100 = """
@@ -53,8 +54,7 @@ def h100(monkeypatch):
     monkeypatch.setattr(ffi, "TARGET", "test_jax_program")
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
-    monkeypatch.setattr(jax_problem, "capability", lambda: (9, 0))
-    monkeypatch.setattr(jax_problem, "device_name", lambda: "NVIDIA H100 80GB HBM3")
+    pretend.machine(monkeypatch, jax_capability=(9, 0), jax_device_name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         ffi, "_prefetch", type(ffi._prefetch)()

@@ -184,7 +184,7 @@ def test_the_plugins_launcher_takes_what_its_version_does(monkeypatch, version):
 
 def test_a_kernel_that_is_nowhere_and_cannot_be_built_is_said(monkeypatch):
     pretend.no_module(monkeypatch, "kernels_pallas.runtime.lowering")  # no JAX
-    monkeypatch.setattr(plugin, "_found", lambda name: False)
+    pretend.machine(monkeypatch, plugin=False)
     words = (
         "tiny is none of the kernels on disk, .* cannot build it: JAX's CUDA plugin is missing"
     )
@@ -212,7 +212,7 @@ def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
 
     monkeypatch.setattr(loaded, "store", Store)
     monkeypatch.setattr(loaded, "_loaded", {})
-    monkeypatch.setattr(loaded, "can_build", lambda: True)
+    pretend.machine(monkeypatch, can_build=True)
     monkeypatch.setattr(loaded.driver, "load", lambda *_: None)
     asked = []
     module.prefetch(lambda: asked.append(1) or [first, second, third])
@@ -329,7 +329,7 @@ def test_what_cannot_be_built_is_compiled_for_its_length(monkeypatch):
     monkeypatch.setattr(module.torch.cuda, "init", lambda: None)
     monkeypatch.setattr(module, "_launchers", {})
     monkeypatch.setattr(loaded, "_loaded", {})
-    monkeypatch.setattr(loaded, "can_build", lambda: False)
+    pretend.machine(monkeypatch, can_build=False)
     monkeypatch.setattr(module, "_check_may_load", lambda kernel, index: None)
     monkeypatch.setattr(module, "_compile", lambda kernel, index: compiled.append(kernel))
     assert prepare(kernels, "cuda:3") == 1

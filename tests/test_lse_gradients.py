@@ -7,10 +7,9 @@ import functools
 import pytest
 import torch
 
-import kernels_pallas
 import nsa_torch
 from nsa_torch import fa2, reference
-from tests import interpreted_triton
+from tests import interpreted_triton, pretend
 from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
@@ -88,7 +87,7 @@ def test_mosaic(branch):
 @pytest.mark.parametrize("branch", KERNELS)
 def test_triton(branch, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
-        monkeypatch.setattr(kernels_pallas, "why_not", lambda name, problem: None)
+        pretend.machine(monkeypatch, kernels_why_not=None)
     check(branch, None, "triton", device=DEVICE, most=1e-4, sizes=FEW)
 
 

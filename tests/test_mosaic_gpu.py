@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import nsa_jax
 from kernels_pallas.specs import scores, work_items
 from nsa_core.config import NSAConfig
-from nsa_jax import ffi
+from tests import pretend
 from tests.inputs import PAPER, Case, call, problem
 from tests.limits import set_limits
 from tests.test_mosaic import (
@@ -363,6 +363,6 @@ def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(segments, monkeyp
         return call(both, *(getattr(p, name) for name in ARRAYS))
 
     once = found()
-    monkeypatch.setattr(ffi, "serves", lambda kernel: False)
+    pretend.machine(monkeypatch, ffi_serves=False)
     for x, y in zip(once, found(), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -12,7 +12,7 @@ from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_torch import paged, paged_attend
-from tests import planned
+from tests import planned, pretend
 
 CONFIG = NSAConfig(num_selected=4, window=100)
 HEADS, KV_HEADS, WIDTH, POOL = 4, 2, 64, 12
@@ -192,7 +192,7 @@ def test_without_the_kernel_the_tokens_are_appended_first(ran, monkeypatch):
     out = rows.attend(*asked, key=new[0], value=new[1], implementation="sdpa")
     assert out.equal(want) and not ran
     pages_equal(rows, apart)
-    monkeypatch.setattr(paged_attend, "_appends", lambda *_: False)
+    pretend.machine(monkeypatch, mosaic_appends=False)
     rows.lengths += 1
     new = rows.tokens(2)
     rows.attend(*asked, key=new[0], value=new[1])

@@ -9,6 +9,7 @@ from bench import ranges as bench_ranges
 from nsa_core.config import NSAConfig
 from nsa_jax import ranges as jax_ranges
 from nsa_torch import fa2, functional, geometry, packing, ranges
+from tests import pretend
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
 
@@ -92,9 +93,8 @@ SEEN = {"alone": {}, "packed": {"lengths": (20, 1, 25)}, "more slots than blocks
 @pytest.mark.parametrize("given", SEEN.values(), ids=SEEN)
 def test_fa2_by_ranges_is_fa2_by_blocks(given, mode, monkeypatch):
     """Bitwise; `test_torch.py` holds the blocks against the oracle. And ranges were read."""
-    used, name = [], {"v1": "to_ranges_by_row", "v2": "to_ranges"}[mode]
-    make = getattr(ranges, name)
-    monkeypatch.setattr(ranges, name, lambda *at: used.append(mode) or make(*at))
+    name = {"v1": "to_ranges_by_row", "v2": "to_ranges"}[mode]
+    used = pretend.calls_of(monkeypatch, ranges, name)
     with on_the_cpu(monkeypatch):
         expected = attended(**given)
         assert not used

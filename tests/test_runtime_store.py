@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from kernels_pallas.runtime import build as building
-from kernels_pallas.runtime import plugin
 from kernels_pallas.runtime import sources as source_code
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.store import Store, key_of
 from nsa_interop import build as command
+from tests import pretend
 from tests.cross_compile import ROOT
 from tests.runtime_samples import built_of, kernel
 
@@ -250,7 +250,7 @@ def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, 
     other_jax(the_file(store))
     if what == "jax":
         monkeypatch.setattr(module, "_jax_version", lambda: None)
-    monkeypatch.setattr(plugin, "_found", lambda name: False)
+    pretend.machine(monkeypatch, plugin=False)
     assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
 
 
@@ -460,11 +460,9 @@ def parsed(monkeypatch):
     """Begins a process that has parsed nothing; gives the names of the modules that it parses."""
 
     def begin():
-        names, parse = [], source_code.parse
         fresh = source_code.Sources()
         monkeypatch.setattr(module, "sources", lambda: fresh)
-        monkeypatch.setattr(source_code, "parse", lambda *x: names.append(x[1]) or parse(*x))
-        return names
+        return pretend.calls_of(monkeypatch, source_code, "parse", lambda *x: x[1])
 
     return begin
 

@@ -250,7 +250,7 @@ def test_a_damaged_file_is_an_error(tmp_path, text, message):
 def test_a_problem_names_its_device(monkeypatch):
     query = jnp.zeros((1, 8, 2, 4))
     assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
-    monkeypatch.setattr(jax_problem, "device_name", lambda: GPU)
+    pretend.machine(monkeypatch, jax_device_name=GPU)
     assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
     pretend.gpu(monkeypatch)
     monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")

@@ -28,7 +28,7 @@ from nsa_torch import (
     plans,
 )
 from nsa_torch.operators import REST_COUNT, arguments
-from tests import planned
+from tests import planned, pretend
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.limits import set_limits
 from tests.reach import NUMBERS
@@ -441,10 +441,7 @@ def test_recomputed(implementation, monkeypatch):
     """The same gradients, bit by bit, and no output of a branch is kept; lists of the selection
     are made once forward, and once backward where they are not kept.
     """
-    lists, made = mosaic_lists.tile_block_lists, []
-    monkeypatch.setattr(
-        mosaic_lists, "tile_block_lists", lambda *a: made.append(1) or lists(*a)
-    )
+    made = pretend.calls_of(monkeypatch, mosaic_lists, "tile_block_lists")
     leaves, results = inputs(*SIZES), []
     for recompute in (False, True):
         saved = []
@@ -537,7 +534,7 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     problem = problem._replace(**hopper)
     missing = "needs the compiler in JAX's CUDA plugin"
     for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
-        monkeypatch.setattr(dispatch, "jax_has_cuda", lambda there=compiler: there)
+        pretend.machine(monkeypatch, jax_has_cuda=compiler)
         monkeypatch.setattr(dispatch, "on_disk", lambda *layer, there=on_disk: there)
         assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
 

@@ -37,6 +37,7 @@ from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from nsa_core.layer import LayerSpec
 from nsa_core.types import Branches
+from tests import pretend
 
 # Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
 TOLERANCE = 3e-6
@@ -529,8 +530,7 @@ def test_the_command_measures_kinds_of_gates_in_turn(command):
 
 
 def test_speed_of_packed_rows_has_a_name_of_its_own(command, monkeypatch):
-    asked, nsa = [], variants.nsa
-    monkeypatch.setattr(variants, "nsa", lambda *at: asked.append(at[-1]) or nsa(*at))
+    asked = pretend.calls_of(monkeypatch, variants, "nsa", lambda *at: at[-1])
     flags = "--throughput --lengths=32 --tokens=64 --row_seconds=0 --attention=nsa".split()
     flags += ["--framework=torch", f"--corpus_bytes={CORPUS}", "--pack=documents"]
     status, _, (found,) = command(*flags)

@@ -406,7 +406,7 @@ def test_refusals(change, reason):
 @pytest.mark.parametrize("device", CAPABILITIES)
 def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
-    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: True)
+    pretend.machine(monkeypatch, jax_has_cuda=True)
     plan = registry.plan(pose(device, registry.framework))
     names = {choice.branch: choice.implementation for choice in plan}
     if device == H100:

@@ -16,14 +16,13 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from kernels_pallas.runtime import loaded
 from kernels_pallas.triton import capability, decode_descriptions
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
 from nsa_jax.triton_ops import compiled_for
-from nsa_torch import dispatch, gathered_rows, paged, paged_attend
-from tests import interpreted_triton
+from nsa_torch import gathered_rows, paged, paged_attend
+from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -142,7 +141,7 @@ def test_rows_are_copied_side_by_side(sizes, fp8, monkeypatch):
     given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4, fp8=fp8).inputs()
     set_limits(monkeypatch, decode_gathered=512)  # several programs a row
     if INTERPRETED:
-        monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
+        pretend.machine(monkeypatch, append_why_not=None)
     for more in (0, 3):  # tokens that were not written
         call = given.cache, given.page_table, given.lengths + more, 20
         found = gathered_rows.side_by_side(*call)
@@ -213,7 +212,7 @@ def test_append_writes_what_torch_writes(separate, fp8, monkeypatch):
     """Prompts, chunks, tokens, padding; the pages are compared, unwritten entries too. In fp8 a
     prompt that takes its own places in the ring, and rows that have another one later.
     """
-    monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
+    pretend.machine(monkeypatch, append_why_not=None)
     sizes, ends = Sizes(2, 1, separate=separate), [61, 24, 0, 17]
     rows, table = Rows(sizes, ends), tensor(tables(ends, SMALL, POOL, 6))
     # No page: its tokens are lost. One beyond the pool is an error where the host reads it.
@@ -257,7 +256,7 @@ def test_append_writes_what_torch_writes(separate, fp8, monkeypatch):
 
 @kernel
 def test_append_of_as_many_tokens_a_row(monkeypatch):
-    monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
+    pretend.machine(monkeypatch, append_why_not=None)
     rows, found = Rows(Sizes(2, 1), [30, 45]), []
     table = tensor(tables([30, 45], SMALL, POOL, 6))
     for name in ("triton", "torch"):
@@ -386,7 +385,7 @@ def test_choice_on_posed_devices(monkeypatch):
     threshold: what stands behind gathers all pages.
     """
     registry = paged_attend.REGISTRY
-    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: True)
+    pretend.machine(monkeypatch, jax_has_cuda=True)
     for posed, want in (((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "mosaic")):
         assert registry.choose(problem(capability=posed)).implementation == want
         assert registry.choose(problem(capability=posed), "triton").implementation == "triton"
@@ -395,9 +394,9 @@ def test_choice_on_posed_devices(monkeypatch):
         registry.choose(problem(), "mosaic")
     with pytest.raises(NotImplementedError, match="H / Hkv of 1 to 16, got 32"):
         registry.choose(problem(capability=(9, 0), H=128), "mosaic")
-    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: False)
+    pretend.machine(monkeypatch, jax_has_cuda=False)
     for there, want in ((False, "triton"), (True, "mosaic")):
-        monkeypatch.setattr(loaded, "on_disk", lambda kernel, there=there: there)
+        pretend.machine(monkeypatch, on_disk=there)
         assert registry.choose(problem(capability=(9, 0))).implementation == want
     eight = problem(capability=(9, 0), is_fp8=True)
     assert registry.choose(eight).implementation == "mosaic"

@@ -14,6 +14,7 @@ Rows of `[B, Hkv]` go in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=
 """
 
 import dataclasses
+import functools
 from typing import Self
 
 from kernels_pallas.kernel import Array, Kernel, described
@@ -52,12 +53,12 @@ class StoredDsQuery(BlockListSizes):
         """The same with nominal lengths."""
         return super().for_any_length(stored_rows=2)
 
-    @property
+    @functools.cached_property
     def query_tile(self) -> Tile:
         """A token: its heads, and padding rows."""
         return gathered_tile(self.group, slab_width(self.D, self.Dv))
 
-    @property
+    @functools.cached_property
     def tile(self) -> Tile:
         """64 rows of whole tokens: what has a block list."""
         return Tile(self.query_tile.rows, self.query_tile.slab)

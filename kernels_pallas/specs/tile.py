@@ -48,7 +48,6 @@ class Tile:
         return self.tokens * self.group
 
 
-@functools.cache
 def gathered_tile(group: int, slab: int) -> Tile:
     """The fewest rows in which the tokens of a TMA copy have room, at least 16."""
     tiles = (Tile(group, slab, rows) for rows in (16, 32, ROWS))
@@ -65,7 +64,6 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
     return rows, cdiv(warps, WARPS)
 
 
-@functools.cache
 def slab_width(*widths: int) -> int:
     """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
     common = math.gcd(*widths)
