@@ -24,7 +24,9 @@ LENGTHS = {
     "short": ((1, 63, 0, 64, 65, 2, 7), 5),
     "long": ((37, 3000, 1, 1200), 0),
     "a chunk": ((199, 1, 48, 5, 180), 30),
+    "two chunks": ((199, 1, 48, 5, 180), 31),
 }
+GAPS = {"two chunks": 130}  # keys between them
 SIZES = {"a token": (64, 1), "tokens": (64, 4), "small blocks": (16, 2), "odd blocks": (48, 2)}
 
 
@@ -34,9 +36,9 @@ class Packed:
     def __init__(self, lengths, block=64, tokens=1, n=4, heads=2):
         self.lengths, padding = LENGTHS[lengths]
         S = sum(self.lengths) + padding
-        T = S // 2 if lengths == "a chunk" else S
+        T, gap = S // 2 if "chunk" in lengths else S, GAPS.get(lengths, 0)
         config = NSAConfig(16, 16, block, num_selected=3, num_local=1)
-        self.capacity = Capacity(1, T, S, len(self.lengths), max(self.lengths), config)
+        self.capacity = Capacity(1, T, S, len(self.lengths), max(self.lengths), config, gap)
         borders = torch.tensor(np.cumsum([0, *self.lengths]))[None]
         tables = Varlen(TORCH_OPS, self.capacity, borders)
         self.tokens = varlen.Tokens(*(x.numpy() for x in tables.tokens))
@@ -99,8 +101,7 @@ def test_work_items(lengths, few):
     packed = Packed(lengths)
     capacity, lists, edges = packed.capacity, packed.lists, packed.edges()
     (entries,) = emulated(block_query_lists.fill_lists, lists, *packed.arrays, edges)
-    first_query = capacity.S - capacity.T
-    spec = WorkItems(lists, 4096, 5, halving=True, first_query=first_query)
+    spec = WorkItems(lists, 4096, 5, True, capacity.first_query, capacity.gap)
     table, first, count = emulated(work_items.work_items, spec, edges, packed.first_key)
     items = {
         item.partial: item for item in (WorkItem(*row[:7]) for row in table) if item.row >= 0

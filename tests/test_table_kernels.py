@@ -46,11 +46,12 @@ ROWS = {
 }
 
 
-def recipes(length, numbers, config, layer, queries=None):
+def recipes(length, numbers, config, layer, queries=None, gap=0):
     """Of a call with residuals and its gradient, each once; and the borders.
 
     Args:
       queries: the last of the tokens, as of a chunk of a longer row; None: all.
+      gap: tokens between their halves, as of two chunks.
     """
     mode = SHARED_KV if queries is None else PRECOMPRESSED
     heads, kv_heads, width = layer
@@ -63,6 +64,7 @@ def recipes(length, numbers, config, layer, queries=None):
             array = arguments[i]
             arguments[i] = Array((1, queries, *array.shape[2:]), array.dtype)
     batch_tables.attach(tables, ends)
+    arguments[-3] = gap
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
         function = mosaic.PATH.planned[mode, SAVING]
@@ -108,8 +110,10 @@ def test_random_rows(seed):
     lengths = draw.integers(0, 60, draw.integers(1, 20)) * (draw.random() > 0.1)
     ends = [0, *itertools.accumulate(lengths.tolist())]
     total = ends[-1] + int(draw.integers(1, 40))
-    queries = int(draw.integers(1, total)) if seed % 2 else None
-    check(total, ends, [*CONFIGS.values()][seed], LAYERS[seed - 1], queries)
+    queries, gap = (2 * int(draw.integers(1, total // 3)) if seed else None), 0
+    if seed > 1:
+        gap = int(draw.integers(0, total - queries))
+    check(total, ends, [*CONFIGS.values()][seed], LAYERS[seed - 1], queries, gap)
 
 
 @pytest.mark.gpu
