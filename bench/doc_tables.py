@@ -33,7 +33,7 @@ A document names a table between two comments, and this command fills what stand
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
 | `block_selection` | MiniMax-M3's attention beside transformers' own | `device` |
 | `block_attention` | the functions of block attention, by length and kind of lists | `device` |
-| `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
+| `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | `device` |
 | `seed_names` | scripts, commands and tests (docs/seed.md), and what they are here | |
 | `seed_variables` | environment variables, and what they are here | |
 
@@ -595,11 +595,9 @@ def crossovers() -> str:
     return table(["", "NSA is faster", "of", "commit"], rows)
 
 
-SCALING = records.FOLDER / "nvidia-h200" / "kernel_log" / "scale.jsonl"
-
-
-def scaling() -> str:
-    found = {(problem(row), row["devices"]): row for _, row in records.read_lines(SCALING)}
+def scaling(device: str = "nvidia-h200") -> str:
+    path = records.FOLDER / device / "kernel_log" / "scale.jsonl"
+    found = {(problem(row), row["devices"]): row for _, row in records.read_lines(path)}
     head = ["framework", "tokens", "pass", "layout", "GPUs", "ms", "efficiency", "exposed ms"]
     head += ["slowest / mean", "GB a GPU", "commit"]
     rows = []

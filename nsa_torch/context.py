@@ -6,9 +6,11 @@ the next is under way while this one is computed. A chunk of queries is then a c
 whose queries are the last of the keys up to its end. The backward pass gathers again, and sums the
 gradients of keys and values over the ranks in float32 by a reduce-scatter, some heads at a time.
 
-Of compressed tokens each rank makes those that begin among its own tokens, from these and the
-tokens behind them (the halo). All ranks then gather compressed tokens, which are `d` times fewer
-than the raw ones; `phi` runs once for each.
+On Mosaic kernels the two chunks of a rank are one call, whose queries have a gap in the middle, and
+means of windows are made there, of the tokens that were gathered. Elsewhere, and where they are
+learned, each rank makes the compressed tokens that begin among its own, from these and the tokens
+behind them (the halo). All ranks then gather compressed tokens, which are `d` times fewer than the
+raw ones; `phi` runs once for each.
 
 Shapes: `T` is what one rank has, `S` the whole sequence.
 """
