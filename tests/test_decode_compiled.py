@@ -65,7 +65,8 @@ def test_every_variant_fits_the_chip(each):
     reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in each])
     for sizes, report in zip(each, reports, strict=True):
         assert report["spill_store_bytes"] == report["spill_load_bytes"] == 0, (sizes, report)
-        assert report["registers"] <= 255 and report["shared_bytes"] <= SMEM_BYTES
+        assert report["registers"] <= 255
+        assert report["shared_bytes"] < SMEM_BYTES, sizes  # Mosaic has a byte of its own
         assert not report["remarks"] and not report["stack_bytes"], (sizes, report)
         variant = Variant(*sizes["variant"])
         if variant in specs.VARIANTS and variant.warps == 4 and "D" not in sizes:
