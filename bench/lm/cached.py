@@ -26,7 +26,7 @@ from nsa_torch.module import NSAAttention
 from ..harness import cli, records
 from . import data, recall, spec
 from .torch_learner import Learner
-from .torch_lm import LM, initialize
+from .torch_lm import LM, Block, initialize
 
 STEP = 8  # tokens of a row that are attended to together: as many as kernels of decode take
 FLAGS = flags.FlagValues()
@@ -54,14 +54,19 @@ def losses(model: LM, tokens: Tensor, cache_dtype: torch.dtype, step: int = STEP
       ValueError: the model has other layers.
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
-    attentions = [block.attention for block in model.blocks]
-    if not all(isinstance(x, NSAAttention) and x.spec.phi == "avg" for x in attentions):
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    attentions = [x.attention for x in blocks if isinstance(x.attention, NSAAttention)]
+    if len(attentions) < len(blocks) or any(x.spec.phi != "avg" for x in attentions):
         raise ValueError("model must have NSA layers alone, which compress by means")
     spec, dtype = model.spec.layer, model.head.weight.dtype
     pages = -(-length // spec.config.select_block)
     table = torch.arange(rows * pages, device=tokens.device).int().view(rows, pages)
     sizes = rows * pages, spec.n_kv_groups, spec.d_k, spec.d_v
-    options = {"config": spec.config, "device": tokens.device, "separate": spec.separate}
+    options: dict[str, Any] = {
+        "config": spec.config,
+        "device": tokens.device,
+        "separate": spec.separate,
+    }
     if cache_dtype.itemsize == 1:
         options |= {"compressed_dtype": dtype, "max_rows": rows}
     caches = [PagedCache(*sizes, dtype=cache_dtype, **options) for _ in attentions]
@@ -71,9 +76,9 @@ def losses(model: LM, tokens: Tensor, cache_dtype: torch.dtype, step: int = STEP
         position = torch.arange(first, first + now.shape[1], device=now.device)
         lengths = torch.full((rows,), first + now.shape[1], device=now.device).int()
         x = F.embedding(now, model.embedding).to(dtype)
-        for block, cache in zip(model.blocks, caches, strict=True):
+        for block, attention, cache in zip(blocks, attentions, caches, strict=True):
             each = block.norm_attention(x)
-            query, key, value, gates = block.attention.project(each, position.expand(now.shape))
+            query, key, value, gates = attention.project(each, position.expand(now.shape))
             out = paged_attention(
                 query.flatten(0, 1),
                 gates.flatten(0, 1),
@@ -83,7 +88,7 @@ def losses(model: LM, tokens: Tensor, cache_dtype: torch.dtype, step: int = STEP
                 key=type(key)(*(y.flatten(0, 1) for y in key)),
                 value=type(value)(*(y.flatten(0, 1) for y in value)),
             )
-            x = x + block.attention.out(out.view(*now.shape, -1))
+            x = x + attention.out(out.view(*now.shape, -1))
             x = x + block.mlp(block.norm_mlp(x))
         logits = model.head(model.norm(x)).float()
         target = tokens[:, first + 1 : first + 1 + now.shape[1]].long()
@@ -107,6 +112,7 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
         loss, _ = learner.step(batches.train(step), step)
         if step % 100 == 0 or step == STEPS.value - 1:
             print(f"step {step}: {loss:.4f}", flush=True)
+    assert isinstance(learner.model, LM)
     return learner.model
 
 

@@ -161,9 +161,8 @@ class _Step:
 
     def __init__(self, lane: Lane, work: Work, queue: Queue, query: Any, gates: list[Words]):
         self.lane, self.work, self.queue = lane, work, queue
-        self.query, self.raw_query = query, query
-        if lane.spec.fp8:
-            self.raw_query = HalfQuery.of(lane, query)
+        self.query: Any = query
+        self.raw_query: Any = HalfQuery.of(lane, query) if lane.spec.fp8 else None
         self.gates = gates  # compressed, selected, sliding
         spec = lane.spec
         self.stages, self.selected = spec.variant.stages, spec.selected_strips
@@ -196,8 +195,10 @@ class _Step:
         rounded = lane.spec.fp8 and not compressed
 
         def strip(i, state):
-            logits = queue.rounded_logits if rounded else queue.logits
-            s2 = logits(begin + i, self.query if compressed else self.raw_query)
+            if rounded:
+                s2 = queue.rounded_logits(begin + i, self.raw_query)
+            else:
+                s2 = queue.logits(begin + i, self.query)
             s2 = exchange.masked(lane, s2, *keys(i))
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen, meets=compressed)

@@ -132,7 +132,7 @@ class NewTokens:
             scales = m.beyond(scales, self.kv_head, 4 * block)
 
         def rows(i, sums):
-            found = []
+            found: list[tuple[Any, Any]] = []
             for j in range(together):
                 tap = (lane.warp >> 1) + (i * together + j) * apart
                 position = begin + m.smaller(tap, spec.compress_block - 1)
