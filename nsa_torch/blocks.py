@@ -11,7 +11,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import as_given, selected_attention
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import chosen_implementation
+from nsa_torch.indexer import chosen_implementation, memory_of
 from nsa_torch.operators import requires_grad
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -175,6 +175,8 @@ def paged_block_attention(
         else:
             from nsa_torch.triton_ops import TRITON_OPS
 
+            memory = memory_of(key_pages), memory_of(value_pages)
+            arrays = query, *memory, block_indices
             out, lse = triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
     return (out, lse) if return_residual else out
 

@@ -168,8 +168,14 @@ def paged_index_blocks(
             return _of_copies(index_query, index_key_pages, paged, index)
         from nsa_torch.triton_ops import TRITON_OPS
 
-        query, pages = index_query.detach(), index_key_pages.detach()
+        query, pages = index_query.detach(), memory_of(index_key_pages.detach())
         return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+
+
+def memory_of(pages: Tensor) -> Tensor:
+    """From the first page to the last one, with what lies between pages."""
+    count = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
+    return pages if pages.is_contiguous() else pages.as_strided((count,), (1,))
 
 
 def _paged_sizes(query: Tensor, pages: Tensor, index: Index, paged: Paged) -> PagedIndex:

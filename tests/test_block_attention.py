@@ -470,6 +470,7 @@ def test_pages_on_triton(page, block, scopes, same, include, monkeypatch):
     options: dict[str, Any] = {"block_size": block, "return_residual": True, "include": include}
     options |= {"cu_seqlens_q": None if same else torch.tensor(starts, device=DEVICE)}
     given = [torch.tensor(x, device=DEVICE) for x in given]
+    given[1:3] = torch.stack(given[1:3], 1).unbind(1)  # other pages lie between
     twice = [
         nsa_torch.paged_block_attention(*given, **options, implementation="triton")
         for _ in range(2)

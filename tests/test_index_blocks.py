@@ -343,6 +343,7 @@ def test_pages_on_triton(page, ragged, case, monkeypatch):
         monkeypatch.setattr(paged_blocks_descriptions, "CHUNK", 128)
     arrays, starts, taken = paged(case, page, ragged)
     tensors = [torch.tensor(x, device=DEVICE) for x in arrays]
+    tensors[1] = torch.stack([tensors[1]] * 2, 1)[:, 1]  # other pages lie between
     cu = None if starts is None else torch.tensor(starts, device=DEVICE)
     found = nsa_torch.paged_index_blocks(
         *tensors, **case.options, cu_seqlens_q=cu, implementation="triton"
@@ -366,3 +367,32 @@ def test_packed_rows_of_entries_are_refused():
     query, key = torch.zeros(1, 20, 2, 8), torch.zeros(1, 5, 8)
     with pytest.raises(ValueError, match="entry must be 1 in packed rows"):
         nsa_torch.index_blocks(query, key, entry=4, cu_seqlens=torch.tensor([0, 20]))
+
+
+BAD_PAGES = (
+    (dict(index_query=torch.zeros(2, 8)), "index_query must have 3 axes"),
+    (dict(index_query=torch.zeros(3, 2, 8)), "must have a multiple of 2 tokens"),
+    (dict(index_query=torch.zeros(0, 2, 8)), "must not be empty"),
+    (dict(index_key_pages=torch.zeros(6, 4, 9)), r"must have shape \(6, 4, 8\)"),
+    (dict(index_key_pages=torch.zeros(6, 4, 8).half()), "the dtype of index_query"),
+    (dict(page_table=torch.zeros(2, 3)), "page_table must have dtype"),
+    (dict(lengths=torch.ones(3).int()), r"lengths must have shape \(2,\)"),
+    (dict(cu_seqlens_q=torch.zeros(2).int()), r"cu_seqlens_q must have shape \(3,\)"),
+    (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
+    (dict(reduce="mean"), "reduce must be one of"),
+    (dict(implementation="mosaic"), "implementation must be one of"),
+    (dict(implementation="triton"), "needs an NVIDIA GPU"),
+)
+
+
+@plain
+@pytest.mark.parametrize(("changed", "message"), BAD_PAGES)
+def test_bad_pages(changed, message):
+    given = dict(index_query=torch.zeros(2, 2, 8), index_key_pages=torch.zeros(6, 4, 8))
+    given |= dict(page_table=torch.zeros(2, 3).int(), lengths=torch.ones(2).int()) | changed
+    errors = ValueError, NotImplementedError
+    with pytest.raises(errors, match=message):
+        nsa_torch.paged_index_blocks(**given)
+    arrays = {k: jnp.asarray(v.numpy()) if hasattr(v, "numpy") else v for k, v in given.items()}
+    with pytest.raises(errors, match=message):
+        nsa_jax.paged_index_blocks(**arrays)

@@ -37,8 +37,12 @@ PAGES = Rows(8, 1, 1024, 9000, 128)
 H100 = (9, 0)
 INDEX = {
     "pages": PagedBlocks(PAGES, 64, 4, 128, 128, "bfloat16", 4, 16, 128, False, 0.1, H100),
-    "m3 pages": PagedIndex(PAGES, 4, 128, "bfloat16", 128, 1, 16, 0, 1, False, False, H100),
-    "qsa pages": PagedIndex(PAGES, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True, (8, 0)),
+    "m3 pages": PagedIndex(
+        PAGES, 128, 4, 128, "bfloat16", 128, 1, 16, 0, 1, False, False, H100
+    ),
+    "qsa pages": PagedIndex(
+        PAGES, 128, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True, (8, 0)
+    ),
     "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
     "loss": LossSizes(
         1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1

@@ -41,15 +41,15 @@ def _place_of(token, lengths, rows, positions, queries, most, RAGGED: tl.constex
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE: tl.constexpr):
-    """Where the entries `index` of a row lie in the pool, as if it were one long page, and which of
-    the `seen` are in a page that exists.
+    """Page and place in it of the entries `index` of a row, and which of the `seen` are in a page
+    that exists.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
-    return tl.where(there, page, 0).to(tl.int64) * PER_PAGE + index % PER_PAGE, there
+    return tl.where(there, page, 0).to(tl.int64), index % PER_PAGE, there
 
 
-@triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "most", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "stride", "most", "blocks"])
 def scores(
     query,
     pages,
@@ -61,6 +61,7 @@ def scores(
     queries,
     M,
     P,
+    stride,
     most,
     blocks,
     out,
@@ -81,7 +82,8 @@ def scores(
     """Programs: tokens * ceil(keys of a table / CHUNK).
 
     Args:
-      query: `[tokens, HEADS, WIDTH]`; pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each.
+      query: `[tokens, HEADS, WIDTH]`; pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each;
+        `stride` keys lie from a page to the next.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`, of `queries` queries each.
       rows, positions: int32 `[tokens]`, read if `RAGGED`.
       most: tokens that a row's table has room for; blocks: of these.
@@ -101,8 +103,8 @@ def scores(
     to = out + token.to(tl.int64) * LISTS * blocks
     for begin in range(first, tl.minimum(first + CHUNK, seen), KEYS):
         index = begin + inside
-        place, there = _entries(table, index, index < seen, P, PER_PAGE)
-        keys = load_columns(pages, place, there, WIDTH, COLUMNS)
+        page, at_page, there = _entries(table, index, index < seen, P, PER_PAGE)
+        keys = load_columns(pages, page * stride + at_page, there, WIDTH, COLUMNS)
         product = tl.dot(mine, keys, input_precision=PRECISION)
         if RELU:
             product = tl.maximum(product, 0.0)
@@ -201,7 +203,9 @@ def best(
     tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))
 
 
-@triton.jit(do_not_specialize=["queries", "M", "P", "most", "scale"])
+@triton.jit(
+    do_not_specialize=["queries", "M", "P", "key_stride", "value_stride", "most", "scale"]
+)
 def partials(
     query,
     key,
@@ -214,6 +218,8 @@ def partials(
     queries,
     M,
     P,
+    key_stride,
+    value_stride,
     most,
     scale,
     maxima,
@@ -242,7 +248,8 @@ def partials(
     `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
 
     Args:
-      query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`.
+      query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, so many tokens
+        from a page to the next.
       lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query's own block is seen too where that
         is not complete. The rest as of `scores`.
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
@@ -273,9 +280,11 @@ def partials(
             block = tl.where(slot == N, own, block)
         named = (block >= 0) & (block <= at // BLOCK) & (at >= 0)
         index = tl.where(named, block, 0) * BLOCK + key_of_list % BLOCK
-        place, there = _entries(table, index, named & (index <= at), P, PAGE)
-        keys = load_columns(key, place * HEADS + head, there, WIDTH, COLUMNS)
-        values = load_rows(value, place * HEADS + head, there, VALUE_WIDTH, VALUE_COLUMNS)
+        page, at_page, there = _entries(table, index, named & (index <= at), P, PAGE)
+        place = (page * key_stride + at_page) * HEADS + head
+        keys = load_columns(key, place, there, WIDTH, COLUMNS)
+        place = (page * value_stride + at_page) * HEADS + head
+        values = load_rows(value, place, there, VALUE_WIDTH, VALUE_COLUMNS)
         logits = tl.dot(heads, keys, input_precision=PRECISION) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
         top, total, acc = softmax_step(logits, values, top, total, acc, PRECISION)

@@ -38,10 +38,18 @@ class Rows(NamedTuple):
         return self.pages * self.page
 
 
+APART = "reads pages whose tokens lie in memory one after the other"
+
+
 class PagedIndex(NamedTuple):
-    """Of the blocks of an indexer; fields as of `nsa_core.index.Index`, `entry` tokens a key."""
+    """Of the blocks of an indexer; fields as of `nsa_core.index.Index`, `entry` tokens a key.
+
+    Attributes:
+      stride: keys from a page to the next; None: those of a page lie apart.
+    """
 
     rows: Rows
+    stride: int | None
     heads: int
     width: int
     dtype: str
@@ -69,6 +77,8 @@ class PagedIndex(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why the kernels cannot run a problem, or None."""
+        if self.stride is None:
+            return APART
         if self.dtype not in DTYPES:
             return f"computes in {', '.join(DTYPES)}, got {self.dtype}"
         if self.pool > 2 * KEYS or self.pool & (self.pool - 1):
@@ -101,6 +111,7 @@ class PagedIndex(NamedTuple):
                 max(sizes.queries, 1),
                 sizes.pages,
                 sizes.pool,
+                self.stride or 0,
                 sizes.most,
                 self.blocks,
             ),
@@ -181,10 +192,12 @@ def best_blocks(
 
 class PagedBlocks(NamedTuple):
     """Of attention to listed blocks; `scopes`: lists of a token; `tail`: its own block too, where
-    that is not complete.
+    that is not complete; `strides`: tokens from a page to the next, of keys and of values, None
+    where those of a page lie apart.
     """
 
     rows: Rows
+    strides: tuple[int | None, int | None]
     H: int
     Hkv: int
     D: int
@@ -222,6 +235,8 @@ class PagedBlocks(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why the kernels cannot run a problem, or None."""
+        if None in self.strides:
+            return APART
         if self.dtype not in DTYPES:
             return f"computes in {', '.join(DTYPES)}, got {self.dtype}"
         if self.group > GROUP or max(self.D, self.Dv) > WIDTH or self._tiling() is None:
@@ -243,7 +258,11 @@ class PagedBlocks(NamedTuple):
         return TritonKernel(
             f"{HERE}:partials",
             sizes.tokens * self.pairs * self.parts,
-            (max(sizes.queries, 1), sizes.pages, sizes.pool, sizes.most, self.scale * LOG2E),
+            (
+                *(max(sizes.queries, 1), sizes.pages, sizes.pool),
+                *(x or 0 for x in self.strides),
+                *(sizes.most, self.scale * LOG2E),
+            ),
             (
                 Array((heads, self.parts), "float32"),
                 Array((heads, self.parts), "float32"),

@@ -2,6 +2,7 @@
 framework.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex, Rows
@@ -44,7 +45,8 @@ def sizes_of(
     scopes, entries = lists.shape[1:]
     sizes = heads, kv_heads, width, value_width, dtype_name(query), scopes, entries
     rows, tail = paged.rows(tokens, pool, page), include == "tail"
-    return PagedBlocks(rows, *sizes, block, tail, scale, capability)
+    strides = page_stride(key), page_stride(value)
+    return PagedBlocks(rows, strides, *sizes, block, tail, scale, capability)
 
 
 def index_sizes_of(query, pages, index: Index, paged: Paged, capability) -> PagedIndex:
@@ -55,7 +57,17 @@ def index_sizes_of(query, pages, index: Index, paged: Paged, capability) -> Page
     chosen = index.num_selected, index.num_initial, index.num_local
     sizes = heads, width, dtype_name(query), index.pool, index.entry, *chosen
     how = index.activation == "relu", index.reduce == "sum"
-    return PagedIndex(rows, *sizes, *how, capability)
+    return PagedIndex(rows, page_stride(pages), *sizes, *how, capability)
+
+
+def page_stride(pages) -> int | None:
+    """Entries from a page of `[P, page, ..]` to the next; None: those of a page lie apart."""
+    page, entry = pages.shape[1], math.prod(pages.shape[2:])
+    if not hasattr(pages, "stride"):
+        return page
+    if not pages[0].is_contiguous() or pages.stride(0) % entry:
+        return None
+    return pages.stride(0) // entry
 
 
 def attention(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, paged: Paged):
