@@ -36,7 +36,9 @@ DECODE = {
 PAGES = Rows(8, 1, 1024, 9000, 128)
 H100 = (9, 0)
 INDEX = {
-    "pages": PagedBlocks(PAGES, 64, 4, 128, 128, "bfloat16", 4, 16, 128, False, 0.1, H100),
+    "pages": PagedBlocks(
+        PAGES, (128, 128), 64, 4, 128, 128, "bfloat16", 4, 16, 128, False, 0.1, H100
+    ),
     "m3 pages": PagedIndex(
         PAGES, 128, 4, 128, "bfloat16", 128, 1, 16, 0, 1, False, False, H100
     ),
