@@ -1,16 +1,23 @@
 """What trains an indexer: the divergence of its scores from the attention that it selects for."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.triton import index_descriptions
+from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core.index_loss import Teacher
+from nsa_core.steps import triton_index
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
+from nsa_jax.indexer import chosen_implementation
+from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import precision_of, wide
 
 
@@ -28,6 +35,7 @@ def indexer_kl(
     index_scale: float | None = None,
     kv_len: int | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T Hi"]:
     """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
 
@@ -53,6 +61,9 @@ def indexer_kl(
       scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
       kv_len: number of keys; None: `S`.
       segment_ids: int `[B, S]` of packed rows.
+      implementation: `triton` (kernels: GPUs from Ampere on; named blocks, no packed rows, an index
+        head for each key/value head or more; keeps a number of 16 bits for each query, index head
+        and listed key), `xla` (a chunk of queries at a time), or None: the first that can.
 
     Returns:
       float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
@@ -60,6 +71,7 @@ def indexer_kl(
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
     """
     given = query, key, lse, index_query, index_key, block_indices
     teacher = index_loss.check(*given, block_size)
@@ -73,7 +85,75 @@ def indexer_kl(
         "index_scale": index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
     }
     at = {"kv_len": kv_len, "segment_ids": segment_ids}
-    return compiled(_loss)(*given, teacher=teacher, block=block_size or 1, **scales, **at)
+
+    def why_not():
+        if block_indices is None:
+            return "takes named blocks, got all keys"
+        if segment_ids is not None:
+            return "takes no packed rows"
+        sizes = _sizes(query, key, index_query, block_indices, block_size, **scales)
+        return index_descriptions.loss_why_not(sizes)
+
+    name = chosen_implementation(implementation, why_not, query)
+    run = compiled(_on_triton if name == "triton" else _loss)
+    return run(*given, teacher=teacher, block=block_size or 1, **scales, **at)
+
+
+def _sizes(query, key, index_query, lists, block, scale, index_scale) -> LossSizes:
+    scales = scale, index_scale
+    return triton_index.sizes_of(query, key, index_query, lists, block, scales)
+
+
+def _on_triton(
+    query,
+    key,
+    lse,
+    index_query,
+    index_key,
+    block_indices,
+    *,
+    teacher: Teacher,
+    block: int,
+    scale: float,
+    index_scale: float,
+    kv_len,
+    segment_ids,
+):
+    del teacher
+    sizes = _sizes(query, key, index_query, block_indices, block, scale, index_scale)
+    at = {"kv_len": sizes.S if kv_len is None else kv_len, "segment_ids": segment_ids}
+    config = block_lists.config_of(block, 1)
+    where = geometry.query_layout(sizes.B, sizes.T, **at, config=config)
+    lists = triton_index.lists_for(JAX_OPS, block_indices, sizes)
+    position = jnp.asarray(where.position, jnp.int32)
+    frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
+    return _kernel_loss(sizes, lists, position, *frozen, index_query, index_key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel_loss(sizes, lists, position, *arrays):
+    return _kernel_forward(sizes, lists, position, arrays, False)[0]
+
+
+def _kernel_forward(sizes, lists, position, arrays, gradient):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    return triton_index.loss(TRITON_OPS, sizes, arrays, lists, position, gradient)
+
+
+def _kernel_loss_forward(sizes, lists, position, *arrays):
+    loss, kept = _kernel_forward(sizes, lists, position, arrays, True)
+    return loss, (*arrays[3:], lists, position, kept)
+
+
+def _kernel_loss_backward(sizes, residuals, grad):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    found = triton_index.gradients(TRITON_OPS, sizes, *residuals, grad)
+    return *[None] * 5, *found
+
+
+_kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)
 
 
 def _loss(

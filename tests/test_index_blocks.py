@@ -15,6 +15,7 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
 from nsa_core.steps import triton_index
+from nsa_jax.triton_ops import compiled_for
 from nsa_torch import indexer
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -295,6 +296,29 @@ def judge_paged(case: Case, found, taken) -> None:
     there = whole[..., 0] > -2
     want = chosen(case)
     np.testing.assert_array_equal(whole[there], want[there])
+
+
+@plain
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_jax_kernels_are_lowered(monkeypatch):
+    """A decode step of an indexer and its attention, for a GPU that need not be there."""
+    for module in ("indexer", "blocks"):
+        name = f"nsa_jax.{module}.chosen_implementation"
+        monkeypatch.setattr(name, lambda *_: "triton")
+    table, lengths = jnp.zeros((2, 6), jnp.int32), jnp.array([90, 50], jnp.int32)
+    array = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+    arrays = array(2, 2, 16), array(12, 16, 16), array(2, 4, 16), array(12, 16, 2, 16)
+
+    def step(index_query, index_pages, query, pages):
+        lists = nsa_jax.paged_index_blocks(
+            index_query, index_pages, table, lengths, pool=16, num_selected=3
+        )
+        given = query, pages, pages, table, lengths, lists
+        return nsa_jax.paged_block_attention(*given, block_size=16)
+
+    with compiled_for((9, 0)):
+        text = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 4
 
 
 BAD = (

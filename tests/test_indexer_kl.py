@@ -11,6 +11,8 @@ import torch
 
 import nsa_jax
 import nsa_torch
+from kernels_pallas.triton import index_descriptions
+from nsa_jax.triton_ops import compiled_for
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
@@ -313,6 +315,24 @@ def on_triton(case, dtype):
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 def test_triton_in_its_interpreter():
     interpreted_triton.run_again(__file__)
+
+
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="lowers kernels")
+def test_jax_kernels_are_lowered(monkeypatch):
+    """Loss and gradients, for a GPU that need not be there."""
+    monkeypatch.setattr("nsa_jax.index_loss.chosen_implementation", lambda *_: "triton")
+    monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 1))  # compile fast
+    case = Case(block=16, n=3, T=30, S=45)
+    arrays = [jnp.asarray(x.numpy(), jnp.bfloat16) for x in inputs(case)[:4]]
+    lse, lists = jnp.zeros((case.B, case.T, case.H)), jnp.asarray(inputs(case)[-1].numpy())
+
+    def loss(iq, ik):
+        return nsa_jax.indexer_kl(*arrays[:2], lse, iq, ik, lists, **options_of(case)).sum()
+
+    with compiled_for((9, 0)):
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(*arrays[2:])
+        text = run.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 2 + 3
 
 
 @pytest.mark.gpu
