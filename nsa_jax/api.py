@@ -83,8 +83,7 @@ def attention(
     gates = validate.gates(gates, query)
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
     segment_ids = geometry.ids_of(rows)
-    for *names, k, v in validate.named(key, value):
-        validate.attention(query, k, v, config, segment_ids, scale, *names)
+    _check(query, key, value, config, segment_ids, scale)
     if context_axis is not None:
         from nsa_jax import context
 
@@ -125,6 +124,11 @@ def attention(
     )
 
 
+def _check(query, key, value, config, segment_ids, scale):
+    for *names, k, v in validate.named(key, value):
+        validate.attention(query, k, v, config, segment_ids, scale, *names)
+
+
 def attend(
     query,
     key: Branches,
@@ -141,21 +145,19 @@ def attend(
     recompute=False,
 ):
     """`attention` on compressed tokens that are there already (see `cache.py`)."""
+    validate.compressed(query, *compressed, config, kv_len)
+    if block_indices is not None:
+        validate.indices(block_indices, query, key.selected, config)
     plan = plan_of(
         query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
     )
     rest = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
-    compressed_key, compressed_value = compressed
-    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    if block_indices is not None:
-        validate.indices(block_indices, query, key.selected, config)
     arrays = query, key, value, gates, compressed
     if plan.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
         return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
-        block_indices = plan.scores.load()(query, compressed_key, **rest)
+        block_indices = plan.scores.load()(query, compressed[0], **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
-        validate.indices(block_indices, query, key.selected, config)
     steps = Branches(plan.compressed.load(), plan.selected.load(), plan.sliding.load())
     by_branch = _recomputing if recompute else _by_branch
     if recompute and not debug.on:
@@ -364,23 +366,41 @@ def sliding_attention(
 
 
 def explain(
-    query,
-    key,
-    value,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Branches[Array],
+    value: Float[Array, "B S Hkv Dv"] | Branches[Array],
+    gates: Float[Array, "B T H 3"] | Branches[Array] | None = None,
     *,
     config: NSAConfig = NSAConfig(),
-    segment_ids=None,
+    compressed: tuple[Array, Array] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     implementation: str | Branches[str | None] | None = None,
 ) -> Plan:
-    """What `attention` would run for these arguments, and why not what stands before it."""
-    key, value = Branches.each(key).selected, Branches.each(value).selected
-    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
-    validate.attention(query, key, value, config, geometry.ids_of(rows), None)
-    return plan_of(query, key, value.shape[-1], config, rows, implementation)
+    """What `attention` would run for these arguments (without `context_axis`), and why not what
+    stands before it.
+
+    Args: as of `attention`. `gates` and `compressed` are checked; they decide nothing.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    if gates is not None:
+        validate.gates(gates, query)
+    rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
+    _check(query, key, value, config, geometry.ids_of(rows), None)
+    if compressed is not None:
+        validate.compressed(query, *compressed, config, key.selected.shape[1])
+    sizes = value.selected.shape[-1], config
+    return plan_of(query, key.selected, *sizes, rows, implementation)
 
 
 def plan_of(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:
+    """The choice of every step of a call, as `Registry.plan`; what it loads is compiled, and
+    watched while `nsa_jax.debug` tells events.
+
+    Args:
+      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
+      step: the one that is named `implementation`; None: of all steps.
+    """
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )

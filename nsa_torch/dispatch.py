@@ -174,9 +174,11 @@ def problem_of(
     config: NSAConfig,
     packed: bool,
     memory: Mapping[str, torch.Tensor] | None = None,
+    gates: Iterable[torch.Tensor] = (),
 ) -> Problem:
     """What the registry is asked about these tensors; `branch` is filled in later."""
-    return _problem(*description(query, key, value_width, config, packed, memory or {}))
+    given = query, key, value_width, config, packed, memory or {}
+    return _problem(*description(*given, gates))
 
 
 @torch.compiler.assume_constant_result

@@ -122,11 +122,7 @@ def attention(
         ranks = {"context_mesh": context_mesh, "context_layout": context_layout}
         options |= {"implementation": implementation} | ranks
         return context.attention(query, key, value, gates, **options)
-    for *names, k, v in validate.named(key, value):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
-    checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
-    if compressed is not None:
-        checks.compressed(query, *compressed, config, key.selected.shape[1])
+    _check(query, key, value, gates, config, cu_seqlens, compressed, scale)
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
@@ -155,6 +151,15 @@ def after_checks(
     packed = {"config": config, "cu_seqlens": cu_seqlens, "compressed": compressed}
     chosen = _choose(query, key, value, gates, **packed, implementation=implementation)
     return _run(query, key, value, gates, chosen=chosen, **packed, **options)
+
+
+def _check(query, key, value, gates, config, cu_seqlens, compressed, scale):
+    for *names, k, v in validate.named(key, value):
+        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
+    names = (f"gates.{branch}" for branch in Branches._fields)
+    checks.devices(query, dict(zip(names, gates, strict=False)))
+    if compressed is not None:
+        checks.compressed(query, *compressed, config, key.selected.shape[1])
 
 
 def _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation):
@@ -423,18 +428,27 @@ def explain(
     query: Tensor,
     key: Tensor | Branches[Tensor],
     value: Tensor | Branches[Tensor],
+    gates: Tensor | Branches[Tensor] | None = None,
     *,
     config: NSAConfig = NSAConfig(),
+    compressed: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     implementation: Names = None,
 ) -> Plan:
-    """What `attention` would run for these arguments, and why not what stands before it."""
+    """What `attention` would run for these arguments (without `context_mesh`), and why not what
+    stands before it.
+
+    Args: as of `attention`. `gates` have a say where they alone want a gradient, `compressed`
+      where they want one or lie in memory in another way.
+    """
     key, value = Branches.each(key), Branches.each(value)
+    checks.tensors(query=query, gates=gates)
+    each = () if gates is None else validate.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
-    checks.tokens(query, key.selected, value.selected, config, cu_seqlens, None)
-    problem = problem_of(*_problem(query, key, value, config, cu_seqlens))
-    return REGISTRY.plan(problem, implementation)
+    _check(query, key, value, each, config, cu_seqlens, compressed, None)
+    problem = _problem(query, key, value, config, cu_seqlens, compressed)
+    return REGISTRY.plan(problem_of(*problem, gates=each), implementation)
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):

@@ -302,3 +302,46 @@ def test_arrays_of_the_other_framework():
         given[i] = theirs[i]
         with pytest.raises(ValueError, match=r"of JAX or NumPy, got a torch.Tensor of shape"):
             nsa_jax.attention(*given, config=SMALL)
+
+
+BAD_BESIDE = {
+    "key.compressed": lambda zeros: {
+        "key": Branches(zeros(1, 7, 2, 8), *[zeros(1, 20, 2, 8)] * 2)
+    },
+    "value.sliding": lambda zeros: {
+        "value": Branches(*[zeros(1, 20, 2, 8)] * 2, zeros(1, 20, 1, 8))
+    },
+    "gates": lambda zeros: {"gates": zeros(1, 20, 4, 2)},
+    "compressed_key": lambda zeros: {"compressed": (zeros(1, 1, 2, 8), zeros(1, 1, 2, 8))},
+}
+
+
+@pytest.mark.parametrize("name", BAD_BESIDE)
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_what_attention_refuses_is_not_explained(library, name):
+    zeros = lambda *shape: (torch if library is nsa_torch else jnp).zeros(shape)
+    given = {
+        "query": zeros(1, 20, 4, 8),
+        "key": zeros(1, 20, 2, 8),
+        "value": zeros(1, 20, 2, 8),
+    }
+    given |= {"gates": zeros(1, 20, 4, 3), "config": SMALL}
+    library.explain(**given)
+    given |= BAD_BESIDE[name](zeros)
+    with pytest.raises(ValueError, match=name) as wanted:
+        library.attention(**given)
+    with pytest.raises(ValueError, match=name) as error:
+        library.explain(**given)
+    assert str(error.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_arguments_are_checked_before_an_implementation_is_asked(library):
+    make = torch if library is nsa_torch else jnp
+    query, key = make.zeros((1, 20, 4, 8)), make.zeros((1, 20, 2, 8))
+    given = query, key, key, make.zeros((1, 20, 4, 3))
+    how = {"config": SMALL, "implementation": "mosaic"}  # which has no float32
+    with pytest.raises(NotImplementedError):
+        library.attention(*given, **how)
+    with pytest.raises(ValueError, match="block_indices"):
+        library.attention(*given, **how, block_indices=make.zeros((1, 20, 2)))

@@ -1,5 +1,6 @@
 """Choice of implementation: names never fall back, refusals are told, flags mean the same."""
 
+import dataclasses
 import logging
 import types
 
@@ -12,6 +13,7 @@ from absl import flags as absl_flags
 
 import kernels_pallas
 import nsa_jax
+import nsa_torch
 from nsa_core import flags, policy
 from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_core.policy import DECODE
@@ -94,6 +96,25 @@ def test_explain_is_what_runs():
     mixed = nsa_jax.Branches("reference", "xla", None)
     plan = nsa_jax.explain(p.query, p.key, p.value, config=SMALL, implementation=mixed)
     assert [c.implementation for c in plan] == ["reference", "xla", "xla", "xla"]
+
+
+def test_explain_asks_whether_gates_or_compressed_tokens_want_a_gradient(monkeypatch):
+    entry = TORCH_REGISTRY.entry("sliding", "sdpa")
+    why_not = lambda problem: "no gradient" if problem.requires_grad else None
+    forward_only = dataclasses.replace(entry, name="fa2", why_not=why_not)
+    monkeypatch.setitem(TORCH_REGISTRY.table, "sliding", (forward_only, entry))
+    query, key, gates = (torch.zeros(1, 20, *rest) for rest in ((4, 8), (2, 8), (4, 3)))
+    pair = (torch.zeros(1, SMALL.num_compressed(20), 2, 8),) * 2
+
+    def sliding():
+        given = {"compressed": pair, "config": SMALL}
+        return nsa_torch.explain(query, key, key, gates, **given).sliding.implementation
+
+    assert sliding() == "fa2"
+    for x in (gates, pair[0]):
+        x.requires_grad_()
+        assert sliding() == "sdpa"
+        x.requires_grad_(False)
 
 
 def named(name, why_not=lambda problem: None):

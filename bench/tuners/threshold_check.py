@@ -234,7 +234,7 @@ def _attention(framework: str, step: str, tokens: int, config: NSAConfig) -> Pla
 
         on_device: Any = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
         jax.block_until_ready(nsa_jax.attention(*on_device, **how))
-        return nsa_jax.explain(*on_device[:3], **how)
+        return nsa_jax.explain(*on_device, **how)
     import torch
 
     import nsa_torch
@@ -244,4 +244,4 @@ def _attention(framework: str, step: str, tokens: int, config: NSAConfig) -> Pla
     nsa_torch.attention(*tensors, **how)
     if kind == "cuda":
         torch.cuda.synchronize()
-    return nsa_torch.explain(*tensors[:3], **how)
+    return nsa_torch.explain(*tensors, **how)
