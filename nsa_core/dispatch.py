@@ -1,8 +1,9 @@
 """Which implementation runs: an ordered registry that can say why it refused each one.
 
-An implementation named by the caller never falls back. Automatic choice walks the order and
-takes the first that does not refuse, and that the device's thresholds and policy do not keep
-back (`policy.py`); the refusals travel with the choice.
+An implementation named by the caller never falls back, unless the caller says
+`on_unsupported="fallback"` (the flag of that name), and is then warned. Automatic choice walks the
+order and takes the first that does not refuse, and that the device's thresholds and policy do not
+keep back (`policy.py`); the refusals travel with the choice.
 
 The step `attention` is all steps at once. An implementation of it runs where the choice of
 every single step has its name.
@@ -182,7 +183,7 @@ class Registry:
         """
         entries = {entry.name: entry for entry in self.table[problem.branch]}
         refused: dict[str, str] = {}
-        if name is not None and name != "auto":
+        if name is not None:
             known = (*self.names(), *self.elsewhere)
             if name not in known:
                 raise ValueError(f"implementation must be one of {known} or None, got {name!r}")

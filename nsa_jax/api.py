@@ -134,7 +134,7 @@ def attend(
     key: Branches,
     value: Branches,
     gates: Branches,
-    compressed,
+    compressed: tuple[Array, Array],
     *,
     config,
     block_indices,

@@ -122,7 +122,9 @@ def attention(
         ranks = {"context_mesh": context_mesh, "context_layout": context_layout}
         options |= {"implementation": implementation} | ranks
         return context.attention(query, key, value, gates, **options)
-    _check(query, key, value, gates, config, cu_seqlens, compressed, scale)
+    _check(query, key, value, gates, config, cu_seqlens, scale)
+    if compressed is not None:
+        checks.compressed(query, *compressed, config, key.selected.shape[1])
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
@@ -153,13 +155,11 @@ def after_checks(
     return _run(query, key, value, gates, chosen=chosen, **packed, **options)
 
 
-def _check(query, key, value, gates, config, cu_seqlens, compressed, scale):
+def _check(query, key, value, gates, config, cu_seqlens, scale):
     for *names, k, v in validate.named(key, value):
         checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
     names = (f"gates.{branch}" for branch in Branches._fields)
     checks.devices(query, dict(zip(names, gates, strict=False)))
-    if compressed is not None:
-        checks.compressed(query, *compressed, config, key.selected.shape[1])
 
 
 def _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation):
@@ -446,7 +446,9 @@ def explain(
     checks.tensors(query=query, gates=gates)
     each = () if gates is None else validate.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
-    _check(query, key, value, each, config, cu_seqlens, compressed, None)
+    _check(query, key, value, each, config, cu_seqlens, None)
+    if compressed is not None:
+        checks.compressed(query, *compressed, config, key.selected.shape[1])
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     return REGISTRY.plan(problem_of(*problem, gates=each), implementation)
 

@@ -54,8 +54,9 @@ def test_a_named_implementation_never_falls_back(caplog):
         choice = table.choose(PROBLEM, "a", "fallback")
     assert choice.implementation == "b" and choice.refused == {"a": "too old"}
     assert "a refused, choosing another: too old" in caplog.text
-    with pytest.raises(ValueError, match=r"one of \('a', 'b'\) or None, got 'd'"):
-        table.choose(PROBLEM, "d")
+    for name in ("d", "auto"):  # automatic choice is None
+        with pytest.raises(ValueError, match=rf"one of \('a', 'b'\) or None, got '{name}'"):
+            table.choose(PROBLEM, name)
 
 
 def test_all_refused_is_a_group_of_reasons():
