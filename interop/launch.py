@@ -64,8 +64,8 @@ def launch(
     Raises:
       ValueError: a tensor that is not as described; what `lower` raises.
       NotImplementedError: the GPU has another compute capability than 9.0.
-      RuntimeError: a first compilation while a CUDA graph is captured; JAX's CUDA plugin is
-        missing or could not compile the kernel.
+      RuntimeError: a first compilation or load while a CUDA graph is captured; JAX's CUDA plugin
+        is missing or could not compile the kernel.
     """
     inputs, outputs = _arguments(kernel)
     index = tensors[0].get_device() if tensors and torch.is_tensor(tensors[0]) else -1
@@ -91,7 +91,7 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
     inputs and outputs, which must be as `launch` wants them, that queues one run.
 
     Raises:
-      as `launch`.
+      NotImplementedError, RuntimeError: as `launch`.
     """
     index = _index(device)
     return _launchers.get((kernel, index)) or _load(kernel, index)

@@ -36,7 +36,7 @@ _ON_UNSUPPORTED = flags.DEFINE_enum(
 
 
 class _LengthParser(flags.ArgumentParser):
-    syntactic_help = "a length, or never"
+    syntactic_help = "a number, or never"
 
     def parse(self, argument):
         return policy.parse(argument)
@@ -47,8 +47,9 @@ _THRESHOLDS = {
         _LengthParser(),
         field.name,
         None,
-        f"The smallest length at which automatic choice takes {'/'.join(kernels)} for the "
-        f"{branch} branch, in place of the device's.",
+        f"The {'fewest selected keys (n * block)' if branch == 'selected' else 'smallest length'} "
+        f"at which automatic choice takes {'/'.join(kernels)} for the {branch} branch, in place "
+        "of the device's.",
         serializer=flags.ArgumentSerializer(),
     )
     for field in dataclasses.fields(policy.Thresholds)

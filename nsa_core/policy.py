@@ -1,6 +1,6 @@
 """What automatic choice leaves out on a device although it could run: thresholds and policy.
 
-`configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
+`configs/devices/<device>.yaml` holds the thresholds (`Thresholds`) from which a kernel pays, which
 `python -m nsa_bench.tune_thresholds` derives from records, and the kernels that are not allowed
 there at all. It is read once a process; a file that cannot be understood is an error, a missing
 one leaves out only kernels that must have been measured (`MEASURED_ONLY`): not on GPUs that no
@@ -66,7 +66,7 @@ def parse(value: Any) -> Length:
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The smallest lengths at which a kernel is chosen; None: no threshold, "never": none is.
+    """From where on a kernel is chosen; None: no threshold, "never": nowhere.
 
     Of `fa2` in tokens of the sequence, for the sliding (`win`) and the compressed (`cmp`)
     branch; of the selected branch in keys a query selects, `num_selected * select_block`.

@@ -134,7 +134,7 @@ def attend(
     key: Branches,
     value: Branches,
     gates: Branches,
-    compressed: tuple[Array, Array],
+    compressed,
     *,
     config,
     block_indices,
@@ -145,7 +145,8 @@ def attend(
     recompute=False,
 ):
     """`attention` on compressed tokens that are there already (see `cache.py`)."""
-    validate.compressed(query, *compressed, config, kv_len)
+    compressed_key, compressed_value = compressed
+    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
     plan = plan_of(
@@ -156,7 +157,7 @@ def attend(
     if plan.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
         return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
-        block_indices = plan.scores.load()(query, compressed[0], **rest)
+        block_indices = plan.scores.load()(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
     steps = Branches(plan.compressed.load(), plan.selected.load(), plan.sliding.load())
     by_branch = _recomputing if recompute else _by_branch

@@ -114,7 +114,7 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """`bounds_of` as kernels read them: int32 `[B, tiles, rows]` both."""
+    """What `bounds.of` gives, as kernels read it: int32 `[B, tiles, rows]` both."""
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 
