@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kernels_pallas.kernel import Array, Kernel, described
+from kernels_pallas.mosaic.capability import LONGEST
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, warp_grid
 
@@ -42,8 +43,8 @@ MIN_INTERVAL = 16  # query tiles of a work item of an interval
 ITEM_STEPS, COMPARED = 12, 1.15
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
-MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
 MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
+MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1  # of query tiles of one token
 
 
 class WorkItem(NamedTuple):
