@@ -429,8 +429,8 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     (group,) = quality.groups(runs)
     told = quality.verdicts(group, group.kinds[1])
     assert [x.question.split()[0] for x in told if not x.ok] == broken
-    assert [x.question.split()[0] for x in told][-1] == "selection"
-    assert "best head: +0.220 ± 0.007 over another text, 5 seeds" in str(told[-1])
+    (found,) = quality.selection(group, group.kinds[1])
+    assert found.ok and "best head: +0.220 ± 0.007 over another text, 5 seeds" in str(found)
     for name, each in runs.items():
         log.append(tmp_path / name, each)
     status = quality.main(["", *(str(tmp_path / name) for name in runs)])
@@ -488,12 +488,32 @@ def with_heads(heads):
 
 
 def test_a_selection_that_finds_no_copies():
-    told = quality.verdicts(*with_heads(lambda seed: finds(0.01 * (seed % 2))))
-    assert [x.question.split()[0] for x in told if not x.ok] == ["selection"]
-    told = quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed > 1 else None))
-    assert str(told[-1]).count("+0.200 ± 0.000 over another text, 3 seeds") == 1
+    (told,) = quality.selection(*with_heads(lambda seed: finds(0.01 * (seed % 2))))
+    assert not told.ok and told.question.startswith("selection finds copies, nsa")
+    (told,) = quality.selection(*with_heads(lambda seed: finds(0.2) if seed > 1 else None))
+    assert told.ok and "+0.200 ± 0.000 over another text, 3 seeds" in str(told)
+    group, kind = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
     with pytest.raises(NotImplementedError, match=r"3 runs of nsa .* what heads find, got 2"):
-        quality.verdicts(*with_heads(lambda seed: finds(0.2) if seed > 2 else None))
+        quality.selection(group, kind)
+    (row,) = quality.summary_rows(group)
+    assert row[-1] == "yes, but for what selections find: not decided"
+
+
+def test_copies_by_distance_are_of_the_pairs_that_have_them():
+    runs = five(0.0)
+    for name in "012":
+        runs[name] = [
+            dataclasses.replace(x, copied_at=None)
+            if isinstance(x, log.Summary) and (name != "2" or x.attention == "nsa")
+            else x
+            for x in runs[name]
+        ]
+    (group,) = quality.groups(runs)
+    dense, nsa = quality.distance_rows(group)
+    assert dense[2:] == [*["1.000"] * 4, "-", "-", "2, 3, 4"]
+    assert nsa[2:] == [*["+0.000 ± 0.000"] * 4, "-", "-", "3, 4"]
+    (group,) = quality.groups({"0": runs["0"]})
+    assert quality.distance_rows(group) == []
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):

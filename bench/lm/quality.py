@@ -300,25 +300,29 @@ def verdicts(group: Group, kind: Kind) -> list[Verdict]:
     ]
     found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
     found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
-    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
-    if chance and np.mean(chance) < CHANCE:
-        best = [run.found for run in kind.runs.values() if run.found is not None]
-        if len(best) < LEAST_FOUND:
-            raise NotImplementedError(
-                f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have what heads find, "
-                f"got {len(best)}"
-            )
-        over = np.subtract(*np.transpose(best))
-        mean, error = over.mean(), over.std(ddof=1) / len(over) ** 0.5
-        found.append(
-            Verdict(
-                f"selection finds copies, {about}",
-                float(ERRORS * error - mean),
-                0.0,
-                f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(best)} seeds",
-            )
-        )
     return found
+
+
+def selection(group: Group, kind: Kind) -> list[Verdict]:
+    """Whether selections of NSA find copies; none where chance would.
+
+    Raises:
+      NotImplementedError: there are too few runs to say.
+    """
+    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
+    if not chance or np.mean(chance) >= CHANCE:
+        return []
+    best = [run.found for run in kind.runs.values() if run.found is not None]
+    if len(best) < LEAST_FOUND:
+        raise NotImplementedError(
+            f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have what heads find, "
+            f"got {len(best)}"
+        )
+    over = np.subtract(*np.transpose(best))
+    mean, error = over.mean(), over.std(ddof=1) / len(over) ** 0.5
+    note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(best)} seeds"
+    about = f"selection finds copies, {kind.label}, {group.name}"
+    return [Verdict(about, float(ERRORS * error - mean), 0.0, note)]
 
 
 HEAD = ("model, steps x rows", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
@@ -364,20 +368,32 @@ def part_rows(group: Group) -> list[list[str]]:
     ]
 
 
+DISTANCE = str(DISTANCES[0])
 DISTANCE_HEAD = ("model, steps x rows", "attention", *map(str, DISTANCES), "seeds")
 
 
 def distance_rows(group: Group) -> list[list[str]]:
-    """The cells below `DISTANCE_HEAD`: what is copied over so many tokens; of kinds for which it
-    was measured."""
+    """The cells below `DISTANCE_HEAD`: what is copied over so many tokens; of the pairs for which
+    it was measured."""
+    kinds = [
+        Kind(
+            kind.label, {seed: run for seed, run in kind.runs.items() if DISTANCE in run.values}
+        )
+        for kind in group.kinds
+    ]
+    dense, *others = kinds
+    paired = [
+        Kind(x.label, {seed: run for seed, run in x.runs.items() if seed in dense.runs})
+        for x in others
+    ]
     return [
         [
             *(group.name, kind.label),
-            *(_cell(kind, group.dense, str(each)) for each in DISTANCES),
+            *(_cell(kind, dense, str(each)) for each in DISTANCES),
             ", ".join(map(str, kind.runs)),
         ]
-        for kind in group.kinds
-        if difference(kind, group.dense, str(DISTANCES[0])) is not None
+        for kind in (dense, *paired)
+        if kind.runs and any(x.runs for x in paired)
     ]
 
 
@@ -413,12 +429,25 @@ def summary_rows(group: Group) -> list[list[str]]:
 
 def _decided(group: Group, kind: Kind) -> str:
     """By the bounds."""
-    try:
-        told = verdicts(group, kind)
-    except NotImplementedError:
-        return "not decided"
+    told, untold = _told(group, kind)
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
-    return f"no: {', '.join(broken)}" if broken else "yes"
+    if broken:
+        return f"no: {', '.join(broken)}"
+    if not told:
+        return "not decided"
+    return "yes, but for what selections find: not decided" if untold else "yes"
+
+
+def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
+    """What can be said, and why the rest cannot."""
+    told, untold = [], []
+    for judge in (verdicts, selection):
+        try:
+            told += judge(group, kind)
+        except NotImplementedError as error:
+            untold.append(str(error))
+            break
+    return told, untold
 
 
 def _cell(kind: Kind, dense: Kind, measure: str) -> str:
@@ -458,12 +487,10 @@ def main(argv: Sequence[str]) -> int:
     for group, kind in kinds:
         if kind.label.startswith("dense"):
             continue
-        try:
-            told = verdicts(group, kind)
-        except NotImplementedError as error:
-            print(f"not decided: {error}", file=sys.stderr)
+        told, untold = _told(group, kind)
+        for reason in untold:
+            print(f"not decided: {reason}", file=sys.stderr)
             status = status or exit_status.NOT_MEASURED
-            continue
         for verdict in told:
             print(verdict)
         if not all(verdict.ok for verdict in told):
