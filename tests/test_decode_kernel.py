@@ -626,7 +626,7 @@ FP8_APPEND_MUTANTS = {
     "a mean lacks a share": (
         NEW,
         "_share",
-        lambda self, warp, at=NEW._share: at(self, warp & 5),
+        lambda self, warp, at=NEW._share: at(self, warp & 2),
     ),
     "the largest is that of a lane": (ClusterWarps, "largest", lambda self, x: x),
     "a scale is a power of two": (decode_append, "LARGEST", 256.0),

@@ -1,12 +1,13 @@
 """The new tokens of a decode step: their rows and the means that they finish, put in the pages.
 
-The first CTA of a cluster does it for the cluster's key/value head, while others read what was
-there before: of all new tokens of the row up to the cluster's own, since clusters do not wait for
-each other. Those of later tokens of the row put the same bits there once more.
+A cluster does it for its key/value head, while its warps already ask for what was there before: of
+all new tokens of the row up to the cluster's own, since clusters do not wait for each other. Those
+of later tokens of the row put the same bits there once more.
 
-    token p           every branch's key and value, at p % block of its page: a warp a row
-    p = i d + l - 1   the mean of the last l tokens too: new ones from the call, others from pages;
-                      half of the warps add up shares of the key's, half of the value's
+    token p           every branch's key and value, at p % block of its page: the last CTA, a warp
+                      a row
+    p = i d + l - 1   the mean of the last l tokens too, new ones from the call, others from pages:
+                      of keys the first CTA, of values the second, whose warps add up shares of it
 
 To pages in fp8 rows are rounded, and the window's tokens are read from the row's ring where it has
 them as they were.
@@ -20,7 +21,7 @@ from kernels_pallas.specs.decode import RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # of a row that a lane has, 16 bytes
-ROWS = 16  # of a mean that are under way together
+ROWS = 8  # of a mean that a warp asks for together
 KINDS = "key", "value"
 # As in `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
@@ -50,8 +51,7 @@ class NewTokens:
             self._put_token(i)
             return nothing
 
-        first_cta = m.same(self.lane.rank, 0)
-        m.when(first_cta, lambda: m.repeat(self.count, token, [], unrolled=False))
+        m.repeat(self.count, token, [], unrolled=False)
 
     def _put_token(self, i: Any) -> None:
         m, spec = self.lane.m, self.lane.spec
@@ -65,24 +65,24 @@ class NewTokens:
         inside = m.larger(position, 0) % spec.block
         begin = position - (spec.compress_block - 1)
         ends = there & (begin >= 0) & m.same(m.larger(begin, 0) % spec.stride, 0)
-        m.when(ends, lambda: self._add_share(self.lane.warp & 1, begin))
-        rows, warps = len(RAW) * len(KINDS), spec.variant.warps
+        rows, warps, rank = len(RAW) * len(KINDS), spec.variant.warps, self.lane.rank
+
+        def put_mean():
+            self._add_share(rank, begin)
+            m.sync_cta()
+            slot = inside // spec.stride
+            m.when(m.same(self.lane.warp, 0), lambda: self._put_shares(rank, page, slot))
+            m.sync_cta()  # the shares have been read
+
+        m.when(ends & (rank < len(KINDS)), put_mean)
 
         def row(j, nothing):
             self._put_row(self.lane.warp + j * warps, new, page, inside, position)
             return nothing
 
         mine = (rows + warps - 1 - self.lane.warp) // warps
+        there = there & m.same(rank, spec.variant.cluster - 1)
         m.repeat(m.where(there, mine, 0), row, [], unrolled=False)
-
-        def put_mean():
-            m.sync_cta()
-            slot = inside // spec.stride
-            first_two = self.lane.warp < len(KINDS)
-            m.when(first_two, lambda: self._put_shares(self.lane.warp, page, slot))
-            m.sync_cta()  # the shares have been read
-
-        m.when(ends, put_mean)
 
     def _put_row(self, number: Any, new: Any, page: Any, inside: Any, position: Any) -> None:
         """Row `new` of the array of this number: keys, then values of a branch after the other."""
@@ -120,9 +120,9 @@ class NewTokens:
         Rows are asked for together, before the first is added.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane
-        apart = spec.variant.warps // 2
+        apart = spec.variant.warps
         share, block = cdiv(spec.compress_block, apart), spec.block
-        together = math.gcd(share, ROWS // 2 if spec.fp8 else ROWS)
+        together = math.gcd(share, ROWS)
         names, row_bytes = [f"raw_{kind}" for kind in KINDS], self._row_bytes(value, 2)
         given = self._head(self._one([f"new_{x}" for x in names], value), value, 2)
         pages = self._head(self._one(names, value), value, spec.token_bytes)
@@ -134,7 +134,7 @@ class NewTokens:
         def rows(i, sums):
             found: list[tuple[Any, Any]] = []
             for j in range(together):
-                tap = (lane.warp >> 1) + (i * together + j) * apart
+                tap = lane.warp + (i * together + j) * apart
                 position = begin + m.smaller(tap, spec.compress_block - 1)
                 old = position < self.first
                 entry = m.where(old, position, 0)
@@ -186,8 +186,8 @@ class NewTokens:
     def _put_shares(self, value: Any, page: Any, slot: Any) -> None:
         m, spec = self.lane.m, self.lane.spec
         sums = [m.word(0.0)] * COLUMNS
-        for warp in range(0, spec.variant.warps, 2):
-            at = self._share(value + warp)
+        for warp in range(spec.variant.warps):
+            at = self._share(m.word(warp))
             words = [x for i in range(0, COLUMNS, 4) for x in m.read_words(at, 4, 4 * i)]
             sums = self._with(sums, [m.real(x) for x in words])
         words = self._packed([x * (1 / spec.compress_block) for x in sums])
