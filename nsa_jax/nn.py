@@ -350,7 +350,11 @@ class NSAAttention(nnx.Module):
                 segment_ids=geometry.ids_of(rows),
                 implementation=Branches.each(self.implementation).sliding,
             )
-        elif kv is None and spec.gate == "selected" and self.implementation is None:
+        elif (
+            kv is None
+            and spec.gate == "selected"
+            and not any(Branches.each(self.implementation))
+        ):
             packed = dict(segment_ids=segment_ids, varlen=varlen, config=spec.config)
             compressed = api.compress(key.compressed, self.compress_params()[0], **packed)
             indices = api.select_blocks(query, compressed, **packed)

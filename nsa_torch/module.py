@@ -409,7 +409,7 @@ class NSAAttention(nn.Module):
         if longest < self.dense_below:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
-        if spec.gate == "selected" and not (self.implementation or ranks):
+        if spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
             out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()

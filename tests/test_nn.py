@@ -562,11 +562,12 @@ def test_keys_that_compression_rotates_are_scaled_as_others_are(tmp_path):
 def test_the_selected_branch_alone_is_what_gates_of_0_1_0_give(phi):
     """Of rows and packed rows; what only the other branches read counts no more."""
     module, twin = modules(gate="selected", phi=phi)
+    automatic = module.implementation
     x, borders = tokens(150), torch.tensor([0, 90, 141])
     ids = jnp.asarray(np.repeat([[0, 1, -1]], [90, 51, 9], axis=1))
     for own, theirs in (({}, {}), ({"cu_seqlens": borders}, {"segment_ids": ids})):
         given = torch.from_numpy(x[:1] if own else x)
-        module.implementation = None
+        module.implementation = automatic
         alone = module(given, **own)[0]
         module.implementation = "sdpa"  # all branches
         torch.testing.assert_close(alone, module(given, **own)[0], rtol=0, atol=FLOAT32_MAX)
@@ -582,7 +583,7 @@ def test_the_selected_branch_alone_is_what_gates_of_0_1_0_give(phi):
         name for name, y in module.named_parameters() if y.grad is not None and y.grad.any()
     }
     assert moved == {f"{name}.weight" for name in ("W_Q", "W_K_sel", "W_V_sel", "out")}
-    module.implementation = twin.implementation = None
+    module.implementation, twin.implementation = automatic, None
     with torch.no_grad():
         module.W_V_win.weight.fill_(math.nan)
         twin.W_V_win.kernel[...] = jnp.nan
