@@ -39,7 +39,7 @@ class NSA:
     num_selected: int | None = None
     window: int | None = None
     phi: Literal["avg", "mlp", "mlp_pe", "mlp_rope"] | None = None
-    gate: Literal["sigmoid", "softmax", "head"] | None = None
+    gate: Literal["sigmoid", "softmax", "head", "selected"] | None = None
     gate_bias: list[float] | None = None
     kv: Literal["separate", "shared"] | None = None
 
