@@ -149,8 +149,9 @@ def _kernel_loss_forward(sizes, lists, position, *arrays):
 def _kernel_loss_backward(sizes, residuals, grad):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    found = triton_index.gradients(TRITON_OPS, sizes, *residuals, grad)
-    return *[None] * 5, *found
+    index_query, index_key, lists, position, kept = residuals
+    given = index_query, index_key, lists, position, kept, grad
+    return *[None] * 5, *triton_index.gradients(TRITON_OPS, sizes, *given)
 
 
 _kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)

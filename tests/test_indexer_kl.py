@@ -321,7 +321,7 @@ def test_triton_in_its_interpreter():
 def test_jax_kernels_are_lowered(monkeypatch):
     """Loss and gradients, for a GPU that need not be there."""
     monkeypatch.setattr("nsa_jax.index_loss.chosen_implementation", lambda *_: "triton")
-    monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 1))  # compile fast
+    monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
     case = Case(block=16, n=3, T=30, S=45)
     arrays = [jnp.asarray(x.numpy(), jnp.bfloat16) for x in inputs(case)[:4]]
     lse, lists = jnp.zeros((case.B, case.T, case.H)), jnp.asarray(inputs(case)[-1].numpy())

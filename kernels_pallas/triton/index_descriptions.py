@@ -35,8 +35,9 @@ class IndexSizes(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of all keys, with that of the last tokens, which may have no key yet."""
-        return cdiv(self.S, self.pool) + (self.entry > 1)
+        """Of all keys; with that of the last tokens, which may have no key yet, but be forced."""
+        forced = self.num_initial + self.num_local > 0
+        return cdiv(self.S, self.pool) + (self.entry > 1 and forced)
 
     @property
     def lists(self) -> int:
@@ -149,7 +150,7 @@ def _tiles(sizes: IndexSizes, capability: tuple[int, int], best: int) -> Tiling:
         for stages, programs in ((3, 2), (2, 2), (2, 1)):
             held = itemsize * width * (rows + stages * keys) + SPARE
             if programs * held <= limit:
-                return Tiling(rows, keys, 8 if rows > 64 else 4, stages)
+                return Tiling(rows, keys, 4, stages)
         if rows == LEAST and keys == LEAST:
             return Tiling(rows, keys, 4, 1)
         rows, keys = max(rows // 2, LEAST), max(keys // 2, LEAST)
@@ -246,15 +247,17 @@ def loss_why_not(sizes: LossSizes) -> str | None:
 
 
 def _kl_tiles(
-    sizes: LossSizes, capability: tuple[int, int], rows: tuple[int, int]
-) -> tuple[int, int]:
-    """Rows of a step, and stages; `rows`: on GPUs that read operands from shared memory, and on
-    others.
+    sizes: LossSizes, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Rows of a step, warps, and stages.
+
+    Args:
+      rows: on GPUs that read operands from shared memory, and on others.
+      wide: warps and stages on the former.
     """
     if sizes.is_float32:
-        return 32, 1
-    wide = capability[0] in WIDE
-    return rows[not wide], 2 if wide else 1
+        return 32, 8, 1
+    return (rows[0], *wide) if capability[0] in WIDE else (rows[1], 8, 1)
 
 
 def kl_entries(sizes: LossSizes, capability: tuple[int, int], gradient: bool) -> TritonKernel:
@@ -262,7 +265,7 @@ def kl_entries(sizes: LossSizes, capability: tuple[int, int], gradient: bool) ->
     results: maxima, sums, masses, crosses, targets, the last one empty without a `gradient`.
     """
     group = 1 << (sizes.group - 1).bit_length()
-    rows, stages = _kl_tiles(sizes, capability, (128, 64))
+    rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 1))
     tokens = max(rows // group, 1)
     of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
     kept = (*of_entries[:3], sizes.n * sizes.block) if gradient else (1,)
@@ -294,7 +297,7 @@ def kl_entries(sizes: LossSizes, capability: tuple[int, int], gradient: bool) ->
             "GRADIENT": gradient,
             "PRECISION": "ieee" if sizes.is_float32 else "tf32",
         },
-        8,
+        warps,
         stages,
     )
 
@@ -322,7 +325,7 @@ def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     """
     queries = sizes.B, sizes.T, sizes.index_heads, sizes.n, sizes.index_width
     keys = sizes.programs, sizes.block, sizes.index_width
-    rows, stages = _kl_tiles(sizes, capability, (64, 16))
+    rows, warps, stages = _kl_tiles(sizes, capability, (64, 16), (8, 2))
     # Differences of probabilities are too small for float16.
     dtype = "float32" if sizes.is_float32 else "bfloat16"
     return TritonKernel(
@@ -337,7 +340,7 @@ def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
             "ROWS": rows,
             "PRECISION": "ieee" if sizes.is_float32 else "tf32",
         },
-        8,
+        warps,
         stages,
     )
 

@@ -187,17 +187,20 @@ def best(
         bit = bit >> 1
     need = N - tl.sum((orders > least).to(tl.int32), axis=0)
 
-    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    count, left = tl.zeros([], tl.int32), need
     for first in range(0, blocks, PART):
         block = first + tl.arange(0, PART)
         order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+        better = (order > least).to(tl.int32)
         equal = ((order == least) & (order > LOWEST)).to(tl.int32)
-        first_ones = equals + tl.cumsum(equal, axis=0) <= need
-        chosen = (order > least) | ((equal > 0) & first_ones)
-        slot = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
+        equals = both >> 16
+        chosen = (better > 0) | ((equal > 0) & (equals <= left))
+        slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
         tl.store(out + program * N + slot, block, mask=chosen)
-        equals += tl.sum(equal, axis=0)
-        count += tl.sum(chosen.to(tl.int32), axis=0)
+        taken = tl.minimum(tl.sum(equal, axis=0), left)
+        count += tl.sum(better, axis=0) + taken
+        left -= taken
     rest = tl.arange(0, SLOTS)
     none = tl.full([SLOTS], -1, tl.int32)
     tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import LEAST, WIDE, choose, power, smem_of
+from kernels_pallas.triton.tiling import LEAST, WIDE, choose, power
 
 HERE = "kernels_pallas.triton.paged_blocks"
-SPLIT = 512  # keys of a part of a list
+SPLIT = 256  # keys of a part of a list
 CHUNK = 1024  # keys that a program scores
 KEYS = 128  # of a step of it
 BLOCKS = 2**15  # of a row, whose scores one program holds
@@ -97,12 +97,9 @@ class PagedIndex(NamedTuple):
         narrow, sizes = self.dtype != "float32", self.rows
         keys = max(self.pool, KEYS if narrow and self.width <= KEYS else KEYS // 4)
         wide = narrow and self.capability[0] in WIDE
-        itemsize, columns = 2 if narrow else 4, power(self.width)
+        columns = power(self.width)
         # As many as `index.index_blocks` has at least, so that scores have the same bits.
         rows = max(power(self.heads), 64 if wide else LEAST)
-        fits = lambda stages: (
-            itemsize * columns * (rows + stages * keys) < smem_of(self.capability)
-        )
         return TritonKernel(
             f"{HERE}:scores",
             sizes.tokens * cdiv(self.keys, CHUNK),
@@ -132,7 +129,7 @@ class PagedIndex(NamedTuple):
                 "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
             },
             4,
-            next((x for x in (3, 2) if narrow and fits(x)), 1),
+            1,  # more programs hide more than more stages
         )
 
     def best(self) -> TritonKernel:
