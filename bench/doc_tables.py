@@ -546,8 +546,8 @@ def block_attention(device: str) -> str:
         for line in lines_of("kernel_log/block_selection.jsonl", device)
         if line["status"] == "ok"
     }
-    columns = [(tokens, share) for tokens in (8192, 32768, 131072) for share in (0.0, 0.95)]
-    columns = [x for x in columns if any((*OF_BLOCKS[0][:2], *x) == y for y in newest)]
+    columns = [(tokens, share) for tokens in (32768, 131072) for share in (0.0, 0.95)]
+    columns = [x for x in columns if any(key[2:] == x for key in newest)]
     rows = []
     for mode, name, what in OF_BLOCKS:
         found = [newest.get((mode, name, *column)) for column in columns]
