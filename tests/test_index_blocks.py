@@ -189,8 +189,8 @@ IN_TRITON = (
     Case(T=5, S=70, entry=4, heads=2, B=1, local=0),
     Case(T=2, S=90, heads=2, lengths=(90, 55), equal=True, dtype="float16"),
     Case(pool=32, T=3, S=700, n=2, B=1, dtype="float16"),  # several steps of the selection
-    Case(T=9, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
-    Case(T=7, S=90, pool=4, n=9, heads=3, initial=1, local=2, activation="relu", equal=True),
+    Case(T=4, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
+    Case(T=3, S=90, pool=4, n=9, heads=3, initial=1, local=2, activation="relu", equal=True),
     Case(T=5, S=300, pool=128, n=2, heads=1, reduce="sum", lengths=(300, 140)),
 )
 
@@ -260,7 +260,7 @@ def judge_fast(case, found):
 # Pages of keys, and which case; rows have other numbers of queries where it says so.
 PAGED = (
     (8, False, Case(T=3, lengths=(71, 100))),
-    (16, True, Case(T=9, pool=4, n=7, initial=1, local=2, lengths=(55, 100), equal=True)),
+    (16, True, Case(T=4, pool=4, n=7, initial=1, local=2, lengths=(55, 100), equal=True)),
     (32, False, Case(T=2, pool=128, n=2, S=300, heads=4)),
     (5, True, Case(T=4, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum")),
     (4, False, Case(T=3, pool=2, n=3, entry=4, S=98, equal=True)),
