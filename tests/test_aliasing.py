@@ -172,7 +172,7 @@ KINDS = "shared", "apart", "compressed", "indices", "packed"
 def test_arguments_in_the_same_memory(kind, monkeypatch):
     draw = random.Random(kind)
     with stand_ins(monkeypatch):
-        for _ in range(4):
+        for _ in range(10):
             problem = Problem(kind, draw, "cpu", SMALL, 24, 2, 16, "mosaic")
             check_calls(problem, CALLS, monkeypatch)
         assert signature.CALLS._values
