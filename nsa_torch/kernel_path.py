@@ -10,6 +10,7 @@ backward pass, and the selection. It cannot be differentiated once more (`first_
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -421,7 +422,7 @@ class Again:
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
         function = alone.get((self.mode, self.joined))
-        self.call = None if function else operators.call_of(path._kind(self.mode, keep))
+        self.call: Any = None if function else operators.call_of(path._kind(self.mode, keep))
         self.forward = Ready(function or self.call.run)
         gradient = getattr(self.call, "backward", None)
         self.backward = gradient and Ready(gradient)
