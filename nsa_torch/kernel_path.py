@@ -421,11 +421,13 @@ class Again:
         self.unbinds = isinstance(gates, Tensor) and not self.joined
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
-        function = alone.get((self.mode, self.joined))
-        self.call: Any = None if function else operators.call_of(path._kind(self.mode, keep))
-        self.forward = Ready(function or self.call.run)
-        gradient = getattr(self.call, "backward", None)
-        self.backward = gradient and Ready(gradient)
+        self.call: Any = None
+        run: Any = alone.get((self.mode, self.joined))
+        gradient: Any = None
+        if run is None:
+            call = self.call = operators.call_of(path._kind(self.mode, keep))
+            run, gradient = call.run, call.backward
+        self.forward, self.backward = Ready(run), gradient and Ready(gradient)
 
     def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
         if self.phi is not None:
