@@ -146,7 +146,7 @@ class Case:
             self.refusal = str(error)
         else:
             self.plan = plan
-            self.labels = {choice.branch: choice.implementation for choice in plan}
+            self.labels = {choice.step: choice.implementation for choice in plan}
         seed = FLAGS.seed
         self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=NEW.value)
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.

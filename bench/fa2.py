@@ -150,7 +150,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
     """The rows of `IMPLEMENTATIONS` of one problem."""
     config = settings.nsa
     asked = problem(settings, "torch", runner.platform, runner.capability)
-    asked = asked._replace(branch=branch)
+    asked = asked._replace(step=branch)
     refusal = fa2.why_not(asked) or ""
     call = dense if PATH.value == "dense" else varlen
     mask = masked(branch, config)

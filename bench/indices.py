@@ -68,7 +68,7 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
         raise ValueError(f"no framework selects with {name!r}; known: {known}")
     for runner in able:
         asked = problem(settings, runner.framework, runner.platform, runner.capability)
-        asked = asked._replace(branch="scores")
+        asked = asked._replace(step="scores")
         choice = runner.registry.choose(asked, name, kernel_flags.on_unsupported())
         found.append((runner, choice))
     return found

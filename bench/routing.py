@@ -43,14 +43,14 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
             wanted = asked(settings, runner)
             plan = runner.registry.plan(wanted)
             steps = {
-                choice.branch: {
+                choice.step: {
                     "implementation": choice.implementation,
                     "refused": dict(choice.refused),
                 }
                 for choice in plan
             }
             sizes = wanted._asdict() | {"config": dataclasses.asdict(wanted.config)}
-            del sizes["branch"], sizes["strided"]
+            del sizes["step"], sizes["strided"]
             yield plan, {"preset": preset, **sizes, "steps": steps}
 
 

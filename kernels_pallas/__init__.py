@@ -22,7 +22,7 @@ KERNELS["triton", "decode"] = triton.decode_why_not
 
 def why_not(implementation: str, problem: Any) -> str | None:
     """Why no such kernel can run `problem` (framework, branch, shapes), or None."""
-    supports = KERNELS.get((implementation, problem.branch))
+    supports = KERNELS.get((implementation, problem.step))
     if supports is None:
-        return f"kernels_pallas has no {implementation} kernel for the {problem.branch} step"
+        return f"kernels_pallas has no {implementation} kernel for the {problem.step} step"
     return supports(problem)

@@ -90,9 +90,9 @@ def plan(backend: Backend, problem, chosen) -> None:
     """Tells of the `Plan` of `problem`."""
     sizes = ("dtype", "B", "T", "S", "H", "Hkv", "D", "Dv")
     fields = {name: getattr(problem, name) for name in sizes}
-    fields |= {choice.branch: choice.implementation for choice in chosen}
+    fields |= {choice.step: choice.implementation for choice in chosen}
     for choice in chosen:
-        fields |= {f"{choice.branch}.not_{x}": why for x, why in choice.refused.items()}
+        fields |= {f"{choice.step}.not_{x}": why for x, why in choice.refused.items()}
     _tell(backend.package, "routing", fields, once=str(chosen))
 
 
@@ -100,11 +100,11 @@ def watched(backend: Backend, registry, chosen):
     """The `Plan` with functions that tell what they do."""
 
     def load(choice):
-        step, name = choice.branch, choice.implementation
+        step, name = choice.step, choice.implementation
         return watch(backend, step, name, choice.load(), oracle_of(registry, step))
 
     choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
-    told = {x.branch: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
+    told = {x.step: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
     return dataclasses.replace(chosen, **told)
 
 

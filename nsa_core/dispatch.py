@@ -20,21 +20,25 @@ from typing import Any, Literal, NamedTuple
 import kernels_pallas
 from nsa_core import policy
 from nsa_core.config import NSAConfig
+from nsa_core.policy import STEPS
 from nsa_core.types import Branches
 
 log = logging.getLogger(__name__)
 
 type OnUnsupported = Literal["error", "fallback"]
 
-STEPS = ("compressed", "scores", "selected", "sliding")
 WHOLE = "attention"  # the step that is all of them
 
 
 class Problem(NamedTuple):
-    """What an implementation must know to say whether it can run (shapes: `types.py`)."""
+    """What an implementation must know to say whether it can run (shapes: `types.py`).
+
+    Under torch.compile B is 1, T and S are 0. Where the step `compressed` or `scores` is asked for
+    alone, S is the number of compressed tokens.
+    """
 
     framework: str
-    branch: str
+    step: str
     platform: str
     dtype: str
     B: int
@@ -96,7 +100,7 @@ class Choice:
     automatic choice could not know (`policy.note`).
     """
 
-    branch: str
+    step: str
     implementation: str
     refused: Mapping[str, str]
     load: Callable[[], Callable] = dataclasses.field(repr=False, compare=False)
@@ -106,7 +110,7 @@ class Choice:
         notes = [self.note] if self.note else []
         notes += [f"not {name}: {reason}" for name, reason in self.refused.items()]
         why = "; ".join(notes)
-        return f"{self.branch}: {self.implementation}" + (f" ({why})" if why else "")
+        return f"{self.step}: {self.implementation}" + (f" ({why})" if why else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Plan:
 
     Attributes:
       attention: what runs all steps at once, or None: they run one by one.
-      apart: why each implementation of all steps does not run.
+      whole_refused: why each implementation of all steps does not run.
       beside_dense: from which length `attention` is faster than dense attention on this device;
         None: not known.
     """
@@ -125,7 +129,7 @@ class Plan:
     selected: Choice
     sliding: Choice
     attention: Choice | None = None
-    apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    whole_refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     beside_dense: str | None = None
 
     def __iter__(self) -> Iterator[Choice]:
@@ -135,7 +139,8 @@ class Plan:
     def __str__(self) -> str:
         whole = self.attention
         if whole is None:
-            why = "".join(f"; not {name}: {why}" for name, why in self.apart.items())
+            refused = self.whole_refused.items()
+            why = "".join(f"; not {name}: {why}" for name, why in refused)
             whole = f"{WHOLE}: step by step" + (f" ({why[2:]})" if why else "")
         beside = [f"{WHOLE}: {self.beside_dense}"] if self.beside_dense else []
         return "\n".join(map(str, (*self, whole, *beside)))
@@ -159,9 +164,9 @@ class Registry:
         self.table = dict(table)
         self.elsewhere = dict(elsewhere or {})
 
-    def names(self, branch: str | None = None) -> tuple[str, ...]:
-        """Known implementations of `branch` (of any), in order."""
-        rows = [self.table[branch]] if branch else self.table.values()
+    def names(self, step: str | None = None) -> tuple[str, ...]:
+        """Known implementations of `step` (of any), in order."""
+        rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys(entry.name for row in rows for entry in row))
 
     def entry(self, step: str, name: str) -> Implementation | None:
@@ -181,7 +186,7 @@ class Registry:
           NotImplementedError: the named one refuses, and `on_unsupported` is "error".
           ExceptionGroup: automatic choice was refused by all.
         """
-        entries = {entry.name: entry for entry in self.table[problem.branch]}
+        entries = {entry.name: entry for entry in self.table[problem.step]}
         refused: dict[str, str] = {}
         if name is not None:
             known = (*self.names(), *self.elsewhere)
@@ -193,10 +198,10 @@ class Registry:
                 reason = f"{self.framework} has no {name} implementation of this step"
                 reason = self.elsewhere.get(name, reason)
             if reason is None:
-                return Choice(problem.branch, name, {}, entries[name].load)
+                return Choice(problem.step, name, {}, entries[name].load)
             if on_unsupported == "error":
-                raise NotImplementedError(f"{problem.branch}: {name}: {reason}")
-            log.warning("%s: %s refused, choosing another: %s", problem.branch, name, reason)
+                raise NotImplementedError(f"{problem.step}: {name}: {reason}")
+            log.warning("%s: %s refused, choosing another: %s", problem.step, name, reason)
             refused[name] = reason
         for entry in entries.values():
             if entry.name in refused:
@@ -204,13 +209,13 @@ class Registry:
             reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
             if reason is None:
                 note = policy.note(entry.name, problem)
-                choice = Choice(problem.branch, entry.name, refused, entry.load, note)
+                choice = Choice(problem.step, entry.name, refused, entry.load, note)
                 if log.isEnabledFor(logging.INFO):
                     _log_once(str(choice))
                 return choice
             refused[entry.name] = reason
         raise ExceptionGroup(
-            f"no implementation of {problem.branch} can run this problem",
+            f"no implementation of {problem.step} can run this problem",
             [NotImplementedError(f"{key}: {reason}") for key, reason in refused.items()],
         )
 
@@ -227,7 +232,7 @@ class Registry:
         selected branch where that can, otherwise with the first that can. One name for all
         branches is meant for them too, where it has scores at all.
         """
-        at = {step: problem._replace(branch=step) for step in STEPS}
+        at = {x: problem._replace(step=x) for x in STEPS}
         at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
@@ -245,9 +250,9 @@ class Registry:
     def _planned(self, problem: Problem, choices: Sequence[Choice]) -> Plan:
         """The plan of these choices, with what runs all of them at once."""
         compressed, scores, selected, sliding = choices
-        whole, apart = self._whole(problem._replace(branch=WHOLE), choices)
+        whole, refused = self._whole(problem._replace(step=WHOLE), choices)
         beside = policy.dense_note(problem) if whole else None
-        return Plan(compressed, scores, selected, sliding, whole, apart, beside)
+        return Plan(compressed, scores, selected, sliding, whole, refused, beside)
 
     def _whole(
         self, problem: Problem, choices: Sequence[Choice]
@@ -257,7 +262,7 @@ class Registry:
         for entry in self.table.get(WHOLE, ()):
             other = next((x for x in choices if x.implementation != entry.name), None)
             if other is not None:
-                reason = f"{other.branch} runs on {other.implementation}"
+                reason = f"{other.step} runs on {other.implementation}"
             else:
                 reason = entry.why_not(problem)
             if reason is None:

@@ -127,5 +127,5 @@ def choose(
             known = tuple(dict.fromkeys((*own.names(), *attention.names())))
             raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
         asked = GATHERED
-    choice = own.choose(problem._replace(branch=DECODE), asked)
+    choice = own.choose(problem._replace(step=DECODE), asked)
     return choice, None if name == GATHERED else name

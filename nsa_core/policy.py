@@ -149,7 +149,7 @@ class Device:
 
     def has_measured(self, kernel: str, step: str) -> bool:
         """Whether a threshold of the step comes from records of this kernel of ours."""
-        names = (name for name, (branch, _) in DECIDES.items() if branch == step)
+        names = (name for name, (decided, _) in DECIDES.items() if decided == step)
         found = map(self._evidence, names)
         return any(x.get("kernel") == kernel and x.get("commits") for x in found)
 
@@ -190,13 +190,13 @@ def barred(device: Device | None, kernel: str, step: str) -> Rule | None:
 def why_not(implementation: str, problem: Any) -> str | None:
     """Why automatic choice should not take what could run `problem`, or None."""
     device = of(problem.device) if problem.device else None
-    if device and (rule := barred(device, implementation, problem.branch)):
+    if device and (rule := barred(device, implementation, problem.step)):
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
     given, giver = in_force()
-    asks = implementation in MEASURED_ONLY and problem.branch != DECODE
-    if asks and not _is_given(given, implementation, problem.branch):
+    asks = implementation in MEASURED_ONLY and problem.step != DECODE
+    if asks and not _is_given(given, implementation, problem.step):
         if not (
             _measured(device, implementation, problem) or _default(implementation, problem)
         ):
@@ -204,8 +204,8 @@ def why_not(implementation: str, problem: Any) -> str | None:
                 "not measured on this device: name it, or let nsa_bench.tune_thresholds find its "
                 "threshold"
             )
-    for name, (branch, kernels) in DECIDES.items():
-        if branch != problem.branch:
+    for name, (step, kernels) in DECIDES.items():
+        if step != problem.step:
             continue
         value, source = getattr(given, name), giver
         if value is None and device:
@@ -225,7 +225,7 @@ def note(implementation: str, problem: Any) -> str | None:
     device = of(problem.device) if problem.device else None
     given, _ = _overridden.get()
     if _measured(device, implementation, problem) or _is_given(
-        given, implementation, problem.branch
+        given, implementation, problem.step
     ):
         return None
     version = ".".join(map(str, problem.capability))
@@ -255,7 +255,7 @@ def dense_note(problem: Any) -> str | None:
 
 
 def _measured(device: Device | None, implementation: str, problem: Any) -> bool:
-    return device is not None and device.has_measured(implementation, problem.branch)
+    return device is not None and device.has_measured(implementation, problem.step)
 
 
 def _default(implementation: str, problem: Any) -> bool:

@@ -69,9 +69,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def compiled_plan(plan: Plan) -> Plan:
     """The plan with functions that are `compiled`."""
     choices = [*plan, plan.attention] if plan.attention else [*plan]
-    loads = {x.branch: lambda x=x: compiled(x.load()) for x in choices}
+    loads = {x.step: lambda x=x: compiled(x.load()) for x in choices}
     changed: dict[str, Any] = {
-        x.branch: dataclasses.replace(x, load=loads[x.branch]) for x in choices
+        x.step: dataclasses.replace(x, load=loads[x.step]) for x in choices
     }
     return dataclasses.replace(plan, **changed)
 

@@ -38,7 +38,7 @@ def problem_of(
     batch, length, heads, width = query.shape
     return Problem(
         framework="jax",
-        branch="",
+        step="",
         platform=jax.default_backend(),
         capability=capability(),
         dtype=str(query.dtype),

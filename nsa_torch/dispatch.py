@@ -176,7 +176,7 @@ def problem_of(
     memory: Mapping[str, torch.Tensor] | None = None,
     gates: Iterable[torch.Tensor] = (),
 ) -> Problem:
-    """What the registry is asked about these tensors; `branch` is filled in later."""
+    """What the registry is asked about these tensors; `step` is filled in later."""
     given = query, key, value_width, config, packed, memory or {}
     return _problem(*description(*given, gates))
 
@@ -249,7 +249,7 @@ def _problem(device, dtype, sizes, numbers, flags, strided) -> Problem:
     packed, gradient, cached = flags
     return Problem(
         framework="torch",
-        branch="",
+        step="",
         platform=platform,
         capability=torch.cuda.get_device_capability(index) if platform == "cuda" else None,
         dtype=dtype,

@@ -71,7 +71,7 @@ REFUSED = {
 def asked(D=128, Dv=128, G=4, **change):
     """The problem of this shape on a Hopper GPU."""
     sizes = {"B": 1, "T": LENGTH, "S": LENGTH, "H": 2 * G, "Hkv": 2, "D": D, "Dv": Dv}
-    place = {"framework": "jax", "branch": "selected", "platform": "gpu", "packed": False}
+    place = {"framework": "jax", "step": "selected", "platform": "gpu", "packed": False}
     place |= {"dtype": "bfloat16", "config": PAPER, "capability": capability.HOPPER}
     return Problem(**sizes | place | change)
 

@@ -85,7 +85,7 @@ def test_every_registered_kernel_is_there():
         for registry in paged if step == DECODE else (REGISTRY, TORCH_REGISTRY):
             entry = registry.entry(step, name)
             assert entry and callable(entry.load())
-    at = PROBLEM._replace(branch="selected")
+    at = PROBLEM._replace(step="selected")
     assert kernels_pallas.why_not("cuda", at).startswith("kernels_pallas has no cuda kernel")
 
 
@@ -127,10 +127,10 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
     refuses = named("a", lambda problem: "too long" if problem.T > 8 else None)
     table = dict.fromkeys(STEPS, row) | {WHOLE: (refuses,)}
     plan = Registry("jax", table).plan(PROBLEM)
-    assert plan.attention.implementation == "a" and plan.attention.branch == WHOLE
+    assert plan.attention.implementation == "a" and plan.attention.step == WHOLE
     assert str(plan).splitlines()[4:] == ["attention: a"]
     mixed = Registry("jax", table).plan(PROBLEM, nsa_jax.Branches(None, None, "b"))
-    assert mixed.attention is None and mixed.apart == {"a": "sliding runs on b"}
+    assert mixed.attention is None and mixed.whole_refused == {"a": "sliding runs on b"}
     longer = Registry("jax", table).plan(PROBLEM._replace(T=9, S=9))
     assert [c.implementation for c in longer] == ["a"] * 4
     assert str(longer).endswith("attention: step by step (not a: too long)")

@@ -38,11 +38,11 @@ def device(tmp_path, monkeypatch):
     policy.of.cache_clear()
 
 
-def pose(branch, length=512, framework="torch", **changes) -> Problem:
+def pose(step, length=512, framework="torch", **changes) -> Problem:
     values = dict(platform="cuda", dtype="bfloat16", B=1, T=length, S=length, H=8, Hkv=2)
     values |= dict(D=64, Dv=64, packed=False, config=NSAConfig(), device=GPU)
     # A GPU on which Triton is no default.
-    values |= dict(capability=(8, 7), framework=framework, branch=branch)
+    values |= dict(capability=(8, 7), framework=framework, step=step)
     return Problem(**values | changes)
 
 
@@ -101,7 +101,7 @@ def test_the_selection_is_judged_by_its_keys(device, monkeypatch):
     few, many = (p._replace(**hopper) for p in (few, many))
     assert (chosen(few).implementation, chosen(many).implementation) == ("xla", "mosaic")
     assert "sel_min_len=512" in chosen(few).refused["mosaic"]
-    scores = few._replace(branch="scores")
+    scores = few._replace(step="scores")
     assert chosen(scores).implementation == "mosaic"
 
 

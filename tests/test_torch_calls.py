@@ -119,7 +119,7 @@ def test_kv_len_and_cu_seqlens_exclude_each_other():
 
 def pose(**changes):
     values = dict(platform="cuda", dtype="bfloat16", T=64, S=64, H=8, Hkv=2, D=128, Dv=128)
-    values |= dict(framework="torch", branch="selected", B=1, packed=False, config=SMALL)
+    values |= dict(framework="torch", step="selected", B=1, packed=False, config=SMALL)
     values |= dict(capability=(9, 0))
     return Problem(**values | changes)
 
@@ -161,7 +161,7 @@ def test_a_named_implementation_never_falls_back():
 def test_explain_names_the_choice_and_every_refusal():
     x = bad()
     plan = nsa_torch.explain(x["query"], x["key"], x["value"], config=SMALL)
-    assert [c.branch for c in plan] == ["compressed", "scores", "selected", "sliding"]
+    assert [c.step for c in plan] == ["compressed", "scores", "selected", "sliding"]
     assert {c.implementation for c in plan} == {"sdpa"}
     assert all(list(c.refused) == ["mosaic", "triton", "fa2"] for c in plan)
     names = dispatch.REGISTRY.names()

@@ -530,7 +530,7 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
 
 def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     problem = dispatch.problem_of(*inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False)
-    hopper = {"platform": "cuda", "capability": (9, 0), "branch": "selected"}
+    hopper = {"platform": "cuda", "capability": (9, 0), "step": "selected"}
     problem = problem._replace(**hopper)
     missing = "needs the compiler in JAX's CUDA plugin"
     for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):

@@ -365,7 +365,7 @@ EVERYWHERE = pytest.mark.skipif(INTERPRETED, reason="needs no kernel: not run on
 
 def pose(device=L4, framework="torch", **changes):
     """A problem on a GPU that need not be there."""
-    values = dict(framework=framework, branch="selected", platform="cuda", dtype="bfloat16")
+    values = dict(framework=framework, step="selected", platform="cuda", dtype="bfloat16")
     values |= dict(B=1, T=4096, S=4096, H=64, Hkv=4, D=128, Dv=128, packed=False)
     values |= dict(config=PAPER, capability=CAPABILITIES[device], device=device)
     return Problem(**values | changes)
@@ -408,7 +408,7 @@ def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
     pretend.machine(monkeypatch, jax_has_cuda=True)
     plan = registry.plan(pose(device, registry.framework))
-    names = {choice.branch: choice.implementation for choice in plan}
+    names = {choice.step: choice.implementation for choice in plan}
     if device == H100:
         assert set(names.values()) == {"mosaic"} and plan.attention.implementation == "mosaic"
     elif device == RTX_4090:

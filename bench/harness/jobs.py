@@ -54,7 +54,7 @@ def jobs(
 
 
 def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    question = question._replace(branch=branch)
+    question = question._replace(step=branch)
     # Scores go with the selected branch, as in `Registry.plan`.
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
     if name is None and not chosen:
@@ -137,7 +137,7 @@ def label(plan: Plan) -> str:
 
 def refusals(plan: Plan) -> dict[str, str]:
     return {
-        f"{choice.branch}.{name}": reason
+        f"{choice.step}.{name}": reason
         for choice in plan
         for name, reason in choice.refused.items()
     }

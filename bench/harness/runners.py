@@ -43,11 +43,11 @@ def problem(
     capability: tuple[int, int] | None = None,
     device: str | None = None,
 ) -> Problem:
-    """What the registry of `framework` is asked about; `branch` is filled in later."""
+    """What the registry of `framework` is asked about; `step` is filled in later."""
     model, run = settings.model, settings.runtime
     return Problem(
         framework=framework,
-        branch="",
+        step="",
         platform=platform,
         capability=capability,
         dtype=run.dtype.name,

@@ -50,7 +50,7 @@ class Case:
         )
         self.checker = Checker(settings, self.inputs, backward=False)
         asked = problem(settings, runner.framework, runner.platform, runner.capability)
-        self.asked = asked._replace(branch="selected", T=row.N, S=self.inputs.num_keys)
+        self.asked = asked._replace(step="selected", T=row.N, S=self.inputs.num_keys)
 
     def judge(self, name: str | None, on_unsupported, streams: int) -> Judged:
         """What the implementation called `name` comes to, None: the first, before it is timed."""

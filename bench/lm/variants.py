@@ -79,7 +79,7 @@ def nsa(
     at, training = task.model.layer, task.training
     problem = Problem(
         framework=framework,
-        branch="",
+        step="",
         platform=platform,
         capability=capability,
         dtype=task.dtype,

@@ -131,7 +131,7 @@ def _decided(
     tokens = max(length, 1) if step != "selected" else FAR
     problem = Problem(
         framework=registry.framework,
-        branch=step,
+        step=step,
         platform="cuda" if registry.framework == "torch" else "gpu",
         dtype="bfloat16",
         B=1,
