@@ -34,8 +34,8 @@ class BoundPlan:
     buffers that kernels read or write have slots of their own, behind those of all buffers.
 
     Attributes:
-      launched: arguments that kernels read, by number and parts: they lie as kernels want them, or
-        are copied.
+      read_arguments: those that kernels read, by number and parts: they lie as kernels want them,
+        or are copied.
       in_workspace: slots of what lies there, and where in it.
       constants, batch: numbers of what no call makes; `constant_parts`, `batch_parts`: their parts.
       read_by_torch: the constants that a step of torch reads, by place and number.
@@ -53,15 +53,19 @@ class BoundPlan:
         )
         self.recipes = recipes_of(plan)
         self.batch_recipes = [self.recipes[n] for n in self.batch]
-        launched = {x.buffer for s in plan.steps if isinstance(s, Launch) for x in s.reads}
-        self.steps = _bound(plan, device, slots, launched)
+        launches = [step for step in plan.steps if isinstance(step, Launch)]
+        read_by_kernels = {x.buffer for step in launches for x in step.reads}
+        # Gives every part its slot: before any `parts_of`.
+        self.steps = _bound(plan, device, slots, read_by_kernels)
         self.in_workspace = [
             (slot, buffers[n].offset + offset)
             for n, buffer in enumerate(buffers)
             if buffer.place is Place.WORKSPACE
             for slot, offset in [(n, 0), *slots.parts_of(n)]
         ]
-        self.launched = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
+        self.read_arguments = [
+            (n, slots.parts_of(n)) for n in range(plan.arguments) if n in read_by_kernels
+        ]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
         by_torch = {x.buffer for s in plan.steps if not by_address(s) for x in s.reads}
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
@@ -69,7 +73,7 @@ class BoundPlan:
         self.blank = [None] * (len(buffers) - plan.arguments)
         self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
         self.results = [x.buffer for x in plan.results]
-        self.launches = bool(plan.kernels)  # Triton finds the stream itself
+        self.has_mosaic = bool(plan.kernels)  # Triton finds the stream itself
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The results for the arguments of a call, which may lie anyhow and be one tensor."""
@@ -77,7 +81,7 @@ class BoundPlan:
         constants, addresses = self._constants()
         for i, number in self.read_by_torch:
             tensors[number] = constants[i]
-        for number, parts in self.launched:
+        for number, parts in self.read_arguments:
             x = tensors[number]
             address = x.data_ptr()
             if address % launch.ALIGNMENT or not x.is_contiguous():
@@ -87,7 +91,8 @@ class BoundPlan:
             for slot, offset in parts:
                 addresses[slot] = address + offset
         if self.batch:
-            borders = given[self.plan.shared or 0]
+            assert self.plan.shared is not None
+            borders = given[self.plan.shared]
             found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
             for number, parts, x in zip(self.batch, self.batch_parts, found, strict=True):
                 tensors[number] = x
@@ -100,7 +105,7 @@ class BoundPlan:
             for slot, offset in self.in_workspace:
                 addresses[slot] = start + offset
         x = None  # no name stays with what a step drops
-        stream = launch.current_stream(self.device) if self.launches else 0
+        stream = launch.current_stream(self.device) if self.has_mosaic else 0
         for step in self.steps:
             step(tensors, addresses, stream)
         return [tensors[number] for number in self.results]
@@ -158,7 +163,9 @@ class _Slots:
 type _Bound = Callable[[list[Any], list[int], int], None]
 
 
-def _bound(plan: Plan, device: torch.device, slots: _Slots, launched: set[int]) -> list[_Bound]:
+def _bound(
+    plan: Plan, device: torch.device, slots: _Slots, read_by_kernels: set[int]
+) -> list[_Bound]:
     """The steps; launches that follow each other are one."""
     for step in plan.steps:
         for x in (*step.reads, *step.writes):
@@ -173,15 +180,15 @@ def _bound(plan: Plan, device: torch.device, slots: _Slots, launched: set[int]) 
                 for n in begins
             ]
             row.append(_Launches.of(step.kernel, numbers, allocated, ends, device))
-            made = [plan.buffers[n] for n in ends]
-            if all(x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in made):
+            ended = [plan.buffers[n] for n in ends]
+            if all(x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in ended):
                 continue
         found += _in_a_row(row)
         row = []
         if isinstance(step, Launch) and not isinstance(step.kernel, Kernel):
             found.append(_TritonLaunch(step, slots, ends, plan))
         elif isinstance(step, Derived):
-            found.append(_DerivedStep(step, slots, ends, plan, launched))
+            found.append(_DerivedStep(step, slots, ends, plan, read_by_kernels))
         elif isinstance(step, Release):
             found.append(_Released(step.arguments))
     return [*found, *_in_a_row(row)]
@@ -309,20 +316,20 @@ class _TritonLaunch(_TensorStep):
 class _DerivedStep(_TensorStep):
     """A derived step."""
 
-    __slots__ = ("function", "in_place", "launched", "static")
+    __slots__ = ("feeds_kernels", "function", "in_place", "static")
 
-    def __init__(self, step: Derived, slots, ends, plan, launched):
+    def __init__(self, step: Derived, slots, ends, plan, read_by_kernels):
         super().__init__(step, slots, ends, plan)
         self.function, self.static = step.function, dict(step.static)
         self.in_place = step.in_place
         # What kernels read must lie as they want it.
-        self.launched = any(x.buffer in launched for x in step.writes)
+        self.feeds_kernels = any(x.buffer in read_by_kernels for x in step.writes)
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         found = self.function(TORCH_OPS, *self.read(tensors), **self.static)
         if self.in_place:
             found = [tensors[number] for number, _ in self.results]
-        elif self.launched:
+        elif self.feeds_kernels:
             found = [readable(x) for x in found]
         self.keep(found, tensors, addresses)
 
