@@ -120,8 +120,8 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     steps = mosaic_attention.STEPS
     inputs = fused.with_means(steps, ops, inputs, config, layout)
     rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
-    _, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest)
-    found = mosaic_attention.backward(ops, inputs, residuals, do, *layout.rest)
+    _, residuals = fused.forward_with_residuals(steps, ops, inputs, None, *rest)
+    found = fused.backward(steps, ops, inputs, residuals, do, *layout.rest)
     of_tokens = length, config, layout, SHARED_KV.shared
     return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 

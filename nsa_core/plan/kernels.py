@@ -7,8 +7,9 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import HOPPER
 from nsa_core.config import NSAConfig
 from nsa_core.plan.planner import PlanOps
-from nsa_core.steps import fused, mosaic_attention
-from nsa_core.steps.mosaic_attention import STEPS, Inputs
+from nsa_core.steps import fused
+from nsa_core.steps.fused import Inputs
+from nsa_core.steps.mosaic_attention import STEPS
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 
@@ -76,11 +77,11 @@ def kernels_of(
         inputs = fused.with_means(STEPS, ops, inputs, config, layout)
     blocks = config.num_blocks(length)
     if not gradients:
-        out, _ = mosaic_attention.forward(ops, inputs, None, *rest, blocks)
+        out, _ = fused.forward(STEPS, ops, inputs, None, *rest, blocks)
         return ops.plan([out]).kernels
-    out, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest, blocks)
+    out, residuals = fused.forward_with_residuals(STEPS, ops, inputs, None, *rest, blocks)
     shared = compresses and shared
-    found = mosaic_attention.backward(ops, inputs, residuals, out, *rest, shared)
+    found = fused.backward(STEPS, ops, inputs, residuals, out, *rest, shared)
     if compresses:
         of_tokens = length, config, layout, shared
         found = fused.gradients_of_tokens(STEPS, ops, found, *of_tokens)

@@ -1,12 +1,8 @@
-"""All steps of NSA on Mosaic kernels in one function, and its gradient (see `fused.py`)."""
-
-import functools
+"""The steps of NSA on Mosaic kernels, for `fused.py`."""
 
 from kernels_pallas.specs.tile import slab_width
-from nsa_core.steps import fused, mosaic_backward, mosaic_compress, mosaic_forward
-from nsa_core.steps.fused import Inputs, Residuals, Steps
-
-__all__ = ["STEPS", "Inputs", "Residuals", "backward", "forward", "forward_with_residuals"]
+from nsa_core.steps import mosaic_backward, mosaic_compress, mosaic_forward
+from nsa_core.steps.fused import Steps
 
 STEPS = Steps(
     mosaic_forward,
@@ -16,7 +12,3 @@ STEPS = Steps(
     compression=mosaic_compress,
     gates_together=True,
 )
-
-forward = functools.partial(fused.forward, STEPS)
-forward_with_residuals = functools.partial(fused.forward_with_residuals, STEPS)
-backward = functools.partial(fused.backward, STEPS)

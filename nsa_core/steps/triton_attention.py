@@ -1,4 +1,4 @@
-"""All steps of NSA on Triton kernels in one function, and its gradient (see `fused.py`)."""
+"""The steps of NSA on Triton kernels, for `fused.py`."""
 
 from kernels_pallas.triton.tiling import LEAST
 from nsa_core.steps import triton_backward, triton_forward
