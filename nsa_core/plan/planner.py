@@ -147,12 +147,12 @@ class PlanOps(ArrayOps):
             return self.derive(_all_float32, *arrays) if any(given) else arrays
         if any(self._buffers[x.buffer].place is not Place.ARGUMENT for x in arrays):
             return arrays  # each when it is read: `to_float32`
-        return self._float32_rows(_float32_rows, arrays, arrays[0].shape, len(arrays))
+        return self._rows_of(_float32_rows, arrays, arrays[0].shape, len(arrays))
 
     def unbound_float32(self, x):
-        return self._float32_rows(_unbound_rows, [x], x.shape[:-1], x.shape[-1])
+        return self._rows_of(_unbound_rows, [x], x.shape[:-1], x.shape[-1])
 
-    def _float32_rows(self, function, arrays, shape, count):
+    def _rows_of(self, function, arrays, shape, count):
         row = -(-math.prod(shape) * 4 // ALIGNMENT) * ALIGNMENT
         (rows,) = self.derive(function, *arrays, length=row // 4)
         return [View(rows.buffer, i * row, tuple(shape), "float32") for i in range(count)]
@@ -371,7 +371,7 @@ def _assign(ops, x, part, *, index):
     return []
 
 
-@derived(lambda x, *, shape: [Array(shape, x.dtype)])
+@derived(lambda like, *, shape: [Array(shape, like.dtype)])
 def _zeros(ops, like, *, shape):
     return [ops.zeros(like, shape)]
 
