@@ -33,7 +33,7 @@ from nsa_torch.input_modes import (
     mode_of,
 )
 from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.plans import Planned, Ready
+from nsa_torch.plans import Planned, Ready, nothing_before
 
 # How the layout zeroes what no query of a branch may look at.
 BRANCHES = {
@@ -70,7 +70,7 @@ class KernelPath:
         steps: Steps,
         *,
         masks: bool,
-        before: Callable[..., None] = lambda planned, plan, arguments, device: None,
+        before: Callable[..., None] = nothing_before,
         list_shapes: Callable[..., list[tuple[int, ...]]] = lambda *arguments: [],
     ):
         self.name, self.steps, self.masks = name, steps, masks

@@ -104,6 +104,10 @@ class NSAAttention(nn.Module):
     named here.
     """
 
+    # Whether rows of padding are zeroed here where a gradient is recorded; False: a model around the
+    # layer has done it.
+    zeroes_padding = True
+
     def __init__(
         self,
         dim: int,
@@ -203,8 +207,6 @@ class NSAAttention(nn.Module):
             )
         self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
-
-    zeroes_padding = True  # before a gradient is recorded
 
     def reset_parameters(self) -> None:
         """Draws all weights anew, such as those of a layer made on `meta`, after `to_empty`."""

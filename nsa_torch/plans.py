@@ -42,13 +42,19 @@ def is_stepwise() -> bool:
     return _stepwise is not None
 
 
-_planned: "list[Planned]" = []  # operators', as long as the process
+_planned: "list[Planned]" = []  # all functions ever planned, for `forget`
 
 
 def forget() -> None:
-    """Forgets all plans: what they follow from has changed (tests, tuners)."""
+    """Forgets all plans: what they follow from has changed (tests, tuners). Calls of known
+    signatures keep theirs (`tests/planned.forget`).
+    """
     for each in _planned:
         each.clear()
+
+
+def nothing_before(planned, plan, arguments, device) -> None:
+    """Before a plan is bound there is nothing to do."""
 
 
 class Planned:
@@ -66,7 +72,7 @@ class Planned:
         self,
         function: Callable[..., Iterable[Any]],
         backward: "Planned | None" = None,
-        before: Callable[..., None] = lambda planned, plan, arguments, device: None,
+        before: Callable[..., None] = nothing_before,
     ):
         self.function, self.backward, self.before = function, backward, before
         self.__name__ = getattr(function, "__name__", "planned")
@@ -108,7 +114,9 @@ class Planned:
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """`plan`, and that of the gradient."""
+        """The plan of a call and that of its gradient; arguments as of `plan`, which may have been
+        made already.
+        """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:
             return [plan]
