@@ -316,9 +316,13 @@ def selected_attention(
     """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
 
     Args:
+      query: `[B, T, H, D]`.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
+
+    Returns: as `compressed_attention`.
     """
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
@@ -350,7 +354,12 @@ def sliding_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> OutLse:
-    """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
+    """Attention over the last `window` keys, the query's own included: `(out, lse)`.
+
+    Args as of `selected_attention`.
+
+    Returns: as `compressed_attention`.
+    """
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.length(kv_len, query, rows, key.shape[1])

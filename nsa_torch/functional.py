@@ -13,9 +13,12 @@ Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implemen
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
 follows the last is padding. Positions restart, nothing crosses a border, block indices are
-local to the sequence. Numbers on a GPU (and under torch.compile) are not read on the host: the
-first counts as 0, one that is less than the one before it as that one, one beyond `T` as `T`.
-On a CPU, and anywhere while `nsa_torch.debug` tells events, such numbers raise `ValueError`.
+local to the sequence. Where the host reads the numbers (on a CPU, and anywhere while
+`nsa_torch.debug` tells events), wrong ones raise `ValueError`. Elsewhere (on a GPU, and under
+torch.compile) they are put right:
+  the first is not 0                  it counts as 0
+  one is less than the one before it  it counts as that one
+  one is beyond `T`                   it counts as `T`
 What follows from them is made anew in each call, or once a batch: `varlen_metadata`.
 
 All functions return gradients for floating tensors, through the log-sum-exp too, where `fa2`
@@ -147,8 +150,8 @@ def after_checks(
     implementation,
     **options,
 ):
-    """`attention` of arguments that are known to fit; of a packed row the queries may be the last
-    `T` of the first `S` tokens.
+    """`attention` of arguments that are known to fit, in its shapes, `key`, `value` and `gates` as
+    `Branches`; of a packed row the queries may be the last `T` of the first `S` tokens.
     """
     packed = {"config": config, "cu_seqlens": cu_seqlens, "compressed": compressed}
     chosen = _choose(query, key, value, gates, **packed, implementation=implementation)
@@ -208,9 +211,13 @@ def attend(
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
     Args:
+      query .. block_indices: as of `attention`, `key`, `value` and `gates` as `Branches`.
       compressed: None only where `chosen` runs all steps at once and `compresses`.
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
       assume_finite: keys and values that no query may look at are finite.
+
+    Returns:
+      `[B, T, H, Dv]`.
     """
     with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
@@ -369,9 +376,13 @@ def selected_attention(
     """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
 
     Args:
+      query: `[B, T, H, D]`.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
+
+    Returns: as `compressed_attention`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
@@ -405,7 +416,12 @@ def sliding_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
+    """Attention over the last `window` keys, the query's own included: `(out, lse)`.
+
+    Args as of `selected_attention`.
+
+    Returns: as `compressed_attention`.
+    """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
