@@ -12,7 +12,8 @@ from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
 
-BLOCKS = 96, 112, 128  # keys; a product sums over 16 at a time
+# Keys, of the forward pass where no width is over 128; a product sums over 16 at a time.
+BLOCKS = 96, 112, 128
 CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
 
@@ -135,7 +136,8 @@ def dq(spec: IntervalAttention) -> Kernel:
 
     Inputs, after `forward`'s first five:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, for its own tiles.
+      row_stats: float32, as `bwd_preprocess` makes them, in tiles of `spec.tile.tokens` tokens, 64
+        rows.
       added: `[B, T, H, D]`, if `added`.
 
     Output:

@@ -81,7 +81,7 @@ def with_means(
     steps: Steps, ops: ArrayOps, inputs: Inputs, config: NSAConfig, layout: QueryLayout
 ) -> Inputs:
     """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]`, with the means of
-    their windows in place of these.
+    their windows in place of these. Needs `steps.compression`.
     """
     _, key, value, _ = inputs
     means = steps.compression.means(ops, key.compressed, value.compressed, config, layout)
