@@ -104,8 +104,8 @@ class NSAAttention(nn.Module):
     named here.
     """
 
-    # Whether rows of padding are zeroed here where a gradient is recorded; False: a model around the
-    # layer has done it.
+    # Whether rows of padding are zeroed here where a gradient is recorded; False: a model around
+    # the layer has done it.
     zeroes_padding = True
 
     def __init__(
