@@ -256,8 +256,7 @@ def asked_for(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
         if job.asked:
             named.append(record)
         elif job.asked is not None:
-            again = job.function and job.label.split()[-1]  # with --recompute, with --packed
-            key = record.framework, record.mode, record.branch, again
+            key = record.framework, record.mode, record.branch, job.form
             others.setdefault(key, []).append(record)
     ok = lambda record: record.status == "ok"
     return named + [next(filter(ok, some), some[0]) for some in others.values()]

@@ -17,7 +17,7 @@ class Job:
     """One row to measure, or why there is nothing to measure."""
 
     branch: str
-    label: str  # what will run
+    label: str  # what will run, in what form
     implementation: Any = None  # as the public functions take it
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
@@ -30,6 +30,7 @@ class Job:
     judged: bool = True  # False: it computes something else than the oracle, as `note` says
     library: bool = False  # others' code, which may refuse in its own ways
     note: str = ""  # of a row that counts
+    form: str = ""  # of the whole: "recompute", "packed", or plain
 
     def named(self, branch: str) -> Any:
         """The implementation of one branch."""
@@ -106,7 +107,7 @@ def recomputed(runner, job: Job, config) -> Job | None:
         arguments = {**arguments, "recompute": True}
         return forward(runner.api, "all", config, job.implementation, arguments)
 
-    return dataclasses.replace(job, label=f"{job.label} recompute", function=function)
+    return _in_form(job, "recompute", function)
 
 
 def packed(runner, job: Job, settings) -> Job | None:
@@ -126,7 +127,11 @@ def packed(runner, job: Job, settings) -> Job | None:
         out = forward(runner.api, "all", config, job.implementation, given)["out"]
         return {"out": out.reshape(*rows, *out.shape[2:])}
 
-    return dataclasses.replace(job, label=f"{job.label} packed", function=function)
+    return _in_form(job, "packed", function)
+
+
+def _in_form(job: Job, form: str, function) -> Job:
+    return dataclasses.replace(job, label=f"{job.label} {form}", function=function, form=form)
 
 
 def label(plan: Plan) -> str:
