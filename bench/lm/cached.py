@@ -5,8 +5,8 @@
 
 A model learns bytes of the standard library, and then reads held-out text as where it serves: each
 token is appended to a paged cache before it is attended to. The same text and weights, by what the
-cache keeps; in nats a token. `gain`: how much better a passage is predicted that stands further up
-(`recall.py`), which a cache that loses the selection or the values would not show.
+cache keeps; in nats a token. `copied`: how much better a passage is predicted that stands further
+up (`recall.py`), which a cache that loses the selection or the values would not show.
 """
 
 import tempfile
@@ -127,24 +127,28 @@ def main(argv: Sequence[str]) -> int:
     about |= {"length": LENGTH.value, "seed": SEED.value, "input_sha256": batches.sha256}
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
     about |= records.environment(COMMIT.value)
-    print("| cache | loss | above | gain |\n| --- | --- | --- | --- |")
+    print("| cache | loss | above | copied |\n| --- | --- | --- | --- |")
     first = None
     for kind in (getattr(torch, dtype), torch.float8_e4m3fn):
 
-        def mean(batch, kind=kind):
-            tokens = torch.from_numpy(batch.tokens).to(device)
-            return losses(model, tokens, kind).double().mean().item()
+        def mean(batch, tokens=0, kind=kind):
+            """Of the last `tokens` of each row; 0: of all."""
+            rows = torch.from_numpy(batch.tokens).to(device)
+            return losses(model, rows, kind)[:, -tokens:].double().mean().item()
 
         loss = float(np.mean([mean(batch) for batch in held_out]))
         first = loss if first is None else first
-        pairs = [
-            recall.pair(batch, sizes.layer.w, (SEED.value, 2, i))
-            for i, batch in enumerate(held_out)
-        ]
-        found = np.array([[mean(x) for x in pair] for pair in pairs if pair is not None])
-        gain = recall.gain(found, LENGTH.value) if len(found) else None
+        gains = []
+        for i, batch in enumerate(held_out):
+            starts = recall.passages(batch, sizes.layer.w, (SEED.value, 2, i))
+            if starts is not None:
+                rows = recall.copies(batch, starts)
+                gains.append(
+                    mean(rows.unread, recall.PASSAGE) - mean(rows.read, recall.PASSAGE)
+                )
+        copied = float(np.mean(gains)) if gains else None
         name = str(kind).removeprefix("torch.")
-        line = {"cache": name, "loss": loss, "above": loss - first, "gain": gain}
+        line = {"cache": name, "loss": loss, "above": loss - first, "copied": copied}
         shown = (
             x if isinstance(x, str) else f"{x:.4f}" for x in line.values() if x is not None
         )
