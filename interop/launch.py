@@ -22,19 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
+from kernels_pallas.kernel import ALIGNMENT, DESCRIPTIONS, Array, Kernel
+from kernels_pallas.mosaic.capability import HOPPER
 from kernels_pallas.runtime import build, driver, loaded, plugin
 from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.runtime.sequence import LaunchSequence
-
-# The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
-CAPABILITY = (9, 0)
-
-# Mosaic compiles every pointer as a multiple of 256 bytes, and code made of that promise may
-# compute addresses with OR in place of addition. torch's allocator gives multiples of 512; only
-# a view that starts inside its storage can break it.
-ALIGNMENT = 256
-
 
 _launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
 LAUNCHERS = DESCRIPTIONS  # kept at most; code that was loaded stays
@@ -260,9 +252,9 @@ def _prefetched() -> Sequence[Kernel]:
 
 def _check_may_load(kernel: Kernel, index: int) -> None:
     capability = torch.cuda.get_device_capability(index)
-    if capability != CAPABILITY:
+    if capability != HOPPER:  # whose instructions exist nowhere else
         raise NotImplementedError(
-            f"{kernel.name} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} "
+            f"{kernel.name} needs a GPU of compute capability {HOPPER[0]}.{HOPPER[1]} "
             f"(Hopper), got {capability[0]}.{capability[1]} on cuda:{index}"
         )
     with torch.cuda.device(index):

@@ -11,9 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-# Scalar arguments (`Kernel.for_any_length`). Mosaic compiles every address as a multiple of 256.
+# Mosaic compiles every pointer as a multiple of so many bytes, and code made of that promise may
+# compute addresses with OR in place of addition. torch's allocator gives multiples of 512; only
+# a view that starts inside its storage can break it.
+ALIGNMENT = 256
+# Scalar arguments (`Kernel.for_any_length`), which are addresses.
 SIZE = "sizes."  # what the names of scalar arguments begin with
-SCALAR_STEP = 256
+SCALAR_STEP = ALIGNMENT
 NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
 # Lengths whose kernels serve all lengths: each power of two has one of its own for scores, others
 # differ in short and long ones.

@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels_pallas.kernel import Kernel
-from nsa_core.plan.buffers import ALIGNMENT, Derived, Launch, Place, Release
+from kernels_pallas.kernel import ALIGNMENT, Kernel
+from nsa_core.plan.buffers import Derived, Launch, Place, Release
 from nsa_torch.torch_ops import TORCH_OPS
 
 POISON = 0xFF  # bytes of which every float is NaN, and every integer is no index

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from kernels_pallas.kernel import ALIGNMENT
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.cubin import (
     MAP_BYTES,
@@ -23,8 +24,6 @@ from kernels_pallas.runtime.cubin import (
     byte_strides,
 )
 
-# Mosaic compiles every pointer as a multiple of it.
-ALIGNMENT = 256
 MAP_ALIGNMENT = 64
 MAX_RANK = 5
 LONGEST_DIM = 1 << 32

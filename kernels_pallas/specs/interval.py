@@ -10,11 +10,10 @@ import functools
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
-from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
+from kernels_pallas.specs.tile import ROWS, SMS, Tile, cdiv, slab_width
 
 # Keys, of the forward pass where no width is over 128; a product sums over 16 at a time.
 BLOCKS = 96, 112, 128
-CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        return (min(self.work_items, CTAS),)
+        return (min(self.work_items, SMS),)
 
     @property
     def _inputs(self) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from kernels_pallas.kernel import Array
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
+SMS = 132  # of an H100 SXM; on fewer, some CTAs take turns
 LANES = 32  # of a warp, and bits of a word
 ROW_STATS = 4  # of a query row for the backward pass: shift, delta, first_key, key_end
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves

@@ -31,9 +31,8 @@ import numpy as np
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.mosaic.capability import LONGEST
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
-from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, warp_grid
+from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, SMS, WORK_ITEM_INTS, warp_grid
 
-SMS = 132  # of an H100
 GPU_ITEMS = 16 * SMS  # work items that fill a GPU
 MAX_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens

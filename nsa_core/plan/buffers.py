@@ -14,7 +14,6 @@ BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16":
     "int64": 8,
     "float64": 8,
 }
-ALIGNMENT = 256  # bytes: where kernels read
 
 
 class Place(enum.Enum):
@@ -54,7 +53,7 @@ class View(NamedTuple):
 
     Attributes:
       buffer: its number.
-      offset: where it begins, in bytes, a multiple of `ALIGNMENT`.
+      offset: where it begins, in bytes, a multiple of `ALIGNMENT` of `kernels_pallas.kernel`.
     """
 
     buffer: int

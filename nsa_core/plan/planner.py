@@ -4,11 +4,10 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import ALIGNMENT, Array, Kernel
 from nsa_core.array_ops import ArrayOps, Slices, derived, int32, like
 from nsa_core.plan import workspace
 from nsa_core.plan.buffers import (
-    ALIGNMENT,
     BYTES,
     Buffer,
     Derived,

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 
-from nsa_core.plan.buffers import ALIGNMENT
+from kernels_pallas.kernel import ALIGNMENT
 
 # At most. What does not fit has memory of its own, which is given back once it was read.
 MAX_BYTES = 64 * 2**20
