@@ -158,7 +158,7 @@ class KernelPath:
         self.steps, self.ops = steps, ops
 
     def _lengths(self, query, num_keys, kv_len, segment_ids, config):
-        ops = None if self.steps.compression is None else self.ops()
+        ops = self.ops() if self.steps.reads_places else None
         return _Lengths(query, num_keys, kv_len, segment_ids, config, ops)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):

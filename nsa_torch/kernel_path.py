@@ -82,7 +82,7 @@ class KernelPath:
     def _layout(self, ops, query, assume_finite, *place):
         options = {
             "assume_finite": assume_finite or self.masks,
-            "placed": self.steps.compression is not None,
+            "placed": self.steps.reads_places,
         }
         return KernelLayout(ops, query, *place, **options)
 

@@ -29,6 +29,7 @@ class Steps(NamedTuple):
         width, where its log-sum-exp is all that is wanted.
       compression: a module with the functions of `mosaic_compress`; None: compressed tokens are
         made elsewhere.
+      reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
       gates_together: whether gates become float32 at once, which is one launch; else each when a
         kernel reads it, which takes the memory of one.
     """
@@ -38,6 +39,7 @@ class Steps(NamedTuple):
     lists: tuple[str, ...]
     narrowest: Callable[[int], int]
     compression: Any = None
+    reads_places: bool = False
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:

@@ -10,5 +10,6 @@ STEPS = Steps(
     lists=("starts", "members", "counts"),
     narrowest=slab_width,
     compression=mosaic_compress,
+    reads_places=True,
     gates_together=True,
 )
