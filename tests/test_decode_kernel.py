@@ -146,16 +146,18 @@ def test_the_same_bits_alone_and_with_another_capacity():
     np.testing.assert_array_equal(blocks, indices[:1])
 
 
-@pytest.mark.parametrize("exponent", [-100, 90])
-def test_values_in_fp8_may_be_small_or_large(exponent):
-    """The output is as many times smaller or larger, to the bit."""
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**90, -(2.0**90)], ids=str)
+def test_values_in_fp8_may_be_small_or_large(factor):
+    """The output is as many times smaller or larger, to the bit; scales of a cache that someone
+    filled may be negative.
+    """
     made = oracle.problem(dataclasses.replace(PAPER, fp8=True), [1090])
     wanted, _ = run(made.spec, made)
-    power = np.float32(2.0**exponent)
+    factor = np.float32(factor)
     for name in ("compressed_value_scale", "selected_value_scale", "sliding_value_scale"):
-        made.arrays[name] = made.arrays[name] * power
+        made.arrays[name] = made.arrays[name] * factor
     found, _ = run(made.spec, made)
-    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32) * power)
+    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32) * factor)
 
 
 def test_a_length_beyond_the_table_is_that_of_the_table():

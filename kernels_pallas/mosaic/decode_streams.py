@@ -295,9 +295,9 @@ class Queue:
         stage, (acc, unit) = self.take(turn), state
         self.clear(stage, first, low, high)
         scales = self._scales(stage)
-        largest = scales[0][0]
+        largest = m.size(scales[0][0])
         for scale in (scales[0][1], *scales[1]):
-            largest = m.larger(largest, scale)
+            largest = m.larger(largest, m.size(scale))
         largest = largest * most
 
         def smaller(_, state):
