@@ -112,7 +112,7 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
         step(ops, query, *arrays, out, rows, *layout.rest, query)
     triton_forward.select_blocks(ops, query, pairs[0][0], lse, *layout.rest, 0)
     triton_backward.delta_of(ops, added, added, added, added)
-    triton_backward.gated_sum(ops, [added] * 3, [gate] * 3)
+    triton_forward.gated_sum(ops, [added] * 3, [gate] * 3)
     heads, tokens = (
         descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3, means=1, gates=3, raw_keys=1),
         case.B * case.T,

@@ -176,7 +176,7 @@ def forward_with_residuals(
     sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
-    out = steps.backward.gated_sum(ops, outputs, Branches(*ops.all_float32(gates)))
+    out = steps.forward.gated_sum(ops, outputs, Branches(*ops.all_float32(gates)))
     kept = tuple(block_lists) if steps.lists else None
     return out, Residuals(block_indices, kept, outputs, lse)
 

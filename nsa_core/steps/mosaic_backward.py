@@ -20,12 +20,10 @@ selection. Every sum has a fixed order.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
-from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
@@ -38,31 +36,17 @@ from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_core.steps.mosaic_forward import sizes_of
-from nsa_core.validate import dtype_name
+from nsa_core.steps.mosaic_forward import combine_spec, sizes_of
 from nsa_core.varlen import Capacity
 
 # 2 MiB as a constant of a program.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
-def gated_sum(ops: ArrayOps, outputs, gates):
-    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
-    gates = [ops.to_float32(gate) for gate in gates]
-    (total,) = ops.run(combine.gated_sum(_combine_spec(outputs)), *gates, *outputs)
-    return total.reshape(outputs[0].shape)
-
-
 def delta_of(ops: ArrayOps, do, *outputs):
     """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
-    deltas = ops.run(combine.deltas(_combine_spec(outputs)), do, *outputs)
+    deltas = ops.run(combine.deltas(combine_spec(outputs)), do, *outputs)
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
-
-
-def _combine_spec(outputs):
-    *shape, width = outputs[0].shape
-    dtype = dtype_name(outputs[0])
-    return combine.Combine(math.prod(shape), width, len(outputs), dtype, interpret.get())
 
 
 def compressed(

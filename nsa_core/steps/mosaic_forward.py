@@ -10,12 +10,13 @@ sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic.capability import interpret
-from kernels_pallas.specs import interval, scores
+from kernels_pallas.specs import combine, interval, scores
 from kernels_pallas.specs import selected as selected_spec
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
 from nsa_core.config import NSAConfig
@@ -297,3 +298,17 @@ def scale_of(scale: float | None, width: int) -> float:
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")
     return scale
+
+
+def gated_sum(ops: ArrayOps, outputs, gates):
+    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
+    gates = [ops.to_float32(gate) for gate in gates]
+    (total,) = ops.run(combine.gated_sum(combine_spec(outputs)), *gates, *outputs)
+    return total.reshape(outputs[0].shape)
+
+
+def combine_spec(outputs) -> combine.Combine:
+    """Sizes of kernels that read the branches' outputs, which are alike."""
+    *shape, width = outputs[0].shape
+    dtype = dtype_name(outputs[0])
+    return combine.Combine(math.prod(shape), width, len(outputs), dtype, interpret.get())

@@ -8,7 +8,6 @@ query lists come from a stable sort, so every sum has a fixed order.
 import dataclasses
 from typing import NamedTuple
 
-from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
@@ -17,23 +16,12 @@ from nsa_core.steps import triton_forward
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import nothing_flows
-from nsa_core.validate import dtype_name
-
-
-def gated_sum(ops: ArrayOps, outputs, gates):
-    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
-    gates = [ops.to_float32(gate) for gate in gates]
-    (total,) = ops.run(descriptions.gated_sum(_array(outputs[0])), *outputs, *gates)
-    return total
+from nsa_core.steps.triton_forward import array_of
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
     """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
-    return ops.run(descriptions.deltas(_array(do), len(outputs)), do, *outputs)
-
-
-def _array(x) -> Array:
-    return Array(tuple(x.shape), dtype_name(x))
+    return ops.run(descriptions.deltas(array_of(do), len(outputs)), do, *outputs)
 
 
 def compressed(

@@ -11,6 +11,7 @@ which has the `capability` of the GPU.
 from collections.abc import Sequence
 from typing import Any
 
+from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Problem, Selected
 from nsa_core.array_ops import ArrayOps, QueryLayout
@@ -195,3 +196,15 @@ def problem_of(
         added=added is not None,
         lse_grad=lse_grad,
     )
+
+
+def gated_sum(ops: ArrayOps, outputs, gates):
+    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
+    gates = [ops.to_float32(gate) for gate in gates]
+    (total,) = ops.run(descriptions.gated_sum(array_of(outputs[0])), *outputs, *gates)
+    return total
+
+
+def array_of(x) -> Array:
+    """Shape and dtype, for descriptions."""
+    return Array(tuple(x.shape), dtype_name(x))
