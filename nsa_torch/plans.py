@@ -23,23 +23,23 @@ from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 256  # plans of a function at most
 
-_stepwise: ArrayOps | None = None
+_unplanned: ArrayOps | None = None
 
 
 @contextlib.contextmanager
-def stepwise(ops: ArrayOps) -> Iterator[None]:
+def unplanned(ops: ArrayOps) -> Iterator[None]:
     """Within: no call of this process has a plan; steps run on `ops` as they are asked for."""
-    global _stepwise
-    before, _stepwise = _stepwise, ops
+    global _unplanned
+    before, _unplanned = _unplanned, ops
     try:
         yield
     finally:
-        _stepwise = before
+        _unplanned = before
 
 
-def is_stepwise() -> bool:
-    """Whether `stepwise` is in force."""
-    return _stepwise is not None
+def is_unplanned() -> bool:
+    """Whether `unplanned` is in force."""
+    return _unplanned is not None
 
 
 _planned: "list[Planned]" = []  # all functions ever planned, for `forget`
@@ -80,8 +80,8 @@ class Planned:
         _planned.append(self)
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
-        if _stepwise is not None:
-            return list(self.function(_stepwise, *arguments))
+        if _unplanned is not None:
+            return list(self.function(_unplanned, *arguments))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         return self.bound(arguments, tensors)(tensors)
 
@@ -139,7 +139,7 @@ class Ready:
 
     def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
         """What the function returns; of the arguments the tensors alone may be others each time."""
-        if _stepwise is not None:
+        if _unplanned is not None:
             return self._function(*arguments)
         if self._plan is None:
             at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]

@@ -18,7 +18,7 @@ from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables
 from nsa_torch.plain import TENSORS, plain
-from nsa_torch.plans import Cache, is_stepwise
+from nsa_torch.plans import Cache, is_unplanned
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps are planned
 DEVICE_TYPES = ("cuda",)  # whose calls have signatures
@@ -48,7 +48,7 @@ def signature_of(
         return None
     if type(scale) not in NUMBERS or type(implementation) not in NAMES or debug.on:
         return None
-    if is_stepwise() or not plain(()):
+    if is_unplanned() or not plain(()):
         return None
     recorded, device = torch.is_grad_enabled(), None
     key: list[Any] = [config, scale, recompute, implementation, policy.in_force()]

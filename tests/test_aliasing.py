@@ -155,7 +155,7 @@ def check_calls(problem, calls, monkeypatch):
         do = problem.cotangent(inputs, out)
         do_copy = do.detach().clone()
         got = torch.autograd.grad(out, objects(inputs), do)
-        with plans.stepwise(Eager()):
+        with plans.unplanned(Eager()):
             apart = copies(inputs)
             with torch.no_grad():
                 assert torch.equal(plain, problem.call(apart, copies(integers)))
@@ -203,7 +203,7 @@ def test_tokens_of_a_cache_in_the_same_memory(monkeypatch):
         found = []
         for planned in (True, False):
             if not planned:
-                stack.enter_context(plans.stepwise(Eager()))
+                stack.enter_context(plans.unplanned(Eager()))
             problem.make.manual_seed(0)
             draw.seed(0)
             cache = nsa_torch.init_cache(

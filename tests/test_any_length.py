@@ -213,7 +213,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
     )
     tensors = [normal(*shape) for shape in shapes]
-    with plans.stepwise(watch):
+    with plans.unplanned(watch):
         both(tensors)
     assert bool(watch.gathered_tiles) == (name == "gathered")
     for _ in range(24):
@@ -234,7 +234,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
     with torch.cuda.graph(graph):
         captured = both(tensors)
     graph.replay()
-    with plans.stepwise(Eager()):
+    with plans.unplanned(Eager()):
         decided = both(tensors)
     for found in (listed, apart, captured):
         assert all(torch.equal(a, b) for a, b in zip(found, decided, strict=True))

@@ -86,7 +86,7 @@ def key_of(arguments):
 
 def by_steps(monkeypatch, arguments):
     """The output without a plan."""
-    with plans.stepwise(Eager()):
+    with plans.unplanned(Eager()):
         return nsa_torch.attention(**arguments)
 
 
@@ -167,14 +167,14 @@ def test_a_gradient_without_a_plan(before):
 
     ran, ops = [], Eager()
     run, ops.run = ops.run, lambda kernel, *x: ran.append(kernel) or run(kernel, *x)
-    for inside in [contextlib.nullcontext()] * before + [plans.stepwise(ops)]:
+    for inside in [contextlib.nullcontext()] * before + [plans.unplanned(ops)]:
         gradients(good(), inside)
     assert ran  # step by step, whether there is a plan or not
     ran.clear()
     arguments = good()
     got = gradients(arguments, contextlib.nullcontext())
     assert not ran
-    with plans.stepwise(Eager()):
+    with plans.unplanned(Eager()):
         want = gradients(arguments, contextlib.nullcontext())
     assert all(torch.equal(a, b) and a.any() for a, b in zip(got, want, strict=True))
 
