@@ -141,12 +141,12 @@ class Case:
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}
         self.labels["scores"] = self.labels["selected"]
         try:
-            plan = runner.registry.plan(wanted, named, kernel_flags.on_unsupported())
+            chosen = runner.registry.choices(wanted, named, kernel_flags.on_unsupported())
         except NotImplementedError as error:
             self.refusal = str(error)
         else:
-            self.plan = plan
-            self.labels = {choice.step: choice.implementation for choice in plan}
+            self.chosen = chosen
+            self.labels = {choice.step: choice.implementation for choice in chosen}
         seed = FLAGS.seed
         self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=NEW.value)
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
@@ -206,7 +206,7 @@ class Case:
     def _freeze(self) -> dict[str, Any]:
         """From here on the selection is the path's own; it is judged as `scores`."""
         self.checker = Checker(self.settings, self.inputs, backward=False)
-        self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.plan)
+        self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.chosen)
         chosen = self.cached.chosen()
         inputs = dataclasses.replace(self.inputs, block_indices=chosen)
         self.frozen = Checker(self.settings, inputs, backward=False)

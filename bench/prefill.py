@@ -76,13 +76,13 @@ def job(runner, settings) -> Job:
     """The whole attention by the flags' implementations, or by the first that can."""
     named = kernel_flags.named()
     try:
-        plan = runner.registry.plan(
+        chosen = runner.registry.choices(
             asked(settings, runner), named, kernel_flags.on_unsupported()
         )
     except NotImplementedError as error:
         return Job("all", "/".join(name or "auto" for name in named), unsupported=str(error))
-    names = Branches(*(getattr(plan, branch).implementation for branch in Branches._fields))
-    return Job("all", label(plan), names, refusals(plan))
+    names = Branches(*(getattr(chosen, branch).implementation for branch in Branches._fields))
+    return Job("all", label(chosen), names, refusals(chosen))
 
 
 def main(argv: Sequence[str]) -> int:

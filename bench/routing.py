@@ -36,22 +36,22 @@ def presets() -> list[str]:
 
 
 def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The `Plan` of each preset and framework, and what `routing.json` says of it."""
+    """The `Choices` of each preset and framework, and what `routing.json` says of it."""
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:
             wanted = asked(settings, runner)
-            plan = runner.registry.plan(wanted)
+            chosen = runner.registry.choices(wanted)
             steps = {
                 choice.step: {
                     "implementation": choice.implementation,
                     "refused": dict(choice.refused),
                 }
-                for choice in plan
+                for choice in chosen
             }
             sizes = wanted._asdict() | {"config": dataclasses.asdict(wanted.config)}
             del sizes["step"], sizes["strided"]
-            yield plan, {"preset": preset, **sizes, "steps": steps}
+            yield chosen, {"preset": preset, **sizes, "steps": steps}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"--out must name a folder without routing.json, {path} exists")
     runners = [runner() for runner in RUNNERS.values()]
     found = []
-    for plan, about in plans(runners):
-        print(f"{about['preset']} {about['framework']}: {label(plan)}")
-        print("\n".join(f"  {choice}" for choice in plan))
+    for chosen, about in plans(runners):
+        print(f"{about['preset']} {about['framework']}: {label(chosen)}")
+        print("\n".join(f"  {choice}" for choice in chosen))
         found.append(about)
     if path is not None:
         environment = records.environment(COMMIT.value)

@@ -3,7 +3,7 @@
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
 Events, all off at first:
-  `routing`  what was chosen and each refusal, once a distinct plan
+  `routing`  what was chosen and each refusal, once for the same choices
   `shapes`   dtypes and shapes of what each step is given
   `timing`   milliseconds of each step. Waits for the device before and after it, so the call as
              a whole is slower than without
@@ -86,8 +86,8 @@ def stepwise(backend: Backend, *arrays) -> bool:
     return bool(_active & {"timing", "compare"}) and not backend.traced(arrays)
 
 
-def plan(backend: Backend, problem, chosen) -> None:
-    """Tells of the `Plan` of `problem`."""
+def choices(backend: Backend, problem, chosen) -> None:
+    """Tells of the `Choices` of `problem`."""
     sizes = ("dtype", "B", "T", "S", "H", "Hkv", "D", "Dv")
     fields = {name: getattr(problem, name) for name in sizes}
     fields |= {choice.step: choice.implementation for choice in chosen}
@@ -97,7 +97,7 @@ def plan(backend: Backend, problem, chosen) -> None:
 
 
 def watched(backend: Backend, registry, chosen):
-    """The `Plan` with functions that tell what they do."""
+    """The `Choices` with functions that tell what they do."""
 
     def load(choice):
         step, name = choice.step, choice.implementation

@@ -114,7 +114,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Choices:
     """The choice of every step of one call; prints as one line a step.
 
     Attributes:
@@ -219,13 +219,13 @@ class Registry:
             [NotImplementedError(f"{key}: {reason}") for key, reason in refused.items()],
         )
 
-    def plan(
+    def choices(
         self,
         problem: Problem,
         implementation: str | Branches[str | None] | None = None,
         on_unsupported: OnUnsupported = "error",
         step: str | None = None,
-    ) -> Plan:
+    ) -> Choices:
         """The choice of every step; `step`: the one that is named, the others are not.
 
         Scores belong to no branch that can be named: they run with the implementation of the
@@ -237,7 +237,7 @@ class Registry:
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
             choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-            return self._planned(problem, choices)
+            return self._with_whole(problem, choices)
         names = Branches.each(implementation)._asdict()
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
@@ -245,14 +245,14 @@ class Registry:
         able = own is not None and own.why_not(at["scores"]) is None
         names["scores"] = names["selected"] if strict or able else None
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-        return self._planned(problem, choices)
+        return self._with_whole(problem, choices)
 
-    def _planned(self, problem: Problem, choices: Sequence[Choice]) -> Plan:
-        """The plan of these choices, with what runs all of them at once."""
+    def _with_whole(self, problem: Problem, choices: Sequence[Choice]) -> Choices:
+        """These, with what runs all of them at once."""
         compressed, scores, selected, sliding = choices
         whole, refused = self._whole(problem._replace(step=WHOLE), choices)
         beside = policy.dense_note(problem) if whole else None
-        return Plan(compressed, scores, selected, sliding, whole, refused, beside)
+        return Choices(compressed, scores, selected, sliding, whole, refused, beside)
 
     def _whole(
         self, problem: Problem, choices: Sequence[Choice]

@@ -82,5 +82,5 @@ def implementation(registry: Registry, problem: Problem) -> Branches[str]:
       NotImplementedError: a named one cannot run `problem`, and `--on_unsupported=error`.
     """
     with policy.overridden(thresholds(), "a flag"):
-        plan = registry.plan(problem, named(), on_unsupported())
-    return Branches(*(getattr(plan, b).implementation for b in Branches._fields))
+        chosen = registry.choices(problem, named(), on_unsupported())
+    return Branches(*(getattr(chosen, b).implementation for b in Branches._fields))

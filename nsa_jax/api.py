@@ -20,13 +20,13 @@ from nsa_core import debug, validate
 from nsa_core.array_ops import zero_padding
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
-from nsa_core.dispatch import Plan
+from nsa_core.dispatch import Choices
 from nsa_core.types import RESIDUAL, Branches
 from nsa_jax import branches, geometry, jax_debug
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.dispatch import REGISTRY
-from nsa_jax.eager import any_rank, compiled, compiled_plan
+from nsa_jax.eager import any_rank, compiled, compiled_choices
 from nsa_jax.geometry import PackedRows
 from nsa_jax.jax_problem import problem_of
 from nsa_jax.varlen import rows_of
@@ -149,17 +149,17 @@ def attend(
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
-    plan = plan_of(
+    chosen = choices_of(
         query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
     )
     rest = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
     arrays = query, key, value, gates, compressed
-    if plan.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
-        return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
+    if chosen.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
+        return chosen.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
-        block_indices = plan.scores.load()(query, compressed_key, **rest)
+        block_indices = chosen.scores.load()(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
-    steps = Branches(plan.compressed.load(), plan.selected.load(), plan.sliding.load())
+    steps = Branches(chosen.compressed.load(), chosen.selected.load(), chosen.sliding.load())
     by_branch = _recomputing if recompute else _by_branch
     if recompute and not debug.on:
         by_branch = compiled(by_branch)
@@ -242,10 +242,10 @@ def select_blocks(
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
-    plan = plan_of(
+    chosen = choices_of(
         query, compressed_key, query.shape[-1], config, rows, implementation, "scores"
     )
-    return plan.scores.load()(
+    return chosen.scores.load()(
         query,
         compressed_key,
         config=config,
@@ -279,7 +279,7 @@ def compressed_attention(
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    plan = plan_of(
+    chosen = choices_of(
         query,
         compressed_key,
         compressed_value.shape[-1],
@@ -288,7 +288,7 @@ def compressed_attention(
         implementation,
         "compressed",
     )
-    return plan.compressed.load()(
+    return chosen.compressed.load()(
         query,
         compressed_key,
         compressed_value,
@@ -328,8 +328,8 @@ def selected_attention(
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, rows, key.shape[1])
-    plan = plan_of(query, key, value.shape[-1], config, rows, implementation, "selected")
-    return plan.selected.load()(
+    chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, "selected")
+    return chosen.selected.load()(
         query,
         key,
         value,
@@ -363,8 +363,8 @@ def sliding_attention(
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.length(kv_len, query, rows, key.shape[1])
-    plan = plan_of(query, key, value.shape[-1], config, rows, implementation, "sliding")
-    return plan.sliding.load()(
+    chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, "sliding")
+    return chosen.sliding.load()(
         query,
         key,
         value,
@@ -386,7 +386,7 @@ def explain(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     implementation: str | Branches[str | None] | None = None,
-) -> Plan:
+) -> Choices:
     """What `attention` would run for these arguments (without `context_axis`), and why not what
     stands before it.
 
@@ -400,11 +400,13 @@ def explain(
     if compressed is not None:
         validate.compressed(query, *compressed, config, key.selected.shape[1])
     sizes = value.selected.shape[-1], config
-    return plan_of(query, key.selected, *sizes, rows, implementation)
+    return choices_of(query, key.selected, *sizes, rows, implementation)
 
 
-def plan_of(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:
-    """The choice of every step of a call, as `Registry.plan`; what it loads is compiled, and
+def choices_of(
+    query, key, value_width, config, segment_ids, implementation, step=None
+) -> Choices:
+    """The choice of every step of a call, as `Registry.choices`; what it loads is compiled, and
     watched while `nsa_jax.debug` tells events.
 
     Args:
@@ -414,8 +416,8 @@ def plan_of(query, key, value_width, config, segment_ids, implementation, step=N
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )
-    plan = compiled_plan(REGISTRY.plan(problem, implementation, step=step))
+    chosen = compiled_choices(REGISTRY.choices(problem, implementation, step=step))
     if debug.on:
-        debug.plan(jax_debug.JAX, problem, plan)
-        return debug.watched(jax_debug.JAX, REGISTRY, plan)
-    return plan
+        debug.choices(jax_debug.JAX, problem, chosen)
+        return debug.watched(jax_debug.JAX, REGISTRY, chosen)
+    return chosen

@@ -253,12 +253,12 @@ def select_blocks(
     if segment_ids is not None:
         segment_ids = shard.gather(segment_ids)
     validate.scoring(query, compressed_key, config, shard.length, None, scale)
-    plan = api.plan_of(
+    chosen = api.choices_of(
         query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
     )
     place = dict(config=config, segment_ids=segment_ids, scale=scale)
     parts = [
-        plan.scores.load()(query[:, tokens], compressed_key, kv_len=end, **place)
+        chosen.scores.load()(query[:, tokens], compressed_key, kv_len=end, **place)
         for tokens, end in shard.calls
     ]
     return jnp.concatenate(parts, axis=1)

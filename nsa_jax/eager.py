@@ -12,7 +12,7 @@ import jax
 
 from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
-from nsa_core.dispatch import Plan
+from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 _ARRAY = object()  # stands where an array is given
@@ -66,14 +66,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def compiled_plan(plan: Plan) -> Plan:
-    """The plan with functions that are `compiled`."""
-    choices = [*plan, plan.attention] if plan.attention else [*plan]
+def compiled_choices(chosen: Choices) -> Choices:
+    """Those with functions that are `compiled`."""
+    choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
     loads = {x.step: lambda x=x: compiled(x.load()) for x in choices}
     changed: dict[str, Any] = {
         x.step: dataclasses.replace(x, load=loads[x.step]) for x in choices
     }
-    return dataclasses.replace(plan, **changed)
+    return dataclasses.replace(chosen, **changed)
 
 
 @functools.lru_cache(4096)

@@ -158,7 +158,7 @@ def _entry(step: str, name: str) -> Implementation:
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """What runs a problem, as `description` gives it; `step`: as in `Registry.plan`.
+    """What runs a problem, as `description` gives it; `step`: as in `Registry.choices`.
 
     Under `torch.compile` the choice is a constant, whatever the number of tokens.
     """
@@ -184,31 +184,31 @@ def problem_of(
 @torch.compiler.assume_constant_result
 def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
     if debug.on or problem[0][0] != "cuda":
-        return _planned(implementation, step, problem)
-    # What else decides. A plan takes as long as the launches of a short sequence.
+        return _choose(implementation, step, problem)
+    # What else decides. A choice takes as long as the launches of a short sequence.
     state = policy.in_force(), capability.interpret.get() is not False
-    return _planned_before(implementation, step, problem, state)
+    return _chosen_before(implementation, step, problem, state)
 
 
 @functools.lru_cache(1024)
-def _planned_before(implementation, step, problem, state):
-    """`_planned`, once for calls of one signature."""
-    return _planned(implementation, step, problem)
+def _chosen_before(implementation, step, problem, state):
+    """`_choose`, once for calls of one signature."""
+    return _choose(implementation, step, problem)
 
 
-def _planned(implementation, step, problem) -> tuple[str | bool | None, ...]:
+def _choose(implementation, step, problem) -> tuple[str | bool | None, ...]:
     asked = _problem(*problem)
     if isinstance(implementation, tuple):
         implementation = Branches(*implementation)
-    plan = REGISTRY.plan(asked, implementation, step=step)
+    chosen = REGISTRY.choices(asked, implementation, step=step)
     if debug.on:
-        debug.plan(TORCH, asked, plan)
-    for choice in plan:
+        debug.choices(TORCH, asked, chosen)
+    for choice in chosen:
         choice.load()  # imports, here where torch.compile does not look
-    names = tuple(choice.implementation for choice in plan)
-    if plan.attention is None:
+    names = tuple(choice.implementation for choice in chosen)
+    if chosen.attention is None:
         return *names, None, False
-    whole = plan.attention.implementation
+    whole = chosen.attention.implementation
     return *names, whole, _entry(WHOLE, whole).compresses(asked)
 
 

@@ -41,7 +41,7 @@ from nsa_core.array_ops import zero_padding
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
-from nsa_core.dispatch import Plan
+from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 from nsa_torch import checks, signature
 from nsa_torch.combine import combine
@@ -451,7 +451,7 @@ def explain(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     implementation: Names = None,
-) -> Plan:
+) -> Choices:
     """What `attention` would run for these arguments (without `context_mesh`), and why not what
     stands before it.
 
@@ -466,7 +466,7 @@ def explain(
     if compressed is not None:
         checks.compressed(query, *compressed, config, key.selected.shape[1])
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    return REGISTRY.plan(problem_of(*problem, gates=each), implementation)
+    return REGISTRY.choices(problem_of(*problem, gates=each), implementation)
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):

@@ -126,12 +126,12 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
     row = named("a"), named("b")
     refuses = named("a", lambda problem: "too long" if problem.T > 8 else None)
     table = dict.fromkeys(STEPS, row) | {WHOLE: (refuses,)}
-    plan = Registry("jax", table).plan(PROBLEM)
+    plan = Registry("jax", table).choices(PROBLEM)
     assert plan.attention.implementation == "a" and plan.attention.step == WHOLE
     assert str(plan).splitlines()[4:] == ["attention: a"]
-    mixed = Registry("jax", table).plan(PROBLEM, nsa_jax.Branches(None, None, "b"))
+    mixed = Registry("jax", table).choices(PROBLEM, nsa_jax.Branches(None, None, "b"))
     assert mixed.attention is None and mixed.whole_refused == {"a": "sliding runs on b"}
-    longer = Registry("jax", table).plan(PROBLEM._replace(T=9, S=9))
+    longer = Registry("jax", table).choices(PROBLEM._replace(T=9, S=9))
     assert [c.implementation for c in longer] == ["a"] * 4
     assert str(longer).endswith("attention: step by step (not a: too long)")
 
@@ -139,8 +139,8 @@ def test_all_steps_run_at_once_where_every_step_has_the_name():
 def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
     forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
     table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
-    assert [c.implementation for c in table.plan(PROBLEM)] == ["a"] * 4
-    plan = table.plan(PROBLEM._replace(requires_grad=True))
+    assert [c.implementation for c in table.choices(PROBLEM)] == ["a"] * 4
+    plan = table.choices(PROBLEM._replace(requires_grad=True))
     assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
     assert problem_of(jnp.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False).requires_grad
 
@@ -210,7 +210,7 @@ def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
     """On a GPU calls alike are planned once, until what decides changes."""
     plans, found = [], ("sdpa",) * 4 + (None, False)
     monkeypatch.setattr(torch_dispatch, "_planned", lambda *asked: plans.append(asked) or found)
-    torch_dispatch._planned_before.cache_clear()
+    torch_dispatch._chosen_before.cache_clear()
     problem = ("cuda", 0), "bfloat16"
     for _ in range(2):
         assert torch_dispatch._chosen(None, None, *problem) == found
@@ -220,4 +220,4 @@ def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
     assert len(plans) == 2
     torch_dispatch._chosen(None, None, *problem)
     assert len(plans) == 2
-    torch_dispatch._planned_before.cache_clear()
+    torch_dispatch._chosen_before.cache_clear()

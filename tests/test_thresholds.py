@@ -78,7 +78,7 @@ def test_a_name_is_not_affected(device):
     )
     assert chosen(pose("sliding"), "fa2").implementation == "fa2"
     assert chosen(pose("selected"), "fa2").implementation == "fa2"
-    plan = torch_dispatch.REGISTRY.plan(pose(""), nsa_torch.Branches(None, None, "fa2"))
+    plan = torch_dispatch.REGISTRY.choices(pose(""), nsa_torch.Branches(None, None, "fa2"))
     assert [c.implementation for c in plan] == ["fa2", "fa2", "sdpa", "fa2"]
 
 
@@ -276,13 +276,13 @@ def test_a_plan_names_the_length_from_which_it_is_faster_than_dense(
         hopper["platform"] = "gpu"
     heads = f"{framework} 8/2 heads of 64"
     path = device(faster_than_dense={heads: {"forward": 16384, "fwdbwd": "never"}})
-    plan = registry.REGISTRY.plan(pose("", **hopper), "mosaic")
+    plan = registry.REGISTRY.choices(pose("", **hopper), "mosaic")
     said = f"from 16384 tokens forward, at no measured length with backward ({path})"
     assert str(plan).splitlines()[-1] == f"attention: faster than dense attention {said}"
     for other in (pose("", **hopper, H=4), pose("", **hopper, device=None)):
-        assert "dense" not in str(registry.REGISTRY.plan(other, "mosaic"))
+        assert "dense" not in str(registry.REGISTRY.choices(other, "mosaic"))
     portable = "sdpa" if framework == "torch" else "xla"
-    assert "dense" not in str(registry.REGISTRY.plan(pose("", **hopper), portable))
+    assert "dense" not in str(registry.REGISTRY.choices(pose("", **hopper), portable))
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ def test_refusals(change, reason):
 def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
     pretend.machine(monkeypatch, jax_has_cuda=True)
-    plan = registry.plan(pose(device, registry.framework))
+    plan = registry.choices(pose(device, registry.framework))
     names = {choice.step: choice.implementation for choice in plan}
     if device == H100:
         assert set(names.values()) == {"mosaic"} and plan.attention.implementation == "mosaic"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import Plan
+from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 from . import timing
@@ -25,12 +25,12 @@ from .runners import rotated
 class Cached:
     """A cache of all tokens but the last ones, which have queries, and the steps with those."""
 
-    def __init__(self, runner, inputs: Inputs, config: NSAConfig, plan: Plan):
+    def __init__(self, runner, inputs: Inputs, config: NSAConfig, chosen: Choices):
         self.runner, self.config, self.api = runner, config, runner.api
         self.torch = runner.framework == "torch"
-        self.plan, self.tokens = plan, inputs.num_keys
+        self.choices, self.tokens = chosen, inputs.num_keys
         self.names = Branches(
-            *(getattr(plan, branch).implementation for branch in Branches._fields)
+            *(getattr(chosen, branch).implementation for branch in Branches._fields)
         )
         given = runner.load({"query": inputs.query, "gates": inputs.gates})
         self.query, self.gates = given["query"], given["gates"]
@@ -77,7 +77,7 @@ class Cached:
     def _branch(self, branch: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """`{"out", "lse"}` of one branch on the cache, of `scores` `{"indices"}`."""
         query, cache = given["query"], given["cache"]
-        name = getattr(self.plan, branch).implementation
+        name = getattr(self.choices, branch).implementation
         # The buffers end with the last token, so the length is a number: with one a row, on the
         # device, these functions zero copies of all values, which the whole step does not.
         keys = cache.compressed_key, cache.compressed_value
@@ -93,7 +93,7 @@ class Cached:
             )
         indices = given.get("block_indices")
         if indices is None:
-            scores = self.plan.scores.implementation
+            scores = self.choices.scores.implementation
             indices = self.api.select_blocks(query, keys[0], **where, implementation=scores)
         if branch == "scores":
             return {"indices": indices}

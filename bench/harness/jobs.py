@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from nsa_core.dispatch import Plan
+from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 from .runners import forward
@@ -56,7 +56,7 @@ def jobs(
 
 def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterator[Job]:
     question = question._replace(step=branch)
-    # Scores go with the selected branch, as in `Registry.plan`.
+    # Scores go with the selected branch, as in `Registry.choices`.
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
     if name is None and not chosen:
         for entry in registry.table[branch]:
@@ -72,28 +72,28 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
-    """One row for each plan: all steps by one name, and the automatic choice."""
+    """One row for each choice: all steps by one name, and the automatic choice."""
     if any(wanted) or chosen:
         try:
-            plan = registry.plan(question, wanted, on_unsupported)
+            chosen = registry.choices(question, wanted, on_unsupported)
         except (NotImplementedError, ValueError) as error:
             known = all(name is None or name in registry.names() for name in wanted) or None
             yield Job("all", "/".join(n or "auto" for n in wanted), None, {}, str(error), known)
             return
-        names = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
-        yield Job("all", label(plan), names, refusals(plan), asked=True)
+        names = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
+        yield Job("all", label(chosen), names, refusals(chosen), asked=True)
         return
-    automatic = registry.plan(question)
+    automatic = registry.choices(question)
     seen = False
     for name in registry.names():
         try:
-            plan = registry.plan(question, name)
+            chosen = registry.choices(question, name)
         except NotImplementedError as error:
             yield Job("all", name, None, {}, str(error))
             continue
-        same = label(plan) == label(automatic)
+        same = label(chosen) == label(automatic)
         seen = seen or same
-        yield Job("all", label(plan), name, refusals(automatic) if same else {})
+        yield Job("all", label(chosen), name, refusals(automatic) if same else {})
     if not seen:
         yield Job("all", label(automatic), None, refusals(automatic))
 
@@ -134,16 +134,16 @@ def _in_form(job: Job, form: str, function) -> Job:
     return dataclasses.replace(job, label=f"{job.label} {form}", function=function, form=form)
 
 
-def label(plan: Plan) -> str:
+def label(chosen: Choices) -> str:
     """The name that all steps share, or the four names in their order."""
-    names = [choice.implementation for choice in plan]
+    names = [choice.implementation for choice in chosen]
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
-def refusals(plan: Plan) -> dict[str, str]:
+def refusals(chosen: Choices) -> dict[str, str]:
     return {
         f"{choice.step}.{name}": reason
-        for choice in plan
+        for choice in chosen
         for name, reason in choice.refused.items()
     }
 

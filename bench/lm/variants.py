@@ -94,9 +94,9 @@ def nsa(
         config=at.config,
         device=device(framework) if gpu(framework) else None,
     )
-    plan = registry.plan(problem, names, on_unsupported)
-    chosen = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
-    return Variant(framework, "nsa", jobs.label(plan), chosen)
+    chosen = registry.choices(problem, names, on_unsupported)
+    named = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
+    return Variant(framework, "nsa", jobs.label(chosen), named)
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:

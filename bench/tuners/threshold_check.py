@@ -18,7 +18,7 @@ import numpy as np
 
 from nsa_core import policy
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import Plan, Problem, Registry
+from nsa_core.dispatch import Choices, Problem, Registry
 from nsa_core.policy import Device
 from nsa_core.types import Branches
 from nsa_jax import dispatch
@@ -163,9 +163,9 @@ def _ran(registry: Registry, device: Device, name: str, length: int, expected: s
         _only(registry, step, (*kernels, PORTABLE[registry.framework])),
         _watched(registry, step) as called,
     ):
-        plan = _attention(registry.framework, step, tokens, config)
+        chosen = _attention(registry.framework, step, tokens, config)
     got = "/".join(called) or "nothing that was watched"
-    why = next(iter(getattr(plan, step).refused.values()), "")
+    why = next(iter(getattr(chosen, step).refused.values()), "")
     return Finding("ran", registry.framework, name, length, expected, got, why)
 
 
@@ -213,7 +213,7 @@ def _watched(registry: Registry, step: str) -> Iterator[list[str]]:
         yield called
 
 
-def _attention(framework: str, step: str, tokens: int, config: NSAConfig) -> Plan:
+def _attention(framework: str, step: str, tokens: int, config: NSAConfig) -> Choices:
     """Runs `attention` with automatic choice of one branch on random arrays; the others are
     portable, so that no kernel of the whole stands in for it. Returns what it says it runs."""
     rng = np.random.default_rng(0)
