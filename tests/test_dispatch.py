@@ -207,17 +207,17 @@ def test_flags():
 
 
 def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
-    """On a GPU calls alike are planned once, until what decides changes."""
-    plans, found = [], ("sdpa",) * 4 + (None, False)
-    monkeypatch.setattr(torch_dispatch, "_planned", lambda *asked: plans.append(asked) or found)
+    """On a GPU calls alike are decided once, until what decides changes."""
+    asked, found = [], ("sdpa",) * 4 + (None, False)
+    monkeypatch.setattr(torch_dispatch, "_choose", lambda *given: asked.append(given) or found)
     torch_dispatch._chosen_before.cache_clear()
     problem = ("cuda", 0), "bfloat16"
     for _ in range(2):
         assert torch_dispatch._chosen(None, None, *problem) == found
-    assert len(plans) == 1
+    assert len(asked) == 1
     with policy.overridden(policy.Thresholds(sel_min_len=3), "a test"):
         torch_dispatch._chosen(None, None, *problem)
-    assert len(plans) == 2
+    assert len(asked) == 2
     torch_dispatch._chosen(None, None, *problem)
-    assert len(plans) == 2
+    assert len(asked) == 2
     torch_dispatch._chosen_before.cache_clear()
