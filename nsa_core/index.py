@@ -1,5 +1,6 @@
 """What an indexer's blocks are, for either framework: sizes and their checks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels_pallas.triton.index_descriptions import IndexSizes
@@ -95,6 +96,28 @@ def check(query, key, index: Index, packed: bool) -> None:
             "index_key must be as long as index_query in packed rows, "
             f"got {key.shape[1]} and {length}"
         )
+
+
+def implementation(asked: str | None, plain: str, why_not: Callable[[], str | None]) -> str:
+    """What runs: `triton`, or the plain implementation of a framework.
+
+    Args:
+      asked: one of the two by name, or None: the kernels where they can.
+      why_not: why the kernels cannot, or None.
+
+    Raises:
+      ValueError: there is none of the name that was asked for.
+      NotImplementedError: the one that was asked for cannot.
+    """
+    known = "triton", plain
+    if asked not in (None, *known):
+        raise ValueError(f"implementation must be one of {known}, got {asked!r}")
+    if asked == plain:
+        return plain
+    reason = why_not()
+    if asked == "triton" and reason is not None:
+        raise NotImplementedError(f"implementation 'triton' {reason}")
+    return "triton" if reason is None else plain
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:

@@ -20,7 +20,7 @@ from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import precision_of, wide
 from nsa_jax.select import choose
 
-IMPLEMENTATIONS = "triton", "xla"
+PLAIN = "xla"
 
 
 @any_rank
@@ -148,23 +148,10 @@ def paged_index_blocks(
 def chosen_implementation(
     asked: str | None, why_not: Callable[[], str | None], query: Array
 ) -> str:
-    """`triton` or `xla`, of functions on pages.
-
-    Args:
-      why_not: why the kernels cannot, or None; asked where there is a GPU.
-
-    Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
+    """`triton` or `xla`, as `nsa_core.index.implementation`; `why_not` is asked where there is a
+    GPU.
     """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked == "xla":
-        return "xla"
-    reason = _device_why_not(query) or why_not()
-    if asked == "triton" and reason is not None:
-        raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "xla" if reason is not None else "triton"
+    return indexing.implementation(asked, PLAIN, lambda: _device_why_not(query) or why_not())
 
 
 def _paged_on_triton(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
@@ -192,23 +179,12 @@ def _of_copies(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index)
 
 
 def _implementation(asked: str | None, index: Index, query, key, segment_ids) -> str:
-    """The name of what runs.
+    def why_not():
+        if segment_ids is not None:
+            return "takes no packed rows"
+        return index_descriptions.why_not(index.sizes(query, key)) or _device_why_not(query)
 
-    Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
-    """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked == "xla":
-        return "xla"
-    reason = index_descriptions.why_not(index.sizes(query, key))
-    if segment_ids is not None:
-        reason = "takes no packed rows"
-    reason = reason or _device_why_not(query)
-    if asked == "triton" and reason is not None:
-        raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "xla" if reason is not None else "triton"
+    return indexing.implementation(asked, PLAIN, why_not)
 
 
 def _device_why_not(query) -> str | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
+from nsa_core import index as indexing
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
 from nsa_core.steps.triton_index import Kept
@@ -16,9 +17,7 @@ from nsa_torch.chunks import chunks, wide
 from nsa_torch.first_order import first_order
 from nsa_torch.functional import as_given
 from nsa_torch.geometry import Geometry, geometry
-from nsa_torch.indexer import device_why_not
-
-IMPLEMENTATIONS = "triton", "torch"
+from nsa_torch.indexer import PLAIN, device_why_not
 
 
 def indexer_kl(
@@ -95,33 +94,21 @@ def indexer_kl(
     )
     tensors = query.detach(), key.detach(), lse.detach()
     work = _Work(*tensors, block_indices, block_size or 1, where, teacher, *scales)
-    run = (
-        _Loss if _implementation(implementation, work, index_query) == "torch" else _KernelLoss
-    )
+    run = _Loss if _implementation(implementation, work, index_query) == PLAIN else _KernelLoss
     with as_given(query):
         return run.apply(index_query, index_key, work)
 
 
 def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> str:
-    """The name of what runs.
-
-    Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
-    """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked == "torch":
-        return "torch"
-    reason = "takes named blocks, got all keys"
-    if work.block_indices is not None:
+    def why_not():
+        if work.where.cu_seqlens is not None:
+            return "takes no packed rows"
+        if work.block_indices is None:
+            return "takes named blocks, got all keys"
         reason = index_descriptions.loss_why_not(work.sizes(index_query))
-    if work.where.cu_seqlens is not None:
-        reason = "takes no packed rows"
-    reason = reason or device_why_not(work.query)
-    if asked == "triton" and reason is not None:
-        raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "torch" if reason is not None else "triton"
+        return reason or device_why_not(work.query)
+
+    return indexing.implementation(asked, PLAIN, why_not)
 
 
 class _Work(NamedTuple):

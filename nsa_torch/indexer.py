@@ -20,7 +20,7 @@ from nsa_torch.geometry import Geometry, geometry
 from nsa_torch.select import select_from_scores
 from nsa_torch.torch_ops import TORCH_OPS, capability_of
 
-IMPLEMENTATIONS = "triton", "torch"
+PLAIN = "torch"
 
 
 def index_blocks(
@@ -200,47 +200,22 @@ def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tens
 
 
 def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
-    """The name of what runs.
+    def why_not():
+        if cu_seqlens is not None:
+            return "takes no packed rows"
+        reason = index_descriptions.why_not(index.sizes(query, key))
+        if reason is None and not (query.is_contiguous() and key.is_contiguous()):
+            reason = "needs contiguous tensors: pass copies"
+        return reason or device_why_not(query)
 
-    Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
-    """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked == "torch":
-        return "torch"
-    reason = index_descriptions.why_not(index.sizes(query, key))
-    if cu_seqlens is not None:
-        reason = "takes no packed rows"
-    if reason is None and not (query.is_contiguous() and key.is_contiguous()):
-        reason = "needs contiguous tensors: pass copies"
-    reason = reason or device_why_not(query)
-    if asked == "triton" and reason is not None:
-        raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "torch" if reason is not None else "triton"
+    return indexing.implementation(asked, PLAIN, why_not)
 
 
 def chosen_implementation(
     asked: str | None, why_not: Callable[[], str | None], query: Tensor
 ) -> str:
-    """`triton` or `torch`, of functions on pages.
-
-    Args:
-      why_not: why the kernels cannot, or None.
-
-    Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
-    """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
-    if asked == "torch":
-        return "torch"
-    reason = device_why_not(query) or why_not()
-    if asked == "triton" and reason is not None:
-        raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "torch" if reason is not None else "triton"
+    """`triton` or `torch`, as `nsa_core.index.implementation`."""
+    return indexing.implementation(asked, PLAIN, lambda: device_why_not(query) or why_not())
 
 
 def device_why_not(query: Tensor) -> str | None:

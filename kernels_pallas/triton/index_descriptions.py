@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, MERGED_ROWS, SEGMENT, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.paged_blocks_descriptions import BLOCKS
+from kernels_pallas.triton.paged_blocks_descriptions import BLOCKS, DTYPES
 from kernels_pallas.triton.tiling import LEAST, SPARE, WIDE, Tiling, power, smem_of
 
 POOLS = (16, 32, 64, 128, 256)
@@ -13,7 +13,6 @@ SELECTED = 64  # blocks of a query, which stay in registers
 CHUNK = 2048  # keys that a program scores, where it writes scores
 WIDTH = 256
 FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them in registers
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 class IndexSizes(NamedTuple):
