@@ -25,8 +25,8 @@ CONFIG = NSAConfig()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`lengths` of packed sequences; `before`: tokens before the queries; `placed`: compressed
-    tokens are in slots of their sequences.
+    """`lengths` of packed sequences; `before`: tokens before the queries; `gap`: between the first
+    half of the queries and the second; `placed`: compressed tokens are in slots of their sequences.
     """
 
     branch: str
@@ -35,6 +35,7 @@ class Problem:
     group: int = 16
     Hkv: int = 2
     before: int = 0
+    gap: int = 0
     window: int = 512
     lengths: tuple[int, ...] = ()
     unused: int = 0  # keys behind all that is seen
@@ -42,10 +43,16 @@ class Problem:
     placed: bool = False
 
     @property
+    def tokens(self):
+        """Up to the last query."""
+        return self.before + self.T + self.gap
+
+    @property
     def capacity(self):
         if not self.placed:
             return None
-        return Capacity(1, self.T, self.T, len(self.lengths), max(self.lengths), CONFIG)
+        numbers = len(self.lengths), max(self.lengths)
+        return Capacity(1, self.T, self.tokens, *numbers, CONFIG, self.gap)
 
     @property
     def bounds(self):
@@ -57,15 +64,21 @@ class Problem:
     @property
     def S(self):
         if self.branch == "window":
-            return self.T + self.before + self.unused
+            return self.tokens + self.unused
         if self.placed:
             return self.capacity.slots
-        parts = self.lengths or (self.T + self.before,)
+        parts = self.lengths or (self.tokens,)
         return sum(CONFIG.num_compressed(x) for x in parts) + self.unused
 
     def intervals(self):
         """`[T]` both."""
-        end = np.arange(self.before, self.T + self.before) + 1
+        query = np.arange(self.T)
+        at = self.before + query + self.gap * (query >= self.T // 2)
+        first, last = self.intervals_of_tokens()
+        return first[at], last[at]
+
+    def intervals_of_tokens(self):
+        end = np.arange(self.tokens) + 1
         start = np.zeros_like(end)
         compressed_start = start
         if self.lengths:
@@ -81,6 +94,9 @@ class Problem:
         count = np.maximum((end - start + stride - block) // stride, 0)
         return compressed_start, compressed_start + count
 
+
+# Of a rank of context parallelism.
+CHUNKS = {"T": 4096, "before": 2048, "gap": 26624, "lengths": (31000, 31, 1737), "placed": True}
 
 PROBLEMS = {
     "compressed": Problem("compressed", T=40_000),
@@ -100,6 +116,8 @@ PROBLEMS = {
     "compressed, placed, short": Problem(
         "compressed", T=4000, lengths=(65, 15) * 50, placed=True
     ),
+    "compressed, two chunks": Problem("compressed", **CHUNKS),
+    "window, two chunks": Problem("window", **CHUNKS),
     "compressed, one tile of queries": Problem("compressed", T=33, group=1),
     "window": Problem("window", T=9000),
     "window, rows": Problem("window", B=5, T=2048, group=6, width=64),
