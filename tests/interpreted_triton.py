@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,34 @@ def run_again(file: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def patched_once() -> None:
+    """The interpreter puts its functions in place of the language's once a kernel. By itself it
+    does so at each call of a function, which takes a third of its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, scope_of = interpreter._patch_lang, interpreter._LangPatchScope
+    both, in_place = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}), []
+
+    class Scope(scope_of):
+        def restore(self):
+            super().restore()
+            in_place.clear()
+
+    def patch_lang(_):
+        if in_place:  # a function that a kernel calls
+            return scope_of()
+        in_place.append(scope := patch(both))
+        return scope
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_lang
+
+
+if INTERPRETED:
+    patched_once()
 
 
 def right_bfloat16(monkeypatch) -> None:
