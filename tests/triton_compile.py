@@ -35,6 +35,7 @@ from nsa_torch.triton_ops import TritonOps
 from tests.inputs import PAPER
 
 ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".pytest_cache" / "triton"  # read back by the next run, as that of JAX
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"} | {
     "float8_e4m3fn": "fp8e4nv"
 }
@@ -315,16 +316,15 @@ def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[R
         asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
         lines.append(json.dumps(asked))
     shares = [lines[i::processes] for i in range(processes)]
-    with tempfile.TemporaryDirectory() as folder:
-        running = [_start(share, folder) for share in shares]
-        answers = [_answers(*each) for each in running]
+    running = [_start(share) for share in shares]
+    answers = [_answers(*each) for each in running]
     found = [None] * len(lines)
     for i, answer in enumerate(answers):
         found[i::processes] = answer
     return found
 
 
-def _start(lines, folder):
+def _start(lines):
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "tests.triton_compile"],
         stdin=subprocess.PIPE,
@@ -332,7 +332,7 @@ def _start(lines, folder):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"},
+        env=os.environ | {"TRITON_CACHE_DIR": str(CACHE), "TRITON_INTERPRET": "0"},
     )
     text = "".join(f"{line}\n" for line in lines)
     reader = ThreadPoolExecutor(1).submit(process.communicate, text, 280)
