@@ -242,17 +242,8 @@ def select_blocks(
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
-    chosen = choices_of(
-        query, compressed_key, query.shape[-1], config, rows, implementation, "scores"
-    )
-    return chosen.scores.load()(
-        query,
-        compressed_key,
-        config=config,
-        kv_len=kv_len,
-        segment_ids=rows,
-        scale=scale,
-    )
+    arrays = query, compressed_key
+    return _step("scores", implementation, arrays, query.shape[-1], config, kv_len, rows, scale)
 
 
 @any_rank
@@ -279,24 +270,8 @@ def compressed_attention(
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    chosen = choices_of(
-        query,
-        compressed_key,
-        compressed_value.shape[-1],
-        config,
-        rows,
-        implementation,
-        "compressed",
-    )
-    return chosen.compressed.load()(
-        query,
-        compressed_key,
-        compressed_value,
-        config=config,
-        kv_len=kv_len,
-        segment_ids=rows,
-        scale=scale,
-    )
+    arrays, width = (query, compressed_key, compressed_value), compressed_value.shape[-1]
+    return _step("compressed", implementation, arrays, width, config, kv_len, rows, scale)
 
 
 @any_rank
@@ -328,17 +303,8 @@ def selected_attention(
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, rows, key.shape[1])
-    chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, "selected")
-    return chosen.selected.load()(
-        query,
-        key,
-        value,
-        block_indices,
-        config=config,
-        kv_len=kv_len,
-        segment_ids=rows,
-        scale=scale,
-    )
+    arrays, width = (query, key, value, block_indices), value.shape[-1]
+    return _step("selected", implementation, arrays, width, config, kv_len, rows, scale)
 
 
 @any_rank
@@ -363,16 +329,16 @@ def sliding_attention(
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.length(kv_len, query, rows, key.shape[1])
-    chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, "sliding")
-    return chosen.sliding.load()(
-        query,
-        key,
-        value,
-        config=config,
-        kv_len=kv_len,
-        segment_ids=rows,
-        scale=scale,
-    )
+    arrays, width = (query, key, value), value.shape[-1]
+    return _step("sliding", implementation, arrays, width, config, kv_len, rows, scale)
+
+
+def _step(step, implementation, arrays, value_width, config, kv_len, rows, scale):
+    """One step alone, chosen and run; `arrays`: the query, the keys, and what else it reads."""
+    query, key, *_ = arrays
+    chosen = choices_of(query, key, value_width, config, rows, implementation, step)
+    run = getattr(chosen, step).load()
+    return run(*arrays, config=config, kv_len=kv_len, segment_ids=rows, scale=scale)
 
 
 def explain(

@@ -146,6 +146,22 @@ def _of_slots(layout, count, *arrays):
     return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 
 
+def _target(branch: str) -> Callable:
+    """`branches.<branch>_attention` on the kernels of a path."""
+
+    def attend(
+        path, query, key, value, *indices, config, kv_len=None, segment_ids=None, scale=None
+    ):
+        tokens, pair = query if branch == "compressed" else key, (key, value)
+        lengths = path._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
+        if branch != "compressed":
+            pair = (geometry.without_padding(x, kv_len, segment_ids) for x in pair)
+        return path._branch(branch, (query, *pair), lengths, config, scale, *indices)
+
+    attend.__name__ = f"{branch}_attention"
+    return attend
+
+
 class KernelPath:
     """The functions of an implementation that runs on kernels.
 
@@ -206,48 +222,7 @@ class KernelPath:
 
         return _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
-    def compressed_attention(
-        self,
-        query,
-        compressed_key,
-        compressed_value,
-        *,
-        config,
-        kv_len=None,
-        segment_ids=None,
-        scale=None,
-    ):
-        """`branches.compressed_attention`."""
-        lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
-        arrays = query, compressed_key, compressed_value
-        return self._branch("compressed", arrays, lengths, config, scale)
-
-    def selected_attention(
-        self,
-        query,
-        key,
-        value,
-        block_indices,
-        *,
-        config,
-        kv_len=None,
-        segment_ids=None,
-        scale=None,
-    ):
-        """`branches.selected_attention`."""
-        lengths = self._lengths(query, key.shape[1], kv_len, segment_ids, config)
-        key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-        return self._branch(
-            "selected", (query, key, value), lengths, config, scale, block_indices
-        )
-
-    def sliding_attention(
-        self, query, key, value, *, config, kv_len=None, segment_ids=None, scale=None
-    ):
-        """`branches.sliding_attention`."""
-        lengths = self._lengths(query, key.shape[1], kv_len, segment_ids, config)
-        key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-        return self._branch("sliding", (query, key, value), lengths, config, scale)
+    compressed_attention, selected_attention, sliding_attention = map(_target, Branches._fields)
 
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None

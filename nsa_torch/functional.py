@@ -302,19 +302,9 @@ def select_blocks(
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
-    packed, memory = cu_seqlens is not None, {"query": query, "compressed_key": compressed_key}
-    width = query.shape[-1]
-    problem = description(query, compressed_key, width, config, packed, memory)
-    chosen = choose(problem, implementation, "scores")
-    with as_given(query):
-        return chosen.load("scores")(
-            query,
-            compressed_key,
-            config=config,
-            kv_len=kv_len,
-            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
-            scale=scale,
-        )
+    memory = {"query": query, "compressed_key": compressed_key}
+    place = config, kv_len, cu_seqlens, scale
+    return _step("scores", implementation, memory, query.shape[-1], place)
 
 
 def compressed_attention(
@@ -340,24 +330,10 @@ def compressed_attention(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     checks.compressed(query, compressed_key, compressed_value, config, kv_len)
-    packed, width = cu_seqlens is not None, compressed_value.shape[-1]
-    memory = {
-        "query": query,
-        "compressed_key": compressed_key,
-        "compressed_value": compressed_value,
-    }
-    problem = description(query, compressed_key, width, config, packed, memory)
-    chosen = choose(problem, implementation, "compressed")
-    with as_given(query):
-        return chosen.load("compressed")(
-            query,
-            compressed_key,
-            compressed_value,
-            config=config,
-            kv_len=kv_len,
-            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
-            scale=scale,
-        )
+    memory = {"query": query, "compressed_key": compressed_key}
+    memory["compressed_value"] = compressed_value
+    place = config, kv_len, cu_seqlens, scale
+    return _step("compressed", implementation, memory, compressed_value.shape[-1], place)
 
 
 def selected_attention(
@@ -388,20 +364,12 @@ def selected_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    problem = description(query, key, value.shape[-1], config, packed, memory)
-    chosen = choose(problem, implementation, "selected")
-    with as_given(query):
-        return chosen.load("selected")(
-            query,
-            key,
-            value,
-            block_indices,
-            config=config,
-            kv_len=kv_len,
-            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
-            scale=scale,
-        )
+    memory, place = (
+        {"query": query, "key": key, "value": value},
+        (config, kv_len, cu_seqlens, scale),
+    )
+    width = value.shape[-1]
+    return _step("selected", implementation, memory, width, place, block_indices)
 
 
 def sliding_attention(
@@ -425,19 +393,29 @@ def sliding_attention(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    problem = description(query, key, value.shape[-1], config, packed, memory)
-    chosen = choose(problem, implementation, "sliding")
+    memory, place = (
+        {"query": query, "key": key, "value": value},
+        (config, kv_len, cu_seqlens, scale),
+    )
+    return _step("sliding", implementation, memory, value.shape[-1], place)
+
+
+def _step(step, implementation, memory, value_width, place, *lists):
+    """One step alone, chosen and run.
+
+    Args:
+      memory: the query, the keys and the values by name.
+      place: `config`, `kv_len`, `cu_seqlens`, `scale`.
+      lists: block indices, if the step reads them.
+    """
+    config, kv_len, cu_seqlens, scale = place
+    query, key, *_ = memory.values()
+    problem = description(query, key, value_width, config, cu_seqlens is not None, memory)
+    run = choose(problem, implementation, step).load(step)
+    borders = checks.clamped(cu_seqlens, query.shape[1])
+    lengths = dict(config=config, kv_len=kv_len, cu_seqlens=borders, scale=scale)
     with as_given(query):
-        return chosen.load("sliding")(
-            query,
-            key,
-            value,
-            config=config,
-            kv_len=kv_len,
-            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
-            scale=scale,
-        )
+        return run(*memory.values(), *lists, **lengths)
 
 
 def explain(

@@ -44,6 +44,21 @@ BRANCHES = {
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
 
 
+def _target(branch: str) -> Callable:
+    """`functional.<branch>_attention` on the kernels of a path."""
+
+    def attend(
+        path, *tensors, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+    ) -> tuple[Tensor, Tensor]:
+        kind = f"branch_attention/{path.name}/{branch}"
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        out, lse = operators.call(kind, *tensors, False, *place)
+        return out, lse
+
+    attend.__name__ = f"{branch}_attention"
+    return attend
+
+
 class KernelPath:
     """The functions of an implementation that runs on kernels; makes its kinds of calls known.
 
@@ -299,50 +314,7 @@ class KernelPath:
 
     # The functions that `dispatch.py` names.
 
-    def compressed_attention(
-        self,
-        query,
-        compressed_key,
-        compressed_value,
-        *,
-        config,
-        kv_len,
-        cu_seqlens=None,
-        scale=None,
-        with_lse=True,
-    ):
-        """`functional.compressed_attention`."""
-        tensors = query, compressed_key, compressed_value
-        return self._call_branch("compressed", tensors, config, kv_len, cu_seqlens, scale)
-
-    def selected_attention(
-        self,
-        query,
-        key,
-        value,
-        block_indices,
-        *,
-        config,
-        kv_len,
-        cu_seqlens=None,
-        scale=None,
-        with_lse=True,
-    ):
-        """`functional.selected_attention`."""
-        tensors = query, key, value, block_indices
-        return self._call_branch("selected", tensors, config, kv_len, cu_seqlens, scale)
-
-    def sliding_attention(
-        self, query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
-    ):
-        """`functional.sliding_attention`."""
-        tensors = query, key, value
-        return self._call_branch("sliding", tensors, config, kv_len, cu_seqlens, scale)
-
-    def _call_branch(self, branch, tensors, *place):
-        kind = f"branch_attention/{self.name}/{branch}"
-        out, lse = operators.call(kind, *tensors, False, *operators.arguments(*place))
-        return out, lse
+    compressed_attention, selected_attention, sliding_attention = map(_target, BRANCHES)
 
     def select_blocks(
         self, query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None

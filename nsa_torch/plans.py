@@ -42,14 +42,12 @@ def is_unplanned() -> bool:
     return _unplanned is not None
 
 
-_planned: "list[Planned]" = []  # all functions ever planned, for `forget`
+_caches: "list[Cache]" = []
 
 
 def forget() -> None:
-    """Forgets all plans: what they follow from has changed (tests, tuners). Calls of known
-    signatures keep theirs (`tests/planned.forget`).
-    """
-    for each in _planned:
+    """Forgets all plans and calls: what they follow from has changed (tests, tuners)."""
+    for each in _caches:
         each.clear()
 
 
@@ -77,7 +75,6 @@ class Planned:
         self.function, self.backward, self.before = function, backward, before
         self.__name__ = getattr(function, "__name__", "planned")
         self._known: Cache[BoundPlan] = Cache()
-        _planned.append(self)
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         if _unplanned is not None:
@@ -122,10 +119,6 @@ class Planned:
             return [plan]
         results = (Array(x.shape, x.dtype) for x in plan.results)
         return [plan, self.backward.plan([*results, *arguments], device)]
-
-    def clear(self) -> None:
-        """Forgets all calls."""
-        self._known.clear()
 
 
 class Ready:
@@ -183,6 +176,7 @@ class Cache[Value]:
         self._lock = threading.Lock()
         self.get = self._values.get
         self.clear = self._values.clear
+        _caches.append(self)
 
     def keep(self, key: Hashable, value: Value) -> Value:
         with self._lock:

@@ -130,10 +130,10 @@ def no_thresholds(request):
     if not request.node.get_closest_marker("gpu"):
         yield
         return
-    from tests import planned  # torch
+    from nsa_torch import plans
 
     eager.forget()
-    planned.forget()
+    plans.forget()
     with policy.overridden(policy.Thresholds(0, 0, 0), "tests/conftest.py"):
         yield
 

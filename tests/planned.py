@@ -6,17 +6,10 @@ import nsa_interop.launch
 
 from kernels_pallas.kernel import Array, Kernel
 from nsa_core.plan.kernels import SEQUENCES
-from nsa_torch import operators, paged_attend, plans, signature, torch_ops
+from nsa_torch import operators, plans, signature, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import tensors_at
-
-
-def forget():
-    """All that is known of signatures."""
-    signature.CALLS.clear()
-    paged_attend._LAUNCHES.clear()
-    plans.forget()
 
 
 def described(
@@ -111,6 +104,6 @@ def on_the_cpu(monkeypatch, run):
     for module in (nsa_interop.launch, torch_ops):
         monkeypatch.setattr(module, "ALIGNMENT", 16)
     monkeypatch.setattr(signature, "DEVICE_TYPES", ("cpu",))
-    forget()
+    plans.forget()
     yield ran
-    forget()
+    plans.forget()

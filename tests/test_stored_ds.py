@@ -22,7 +22,7 @@ from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import input_modes
+from nsa_torch import input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import planned
 from tests.inputs import PAPER, Case, problem
@@ -275,7 +275,7 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     # A description names it as of its module.
     dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
-    planned.forget()
+    plans.forget()
     eager.forget()
     runs += [gradients() for _ in range(3)]
     rows = [call.args[0].stored_rows for call in dq.call_args_list]
