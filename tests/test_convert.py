@@ -418,6 +418,15 @@ def a_small_tokenizer(source):
     edited(source, "tokenizer.json", added_tokens=[])
 
 
+def with_file(name, text):
+    return lambda source: (source / name).write_text(text)
+
+
+def a_cut_file(source):
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
 def nothing(source):
     pass
 
@@ -454,6 +463,17 @@ REFUSED = {
     ),
     "no safetensors": (without_safetensors, {}, "got pytorch_model.bin"),
     "shard": (a_shard_missing, {}, "got no model-00002-of"),
+    "cut file": (a_cut_file, {}, "model.safetensors must be a whole file"),
+    "index of no files": (
+        with_file("model.safetensors.index.json", "{}"),
+        {},
+        "index.json must have a weight_map, got None",
+    ),
+    "cut index": (
+        with_file("model.safetensors.index.json", "{"),
+        {},
+        "index.json must be JSON, got",
+    ),
     "weight missing": (
         changed_weights(lambda state: state.pop("model.norm.weight")),
         {},
@@ -476,6 +496,26 @@ REFUSED = {
         "W_V_sel.weight must be finite in torch.float16",
     ),
     "tokenizer": (a_larger_tokenizer, {}, "tokens must be below vocab_size=97, got 97"),
+    "tokenizer by names": (
+        with_file("vocab.json", '{"model": 97}'),
+        {},
+        "vocab.json: tokens must be below vocab_size=97, got 97",
+    ),
+    "added tokens": (
+        with_file("added_tokens.json", '{"<extra>": 98}'),
+        {},
+        "added_tokens.json: tokens must be below vocab_size=97, got 98",
+    ),
+    "no tokenizer": (
+        with_file("tokenizer.json", '{"model": null}'),
+        {},
+        "tokenizer.json must name tokens and their ids",
+    ),
+    "list for a tokenizer": (
+        with_file("tokenizer.json", "[]"),
+        {},
+        "tokenizer.json must hold names and values",
+    ),
     "check": (nothing, dict(check=65), r"check must be in 1..64 tokens .*got 65"),
     "size": (nothing, dict(num_selected=1), "num_selected"),
     "softmax": (nothing, dict(gate="softmax"), "gate must not be 'softmax'"),
@@ -512,13 +552,18 @@ def test_the_command(source, tmp_path, capsys):
     """Its exit status, what it writes and what it leaves."""
     a_small_tokenizer(source)
     (source / "LICENSE.txt").write_text("terms")
+    (source / "added_tokens.json").write_text("{}")
+    (source / "tokenizer_of_another").mkdir()
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
     target = tmp_path / "target"
     sizes = [f"{name}={value}" for name, value in NSA.items()]
     options = ["--set", *sizes, "--dtype", "bf16", "--check", "64"]
     assert main([str(source), str(target), *options]) == 0
     said = capsys.readouterr().out
     assert "logits of 64 tokens are" in said and "dense attention up to 64 tokens" in said
-    assert (target / "tokenizer.json").exists() and (target / "LICENSE.txt").exists()
+    for name in ("tokenizer.json", "LICENSE.txt", "additional_chat_templates/tools.jinja"):
+        assert (target / name).read_text() == (source / name).read_text()
     made = NSAForCausalLM.from_pretrained(target)
     assert made.dtype == torch.bfloat16 and made.config.num_selected == 4
     assert main([str(source), str(target), *options]) == 2

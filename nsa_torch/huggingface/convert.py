@@ -77,7 +77,8 @@ NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BESIDE = (  # files that go with the weights as they are
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 TIMES_YARDSTICK = 4  # that the logits of `--check` may be apart
 
@@ -272,7 +273,10 @@ def convert(
         _write(scratch, folder, files, config, start)
         config.save_pretrained(scratch)
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
-            shutil.copy(path, scratch)
+            if path.is_file():
+                place = scratch / path.relative_to(folder)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copy(path, place)
         if check is not None:
             _compare(folder, scratch, check, config)
         scratch.rename(target)
@@ -297,9 +301,13 @@ def _files(folder: Path) -> list[str]:
 
     Raises:
       FileNotFoundError: there is none of safetensors, or one of several is missing.
+      ValueError: the index of several does not name them.
     """
     if (folder / INDEX).exists():
-        found = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        places = _stated(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder / INDEX} must have a weight_map, got {places!r:.60}")
+        found = sorted(set(map(str, places.values())))
         missing = [name for name in found if not (folder / name).exists()]
         if missing:
             raise FileNotFoundError(
@@ -315,6 +323,17 @@ def _files(folder: Path) -> list[str]:
     )
 
 
+def _stated(path: Path) -> dict[str, Any]:
+    """What a JSON file says, whose errors name it."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold names and values, got {found!r:.60}")
+    return found
+
+
 def _checked(folder: Path, files: Sequence[str], theirs) -> torch.dtype:
     """That the weights are those of the model; returns their dtype. Reads headers alone."""
     with torch.device("meta"):
@@ -322,10 +341,13 @@ def _checked(folder: Path, files: Sequence[str], theirs) -> torch.dtype:
     expected = {name: list(x.shape) for name, x in dense.state_dict().items()}
     found: dict[str, tuple[list[int], str]] = {}
     for file in files:
-        with safetensors.safe_open(folder / file, framework="pt") as weights:
-            for name in weights.keys():
-                slices = weights.get_slice(name)
-                found[name] = slices.get_shape(), slices.get_dtype()
+        try:
+            with safetensors.safe_open(folder / file, framework="pt") as weights:
+                for name in weights.keys():
+                    slices = weights.get_slice(name)
+                    found[name] = slices.get_shape(), slices.get_dtype()
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{folder / file} must be a whole file, got {error}") from None
     for name, (shape, dtype) in found.items():
         if _is_left_out(name, theirs):
             expected.pop(name, None)
@@ -350,16 +372,27 @@ def _is_left_out(name: str, theirs) -> bool:
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     """That each of its tokens has a row of the embedding."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return
-    stated = json.loads(path.read_text())
-    vocabulary = stated.get("model", {}).get("vocab", {})
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        stated = _stated(path)
+        try:
+            ids = _ids(stated) if name == "tokenizer.json" else stated.values()
+            largest = max(map(int, ids), default=-1)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} must name tokens and their ids, got {error!r}") from None
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}"
+            )
+
+
+def _ids(stated: Mapping[str, Any]) -> list[int]:
+    """Of a file of the library tokenizers."""
+    vocabulary = stated["model"]["vocab"]
     ids = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
-    extra = (x["id"] for x in stated.get("added_tokens", ()))
-    largest = max((*ids, *extra), default=-1)
-    if largest >= vocab_size:
-        raise ValueError(f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}")
+    return [*ids, *(x["id"] for x in stated.get("added_tokens", ()))]
 
 
 def _write(
