@@ -682,6 +682,7 @@ def quality_over_seeds(part: str = "kinds") -> str:
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "places": (quality.PART_HEAD, quality.part_rows),
         "distances": (quality.DISTANCE_HEAD, quality.distance_rows),
+        "found": (quality.FOUND_HEAD, quality.found_rows),
     }[part]
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 

@@ -499,6 +499,23 @@ def test_a_selection_that_finds_no_copies():
     assert row[-1] == "yes, but for what selections find: not decided"
 
 
+def test_what_selections_find_is_said_by_both_measures():
+    """At random places 0.3 to 0.34 in the second layer, where chance is 0.1."""
+    group, _ = with_heads(lambda seed: finds(0.2) if seed > 1 else None)
+    assert quality.found_rows(group) == [
+        [
+            *("10M, 10 x 2 x 2k", "-"),
+            *("yes: +0.220 ± 0.007, 5 seeds", "yes: +0.200 ± 0.000, 3 seeds"),
+        ]
+    ]
+    group, _ = with_heads(lambda seed: finds(0.01 * (seed % 2)) if seed < 3 else None)
+    assert quality.found_rows(group)[0][3] == "no: +0.003 ± 0.003, 3 seeds"
+    group, _ = with_heads(lambda seed: finds(0.2) if seed > 2 else None)
+    assert quality.found_rows(group)[0][3] == "not decided"
+    (group,) = quality.groups({"0": five(0.0)["0"]})
+    assert quality.found_rows(group) == []
+
+
 def test_copies_by_distance_are_of_the_pairs_that_have_them():
     runs = five(0.0)
     for name in "012":

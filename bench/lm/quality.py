@@ -309,20 +309,41 @@ def selection(group: Group, kind: Kind) -> list[Verdict]:
     Raises:
       NotImplementedError: there are too few runs to say.
     """
-    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
-    if not chance or np.mean(chance) >= CHANCE:
+    if not _chance_is_low(kind):
         return []
-    best = [run.found for run in kind.runs.values() if run.found is not None]
-    if len(best) < LEAST_FOUND:
+    over = _over_text(kind)
+    if len(over) < LEAST_FOUND:
         raise NotImplementedError(
             f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have what heads find, "
-            f"got {len(best)}"
+            f"got {len(over)}"
         )
-    over = np.subtract(*np.transpose(best))
-    mean, error = over.mean(), over.std(ddof=1) / len(over) ** 0.5
-    note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(best)} seeds"
+    mean, error = _mean_and_error(over)
+    note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(over)} seeds"
     about = f"selection finds copies, {kind.label}, {group.name}"
     return [Verdict(about, float(ERRORS * error - mean), 0.0, note)]
+
+
+def _chance_is_low(kind: Kind) -> bool:
+    """So that hits say something."""
+    chance = [layer[1] for run in kind.runs.values() for layer in run.hits]
+    return bool(chance) and bool(np.mean(chance) < CHANCE)
+
+
+def _over_chance(kind: Kind) -> np.ndarray:
+    """Of each run, hits of passages at random places in the layer where they are highest on
+    average, less chance."""
+    hits = np.array([run.hits for run in kind.runs.values() if len(run.hits)])
+    over = hits[..., 0] - hits[..., 1]
+    return over[:, over.mean(axis=0).argmax()]
+
+
+def _over_text(kind: Kind) -> np.ndarray:
+    """Of each run that says it, hits of the best head, less those where another text stands."""
+    return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 HEAD = ("model, steps x rows", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
@@ -395,6 +416,31 @@ def distance_rows(group: Group) -> list[list[str]]:
         for kind in (dense, *paired)
         if kind.runs and any(x.runs for x in paired)
     ]
+
+
+FOUND_HEAD = ("model, steps x rows", "NSA", "at random places, over chance")
+FOUND_HEAD += ("just beyond the window, over another text",)
+
+
+def found_rows(group: Group) -> list[list[str]]:
+    """The cells below `FOUND_HEAD`: what selections hold of copied passages, of kinds with runs
+    enough, where chance is low."""
+    return [
+        [
+            *(group.name, kind.label.removeprefix("nsa").strip() or "-"),
+            *map(_found_cell, (_over_chance(kind), _over_text(kind))),
+        ]
+        for kind in group.kinds
+        if len(kind.runs) >= LEAST_FOUND and _chance_is_low(kind)
+    ]
+
+
+def _found_cell(over: np.ndarray) -> str:
+    if len(over) < LEAST_FOUND:
+        return "not decided"
+    mean, error = _mean_and_error(over)
+    held = "yes" if mean >= ERRORS * error else "no"
+    return f"{held}: {mean:+.3f} ± {error:.3f}, {len(over)} seeds"
 
 
 SUMMARY = ("new", "end", "recall")
@@ -479,7 +525,8 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError("files of runs")
     found = groups({path: log.read(Path(path)) for path in argv[1:]})
     print(table(HEAD, itertools.chain.from_iterable(map(rows, found))))
-    for head, of in ((PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows)):
+    parts = (PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows), (FOUND_HEAD, found_rows)
+    for head, of in parts:
         print("\n" + table(head, itertools.chain.from_iterable(map(of, found))))
     print()
     status = exit_status.OK
