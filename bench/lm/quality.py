@@ -423,8 +423,8 @@ FOUND_HEAD += ("just beyond the window, over another text",)
 
 
 def found_rows(group: Group) -> list[list[str]]:
-    """The cells below `FOUND_HEAD`: what selections hold of copied passages, of kinds with runs
-    enough, where chance is low."""
+    """The cells below `FOUND_HEAD`: what selections hold of copied passages, of kinds with
+    enough runs, where chance is low."""
     return [
         [
             *(group.name, kind.label.removeprefix("nsa").strip() or "-"),
