@@ -21,7 +21,7 @@ from nsa_core import config_files
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import layer_note
 from nsa_core.plan import kernels
-from nsa_core.steps import mosaic_append, mosaic_decode
+from nsa_core.steps import mosaic_append, mosaic_decode, mosaic_forward
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
@@ -57,6 +57,8 @@ def kernels_of(
     if decode:
         for step in (mosaic_append, mosaic_decode):
             found |= dict.fromkeys(step.kernels_of(**layer))
+        if (on_pages := mosaic_forward.selected_on_pages(**layer)) is not None:
+            found[on_pages] = None
     for packed in (False, True):
         wanted = kernels.kernels_of_layer(lengths, packed=packed, **layer)
         found |= dict.fromkeys(x.for_any_length() for x in wanted)

@@ -25,6 +25,7 @@ def side_by_side(
     queries: int,
     at_hand: tuple[Branches, Branches] | None = None,
     margin: int | None = None,
+    last_page: bool = False,
 ) -> Branches[Pair]:
     """Keys and values of each branch, `[B, S, Hkv, .]` or `[B, C, Hkv, .]`.
 
@@ -35,6 +36,7 @@ def side_by_side(
         are copied.
       margin: tokens before those that the sliding branch looks at which must be zeros; what is
         before may be left as it was in memory. None: all must.
+      last_page: of the selected branch the page of each row's last token alone.
     """
     config = cache.config
     whole = page_table.shape[1] * config.select_block
@@ -45,9 +47,10 @@ def side_by_side(
         key, value = at_hand
         pairs = (key.selected, value.selected), (key.sliding, value.sliding)
         return Branches(compressed, *pairs)
-    selected = sliding = _copy("selected", *raw, whole)
-    if cache.separate:
-        sliding = _copy("sliding", *raw, queries + config.window, margin)
+    selected = sliding = _copy("selected", *raw, whole, None, last_page)
+    if cache.separate or last_page:
+        branch = "sliding" if cache.separate else "selected"
+        sliding = _copy(branch, *raw, queries + config.window, margin)
     return Branches(compressed, selected, sliding)
 
 
@@ -59,6 +62,7 @@ def _copy(
     entries: Entries,
     reach: int,
     margin: int | None = None,
+    last_page: bool = False,
 ) -> Pair:
     """Keys and values of a branch."""
     names = f"{branch}_key", f"{branch}_value"
@@ -73,13 +77,18 @@ def _copy(
         fp8 = scales[0] is not None, scales[1] is not None
         dtype = str(cache.dtype if any(fp8) else key.dtype).removeprefix("torch.")
         sizes = rows, width, key.shape[0], key.shape[2], (key.shape[3], value.shape[3])
-        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach, margin, fp8)
+        which = reach, margin, fp8, last_page
+        kernel = decode_descriptions.gather(*sizes, dtype, entries, *which)
         given = (lengths if x is None else x for x in scales)
         found = TRITON_OPS.run(kernel, key, value, *given, page_table, lengths)
         return found[0], found[1]
     pages = page_table.clamp(0, cache.num_pages - 1)
     token = torch.arange(count, device=key.device) * entries.stride
-    end = lengths.clamp(max=width * entries.per_page * entries.stride)[:, None]
+    size = entries.per_page * entries.stride  # tokens of a page
+    end = lengths.clamp(max=width * size)[:, None]
+    if last_page:
+        column = (end - 1).clamp(min=0) // size
+        pages, token = pages.gather(1, column.long()), token[:size] + column * size
     seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
 
     def copied(name: str) -> Tensor:

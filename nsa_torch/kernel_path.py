@@ -19,7 +19,7 @@ from nsa_core.array_ops import derived, like, padding_zeroed
 from nsa_core.config import NSAConfig
 from nsa_core.plan.buffers import Plan
 from nsa_core.steps import fused
-from nsa_core.steps.fused import Residuals, Steps
+from nsa_core.steps.fused import Pages, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import Branches
 from nsa_torch import operators
@@ -42,6 +42,7 @@ BRANCHES = {
     "sliding": KernelLayout.zero_unreachable_tokens,
 }
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
+PAGES = "pages"  # as FORWARD
 
 
 def _target(branch: str) -> Callable:
@@ -153,6 +154,17 @@ class KernelPath:
         """`_forward` of gates `[B, T, H, 3]`, the output alone."""
         before, (gates, *rest) = _split(arguments, mode.count - 3)
         return self._forward(mode, ops, *before, *ops.unbound_float32(gates), *rest)[:1]
+
+    def _forward_on_pages(self, ops, *arguments):
+        """`_forward` of PRECOMPRESSED, whose selected keys and values are pages; before the block
+        indices stand the `Pages`.
+        """
+        mode, count = PRECOMPRESSED, len(Pages._fields)
+        tensors, rest = _split(arguments, mode.count)
+        pages, rest = _split(rest, count)
+        inputs, given, _, rest = self._forward_arguments(mode, ops, (*tensors, *rest))
+        out, _ = fused.forward(self.steps, ops, inputs, given, *rest, Pages(*pages))
+        return [out]
 
     def _forward_with_residuals(self, mode, ops, *arguments):
         """`_forward`, and what its gradients need: the branches one by one."""
@@ -290,6 +302,13 @@ class KernelPath:
                     self._kind(mode, keep), function, shapes, pull_back, **gradient
                 )
 
+        if self.steps.reads_pages:
+            operators.define(
+                self._kind(PRECOMPRESSED, PAGES),
+                Planned(self._forward_on_pages, before=self.before),
+                lambda query, *rest: operators.branch_shapes(query, None, rest[4])[:1],
+            )
+
     def _kind(self, mode: InputMode, keep: str) -> str:
         return f"attention/{self.name}/{mode.name}/{keep}"
 
@@ -355,6 +374,25 @@ class KernelPath:
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
         tensors = query, *mode.tokens(key, value, compressed), *gates, block_indices
         return operators.call(self._kind(mode, keep), *tensors, assume_finite, *place)[0]
+
+    def on_pages(
+        self,
+        query: Tensor,
+        key: Branches,
+        value: Branches,
+        gates: Branches[Tensor],
+        pages: Pages,
+        *,
+        config: NSAConfig,
+        kv_len: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        """All steps, without a gradient: the selected keys and values are pages, and of the others
+        those that no query may look at are finite.
+        """
+        tensors = query, *key, *value, *gates, *pages, None
+        place = operators.arguments(config, kv_len, None, scale)
+        return operators.call(self._kind(PRECOMPRESSED, PAGES), *tensors, True, *place)[0]
 
     def again(self, *given, **options) -> "Again":
         """What runs calls of the signature of this one of `functional.attention`."""

@@ -4,24 +4,27 @@ queries (decode, guesses), else on rows gathered from the pages, by the steps of
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_pallas.runtime import loaded
 from kernels_pallas.specs import interval
-from nsa_core import paged_dispatch, paged_layout, validate_paged
+from nsa_core import debug, paged_dispatch, paged_layout, validate_paged
 from nsa_core.cache_contents import Contents, Facts
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
 from nsa_core.paged_runs import Run
-from nsa_core.steps import mosaic_decode, triton_decode
+from nsa_core.steps import mosaic_decode, mosaic_forward, triton_decode
+from nsa_core.steps.fused import Pages
 from nsa_core.types import Branches
+from nsa_core.validate import dtype_name
 from nsa_interop import launch
 from nsa_torch import checks, dispatch, functional, signature
+from nsa_torch.debug import TORCH
 from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
@@ -406,7 +409,16 @@ def gathered(
     chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
     margin = KEY_TILE if full and chosen.attention in READING_TILES else None
     at = cache, table, lengths, length, whole, margin
-    compressed, selected, sliding = side_by_side(*at)
+    in_pages = full and whole is None and _reads_pages(chosen, inputs)
+    compressed, selected, sliding = side_by_side(*at, in_pages)
+    if in_pages:
+        page_table = table.clamp(0, cache.num_pages - 1)
+        pages = Pages(page_table.to(torch.int32), lengths.to(torch.int32), *selected)
+        selected = (x.flatten(0, 1)[None] for x in (cache.selected_key, cache.selected_value))
+        key, value = map(Branches, compressed, selected, sliding)
+        options = {"config": config, "kv_len": lengths, "scale": inputs.scale}
+        path: Any = chosen.load("attention")
+        return path.on_pages(queries, key, value, gates, pages, **options).flatten(0, 1)
     key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
     out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest, True)
@@ -416,3 +428,17 @@ def gathered(
     if padded is not None:
         out = out[padded.flat.clamp(0, rows * length - 1)]
     return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+
+
+def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
+    """Whether kernels read the selected keys and values where they are."""
+    cache, query = inputs.cache, inputs.query
+    key, value = cache.selected_key, cache.selected_value
+    in_order = key.is_contiguous() and value.is_contiguous()
+    if chosen.attention != "mosaic" or cache.is_fp8 or not in_order:
+        return False
+    sizes = query.shape[1], *key.shape[2:], value.shape[3], dtype_name(query)
+    kernel = mosaic_forward.selected_on_pages(*sizes, cache.config, inputs.scale)
+    if kernel is None or debug.stepwise(TORCH, query):
+        return False
+    return query.device.type != "cuda" or dispatch.jax_has_cuda() or loaded.on_disk(kernel)

@@ -378,3 +378,21 @@ def test_answers_are_those_of_generate_on_a_gpu():
             assert result.generated_tokens == alone(made, text), (graph, len(text))
             want = log_probabilities(made, text, result.generated_tokens).cpu()
             torch.testing.assert_close(torch.tensor(result.logprobs), want, rtol=0, atol=1e-3)
+
+
+@served
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, False), ({"warmup": True}, True), ({"persistent_manager": True}, True)],
+    ids=str,
+)
+def test_what_warms_up_first(given, expected, monkeypatch):
+    """A manager of one call does so where it is asked to: its graphs can wait for their steps."""
+    seen = []
+    manager = continuous_api.ContinuousBatchingManager
+    monkeypatch.setattr(manager, "warmup", lambda self: seen.append(self))
+    lm = model.__wrapped__()
+    lm.generate_batch([[1, 2, 3]], **options(lm, tokens=2), **given)
+    assert bool(seen) == expected
+    if "persistent_manager" in given:
+        lm.destroy_cached_continuous_batching_manager()

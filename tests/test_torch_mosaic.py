@@ -5,6 +5,8 @@ Without a GPU the kernels run in Pallas' interpreter: what torch computes around
 
 import dataclasses
 import functools
+import itertools
+import operator
 
 import jax
 import pytest
@@ -14,6 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from bench.harness.checked_layer import Watch
 from kernels_pallas.mosaic import capability
+from nsa_core.paged_runs import plan_runs
 from nsa_core.steps import key_bounds, mosaic_compress, mosaic_lists
 from nsa_interop import dlpack
 from nsa_torch import (
@@ -25,6 +28,7 @@ from nsa_torch import (
     geometry,
     mosaic,
     operators,
+    paged_attend,
     plans,
 )
 from nsa_torch.operators import REST_COUNT, arguments
@@ -364,6 +368,81 @@ def test_decode(interpreted):
     check_decode("cpu", separate=False)
     each = len(interpreted) // 3
     assert interpreted[-each:] == interpreted[-2 * each : -each] != interpreted[:each]
+
+
+def check_chunks(device, sizes, config, lengths, count):
+    """Chunks of rows on pages: as attention over whole rows, and bit for bit as with copies of the
+    pages; what no query may look at is NaN. Returns what is found.
+    """
+    heads, kv_heads, width, value_width = sizes
+    options = {"dtype": torch.bfloat16, "device": device}
+    pages, page = -(-max(lengths) // config.select_block), config.select_block
+    pool, rows = len(lengths) * pages + 3, len(lengths)
+    order = torch.randperm(pool, generator=torch.Generator().manual_seed(2))
+    table = order[: rows * pages].view(rows, pages).int().to(device)
+    starts = [count * i for i in range(rows + 1)]
+    runs = plan_runs(starts, lengths, page)
+    found = {}
+    for separate in (False, True):
+        torch.manual_seed(3)
+        cache = nsa_torch.PagedCache(
+            pool, kv_heads, width, value_width, separate=separate, config=config, **options
+        )
+        for x in cache.tensors().values():
+            x.fill_(torch.nan)
+        tokens = [
+            [torch.randn(n, kv_heads, w, **options) for _ in range(3 if separate else 1)]
+            for n in lengths
+            for w in (width, value_width)
+        ]
+        branches = Branches._make if separate else operator.itemgetter(0)
+        joined = lambda parts: [torch.cat(x) for x in zip(*parts, strict=True)]
+        given = branches(joined(tokens[::2])), branches(joined(tokens[1::2]))
+        bounds = lambda counts: (
+            torch.tensor([0, *itertools.accumulate(counts)]).int().to(device)
+        )
+        at = table, torch.tensor(lengths, dtype=torch.int32, device=device)
+        nsa_torch.append(cache, *given, *at, cu_seqlens_q=bounds(lengths))
+        query = torch.randn(count * rows, heads, width, **options)
+        gates = torch.rand(count * rows, heads, 3, **options)
+        options_ = {"runs": runs, "implementation": "mosaic"}
+        call = query, gates, cache, *at, bounds([count] * rows)
+        out = nsa_torch.paged_attention(*call, **options_)
+        assert out.isfinite().all()
+        for i in range(rows):
+            own = slice(count * i, count * (i + 1))
+            whole = [x[None] for x in (query[own], gates[own])]
+            keys = (branches([x[None] for x in y]) for y in tokens[2 * i : 2 * i + 2])
+            want = nsa_torch.attention(
+                whole[0], *keys, whole[1], config=config, implementation="sdpa"
+            )
+            torch.testing.assert_close(out[own], want[0], rtol=2e-2, atol=2e-2)
+        found[separate] = functools.partial(nsa_torch.paged_attention, *call, **options_), out
+    return found
+
+
+CHUNKS = (10, 1, 16, 32), SMALL, [37, 48], 20
+
+
+def test_chunks_on_pages(interpreted, monkeypatch):
+    """A page that ends with the row, and one that does not; pages in no order."""
+    found = check_chunks("cpu", *CHUNKS)
+    paged = [x for x in interpreted if x.name == "selected_forward"]
+    assert [x.spec.pages for x in paged] == [3, 3]
+    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
+    for call, out in found.values():
+        assert torch.equal(call(), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 704], [40]], ids=str)
+@torch.no_grad()
+def test_chunks_on_pages_on_a_gpu(lengths, monkeypatch):
+    config = dataclasses.replace(PAPER, num_selected=8)
+    found = check_chunks("cuda", (32, 2, 128, 128), config, lengths, min(300, min(lengths)))
+    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
+    for call, out in found.values():
+        assert torch.equal(call(), out)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -154,19 +154,27 @@ class SelectedWalk:
             @pl.when(i < walked.blocks)
             def _():
                 stage = lax.rem(i, jnp.int32(stages))
-                keys = pl.ds(refs.starts[walked.place(i)], spec.block)
-                buffers.load_keys(
-                    lambda columns: source.at[b, keys, kv_head, columns],
-                    ring,
-                    stage,
-                    ready.at[stage],
-                )
+                start = refs.starts[walked.place(i)]
+
+                def copy(array, row, first):
+                    keys = pl.ds(first, spec.block)
+                    part = lambda columns: array.at[row, keys, kv_head, columns]
+                    buffers.load_keys(part, ring, stage, ready.at[stage])
+
+                if not spec.pages:
+                    copy(getattr(refs, source), b, start)
+                    return
+                is_last = start + spec.block > refs.lengths[b]
+                page = lax.div(start, jnp.int32(spec.block))
+                first = refs.page_table[b * refs.sizes.pages + page] * spec.block
+                pl.when(is_last)(lambda: copy(getattr(refs, f"last_{source}"), b, 0))
+                pl.when(~is_last)(lambda: copy(getattr(refs, source), 0, first))
 
         load_key = functools.partial(
-            load, refs.key, refs.key_ring, refs.key_ready, spec.key_stages
+            load, "key", refs.key_ring, refs.key_ready, spec.key_stages
         )
         load_value = functools.partial(
-            load, refs.value, refs.value_ring, refs.value_ready, spec.value_stages
+            load, "value", refs.value_ring, refs.value_ready, spec.value_stages
         )
 
         plgpu.barrier_wait(refs.list_ready)

@@ -11,9 +11,9 @@ Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/se
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from kernels_pallas.kernel import Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
@@ -84,12 +84,20 @@ class SelectedAttention(BlockListSizes):
     """Sizes of the problem, of its block lists and of a CTA, and what is fused."""
 
     block: int  # keys of a selection block
+    pages: int = (
+        0  # of a row, each a block, which lie anywhere in `S` keys; 0: keys are in order
+    )
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
     stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
     key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
     value_stages: int = 1
+
+    def for_any_length(self, **nominal: Any) -> Self:
+        if self.pages:
+            nominal["pages"] = NOMINAL_LENGTH // self.block
+        return super().for_any_length(**nominal)
 
     @property
     def tile(self) -> Tile:
@@ -102,7 +110,15 @@ class SelectedAttention(BlockListSizes):
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"T": self.T, "tiles": self.tiles}
+        found = {"T": self.T, "tiles": self.tiles}
+        return found | ({"pages": self.pages} if self.pages else {})
+
+    def keys(self, width: int) -> Array:
+        return (
+            super()
+            .keys(width)
+            ._replace(shape=(1 if self.pages else self.B, self.S, self.Hkv, width))
+        )
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -110,9 +126,18 @@ class SelectedAttention(BlockListSizes):
 
     @property
     def _inputs(self) -> dict[str, Array]:
-        lists = self.B, self.Hkv, self.tiles
+        lists, pages = (self.B, self.Hkv, self.tiles), {}
+        if self.pages:
+            last = self.B, self.block, self.Hkv
+            pages = {
+                "page_table": Array((self.B * self.pages,), "int32"),
+                "lengths": Array((self.B,), "int32"),
+                "last_key": Array((*last, self.D), self.dtype),
+                "last_value": Array((*last, self.Dv), self.dtype),
+            }
         return {
             **self.operands,
+            **pages,
             "block_starts": Array((*lists, self.entries), "int32"),
             "block_members": Array((*lists, self.words, self.entries), "int32"),
             "block_counts": Array((self.B * self.Hkv * self.tiles, COUNTS), "int32"),
@@ -151,6 +176,11 @@ def forward(spec: SelectedAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
+      of keys in pages, which are `[1, S, Hkv, .]`:
+        page_table: int32 `[B * pages]`, where each row's pages are.
+        lengths: int32 `[B]`, keys of each row.
+        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, whose keys behind
+          the row's are finite.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
         whether the tile's token `i` selected the block.

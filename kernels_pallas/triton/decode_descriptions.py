@@ -174,6 +174,7 @@ def gather(
     reach: int,
     margin: int | None = None,
     fp8: tuple[bool, bool] = (False, False),
+    last: bool = False,
 ) -> TritonKernel:
     """Arrays: pages of keys and of values, the scales of both (where there are none: any),
     page_table, lengths; results: `[rows, S, heads, width]` of both.
@@ -184,8 +185,9 @@ def gather(
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: the last tokens of a row, whose entries are copied; others are zeros.
       margin: tokens before these whose entries are zeros, others are not written; None: all are.
+      last: of each row the last page alone, of raw tokens.
     """
-    count = entries.count(pages)
+    count = entries.per_page if last else entries.count(pages)
     columns = [power(heads * width) for width in widths]
     together = max(GATHERED // max(columns), 1)
     margin = pages * entries.per_page * entries.stride if margin is None else margin
@@ -208,6 +210,7 @@ def gather(
             "STRIDE": entries.stride,
             "HEADS": heads,
             "ENTRIES": together,
+            "LAST": last,
             **of_each,
         },
     )

@@ -40,6 +40,7 @@ def gather(
     VALUE_COLUMNS: tl.constexpr,
     VALUE_FP8: tl.constexpr,
     ENTRIES: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """Programs: B * cdiv(S, ENTRIES).
 
@@ -52,16 +53,20 @@ def gather(
       reach: the last tokens of a row, which are looked at.
       margin: tokens before them whose entries are zeros; what is before is not written.
       key, value: `[B, S, .._ELEMENTS]`.
+      LAST: `S` are those of a row's last page alone, and FIRST is 0.
     """
     tiles = tl.cdiv(S, ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     entry = tl.program_id(0) % tiles * ENTRIES + tl.arange(0, ENTRIES)
     length = tl.minimum(tl.load(lengths + row), M * (PER_PAGE * STRIDE))
+    into = row * S + entry
+    there = entry < S
+    if LAST:
+        entry += tl.maximum(length - 1, 0) // (PER_PAGE * STRIDE) * PER_PAGE
     token = entry * STRIDE
-    written = (entry < S) & (token >= length - reach - margin)
+    written = there & (token >= length - reach - margin)
     seen = written & (token + BLOCK <= length) & (token >= length - reach)
     place = entry_place(page_table + row * M, entry + FIRST, seen, P, PER_PAGE)
-    into = row * S + entry
     found = load_rows(key_pages, place, seen, KEY_ELEMENTS, KEY_COLUMNS)
     if KEY_FP8:
         scales = _scales(key_scale, place, seen, KEY_ELEMENTS, KEY_COLUMNS, HEADS, PER_PAGE)

@@ -30,6 +30,7 @@ class Steps(NamedTuple):
       compression: a module with the functions of `mosaic_compress`; None: compressed tokens are
         made elsewhere.
       reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
+      reads_pages: whether `forward.selected` takes `pages`.
       gates_together: whether gates become float32 at once, which is one launch; else each when a
         kernel reads it, which takes the memory of one.
     """
@@ -40,6 +41,7 @@ class Steps(NamedTuple):
     narrowest: Callable[[int], int]
     compression: Any = None
     reads_places: bool = False
+    reads_pages: bool = False
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
@@ -63,6 +65,18 @@ class Inputs(NamedTuple):
         """The same with this compressed key and value."""
         key, value = self.key._replace(compressed=key), self.value._replace(compressed=value)
         return self._replace(key=key, value=value)
+
+
+class Pages(NamedTuple):
+    """Where the selected keys and values of rows lie, where these are pages of select_block tokens,
+    `[1, P select_block, Hkv, .]`, and not the rows' own.
+    """
+
+    page_table: Any  # int32 [B, M], of pages that exist
+    lengths: Any  # int32 [B], keys of each row, at most M select_block
+    # [B, select_block, Hkv, .]: the page of a row's last key; keys behind that are finite.
+    last_key: Any
+    last_value: Any
 
 
 class Residuals(NamedTuple):
@@ -126,12 +140,14 @@ def forward(
     config: NSAConfig,
     scale: float | None,
     num_blocks: int,
+    pages: Pages | None = None,
 ):
     """`(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
       block_indices: None: selected from the compressed scores.
       num_blocks: that a sequence has at most.
+      pages: of the selected keys and values.
     """
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, layout, query, *gates)
@@ -147,7 +163,8 @@ def forward(
         ops, query, key.sliding, value.sliding, *rest, gates.sliding, added=out
     )
     selected = query, key.selected, value.selected, block_indices
-    out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out)
+    options = {} if pages is None else {"pages": pages}
+    out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out, **options)
     return out, block_indices
 
 

@@ -11,5 +11,6 @@ STEPS = Steps(
     narrowest=slab_width,
     compression=mosaic_compress,
     reads_places=True,
+    reads_pages=True,
     gates_together=True,
 )

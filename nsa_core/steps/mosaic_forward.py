@@ -14,13 +14,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Array
+from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import combine, interval, scores
 from kernels_pallas.specs import selected as selected_spec
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
+from nsa_core.steps.fused import Pages
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
 from nsa_core.validate import dtype_name
@@ -119,15 +120,20 @@ def selected(
     gate=None,
     added=None,
     block_lists=None,
+    pages: Pages | None = None,
 ) -> OutLse:
     """Attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be NaN.
 
-    `block_lists`: `tile_block_lists` where they are there already.
+    Args:
+      block_lists: `tile_block_lists` where they are there already.
+      pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
     """
     sizes = sizes_of(query, key, value, scale)
-    gather_limit = mosaic_gather.gather_limit(
-        query, key, value, block_indices, config, layout.packed
-    )
+    gather_limit = 0
+    if pages is None:
+        gather_limit = mosaic_gather.gather_limit(
+            query, key, value, block_indices, config, layout.packed
+        )
     widths = sizes["D"], sizes["Dv"], config.select_block
     stages: dict[str, Any] = selected_spec.forward_stages(*widths)
     spec = selected_spec.SelectedAttention(
@@ -138,6 +144,7 @@ def selected(
         gated=gate is not None and not gather_limit,
         added=added is not None and not gather_limit,
         gather_limit=gather_limit,
+        pages=0 if pages is None else pages.page_table.shape[1],
         **stages,
     )
     if block_lists is None:
@@ -146,12 +153,43 @@ def selected(
     arrays, kernel = (query, key, value), selected_spec.forward(spec)
     if not gather_limit:
         extra = _gate_and_sum(ops, gate, added)
-        out, lse = ops.run(kernel, *arrays, *block_lists, last, *extra)
+        out, lse = ops.run(kernel, *arrays, *(pages or ()), *block_lists, last, *extra)
         return out, None if spec.added else lse
     walked, lse = ops.run(kernel, *arrays, *block_lists, last)
     selection = block_indices, block_lists[-1], layout
     gate = None if gate is None else ops.to_float32(gate)
     return mosaic_gather.attention(ops, spec, arrays, selection, walked, lse, gate, added)
+
+
+def selected_on_pages(
+    heads: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype: str,
+    config: NSAConfig,
+    scale: float | None = None,
+) -> Kernel | None:
+    """The kernel of `selected` with `pages`, of any lengths, in a layer; None: far blocks of small
+    groups are gathered, for which keys are in order.
+    """
+    if heads // kv_heads <= mosaic_gather.MAX_HEADS:
+        return None
+    spec = selected_spec.SelectedAttention(
+        **dict.fromkeys(("B", "T", "S", "pages"), 1),
+        H=heads,
+        Hkv=kv_heads,
+        D=key_width,
+        Dv=value_width,
+        dtype=dtype,
+        scale=scale_of(scale, key_width),
+        n=config.num_selected,
+        block=config.select_block,
+        gated=True,
+        added=True,
+        **selected_spec.forward_stages(key_width, value_width, config.select_block),
+    )
+    return selected_spec.forward(spec).for_any_length()
 
 
 def tile_block_lists(

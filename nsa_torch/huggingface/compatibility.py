@@ -84,6 +84,7 @@ OVERRIDDEN: dict[type, tuple[str, ...]] = {
         "_prepare_position_ids_for_generation",
         "_valid_auto_compile_criteria",
         "generate",
+        "generate_batch",
         "init_continuous_batching",
     ),
     PreTrainedModel: (

@@ -1,6 +1,7 @@
 """What `generate` asks of a model: its cache, and how a step runs."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,17 @@ class NSAGenerationMixin(GenerationMixin):
         if "nsa" not in self.config.layer_attention:
             return base.init_continuous_batching(*given)
         return manager_of(self, base.init_continuous_batching, *given)
+
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate_batch`. Where nobody says, a manager that persists warms up; one of
+        a single call does not: it captures a graph when a step needs it, after the first tokens.
+        """
+        base: Any = super()
+        given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
+        if "nsa" in self.config.layer_attention and "warmup" not in given:
+            kwargs["warmup"] = bool(given.get("persistent_manager"))
+        return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
         """Positions by the mask. Padding is at -1 before a row's tokens and at the last one's
