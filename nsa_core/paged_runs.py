@@ -96,6 +96,19 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
     return runs
 
 
+def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
+    """Whether a row may begin with pages that another one fills in a call of `count` tokens a row,
+    as engines share prefixes. What appends and attends in one launch must not run then.
+
+    Args:
+      lengths: `[B]`, of each row with the new tokens.
+    """
+    filled = {
+        length // page_size * page_size for length in lengths if length % page_size < count
+    }
+    return any(length - count in filled for length in lengths if length > count)
+
+
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
     """Both as one run, where the same kernels take them and copies stay within bounds."""
     if run.rows.stop != row.rows.start or run.few != row.few:

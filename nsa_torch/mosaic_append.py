@@ -13,7 +13,7 @@ from kernels_pallas.specs.append import append as kernel_of
 from kernels_pallas.specs.append import why_not as spec_why_not
 from nsa_core.steps import mosaic_append as step
 from nsa_core.types import Branches
-from nsa_torch.paged import PagedCache
+from nsa_torch.paged import PagedCache, launches_of_means
 from nsa_torch.torch_ops import capability_of, readable
 
 
@@ -72,4 +72,6 @@ def append(
     if means:
         new += cache.raw
         pages += [cache.compressed_key, cache.compressed_value]
-    launch(kernel_of(spec), *map(readable, new), out=pages)
+    given, sizes = [*map(readable, new)], (spec.N, spec.B, spec.ragged, means)
+    for _ in range(launches_of_means(*sizes)):
+        launch(kernel_of(spec), *given, out=pages)

@@ -309,7 +309,8 @@ def append(
 
     A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
     length 0 write nothing. Nor is it by an entry beyond the pool, an error where the host reads it
-    (on a CPU, or where `debug` asks). Two rows must not write to the same page.
+    (on a CPU, or where `debug` asks). Two rows must not write to the same page; one may begin with
+    pages that another fills in this call, but in a call of one token a row.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
@@ -445,6 +446,14 @@ def append_why_not(cache: PagedCache) -> str | None:
     found = capability_of(device.index)
     reason = capability.copies_why_not(found, cache.dtype)
     return reason or (capability.fp8_why_not(found) if cache.is_fp8 else None)
+
+
+def launches_of_means(tokens: int, rows: int, ragged: bool, means: bool) -> int:
+    """How often a kernel that writes tokens and their means runs in a call. A row may begin with
+    pages that another one fills in the same call, as engines share prefixes: a second launch makes
+    its means of what the first has written. In a step of one token a row, none may.
+    """
+    return 2 if means and (ragged or tokens > rows) else 1
 
 
 class _Recent:

@@ -38,7 +38,7 @@ def append(
     Arguments as of `paged.append`. The cache's tensors are contiguous.
     """
     tokens = key.selected.shape[0]
-    rows, pages = page_table.shape
+    (rows, pages), ragged = page_table.shape, cu_seqlens_q is not None
     launches = decode_descriptions.append(
         tokens,
         rows,
@@ -47,7 +47,7 @@ def append(
         cache.kv_heads,
         (key.selected.shape[2], value.selected.shape[2]),
         cache.config,
-        ragged=cu_seqlens_q is not None,
+        ragged=ragged,
         separate=cache.separate,
         means=means,
         fp8_rows=cache.recent_key.shape[0] if cache.is_fp8 else 0,
@@ -71,5 +71,7 @@ def append(
         *(lengths if x is None else x for x in (*scales, cache.recent_key, cache.recent_value)),
         lengths if slots is None else slots.contiguous(),
     ]
-    for kernel in launches:
+    for _ in range(paged.launches_of_means(tokens, rows, ragged, means)):
+        OPS.run_in_place(launches[0], *arrays)
+    for kernel in launches[1:]:
         OPS.run_in_place(kernel, *arrays)

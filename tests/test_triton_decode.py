@@ -255,6 +255,38 @@ def test_append_writes_what_torch_writes(separate, fp8, monkeypatch):
 
 
 @kernel
+@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "even"])
+@pytest.mark.parametrize("name", ["triton"] if INTERPRETED else ["triton", "mosaic"])
+def test_a_prefix_that_comes_with_the_same_call(name, ragged, monkeypatch):
+    """A row goes on after pages that a later one fills in this call, as engines share prefixes: its
+    compressed tokens that span the page's end are made of these tokens.
+    """
+    pretend.machine(monkeypatch, append_why_not=None)
+    sizes, page = Sizes(2, 1, *((64, 64) if DEVICE == "cuda" else ())), SMALL.select_block
+    begin, end = ([2 * page, 0], [2 * page + 7, 40]) if ragged else ([2 * page, 0], [64, 32])
+    rows, table = (
+        Rows(sizes, end),
+        torch.tensor([[5, 9, 2, 1], [5, 9, 7, 3]], dtype=torch.int32),
+    )
+    for each in (*rows.key, *rows.value):
+        each[0][: 2 * page] = each[1][: 2 * page]
+    counts = [b - a for a, b in zip(begin, end, strict=True)]
+    dtype, found = torch.bfloat16 if name == "mosaic" else torch.float32, []
+    for implementation in (name, "torch"):
+        cache = nsa_torch.PagedCache(
+            POOL, 1, sizes.D, sizes.Dv, config=SMALL, dtype=dtype, device=DEVICE
+        )
+        key, value = (rows.cut(x, begin, end, tensor).to(dtype) for x in ("key", "value"))
+        at = table.to(DEVICE), tensor(np.array(end, np.int32))
+        starts = tensor(bounds(counts)) if ragged else None
+        options = {"cu_seqlens_q": starts, "implementation": implementation}
+        nsa_torch.append(cache, key, value, *at, **options)
+        found.append(cache.tensors())
+    for part, x in found[1].items():
+        torch.testing.assert_close(found[0][part], x, rtol=0.01, atol=1e-6)
+
+
+@kernel
 def test_append_of_as_many_tokens_a_row(monkeypatch):
     pretend.machine(monkeypatch, append_why_not=None)
     rows, found = Rows(Sizes(2, 1), [30, 45]), []

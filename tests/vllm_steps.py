@@ -38,6 +38,7 @@ SIZES = dict(
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "chunks": ({}, {}, 4),
     "preempted": ({}, {"num_gpu_blocks_override": 8, "max_model_len": 448}, 12),
+    "together": ({}, {"max_num_batched_tokens": 256}, 4),
     "guesses": ({"initializer_range": 0.06}, {"speculative_config": GUESSES}, 12),
 }
 
@@ -47,6 +48,8 @@ def prompts(case: str) -> list[list[int]]:
     found = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in LENGTHS]
     if case == "chunks":  # the last two begin with blocks of others
         found += [found[1][:256] + [3, 4], found[2][:64] + [5]]
+    if case == "together":  # with blocks of one that comes in the same step
+        return [found[2], found[2][:64] + found[3][:40], found[2]]
     return [found[1], found[3]] if case == "preempted" else found
 
 

@@ -54,8 +54,8 @@ class NSAGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate_batch`. Where nobody says, a manager that persists warms up; one of
-        a single call does not: it captures a graph when a step needs it, after the first tokens.
+        """transformers' `generate_batch`. Where nobody says, a manager that persists warms up, one
+        of a single call does not: it captures graphs when steps need them, after first tokens.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments

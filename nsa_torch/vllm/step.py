@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import paged_layout
 from nsa_core.layer import LayerSpec
-from nsa_core.paged_runs import GATHERED_KEYS, Run, plan_runs
+from nsa_core.paged_runs import GATHERED_KEYS, Run, fills_pages_of_others, plan_runs
 from nsa_core.types import Branches
 from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import paged_attention
@@ -42,12 +42,14 @@ class Step(NamedTuple):
           metadata: vLLM's `CommonAttentionMetadata`.
           block_size: tokens of a block.
         """
-        m = metadata
+        m, count = metadata, metadata.max_query_len
         at, tokens = (m.block_table_tensor, m.seq_lens), m.num_actual_tokens
-        if m.max_query_len <= QUERIES and m.max_query_len * m.num_reqs == tokens:
-            return cls(*at, None, None, tokens)
-        starts, lengths = m.query_start_loc_cpu.tolist(), m.seq_lens_cpu_upper_bound.tolist()
-        runs = plan_runs(starts[: m.num_reqs + 1], lengths[: m.num_reqs], block_size)
+        lengths = m.seq_lens_cpu_upper_bound.tolist()[: m.num_reqs]
+        if count <= QUERIES and count * m.num_reqs == tokens:
+            if not fills_pages_of_others(count, lengths, block_size):
+                return cls(*at, None, None, tokens)
+        starts = m.query_start_loc_cpu.tolist()[: m.num_reqs + 1]
+        runs = plan_runs(starts, lengths, block_size)
         return cls(*at, m.query_start_loc, runs, tokens)
 
     def attend(
