@@ -52,10 +52,17 @@ OTHERS = [
 ]
 
 
-def compiled(**sizes):
+def posed(**sizes):
     sizes["variant"] = Variant(*sizes["variant"])
     sizes = {"H": 64, "Hkv": 4, "interpret": False, "any_length": True} | sizes
-    return decode(dataclasses.replace(PAPER, **sizes)).for_any_length()
+    return dataclasses.replace(PAPER, **sizes)
+
+
+OTHERS = [x for x in OTHERS if x not in COMPILED and specs.why_not(posed(**x)) is None]
+
+
+def compiled(**sizes):
+    return decode(posed(**sizes)).for_any_length()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,8 @@ def test_every_variant_fits_the_chip(each):
 
 def test_shared_memory_of_every_variant():
     for variant, form in itertools.product(specs.VARIANTS, FORMS):
+        if specs.why_not(posed(variant=dataclasses.astuple(variant), **form)) is not None:
+            continue
         counted = compiled(variant=dataclasses.astuple(variant), **form).spec.offsets["end"]
         most = specs.HALF_SM if variant.warps == 4 else SMEM_BYTES
         assert counted + ALIGNING <= most, (variant, form)

@@ -59,9 +59,9 @@ class Queue:
         """`arrays` has the pages of each branch by name."""
         m, spec = lane.m, lane.spec
         self.lane, self.work = lane, work
-        self.near = work.mine + work.sliding
-        self.limit = self.near * 2
-        self.total = self.limit + 2 * spec.selected_strips
+        self.near = work.mine + self.turns(work.sliding)
+        self.limit = self.near + self.turns(work.mine) + self.turns(work.sliding)
+        self.total = self.limit + 2 * self.turns(spec.selected_strips)
         self.meeting = m.larger(work.mine - 1, 0)
         self.ring = lane.place("ring") + lane.warp * spec.ring_bytes
         self.selected_start = lambda i: m.word(-1)  # until the blocks are known
@@ -96,6 +96,11 @@ class Queue:
             for i in range(4)
         ]
         self.read_narrow_values_at = key * PART + (next_chunk << 4)
+
+    def turns(self, strips: Any) -> Any:
+        """Of strips that are not compressed keys."""
+        together = self.lane.spec.together
+        return (strips + together - 1) // together
 
     def _stage(self, turn: Any) -> Any:
         spec = self.lane.spec
@@ -159,28 +164,55 @@ class Queue:
 
     def _copy(self, turn: Any, chosen: bool) -> None:
         lane, work, spec = self.lane, self.work, self.lane.spec
-        m, selected = lane.m, spec.selected_strips
+        m, together = lane.m, spec.together
         values = turn >= self.near
-        i = turn - m.where(values, self.near, 0)
-        raw, compressed = i >= work.mine, i < work.mine
-        first = m.where(
-            compressed,
-            work.compressed_strip(lane, i) * STRIP,
-            work.sliding_key(lane, i - work.mine),
-        )
+        turn_of_kind = turn - m.where(values, self.near, 0)
+        compressed_turns, apart = work.mine, 1
+        if together > 1:
+            compressed_turns = m.where(values, self.turns(work.mine), work.mine)
+            apart = m.where(values, together, 1)
+        raw, compressed = turn_of_kind >= compressed_turns, turn_of_kind < compressed_turns
         key, value = self.sliding
         if chosen:
-            late, i = turn >= self.limit, m.larger(turn - self.limit, 0)
-            second = i >= selected
-            start = self.selected_start(i - m.where(second, selected, 0))
+            selected = self.turns(spec.selected_strips)
+            late, late_turn = turn >= self.limit, m.larger(turn - self.limit, 0)
+            second = late_turn >= selected
+            late_turn = late_turn - m.where(second, selected, 0)
             raw, compressed = raw | late, compressed & (turn < self.limit)
-            first = m.where(late, m.larger(start, 0), first)
-            values = m.where(late, second, values)
             pairs = zip(self.selected, self.sliding, strict=True)
             key, value = (one.where(late, other) for one, other in pairs)
-        to = self._stage(turn)
-        m.when(compressed, lambda: self._copy_from(*self.compressed, values, to, first))
-        m.when(raw, lambda: self._copy_from(key, value, values, to, first))
+        of_values = m.where(late, second, values) if chosen else values
+        stage = self._stage(turn)
+        for k in range(together):
+            i = turn_of_kind * apart + k
+            j = (turn_of_kind - compressed_turns) * together + k
+            first = m.where(
+                compressed,
+                work.compressed_strip(lane, i) * STRIP,
+                work.sliding_key(lane, j),
+            )
+            there = m.where(compressed, i < work.mine, j < work.sliding)
+            if chosen:
+                late_strip = late_turn * together + k
+                start = self.selected_start(late_strip)
+                first = m.where(late, m.larger(start, 0), first)
+                there = m.where(late, late_strip < spec.selected_strips, there)
+            raw_there, compressed_there = raw, compressed
+            if together > 1:
+                raw_there, compressed_there = raw & there, compressed & there
+            where = stage + k * spec.strip_bytes, first
+            if k:  # of compressed keys a turn takes one
+                copied = compressed_there & values
+                m.when(copied, lambda where=where: self.compressed[1].copy(*where))
+            else:
+                m.when(
+                    compressed_there,
+                    lambda where=where: self._copy_from(*self.compressed, values, *where),
+                )
+            m.when(
+                raw_there,
+                lambda where=where: self._copy_from(key, value, of_values, *where),
+            )
 
     def _copy_from(self, key: "_Pages", value: "_Pages", values: Any, *where: Any) -> None:
         m = self.lane.m
@@ -193,7 +225,7 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`."""
+        """`scale log2(e) Q K^T` of a strip of 16 bits: two tiles of `[16 heads, 8 keys]`."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
         halves = [stage + at for at in self.read_keys_at]
@@ -213,10 +245,18 @@ class Queue:
             tiles.append([x * (spec.scale * LOG2E) for x in sums.total()])
         return tiles
 
-    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[Words]:
-        """`logits` of a strip of keys in fp8."""
-        m, spec = self.lane.m, self.lane.spec
-        stage, tiles = self.take(turn), []
+    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[list[Words]]:
+        """`logits` of each strip of keys in fp8."""
+        stage = self.take(turn)
+        return [self._rounded_logits(strip, query) for strip in self._strips(stage)]
+
+    def _strips(self, stage: Any) -> Words:
+        """Where those of a turn in fp8 lie."""
+        spec = self.lane.spec
+        return [stage + k * spec.strip_bytes for k in range(spec.together)]
+
+    def _rounded_logits(self, stage: Any, query: "HalfQuery") -> list[Words]:
+        m, spec, tiles = self.lane.m, self.lane.spec, []
         whole = [stage + at for at in self.read_rounded_keys_at]
         rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
         scales = self._scales(stage)
@@ -281,9 +321,9 @@ class Queue:
         return acc
 
     def add_rounded(
-        self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
+        self, state: list, turn: Any, p: list[list[Words]], most: Any, keys: list[tuple]
     ) -> list:
-        """`add` of values in fp8.
+        """`add` of the strips of values in fp8, each with its `p` and `keys`.
 
         Args:
           state: `acc`, and the power of two that all of it is multiplied by, so that p times scales
@@ -292,11 +332,12 @@ class Queue:
           most: of the lane's p, from 0.
         """
         m, spec = self.lane.m, self.lane.spec
-        stage, (acc, unit) = self.take(turn), state
-        self.clear(stage, first, low, high)
-        scales = self._scales(stage)
-        largest = m.size(scales[0][0])
-        for scale in (scales[0][1], *scales[1]):
+        strips, (acc, unit) = self._strips(self.take(turn)), state
+        for strip, seen in zip(strips, keys, strict=True):
+            self.clear(strip, *seen)
+        scales = [self._scales(strip) for strip in strips]
+        largest = m.word(0.0)
+        for scale in (x for strip in scales for tile in strip for x in tile):
             largest = m.larger(largest, m.size(scale))
         largest = largest * most
 
@@ -308,23 +349,24 @@ class Queue:
 
         over = m.different(m.votes(largest * unit >= 2.0**MOST_P_EXPONENT), 0)
         acc, unit = m.repeat(m.number(over), smaller, [acc, unit], unrolled=False)
-        scales = [[x * unit for x in tile] for tile in scales]
-        p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
-        words = [
-            m.pack(p[t][2 * r], p[t][2 * r + 1], "float16") for t in (0, 1) for r in (0, 1)
-        ]
         acc = list(acc)
-        for i in range(spec.Dv // 32):
-            if spec.Dv == ROW_BYTES:
-                v = m.read_transposed(stage + self.read_values_at[i])
-            else:
-                v = m.read_transposed(stage + self.read_narrow_values_at, 32 * i)
-            for chunk in range(2):
-                halves = [m.widened(m.even_and_odd(v[2 * chunk + half])) for half in range(2)]
-                for e in range(2):
-                    tile = 4 * i + 2 * chunk + e
-                    pairs = [half[e] for half in halves]
-                    acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
+        for strip, own, each in zip(strips, scales, p, strict=True):
+            own = [[x * unit for x in tile] for tile in own]
+            each = [[x * own[t][i % 2] for i, x in enumerate(y)] for t, y in enumerate(each)]
+            words = [
+                m.pack(*each[t][2 * r : 2 * r + 2], "float16") for t in (0, 1) for r in (0, 1)
+            ]
+            for i in range(spec.Dv // 32):
+                if spec.Dv == ROW_BYTES:
+                    v = m.read_transposed(strip + self.read_values_at[i])
+                else:
+                    v = m.read_transposed(strip + self.read_narrow_values_at, 32 * i)
+                for chunk in range(2):
+                    halves = [m.widened(m.even_and_odd(v[2 * chunk + h])) for h in range(2)]
+                    for e in range(2):
+                        tile = 4 * i + 2 * chunk + e
+                        pairs = [half[e] for half in halves]
+                        acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
         return [acc, unit]
 
 

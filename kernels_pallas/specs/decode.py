@@ -161,9 +161,23 @@ class Decode:
         return 1 if self.fp8 else 2
 
     @property
+    def together(self) -> int:
+        """Strips of a turn of a warp's ring, but of compressed keys: two where they are half as
+        large.
+        """
+        return 2 if self.fp8 else 1
+
+    @property
     def scales_at(self) -> int:
-        """Where in a stage the scales of a strip of tokens lie, behind it."""
+        """Where the scales of a strip in fp8 lie, behind it."""
         return STRIP * max(self.D, self.Dv)
+
+    @property
+    def strip_bytes(self) -> int:
+        """From a strip of a turn to the next."""
+        if self.fp8:
+            return self.scales_at + 4 * STRIP
+        return STRIP * max(self.D, self.Dv) * 2
 
     @property
     def cluster_warps(self) -> int:
@@ -200,8 +214,8 @@ class Decode:
 
     @property
     def stage_bytes(self) -> int:
-        """A strip of keys or of values."""
-        return STRIP * max(self.D, self.Dv) * 2
+        """The strips of a turn."""
+        return max(self.together * self.strip_bytes, STRIP * self.D * 2)
 
     @property
     def ring_bytes(self) -> int:
