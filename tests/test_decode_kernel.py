@@ -703,7 +703,7 @@ def test_what_the_kernel_cannot_do(change, words):
         ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(3, 8, 3, 1024)),
         ({"B": 1, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(16, 4, 2, 1024)),
         ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 4, 512)),
-        ({"B": 8, "q_len": 4, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(3, 8, 3, 1024)),
+        ({"B": 8, "q_len": 4, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(2, 8, 2, 1024)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
         ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),
     ],

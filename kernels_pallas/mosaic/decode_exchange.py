@@ -135,9 +135,7 @@ def tell(lane: Lane, kind: int, state: list[Words]) -> None:
 
 def _stats(lane: Lane, kind: int) -> Any:
     """Where the statistics of an exchange lie."""
-    if kind == SELECTED:
-        return lane.place("selected_stats")
-    return lane.place("stats") + kind * lane.spec.cluster_warps * STAT_BYTES
+    return lane.place("sliding_stats" if kind == SLIDING else "stats")
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:

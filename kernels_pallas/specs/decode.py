@@ -63,6 +63,7 @@ VARIANTS = (
     Variant(8, 8, 4, 1024),
     Variant(8, 4, 2, 1024),
     Variant(3, 8, 3, 1024),
+    Variant(2, 8, 2, 1024),
     Variant(4, 8, 4, 1024),
     Variant(4, 8, 2, 1024),
     Variant(8, 8, 2, 2560),
@@ -238,29 +239,33 @@ class Decode:
     def offsets(self) -> dict[str, int]:
         """Where each part of shared memory begins, and where all end.
 
-        What warps find lies over the statistics of the compressed branch, which the warps of the
-        CTA have read before. `partial_out` lies over these, those of the sliding branch and the
-        scores: every warp of the cluster has read them before the third exchange ends.
+        What warps find lies over the scores, which the warps of the CTA have read before. The
+        selected branch's statistics lie over those of the compressed one: a warp that has strips of
+        it read them before it pushed scores, and without these no warp goes on to the selected
+        branch. `partial_out` lies over what lies behind: every warp of the cluster has read that
+        before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
         partial_out = 4 * self.variant.cluster * self.slice
         scored = cdiv(capacity * self.per_page, STRIP) * STRIP // self.per_page
+        best = 8 * warps * self.found_slots
         sizes = {
             "ring": warps * self.ring_bytes,
             "logits": (warps * self.kept_strips + self.spare_strips) * TILE_BYTES,
             "table": 4 * capacity,
-            "selected_stats": stats,
-            "stats": 2 * stats,
-            "scores": 8 * max(scored, capacity + 1),
+            "stats": stats,
+            "sliding_stats": stats,
+            "scores": max(8 * max(scored, capacity + 1), best + 4 * LANES),
         }
         at, found = 0, {}
         for name, size in sizes.items():
             found[name] = at
             at += cdiv(size, 64) * 64
-        found["partial_out"] = found["found"] = found["stats"]
-        found["winners"] = found["found"] + 8 * warps * self.found_slots
-        found["barriers"] = max(at, found["stats"] + partial_out)
+        found["found"] = found["scores"]
+        found["winners"] = found["found"] + best
+        found["partial_out"] = found["sliding_stats"]
+        found["barriers"] = max(at, found["partial_out"] + partial_out)
         return found | {"end": found["barriers"] + 8 * BARRIERS}
 
     @property
