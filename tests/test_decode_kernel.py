@@ -491,7 +491,17 @@ def of_the_next_rows(self, to, first, copy=decode_streams._Pages._copy_scales):
     copy(self, to, first + 4)
 
 
+def every_strip_is_there(self, i, times, keys):
+    return np.bool_(True), keys(i)
+
+
 FP8_MUTANTS = {
+    "a turn has two strips always": (body._Step, "_some", every_strip_is_there),
+    "both strips of a turn lie in one place": (
+        decode_streams.Queue,
+        "_strips",
+        lambda self, stage: [stage, stage],
+    ),
     "scales of the next rows": (decode_streams._Pages, "_copy_scales", of_the_next_rows),
     "a lane's scales are its neighbour's": (
         decode_streams.Queue,

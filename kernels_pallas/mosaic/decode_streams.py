@@ -13,7 +13,8 @@ bytes of a row's part are exchanged by the row's number (`turned`), so that all 
             column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
 The ring is one queue of turns over all branches, and of what comes next there are always
-`stages - 1` strips under way, while warps wait for others too:
+`stages - 1` turns under way, while warps wait for others too. A turn is a strip; in fp8 it is two,
+but of compressed keys, which have 16 bits: so as many bytes are under way.
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
@@ -163,56 +164,50 @@ class Queue:
         m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
+        """Asks for the strips of a turn."""
+        spec, stage = self.lane.spec, self._stage(turn)
+        for k in range(spec.together):
+            self._copy_strip(stage + k * spec.strip_bytes, turn, k, chosen)
+
+    def _copy_strip(self, to: Any, turn: Any, k: int, chosen: bool) -> None:
+        """Asks for strip `k` of a turn, if there is one."""
         lane, work, spec = self.lane, self.work, self.lane.spec
         m, together = lane.m, spec.together
         values = turn >= self.near
-        turn_of_kind = turn - m.where(values, self.near, 0)
-        compressed_turns, apart = work.mine, 1
+        i = turn - m.where(values, self.near, 0)
+        own, number = work.mine, i
         if together > 1:
-            compressed_turns = m.where(values, self.turns(work.mine), work.mine)
-            apart = m.where(values, together, 1)
-        raw, compressed = turn_of_kind >= compressed_turns, turn_of_kind < compressed_turns
+            own = m.where(values, self.turns(work.mine), work.mine)
+            number = m.where(values, i * together + k, i)
+        raw, compressed, after = i >= own, i < own, (i - own) * together + k
+        first = m.where(
+            compressed,
+            work.compressed_strip(lane, number) * STRIP,
+            work.sliding_key(lane, after),
+        )
+        there = m.where(compressed, number < work.mine, after < work.sliding)
         key, value = self.sliding
         if chosen:
             selected = self.turns(spec.selected_strips)
-            late, late_turn = turn >= self.limit, m.larger(turn - self.limit, 0)
-            second = late_turn >= selected
-            late_turn = late_turn - m.where(second, selected, 0)
+            late, i = turn >= self.limit, m.larger(turn - self.limit, 0)
+            second = i >= selected
+            i = (i - m.where(second, selected, 0)) * together + k
+            start = self.selected_start(i)
             raw, compressed = raw | late, compressed & (turn < self.limit)
+            first = m.where(late, m.larger(start, 0), first)
+            there = m.where(late, i < spec.selected_strips, there)
             pairs = zip(self.selected, self.sliding, strict=True)
             key, value = (one.where(late, other) for one, other in pairs)
-        of_values = m.where(late, second, values) if chosen else values
-        stage = self._stage(turn)
-        for k in range(together):
-            i = turn_of_kind * apart + k
-            j = (turn_of_kind - compressed_turns) * together + k
-            first = m.where(
-                compressed,
-                work.compressed_strip(lane, i) * STRIP,
-                work.sliding_key(lane, j),
-            )
-            there = m.where(compressed, i < work.mine, j < work.sliding)
-            if chosen:
-                late_strip = late_turn * together + k
-                start = self.selected_start(late_strip)
-                first = m.where(late, m.larger(start, 0), first)
-                there = m.where(late, late_strip < spec.selected_strips, there)
-            raw_there, compressed_there = raw, compressed
-            if together > 1:
-                raw_there, compressed_there = raw & there, compressed & there
-            where = stage + k * spec.strip_bytes, first
-            if k:  # of compressed keys a turn takes one
-                copied = compressed_there & values
-                m.when(copied, lambda where=where: self.compressed[1].copy(*where))
-            else:
-                m.when(
-                    compressed_there,
-                    lambda where=where: self._copy_from(*self.compressed, values, *where),
-                )
-            m.when(
-                raw_there,
-                lambda where=where: self._copy_from(key, value, of_values, *where),
-            )
+        if together > 1:
+            raw, compressed = raw & there, compressed & there
+        if k == 0:
+            kinds = *self.compressed, values
+            m.when(compressed, lambda: self._copy_from(*kinds, to, first))
+        else:  # of compressed keys a turn takes one
+            m.when(compressed & values, lambda: self.compressed[1].copy(to, first))
+        if chosen:
+            values = m.where(late, second, values)
+        m.when(raw, lambda: self._copy_from(key, value, values, to, first))
 
     def _copy_from(self, key: "_Pages", value: "_Pages", values: Any, *where: Any) -> None:
         m = self.lane.m
