@@ -603,7 +603,17 @@ def meeting_late(self, *arguments, begin=decode_streams.Queue.__init__):
     self.meeting = self.meeting + 2
 
 
+def as_late_as_others(self):
+    last = np.maximum(self.work.mine - 1, -1)
+    return (last + self.lane.spec.variant.stages).astype(np.int32)
+
+
 APPEND_MUTANTS = {
+    "who reads new tokens waits as late as others": (
+        decode_streams.Queue,
+        "_meeting",
+        as_late_as_others,
+    ),
     "tokens stand a place too early": with_token(first=lambda x: x - 1),
     "only a row's first token": with_token(count=lambda x: x * 0 + 1),
     "tables are wider": with_token(columns=lambda x: x + 1),

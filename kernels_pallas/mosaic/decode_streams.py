@@ -19,8 +19,9 @@ but of compressed keys, which have 16 bits: so as many bytes are under way.
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-What this launch appends lies in a warp's last compressed strip or after it. A warp waits for the
-cluster, whose first CTA appends meanwhile, before it asks for that: at the turn `meeting`.
+What this launch appends lies in the last strips of the compressed and of the sliding branch. A
+warp waits for the cluster, whose CTAs append meanwhile, at the turn `meeting`: before it asks for
+one of these, or else before it tells others of its keys.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Queue:
         self.near = work.mine + self.turns(work.sliding)
         self.limit = self.near + self.turns(work.mine) + self.turns(work.sliding)
         self.total = self.limit + 2 * self.turns(spec.selected_strips)
-        self.meeting = m.larger(work.mine - 1, 0)
+        self.meeting = self._meeting()
         self.ring = lane.place("ring") + lane.warp * spec.ring_bytes
         self.selected_start = lambda i: m.word(-1)  # until the blocks are known
 
@@ -98,6 +99,17 @@ class Queue:
         ]
         self.read_narrow_values_at = key * PART + (next_chunk << 4)
 
+    def _meeting(self) -> Any:
+        m, lane, work, spec = self.lane.m, self.lane, self.work, self.lane.spec
+        new = m.larger(work.seen - spec.q_len, 0)  # tokens from here on may be
+        last = work.compressed_strip(lane, work.mine - 1)
+        compressed = (work.mine > 0) & ((last + 1) * STRIP > new // spec.stride)
+        last = work.sliding_key(lane, work.sliding - 1)
+        sliding = (work.sliding > 0) & (last + STRIP > new)
+        telling = m.larger(work.mine - 1, -1) + spec.variant.stages
+        turn = m.where(sliding, m.smaller(self.near - 1, telling), telling)
+        return m.where(compressed, work.mine - 1, turn)
+
     def turns(self, strips: Any) -> Any:
         """Of strips that are not compressed keys."""
         together = self.lane.spec.together
@@ -120,48 +132,48 @@ class Queue:
           chosen: the blocks are known.
           meets: the cluster may not have been waited for.
         """
+        self.lane.m.sync()  # what it is copied over has been read
+        self._ask(turn, chosen, meets)
+
+    def _ask(self, turn: Any, chosen: bool, meets: bool = False) -> None:
         m = self.lane.m
-        end = self.total if chosen else self.limit
-        m.sync()  # what it is copied over has been read
         if meets:
             m.when(m.same(turn, self.meeting), m.wait_for_cluster)
+        end = self.total if chosen else self.limit
         m.when(turn < end, lambda: self._copy(turn, chosen))
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
         """Asks for those of the first strips that were there before the launch."""
-        last = self.lane.m.smaller(self.meeting, self.limit)
-        self._first_turns(lambda turn: turn < last, False)
+        m, ask = self.lane.m, lambda turn: self._ask(turn, False)
+        self._each_stage(lambda turn: m.when(turn < self.meeting, lambda: ask(turn)))
 
     def fill(self) -> None:
         """Asks for the rest of the first strips."""
-        m = self.lane.m
-
-        def rest(turn):
-            m.when(m.same(turn, self.meeting), m.wait_for_cluster)
-            return (turn >= self.meeting) & (turn < self.limit)
-
-        self._first_turns(rest, False)
+        m, ask = self.lane.m, lambda turn: self._ask(turn, False, True)
+        self._each_stage(lambda turn: m.when(turn >= self.meeting, lambda: ask(turn)))
 
     def catch_up(self, done: Any) -> None:
         """Asks for the selected strips among the next `stages` after `done` turns, which were
         left out while the blocks were not known.
         """
-        self.lane.m.sync()
-        left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
-        self._first_turns(left_out, True, done)
-
-    def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
-        """Asks for those of `stages` turns after `done` that are `wanted`."""
         m = self.lane.m
+        m.sync()
 
-        def turn(i, nothing):
-            now = done + i
-            m.when(wanted(now), lambda: self._copy(now, chosen))
+        def ask(i):
+            turn = done + i
+            left_out = (turn >= self.limit) & (turn < self.total)
+            m.when(left_out, lambda: self._copy(turn, True))
             m.end_copies()
+
+        self._each_stage(ask)
+
+    def _each_stage(self, do) -> None:
+        def step(i, nothing):
+            do(i)
             return nothing
 
-        m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
+        self.lane.m.repeat(self.lane.spec.variant.stages, step, [], unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
         """Asks for the strips of a turn."""
