@@ -13,9 +13,8 @@ from nsa_core.config import NSAConfig
 
 INCLUDES = ("selected", "tail")
 ANY = NSAConfig()  # what is asked of shapes alone is the same for all
-# A block of 128 as two of 64 is the same function: kernels of 64 keep more CTAs on an SM, and store
-# dS. Beyond so many entries no kernel takes a list.
-WHOLE_BLOCK, MAX_ENTRIES = 64, 64
+# A large block as several is the same function. Beyond so many entries no kernel takes a list.
+WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
@@ -25,9 +24,9 @@ def config_of(block_size: int, entries: int) -> NSAConfig:
 
 def parts_of(block_size: int, entries: int) -> int:
     """Into how many blocks one is cut for the kernels, lists of so many `entries`."""
-    parts = block_size // WHOLE_BLOCK
-    cut = block_size % WHOLE_BLOCK == 0 and entries * parts <= MAX_ENTRIES
-    return parts if cut else 1
+    fit = [x for x in WHOLE_BLOCKS if block_size % x == 0]
+    parts = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
+    return parts[0] if parts else 1
 
 
 def check(query, key, value, block_indices, block_size, include, scale) -> None:
@@ -84,7 +83,9 @@ def for_kernels(xp: Any, indices, part, keys: int, block_size: int, kv_heads: in
     *tokens, scopes, entries = indices.shape
     parts, found = part.shape[0], indices
     if parts > 1:
-        found = found[..., None] * parts + part
+        # Multiples of the rest would overflow.
+        named = xp.where((found >= 0) & (found <= keys // block_size), found, -1)
+        found = named[..., None] * parts + part
     blocks = -(-keys // (block_size // parts))
     found = xp.where((found >= 0) & (found < blocks), found, -1)
     repeats = max(kv_heads // scopes, 1)

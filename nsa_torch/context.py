@@ -25,7 +25,7 @@ from nsa_core import debug, validate
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
-from nsa_core.steps.mosaic_gather import MAX_HEADS
+from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
 from nsa_torch import checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
@@ -231,7 +231,7 @@ def attention(
     # No tile may have queries of both chunks. One sequence is gathered for few heads, packed rows
     # are not.
     whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
-    gaps = on_mosaic and whole_tiles and (packed or group > MAX_HEADS)
+    gaps = on_mosaic and whole_tiles and (packed or group > max_heads(config.select_block))
     call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
     return call(query, key, value, gates, compressed, block_indices)
 

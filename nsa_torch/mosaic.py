@@ -3,7 +3,7 @@
 After one call of the same shape, which compiles the kernels, a CUDA graph can capture it.
 """
 
-from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.selected import of_blocks
 from kernels_pallas.specs.tile_block_lists import list_arrays
 from nsa_core.steps import mosaic_attention
 from nsa_core.steps.mosaic_forward import sizes_of
@@ -13,7 +13,7 @@ from nsa_torch.kernel_path import KernelPath
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     """Of starts, members and counts."""
-    spec = SelectedAttention(**sizes_of(query, key, value, None), n=n, block=block)
+    spec = of_blocks(sizes_of(query, key, value, None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 
 

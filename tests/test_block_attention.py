@@ -16,6 +16,7 @@ import nsa_jax
 import nsa_torch
 from bench.harness import timing
 from bench.judge.parity import assert_parity
+from kernels_pallas.specs.tile import parts_of_block
 from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_core import block_lists, debug
 from nsa_torch import blocks
@@ -326,10 +327,29 @@ def test_valid_queries_come_first():
             assert not out[row, count:].any() and np.isneginf(lse[row, count:]).all()
 
 
-def test_a_block_of_128_is_two_of_64():
-    assert block_lists.parts_of(128, 16) == 2 and block_lists.parts_of(128, 32) == 2
-    assert block_lists.parts_of(192, 21) == 3 and block_lists.parts_of(256, 17) == 1
-    assert block_lists.parts_of(128, 33) == block_lists.parts_of(64, 16) == 1
+def test_large_blocks_are_several():
+    assert block_lists.parts_of(192, 21) == 3 and block_lists.parts_of(256, 17) == 2
+    assert block_lists.parts_of(128, 16) == block_lists.parts_of(256, 33) == 1
+    assert parts_of_block(128, 16) == 2 == parts_of_block(128, 32)
+    assert parts_of_block(128, 33) == parts_of_block(64, 16) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_numbers_whose_multiples_are_small():
+    """Of blocks in four parts: four times 2**30 is 0 in an int32."""
+    query, key, value = (torch.randn(1, 9, 1, 16) for _ in range(3))
+    lists = torch.tensor([2**30, -(2**31), 2**31 - 1, 2**30 + 1]).int()
+    lists = lists.expand(1, 9, 1, 4)
+    assert block_lists.parts_of(512, 4) == 4
+    for name in ("sdpa", "reference"):
+        out = nsa_torch.block_attention(
+            query, key, value, lists, block_size=512, implementation=name
+        )
+        assert not out.any()
+    out = nsa_jax.block_attention(
+        *(jnp.asarray(x.numpy()) for x in (query, key, value, lists)), block_size=512
+    )
+    assert not out.any()
 
 
 BAD = (

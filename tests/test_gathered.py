@@ -30,6 +30,8 @@ from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pull
 
 FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 G4 = Case(34, 400, H=4, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+LARGE = dataclasses.replace(FEW, select_block=128)
+G16 = Case(9, 660, H=16, Hkv=1, D=64, Dv=64, B=1, config=LARGE, dtype="bfloat16")
 G3 = Case(30, 330, H=6, Hkv=2, D=128, Dv=64, B=1, config=FEW, dtype="float16")
 
 
@@ -59,15 +61,17 @@ def left(case, **change):
     p = problem(dataclasses.replace(case, **change))
     tokens = 64 * p.case.Hkv // p.case.H
     indices, first = np.asarray(arrays_of(p)[1]), p.case.S - p.case.T
+    block = p.case.config.select_block
 
     def blocks(tile, head):
         found = indices[0, tile * tokens : (tile + 1) * tokens, head]
         return {*found.ravel().tolist()} - {-1}
 
     def leaves(tile, head):
-        own, near = blocks(tile, head), max(first + tile * tokens, 0) // 64 - 1
+        own, near = blocks(tile, head), max(first + tile * tokens, 0) // block - 1
         far = {x for x in own if 0 < x < near}
-        long = len(blocks(tile - 1, head)) > int(mosaic_gather.LONG_LIST * 3)
+        walked = len(blocks(tile - 1, head)) * block // 64
+        long = walked > int(mosaic_gather.LONG_LIST * 3)
         return long and far and own - far
 
     tiles = range(1, -(-p.case.T // tokens))
@@ -75,7 +79,7 @@ def left(case, **change):
     return p
 
 
-@pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1)], ids=str)
+@pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1), (G16, 1)], ids=str)
 def test_forward(case, parts, interpreted, leaving):
     check_steps(left(case), ("selected_attention",))
     assert {kernel.spec.segments for kernel in leaving} == {parts}
@@ -98,6 +102,15 @@ def test_gradients(interpreted, leaving, monkeypatch):
     built = pretend.calls_of(monkeypatch, dkv, "partials", lambda spec: spec)
     check_whole(left(G4, T=20, S=330))
     assert {spec.single_token for spec in built if spec.gathered} == {True}
+
+
+def test_gradients_of_large_blocks(interpreted, leaving):
+    """Those of the query gathered too, of fewer heads than have dS stored."""
+    check_step(left(G16, T=20, H=6), "selected_attention")
+    assert {(x.name, x.spec.block) for x in leaving} == {
+        ("gathered_forward", 128),
+        ("gathered_dq", 128),
+    }
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):
@@ -163,8 +176,9 @@ def test_where_tokens_may_leave(change, packed, limit):
     value, config = arrays["key"], NSAConfig()
     given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
     assert mosaic_gather.gather_limit(*given) == limit
-    other = dataclasses.replace(config, select_block=128)
-    assert mosaic_gather.gather_limit(*given[:4], other, packed) == 0
+    other = dataclasses.replace(config, select_block=128)  # walked over in halves
+    limit = 64 if arrays["query"].shape[2] == 32 else limit
+    assert mosaic_gather.gather_limit(*given[:4], other, packed) == limit
 
 
 @pytest.fixture
@@ -174,6 +188,7 @@ def long_parts(leaving, monkeypatch):
     return leaving
 
 
+PAPER_LARGE = dataclasses.replace(PAPER, select_block=128)
 # On a GPU, shapes that the interpreter would take minutes for.
 CASES = [
     *(
@@ -182,6 +197,8 @@ CASES = [
     ),
     Case(333, 3000, 16, 4, 192, 128, 2, PAPER, dtype="float16"),
     Case(500, 1500, 8, 1, 128, 256, 1, PAPER, dtype="bfloat16"),
+    Case(1700, 1700, 32, 2, 128, 128, 1, PAPER_LARGE, dtype="bfloat16"),
+    Case(700, 2600, 12, 2, 128, 64, 2, PAPER_LARGE, dtype="float16"),
 ]
 
 
@@ -196,7 +213,7 @@ def test_on_gpu(case, long_parts):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], *CASES[-2:]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], *CASES[-4:]], ids=str)
 def test_gradients_on_gpu(case, long_parts):
     check_whole(problem(case))
 

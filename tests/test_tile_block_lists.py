@@ -61,7 +61,8 @@ def expected(spec, indices, position, start, b, g, tile):
     members: dict[int, int] = {}
     cuts, far_slots = [], []
     first_position = max(int(position[b, tile * spec.tile.tokens]), 0)
-    near = max(first_position // spec.block - 1, 0)
+    parts = spec.parts
+    near = max(first_position // (spec.block * parts) - 1, 0) * parts
     for token in range(spec.tile.tokens):
         t = tile * spec.tile.tokens + token
         if t >= spec.T:
@@ -73,15 +74,14 @@ def expected(spec, indices, position, start, b, g, tile):
             members[first] = members.get(first, 0) | 1 << token
             if (block + 1) * spec.block > position[b, t] + 1:
                 cuts.append(first)
-            if 0 < block < near:
-                far_slots.append(slot)
+            if parts <= block < near:
+                far_slots.append(slot // parts)
     starts = sorted(members)
     full_blocks = starts.index(min(cuts)) if cuts else len(starts)
     far_end = sum(x < near * spec.block for x in starts)
     slots = (min(far_slots), max(far_slots) + 1) if far_slots else (spec.n, 0)
-    counts = BlockCounts(
-        full_blocks, len(starts), int(far_end > 0 and 0 in starts), far_end, *slots
-    )
+    far_begin = sum(x < min(near, parts) * spec.block for x in starts)
+    counts = BlockCounts(full_blocks, len(starts), far_begin, far_end, *slots)
     return starts, [members[x] for x in starts], counts
 
 
@@ -116,6 +116,11 @@ def test_emulated(tokens, place):
     spec, *arrays = draw(tokens, place)
     found = check(spec, arrays, *by_emulation(spec, arrays))
     assert bool(found) == (place != "packed, all padding")
+
+
+def test_blocks_in_parts():
+    spec, *arrays = draw(8, "chunk of a long prompt", n=6, parts=2)
+    check(spec, arrays, *by_emulation(spec, arrays))
 
 
 def test_more_blocks_than_bits(monkeypatch):

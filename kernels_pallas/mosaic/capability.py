@@ -5,12 +5,18 @@ import contextvars
 import functools
 from typing import Any
 
-from kernels_pallas.specs.tile import ROWS, SMEM_BUDGET, Tile, slab_width
+from kernels_pallas.specs.tile import (
+    ROWS,
+    SELECTED,
+    SMEM_BUDGET,
+    Tile,
+    parts_of_block,
+    slab_width,
+)
 
 HOPPER = (9, 0)
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
-SELECTED = 64  # blocks of a token
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
@@ -54,6 +60,8 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
         return f"takes selection blocks that are multiples of 16 up to {BLOCK}, got {block}"
     if num_selected > SELECTED:
         return f"takes up to {SELECTED} selected blocks, got {num_selected}"
+    parts = parts_of_block(block, num_selected)
+    block, num_selected = block // parts, num_selected * parts
     slab = slab_width(D, Dv, block)
     if not Tile(group, slab).tokens:
         least = next(slab for slab in (32, 64) if Tile(group, slab).tokens)

@@ -3,12 +3,12 @@
 Algorithm: with the statistics of the whole row, so that partials only have to be added up
 (`gathered_merge.py`):
 
-    S = Q K_j^T, dP = dO V_j^T [64, 64],  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
+    S = Q K_j^T, dP = dO V_j^T [64, block],  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
 
 (formulas: `softmax.py`).
 
 Loop order: key-stationary, queries gathered by list (`gathered_walk.py`). Tiles: 64 // G tokens
-x G heads, 64 keys.
+x G heads, a block of 64 or 128 keys.
 
 Bound: HBM, which writes the partial gradients. Floors at B=1 H=32 Hkv=8 D=Dv=128 T=32768, 13 far
 blocks a token, on an H100: 0.67 TFLOP = 0.67 ms; partials are 3.5 GB, written and read 2.1 ms.
@@ -41,7 +41,7 @@ def build(kernel: Kernel):
 
             def compute(scores, dp):
                 acc = softmax.zeros(spec.D)
-                ds = softmax.softmax_backward(scores, dp, c, stats)  # [64, 64]
+                ds = softmax.softmax_backward(scores, dp, c, stats)  # [64, block]
                 acc = buffers.add_product(acc, ds.astype(dtype), (refs.key_tile, 0))
                 return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]
 

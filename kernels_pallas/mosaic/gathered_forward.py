@@ -3,10 +3,10 @@
 Algorithm: a softmax of one block, O_j = softmax(scale Q K_j^T) V_j with its lse_log2, which
 `gathered_merge.py` merges:
 
-    S = Q K_j^T [64, 64],  P = 2^(c S - m),  O_j = P V_j / l      formulas: softmax.py
+    S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l      formulas: softmax.py
 
 Loop order: key-stationary, queries gathered by list (`gathered_walk.py`). Tiles: 64 // G tokens
-x G heads, 64 keys.
+x G heads, a block of 64 or 128 keys.
 
 Bound: HBM, which writes the partial outputs. Floors at B=1 H=32 Hkv=8 D=Dv=128 T=32768, 13 far
 blocks a token, on an H100: 0.45 TFLOP = 0.45 ms; partial outputs are 3.5 GB, written and read 2.1

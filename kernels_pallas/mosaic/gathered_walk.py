@@ -1,8 +1,8 @@
 """The walk that forward and dq of gathered attention share: a block over its query list.
 
-Key-stationary: a CTA is one warpgroup with one work item, a selection block of 64 keys, which
-stays in shared memory, and some of the entries (token, slot) that chose it. A step gathers the
-query heads of as many tokens as 64 rows have room for, so that no product is wasted, and
+Key-stationary: a CTA is one warpgroup with one work item, a selection block of 64 or 128 keys,
+which stays in shared memory, and some of the entries (token, slot) that chose it. A step gathers
+the query heads of as many tokens as 64 rows have room for, so that no product is wasted, and
 scatters as many results:
 
     load(0)
@@ -12,7 +12,7 @@ scatters as many results:
 A far block ends before the first token of its tile, so its tokens see all of it. The entries of
 the next step are read one step ahead, so that its copies find them in the cache.
 
-Tiles: 64 // G tokens x G heads, and 64 keys.
+Tiles: 64 // G tokens x G heads, and one block.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class GatheredWalk:
         then has room for three CTAs.
         """
         spec, slab = self.spec, self.spec.token_tile.slab
-        others = spec.D + spec.Dv + sum(self.rows.values())
+        others = (spec.D + spec.Dv) * spec.parts + sum(self.rows.values())
         fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
         return slab if fits(slab) and not fits(self.out_width) else self.out_width
 
@@ -91,8 +91,8 @@ class GatheredWalk:
             kernel,
             body,
             scratch={
-                "key_tile": buffers.ring(1, ROWS, spec.D),
-                "value_tile": buffers.ring(1, ROWS, spec.Dv),
+                "key_tile": buffers.ring(1, spec.block, spec.D),
+                "value_tile": buffers.ring(1, spec.block, spec.Dv),
                 **{name: buffers.rows(1, width, tokens) for name, width in rows.items()},
                 "keys_ready": plgpu.Barrier(num_arrivals=(spec.D + spec.Dv) // slab),
                 "rows_ready": plgpu.Barrier(num_arrivals=tokens * loaded),
@@ -108,7 +108,7 @@ class GatheredWalk:
           refs: of the kernel.
           sources: arrays `[B, T, H, .]` that are gathered into the scratch of `rows`.
           work: `work(rows)` starts what a step needs besides and returns a function of its
-            products `[64, 64]` whose result, float32 `[64, out_width]`, is scattered to
+            products `[64, block]` whose result, float32 `[64, out_width]`, is scattered to
             `refs.partials`.
         """
         spec, buffers, gathered_rows = self.spec, self.buffers, self.gathered_rows
@@ -182,7 +182,7 @@ class GatheredWalk:
 
         @pl.when(steps > 0)
         def _():
-            keys = pl.ds(item.first_key, ROWS)
+            keys = pl.ds(item.first_key * spec.parts, spec.block)
             for source, tile in ((refs.key, refs.key_tile), (refs.value, refs.value_tile)):
 
                 def block(columns, source=source):

@@ -66,7 +66,9 @@ class MakeList:
         tokens = bitmap.load(position, key_start, b, token0)
         # The first block that ends after the token's last key.
         cut = [(last + 1) // size for last in tokens.position]
-        near = first_near(warp.shuffle(tokens.position[0], 0), size, warp.larger)
+        parts = spec.parts
+        position0 = warp.shuffle(tokens.position[0], 0)
+        near = first_near(position0, size * parts, warp.larger) * parts
 
         mine = (b * spec.Hkv + g) * sizes.tiles + tile
 
@@ -80,8 +82,8 @@ class MakeList:
             first_cut, slot, slot_end = state
             is_cut = selected & (block >= bitmap.bound(cut, token))
             first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
-            far = selected & (block > 0) & (block < near)
-            place = entry % spec.n
+            far = selected & (block >= parts) & (block < near)
+            place = entry % spec.n // parts
             slot = warp.smaller(slot, warp.where(far, place, spec.n))
             slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
             return [first_cut, slot, slot_end]
@@ -117,7 +119,7 @@ class MakeList:
                         warp.put(address(members, entry, words, word), x, listed)
                     full = listed & (low + block < first_cut) & warp.same(ended, 0)
                     before_near = listed & (low + block < near)
-                    first = before_near & warp.same(low + block, 0)
+                    first = before_near & (low + block < parts)
                     return [
                         whole + warp.ones(warp.votes(full)),
                         count + warp.ones(votes),

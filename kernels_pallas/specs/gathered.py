@@ -33,9 +33,10 @@ SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredAttention(AttentionSizes):
-    """Sizes; a selection block has 64 keys."""
+    """Sizes; a selection block has `parts` times 64 keys, positions count in so many tokens."""
 
     n: int  # selected blocks of a token
+    parts: int
     gather_limit: int  # as of `SelectedAttention`
     segment_tokens: int
     segments: int
@@ -49,6 +50,11 @@ class GatheredAttention(AttentionSizes):
         spec = super().for_any_length()
         lengths = {"segment_tokens": NOMINAL_LENGTH, "items": NOMINAL_LENGTH}
         return dataclasses.replace(spec, segments=1, **lengths)
+
+    @property
+    def block(self) -> int:
+        """Keys of a selection block."""
+        return ROWS * self.parts
 
     @property
     def token_tile(self) -> Tile:
@@ -125,7 +131,7 @@ def partials(spec: GatheredAttention) -> Kernel:
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`, `WorkItem`: a block and some of the entries that chose
-        it. Its tokens see the block to its end.
+        it. Its tokens see the block to its end. Keys count in `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`: its index, first token and first tile.
 
@@ -183,7 +189,7 @@ def merge(spec: GatheredAttention) -> Kernel:
       partials, partial_lse: of `partials`.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as of `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
-      position: int32 `[B, T]`, of each token among the keys.
+      position: int32 `[B, T]`, of each token among the keys, in `parts`.
       walked_lse: float32 `[B, T, H]`, natural, of the walk.
       gate: float32 `[B, T, H]`, if `gated`.
       segment: as of `partials`.

@@ -22,6 +22,7 @@ from kernels_pallas.specs.tile import (
     SMEM_HALF,
     Tile,
     cdiv,
+    parts_of_block,
     slab_width,
 )
 from kernels_pallas.specs.variants import overlap_pv
@@ -40,7 +41,7 @@ class BlockCounts(NamedTuple):
     # without meaning in packed rows.
     far_begin: Any
     far_end: Any
-    far_slot: Any
+    far_slot: Any  # of whole blocks
     far_slot_end: Any
 
 
@@ -59,6 +60,7 @@ class BlockListSizes(AttentionSizes):
     """Sizes of the problem, whose query rows go in tiles with a block list each."""
 
     n: int  # selected blocks of a token
+    parts: int = 1  # blocks that are gathered, or passed over, as one
 
     @property
     def tile(self) -> Tile:
@@ -143,6 +145,14 @@ class SelectedAttention(BlockListSizes):
             "block_counts": Array((self.B * self.Hkv * self.tiles, COUNTS), "int32"),
             "key_end": Array((self.B * self.tiles, ROWS), "int32"),
         }
+
+
+def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
+    """Of `n` selection blocks of a token, cut as the kernels cut them; `sizes`: the fields of
+    `AttentionSizes`.
+    """
+    parts = parts_of_block(block, n)
+    return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:

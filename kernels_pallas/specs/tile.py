@@ -25,6 +25,7 @@ SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
 SMEM_THIRD = 74 * 1024  # of three
+SELECTED = 64  # blocks of a token that kernels take
 WARPS = 4  # of a CTA of one warpgroup, which is what Mosaic launches at least
 
 
@@ -58,6 +59,13 @@ def gathered_tile(group: int, slab: int) -> Tile:
 def cdiv(a: int, b: int) -> int:
     """`a / b`, rounded up."""
     return -(-a // b)
+
+
+def parts_of_block(block: int, entries: int) -> int:
+    """Into how many blocks kernels cut a selection block, of `entries` of a token: one of 128 keys
+    into two, with which an SM holds more CTAs and dS is stored.
+    """
+    return 2 if block == 2 * ROWS and 2 * entries <= SELECTED else 1
 
 
 def warp_grid(rows: int, warps: int) -> tuple[int, int]:

@@ -200,7 +200,8 @@ def selected(
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
       query, key, value, do, rows, added: as of `compressed`.
     """
-    block = config.select_block
+    whole = block_indices
+    block_indices, block = mosaic_lists.cut(ops, whole, config.select_block)
     sizes = sizes_of(query, key, value, scale)
     base = Dkv(**sizes, work_items=0, gated=rows.gate is not None, list_entries=1)
     keys, packed = mosaic_lists.list_keys(layout, base.S)
@@ -216,14 +217,14 @@ def selected(
         )
     widths = query.shape[-1], value.shape[-1]
     stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
-    spec = selected_spec.SelectedAttention(
-        **sizes,
-        n=block_indices.shape[-1],
-        block=block,
+    spec = selected_spec.of_blocks(
+        sizes,
+        whole.shape[-1],
+        config.select_block,
         added=added is not None,
         stats_tile=(base.query_tile.tokens, base.stats_rows),
         gather_limit=mosaic_gather.gather_limit(
-            query, key, value, block_indices, config, layout.packed
+            query, key, value, whole, config, layout.packed
         ),
         **stages,
     )
@@ -236,7 +237,7 @@ def selected(
     kernel = selected_spec.dq(spec)
     (dq,) = ops.run(kernel, *arrays, *block_lists, last, do, stats, *extra)
     if spec.gather_limit:
-        selection = block_indices, block_lists[-1], layout
+        selection = whole, block_lists[-1], layout
         dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
 
     lists = BlockQueryLists(

@@ -18,6 +18,7 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import combine, interval, scores
 from kernels_pallas.specs import selected as selected_spec
+from kernels_pallas.specs.tile import parts_of_block
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
@@ -128,18 +129,15 @@ def selected(
       block_lists: `tile_block_lists` where they are there already.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
     """
-    sizes = sizes_of(query, key, value, scale)
     gather_limit = 0
     if pages is None:
         gather_limit = mosaic_gather.gather_limit(
             query, key, value, block_indices, config, layout.packed
         )
-    widths = sizes["D"], sizes["Dv"], config.select_block
-    stages: dict[str, Any] = selected_spec.forward_stages(*widths)
-    spec = selected_spec.SelectedAttention(
-        **sizes,
-        n=block_indices.shape[-1],
-        block=config.select_block,
+    spec = _selected_spec(query, key, value, block_indices, config, scale)
+    stages: dict[str, Any] = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    spec = dataclasses.replace(
+        spec,
         # What is merged later is gated and added then.
         gated=gate is not None and not gather_limit,
         added=added is not None and not gather_limit,
@@ -148,7 +146,8 @@ def selected(
         **stages,
     )
     if block_lists is None:
-        block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
+        given = query, key, value, block_indices
+        block_lists = tile_block_lists(ops, *given, layout, config, scale)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     arrays, kernel = (query, key, value), selected_spec.forward(spec)
     if not gather_limit:
@@ -171,9 +170,11 @@ def selected_on_pages(
     scale: float | None = None,
 ) -> Kernel | None:
     """The kernel of `selected` with `pages`, of any lengths, in a layer; None: far blocks of small
-    groups are gathered, for which keys are in order.
+    groups are gathered, for which keys are in order, or a page is cut into blocks.
     """
-    if heads // kv_heads <= mosaic_gather.MAX_HEADS:
+    if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
+        return None
+    if parts_of_block(config.select_block, config.num_selected) > 1:
         return None
     spec = selected_spec.SelectedAttention(
         **dict.fromkeys(("B", "T", "S", "pages"), 1),
@@ -203,12 +204,14 @@ def tile_block_lists(
     scale: float | None,
 ):
     """`(starts, members, counts)`: what `selected` and its gradient read of `block_indices`."""
-    spec = selected_spec.SelectedAttention(
-        **sizes_of(query, key, value, scale),
-        n=block_indices.shape[-1],
-        block=config.select_block,
-    )
+    spec = _selected_spec(query, key, value, block_indices, config, scale)
+    block_indices, _ = mosaic_lists.cut(ops, block_indices, config.select_block)
     return mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
+
+
+def _selected_spec(query, key, value, block_indices, config: NSAConfig, scale):
+    blocks = block_indices.shape[-1], config.select_block
+    return selected_spec.of_blocks(sizes_of(query, key, value, scale), *blocks)
 
 
 def select_blocks(

@@ -17,21 +17,26 @@ from typing import Any, NamedTuple
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.gathered import GatheredAttention
-from kernels_pallas.specs.tile import ROWS, Tile, slab_width
+from kernels_pallas.specs.tile import ROWS, Tile, cdiv, parts_of_block, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
 from nsa_core.array_ops import ArrayOps, derived, int32
 from nsa_core.steps import mosaic_lists
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_LIST = 4
-MAX_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
+MAX_HEADS = 8  # of a group, of blocks of 64 keys: with more, partials are as much to move
 MAX_BYTES = 2**30  # of partials at a time; or half an output's, or of one run of list chunks
 MAX_SELECTION_ENTRIES = 31  # of a token: each has a bit
 # The fields that the gathering kernel has in common with the one that leaves far blocks to it.
 SHARED_FIELDS = (
-    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale"),
+    *("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "scale", "parts"),
     *("gather_limit", "stats_tile", "interpret"),
 )
+
+
+def max_heads(block: int) -> int:
+    """Of a group that may be gathered, of blocks of so many keys."""
+    return MAX_HEADS * block // ROWS
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
@@ -40,13 +45,15 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     0: any number, because none is too long, or because the gathering kernel cannot run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
-    most = int(LONG_LIST * n)
-    if packed or config.select_block != ROWS or group > MAX_HEADS or n > MAX_SELECTION_ENTRIES:
+    block, most = config.select_block, int(LONG_LIST * n)
+    # A block of 128 keys is a partial for twice as many bytes of the walk.
+    parts = parts_of_block(block, n)
+    if packed or block != parts * ROWS or group > max_heads(block) or n > MAX_SELECTION_ENTRIES:
         return 0
     if math.prod(block_indices.shape) >= 2**31:  # the index of an entry is an int32
         return 0
     tile = Tile(group, slab_width(query.shape[-1], value.shape[-1]))
-    longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
+    longest = min(tile.tokens * n * parts, -(-key.shape[1] // ROWS))
     if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= most:
         return 0
     return most
@@ -63,7 +70,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
       gate: float32 `[B, T, H]`, or None for 1.
       added: `[B, T, H, Dv]`, or None for 0.
     """
-    block_indices, counts, layout = selection
+    block_indices, counts, layout = selection = _in_parts(ops, spec, *selection)
     lists, segments = _segments(ops, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
     out = walked if added is None else added
@@ -90,7 +97,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
       row_stats: as `spec`'s kernel takes them.
       spec, arrays, selection: as in `attention`.
     """
-    block_indices, counts, layout = selection
+    block_indices, counts, layout = selection = _in_parts(ops, spec, *selection)
     lists, segments = _segments(ops, spec, spec.D, *selection)
     for kernel, segment, tokens in segments:
         inputs = *arrays, *lists, segment, do, row_stats
@@ -100,6 +107,26 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
         dq = ops.write(dq, tokens, merged)
         del partials, merged
     return dq
+
+
+class _Layout(NamedTuple):
+    """What is read of a `QueryLayout`, in parts of a block: its tiles of keys are blocks then."""
+
+    position: Any
+    key_start: Any
+    varlen: None = None
+
+
+def _in_parts(ops, spec, block_indices, counts, layout):
+    if spec.parts == 1:
+        return block_indices, counts, layout
+    (position,) = ops.derive(_positions_in_parts, layout.position, parts=spec.parts)
+    return block_indices, counts, _Layout(position, layout.key_start)
+
+
+@derived(lambda position, *, parts: [int32(*position.shape)])
+def _positions_in_parts(ops, position, *, parts):
+    return [ops.to_int32(position // parts)]
 
 
 class _Segment(NamedTuple):
@@ -114,16 +141,16 @@ def _segments(
     ops, spec, width: int, block_indices, counts, layout
 ) -> tuple[Any, Iterator[_Segment]]:
     """Work items and entries of `gathered.partials`, and the segments; `width`: of a partial."""
-    tile = spec.tile.tokens
-    sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
+    tile, n = spec.tile.tokens, spec.n // spec.parts
+    sizes = spec.B, spec.T, cdiv(spec.S, spec.parts), spec.Hkv, n, ROWS, 1, False
     lists = BlockQueryLists(
         *sizes, tile=tile, limit=spec.gather_limit, interpret=spec.interpret
     )
     step = math.lcm(lists.chunk, tile)
     output_bytes = spec.B * spec.H * width * 2  # of a token
-    size = max(MAX_BYTES, output_bytes * spec.T // 2) // (output_bytes * spec.n * step)
+    size = max(MAX_BYTES, output_bytes * spec.T // 2) // (output_bytes * n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
-    work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
+    work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
     sizes = {"count": work.segments, "size": size, "tile": tile}
     words = ops.derive(_segment_words, layout.position, **sizes)
@@ -133,7 +160,7 @@ def _segments(
     def segments():
         for i, first in enumerate(range(0, spec.T, size)):
             last = min(first + size, spec.T)
-            kernel = GatheredAttention(**fields, segment_tokens=last - first)
+            kernel = GatheredAttention(**fields, n=n, segment_tokens=last - first)
             yield _Segment(kernel, words[i], (slice(None), slice(first, last)))
 
     return arrays, segments()

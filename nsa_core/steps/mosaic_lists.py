@@ -10,14 +10,37 @@
 """
 
 import dataclasses
+from typing import Any
 
 from kernels_pallas.specs import block_query_lists as query_list_kernels
 from kernels_pallas.specs import dkv
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.tile import parts_of_block
 from kernels_pallas.specs.work_items import WorkItem
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+
+
+def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
+    """The selection in the blocks that kernels walk over, and how many keys they have."""
+    parts = parts_of_block(block, block_indices.shape[-1])
+    if parts > 1:
+        (block_indices,) = ops.derive(_parts_of_blocks, block_indices, parts=parts)
+    return block_indices, block // parts
+
+
+def _shape_of_parts(block_indices, *, parts):
+    *tokens, entries = block_indices.shape
+    return [int32(*tokens, entries * parts)]
+
+
+@derived(_shape_of_parts)
+def _parts_of_blocks(ops, block_indices, *, parts):
+    named = (block_indices >= 0) & (block_indices < 2**31 // parts)  # the rest would overflow
+    first = ops.xp.where(named, block_indices, -1)[..., None] * parts
+    *tokens, entries = block_indices.shape
+    return [(first + ops.arange(first, parts)).reshape(*tokens, entries * parts)]
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
