@@ -13,6 +13,9 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
                 makes of the blocks at every layer: its time counts
   flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
                 each pair; what it reads of the blocks is made before, and does not count
+  vllm          vLLM's Triton kernel for this model, forward, from pages that are made before
+  flash_msa     flash-msa's kernels, which choose the blocks themselves, in the time that is
+                given, by an indexer's queries and key; their results are not compared
   ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
                 `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
                 indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the
@@ -41,6 +44,7 @@ from torch import Tensor
 from nsa_core import extras
 
 from .harness import (
+    block_peers,
     cli,
     command,
     exit_status,
@@ -54,7 +58,8 @@ from .harness import (
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 OURS = "nsa_torch", "nsa_blocks"
-IMPLEMENTATIONS = *OURS, "plain", "sdpa", "eager", "flex"
+PEERS = tuple(block_peers.MODULES)
+IMPLEMENTATIONS = *OURS, "plain", "sdpa", "eager", "flex", *PEERS
 MODES = "forward", "fwdbwd", "indexer", "loss", "decode"
 LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
@@ -84,7 +89,7 @@ TIMES_SDPA, LOSS_ROUNDINGS = 2.0, 2
 WHOLE = tuple(x for x in IMPLEMENTATIONS if x != "plain")
 HAS = {  # implementations of a mode
     "forward": WHOLE,
-    "fwdbwd": WHOLE,
+    "fwdbwd": tuple(x for x in WHOLE if x != "vllm"),
     "indexer": (*OURS, "eager"),
     "loss": ("nsa_torch",),
     "decode": ("nsa_torch", "plain"),
@@ -121,7 +126,7 @@ def attend(
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last tokens.
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
-      read: what `flex_blocks.mask_of` makes of the indices for `flex`, `lists_of` for `nsa_torch`.
+      read: what `Problem.read` makes of the indices.
     """
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
 
@@ -139,6 +144,10 @@ def attend(
         return out
     if name == "flex":
         return flex_blocks.attend(query, key, value, read)
+    if name == "vllm":
+        return block_peers.on_vllm(query, read)
+    if name == "flash_msa":
+        return block_peers.on_flash_msa(query, key, value, read, of.indexer.topk_blocks)
     queries, keys = query.shape[2], key.shape[2]
     positions = torch.arange(keys - queries, keys, device=query.device)
     positions = positions.expand(query.shape[0], -1)
@@ -227,8 +236,7 @@ class Problem:
 
     def row(self, name: str) -> dict[str, Any]:
         """What an implementation takes."""
-        if not _runs(name):
-            reason = "torch has gradients of FlexAttention on a GPU alone"
+        if reason := _why_not(name):
             return {"status": "unsupported", "reason": reason}
         if self.mode == "decode":
             call: Callable[..., Any] = Decode(self.length).step(_implementation(name))
@@ -244,22 +252,32 @@ class Problem:
                     x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in tensors
                 ]
                 tensors = [x.requires_grad_(self.mode == "fwdbwd") for x in tensors]
-            read = self.read(name, indices)
+            try:
+                read = self.read(name, indices, tensors)
+            except ValueError as error:
+                return {"status": "unsupported", "reason": str(error)}
             call = lambda _=0: self.results(name, tensors, indices, read)
         try:
             return {"status": "ok"} | _timed(call)
-        except RuntimeError as error:
-            if not runners.out_of_memory(error):
+        except Exception as error:
+            if runners.out_of_memory(error):
+                return {"status": "oom", "reason": str(error).partition(". GPU")[0]}
+            if name not in PEERS:
                 raise
-            return {"status": "oom", "reason": str(error).partition(". GPU")[0]}
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return {"status": "unsupported", "reason": reason}
 
-    def read(self, name: str, indices: Tensor) -> Any:
+    def read(self, name: str, indices: Tensor, tensors: Sequence[Tensor]) -> Any:
         """What `attend` reads beside the indices."""
         if name == "nsa_torch":
             return lists_of(indices)
-        if name != "flex":
-            return None
-        return flex_blocks.mask_of(indices, self.length, BLOCK.value, HEADS.value)
+        if name == "flex":
+            return flex_blocks.mask_of(indices, self.length, BLOCK.value, HEADS.value)
+        if name == "vllm":
+            return block_peers.pages_of(*tensors[1:], indices)
+        if name == "flash_msa":
+            return [torch.randn_like(tensors[1]), torch.randn_like(tensors[1][:, :1])]
+        return None
 
     def errors(self) -> Mapping[str, Mapping[str, float]]:
         """Of each implementation's results for the last queries, from `eager` in float32."""
@@ -281,16 +299,27 @@ class Problem:
         wide = [x.detach().float().requires_grad_(x.requires_grad) for x in tensors]
         expected = self.results("eager", wide, indices)
         found = {name: {} for name in NAMES.value}
-        names = filter(_runs, dict.fromkeys((*NAMES.value, "sdpa")))
-        for name in filter(HAS[self.mode].__contains__, names):
-            results = self.results(name, tensors, indices, self.read(name, indices))
+        names = set(HAS[self.mode]) & {*NAMES.value, "sdpa"} - {"flash_msa"}
+        for name in names:
+            if _why_not(name):
+                continue
+            try:
+                read = self.read(name, indices, tensors)
+            except ValueError:  # its row says so
+                continue
+            results = self.results(name, tensors, indices, read)
             pairs = zip(RESULTS, results, expected, strict=False)
             found[name] = {n: _distance(x, y) for n, x, y in pairs}
         return found
 
 
-def _runs(name: str) -> bool:
-    return name != "flex" or device() != "cpu"
+def _why_not(name: str) -> str | None:
+    """A sentence that says why an implementation cannot run, or None."""
+    if name in PEERS:
+        return block_peers.why_not(name, device())
+    if name == "flex" and device() == "cpu":
+        return "torch has gradients of FlexAttention on a GPU alone"
+    return None
 
 
 class Indexer:
@@ -485,7 +514,8 @@ def line(row: Mapping[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{text} {row['status']}: {row['reason']}"
     peak = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.2f} GiB"
-    return f"{text} {row['ms']:9.3f} ms{peak}  error rms {max(row['error_rms'].values()):.2g}"
+    error = max(row["error_rms"].values(), default=float("nan"))
+    return f"{text} {row['ms']:9.3f} ms{peak}  error rms {error:.2g}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from bench import block_selection
-from bench.harness import exit_status, flex_blocks
+from bench.harness import block_peers, exit_status, flex_blocks
 from nsa_torch.huggingface import block_selection as ours
 
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
@@ -29,7 +29,7 @@ def run(path, *arguments):
 
 def test_rows(tmp_path):
     status, rows = run(tmp_path / "rows.jsonl", "--checked=20", "--dtype=float32")
-    assert status == exit_status.OK and len(rows) == 32
+    assert status == exit_status.OK and len(rows) == 38
     assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
         (length, mode, name)
         for length in (48, 64)
@@ -38,8 +38,8 @@ def test_rows(tmp_path):
         if name in block_selection.HAS[mode]
     }
     for row in rows:
-        if row["implementation"] == "flex":  # on a CPU
-            assert row["status"] == "unsupported"
+        if row["implementation"] in ("flex", "vllm", "flash_msa"):  # on a CPU
+            assert row["status"] == "unsupported" and "GPU" in row["reason"]
             continue
         assert row["status"] == "ok" and row["ms"] > 0 and row["peak_gib"] is None
         if row["mode"] == "indexer":
@@ -75,6 +75,24 @@ def test_what_flex_attention_reads(queries, keys, block):
     tiles = pad.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).any(-1).any(3)
     read = mask.to_dense()[0].bool()
     assert (read >= tiles[0].repeat_interleave(2, 0)).all()
+
+
+def test_what_vllm_reads():
+    """A page a block of each row, and lists a key/value head of all rows' queries."""
+    make = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 2, 3, 384, 16, generator=make).unbind()
+    lists = block_selection.random_blocks(2, 3, 384, 128, 2, "cpu")[:, :, -200:]
+    read = block_peers.pages_of(key, value, lists)
+    page = read["block_table"][1, lists[1, 2, 7, 0]]
+    block = slice(lists[1, 2, 7, 0] * 128, lists[1, 2, 7, 0] * 128 + 128)
+    pair = torch.cat([key[1, 2, block], value[1, 2, block]], -1)
+    assert torch.equal(read["kv_cache"][page, 2], pair)
+    assert torch.equal(read["topk_idx"][2, 200 + 7], lists[1, 2, 7].int())
+    assert read["cu_seqlens_q"].tolist() == [0, 200, 400]
+    assert read["seq_lens"].tolist() == [384] * 2 and read["prefix_lens"].tolist() == [184] * 2
+    lists[0, 0, 199, 0] = -1
+    with pytest.raises(ValueError, match="as many of a query as it sees"):
+        block_peers.pages_of(key, value, lists)
 
 
 def test_out_of_memory_is_a_row(tmp_path, monkeypatch):

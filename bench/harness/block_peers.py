@@ -1,0 +1,83 @@
+"""Other libraries' kernels for attention to chosen blocks of 128, as `bench.block_selection` calls
+them. Both run where they can be imported; their Triton and CuTe kernels need a GPU.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULES = {  # by the bench's name
+    "vllm": "vllm.models.minimax_m3.common.ops.sparse_attn",
+    "flash_msa": "flash_msa",
+}
+PAGE = 128
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(MODULES[name])
+
+
+def why_not(name: str, device: str) -> str | None:
+    """A sentence that says why a peer cannot run, or None."""
+    if device == "cpu":
+        return f"{name} has kernels for GPUs alone"
+    try:
+        module_of(name)
+    except Exception as error:  # an import that compiles may raise anything
+        return f"{MODULES[name]} cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
+    """What vLLM's kernel reads of key and value `[B, Hkv, S, D]`: a page a block.
+
+    Raises:
+      ValueError: it has no rule for these sizes or lists.
+    """
+    batch, kv_heads, length, width = key.shape
+    queries = indices.shape[2]
+    full = (indices >= 0).long().cummin(-1).values.sum(-1)
+    last = torch.arange(length - queries, length, device=key.device)
+    if length % PAGE or not (full == (last // PAGE + 1).clamp(max=indices.shape[-1])).all():
+        raise ValueError(
+            f"vllm takes whole blocks of {PAGE}, and as many of a query as it sees, up to n"
+        )
+    both = torch.cat([key, value], -1).detach().unflatten(2, (-1, PAGE)).transpose(1, 2)
+    numbers = lambda x: torch.full((batch,), x, dtype=torch.int32, device=key.device)
+    pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device=key.device)
+    return {
+        "kv_cache": both.flatten(0, 1).contiguous(),
+        "topk_idx": indices.transpose(0, 1).flatten(1, 2).int().contiguous(),
+        "block_table": pages.view(batch, -1),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=key.device) * queries,
+        "seq_lens": numbers(length),
+        "prefix_lens": numbers(length - queries),
+        "max_query_len": queries,
+        "num_kv_heads": kv_heads,
+        "sm_scale": width**-0.5,
+    }
+
+
+def on_vllm(query: Tensor, read: dict[str, Any]) -> Tensor:
+    """`[B, Sq, H, Dv]` of a query `[B, H, Sq, D]`."""
+    batch, _, queries, _ = query.shape
+    rows = query.transpose(1, 2).flatten(0, 1).contiguous()
+    out = torch.empty_like(rows)
+    module_of("vllm").minimax_m3_sparse_attn(rows, output=out, **read)
+    return out.unflatten(0, (batch, queries))
+
+
+def on_flash_msa(
+    query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
+) -> Tensor:
+    """As `on_vllm`, of blocks that it chooses itself by `index`, its queries and its key: that
+    takes part of the time, and no list of others has the same result.
+    """
+    scale = query.shape[-1] ** -0.5
+    out, _ = module_of("flash_msa").flash_msa_func(
+        *index, query, key, value, chosen * PAGE, scale
+    )
+    return out.unflatten(-1, (query.shape[1], -1))
