@@ -437,7 +437,8 @@ def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
     in_order = key.is_contiguous() and value.is_contiguous()
     if chosen.attention != "mosaic" or cache.is_fp8 or not in_order:
         return False
-    sizes = query.shape[1], *key.shape[2:], value.shape[3], dtype_name(query)
+    kv_heads, key_width = key.shape[2:]
+    sizes = query.shape[1], kv_heads, key_width, value.shape[3], dtype_name(query)
     kernel = mosaic_forward.selected_on_pages(*sizes, cache.config, inputs.scale)
     if kernel is None or debug.stepwise(TORCH, query):
         return False
