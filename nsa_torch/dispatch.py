@@ -24,6 +24,7 @@ from nsa_core.types import Branches
 from nsa_torch import fa2, operators
 from nsa_torch.debug import TORCH
 from nsa_torch.operators import config_of, requires_grad
+from nsa_torch.plain import constant
 from nsa_torch.torch_ops import device_name
 
 COMPILER = (
@@ -181,7 +182,7 @@ def problem_of(
     return _problem(*description(*given, gates))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
     if debug.on or problem[0][0] != "cuda":
         return _choose(implementation, step, problem)

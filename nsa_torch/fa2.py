@@ -37,13 +37,14 @@ from nsa_torch.packing import (
     residue_classes,
     sliding_bounds,
 )
+from nsa_torch.plain import constant
 from nsa_torch.shared import SHARED
 
 # CUDA counts the sequences of one call in 16 bits.
 MAX_SEQUENCES = 65535
 
 
-@torch.compiler.assume_constant_result
+@constant
 def library() -> str:
     """Which FA-2 runs here, with its version."""
     return _library()

@@ -23,6 +23,7 @@ from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
 from nsa_torch import first_order
 from nsa_torch.gates import HeadGate
+from nsa_torch.plain import constant
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import capability_of
 
@@ -302,7 +303,7 @@ def _by_kernel(projection: Tensor, sizes: Heads) -> bool:
     return _kernel_runs(projection.device.index, projection.dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
     return capability.copies_why_not(capability_of(device), dtype) is None
 

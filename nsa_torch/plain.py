@@ -1,6 +1,6 @@
-"""Whether torch alone decides what is done with tensors."""
+"""Whether torch alone decides what is done with tensors, and what its compiler is told."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,3 +33,11 @@ def traced(tensors: Iterable[Any]) -> bool:
     2.11 traces a backward pass, `is_compiling` is false.
     """
     return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
+
+
+def constant[Function: Callable](function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`, which would import the compiler at once: that takes
+    longer than everything else here.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.config import NSAConfig
+from nsa_torch.plain import constant
 
 MODES = ("none", "v1", "v2", "adaptive")
 # v2 from this length on, v1 below it.
@@ -38,7 +39,7 @@ def using(mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
-@torch.compiler.assume_constant_result  # torch 2.11 does not trace what a context holds
+@constant  # torch 2.11 does not trace what a context holds
 def asked() -> str:
     """What `using` says here."""
     return _mode.get()

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_torch import early_release, first_order
-from nsa_torch.plain import plain
+from nsa_torch.plain import constant, plain
 from tests.canaries import canary
 
 OPERATORS, PLAIN = "nsa_torch/operators.py", "nsa_torch/plain.py and checks.py"
@@ -32,6 +32,12 @@ def test_below_autograd_the_function_runs_and_no_gradient_is_recorded(operator):
             assert operator(x) == 1 and not (x * 2).requires_grad
         returns = torch.ops.nsa_canary.which.default._schema.returns
         assert [str(x.type) for x in returns] == ["Tensor"]
+
+
+def test_the_compiler_is_told_of_a_constant_as_torch_does_it():
+    with canary("torch", "marks what compiled code takes as a constant otherwise", PLAIN):
+        told = torch.compiler.assume_constant_result(lambda: 1)
+        assert vars(constant(lambda: 1)) == vars(told)
 
 
 class Seen(TorchDispatchMode):
