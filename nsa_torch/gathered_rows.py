@@ -27,7 +27,8 @@ def side_by_side(
     margin: int | None = None,
     last_page: bool = False,
 ) -> Branches[Pair]:
-    """Keys and values of each branch, `[B, S, Hkv, .]` or `[B, C, Hkv, .]`.
+    """Keys and values of each branch, `[B, S, Hkv, .]`, or `[B, C, Hkv, .]` of as many compressed
+    tokens as the pages have room for.
 
     Args:
       page_table, lengths: as of `paged_attention`.
@@ -68,9 +69,9 @@ def _copy(
     names = f"{branch}_key", f"{branch}_value"
     key, value = (getattr(cache, name) for name in names)
     rows, width = page_table.shape
-    count = entries.count(width)
+    count = entries.per_page * width
     in_order = key.is_contiguous() and value.is_contiguous()
-    if count > 0 and in_order and paged.append_why_not(cache) is None:
+    if in_order and paged.append_why_not(cache) is None:
         from nsa_torch.triton_ops import TRITON_OPS
 
         scales = [getattr(cache, f"{name}_scale", None) for name in names]
@@ -92,7 +93,7 @@ def _copy(
     seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
 
     def copied(name: str) -> Tensor:
-        found = cache.read(name, (pages,)).flatten(1, 2)[:, entries.first :]
-        return torch.where(seen, found, 0)
+        found = cache.read(name, (pages,)).flatten(1, 2)
+        return torch.where(seen, found.roll(-entries.first, 1) if entries.first else found, 0)
 
     return copied(names[0]), copied(names[1])

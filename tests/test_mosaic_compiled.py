@@ -14,6 +14,7 @@ from kernels_pallas.runtime import lowering
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_forward
 from nsa_core.types import Branches
 from nsa_jax import mosaic
 from nsa_jax.jax_ops import JaxOps
@@ -224,6 +225,22 @@ def test_what_is_not_compiled_again_is_the_same_but_for_heads(name, backward):
 def test_kernels_fit_the_chip(name, backward):
     bad = [report for report in compiled(name, backward) if excess(report, SHAPES[name])]
     assert not bad, bad
+
+
+def build_on_pages():
+    heads = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    made = mosaic_forward.selected_on_pages(**heads, dtype="bfloat16", config=NSAConfig())
+    assert made is not None
+    return made
+
+
+def test_keys_in_pages_fit_the_chip():
+    """As those in order: three CTAs on an SM."""
+    (report,) = compile_report([(f"{__name__}:build_on_pages", {})])
+    assert not excess(report, PAPER_SHAPE)
+    others = {"heads": 32, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    others |= {"dtype": "bfloat16", "config": NSAConfig()}
+    assert mosaic_forward.selected_on_pages(**others) is None  # 8 heads a group: gathered
 
 
 @pytest.mark.parametrize(

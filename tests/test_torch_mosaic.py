@@ -370,79 +370,73 @@ def test_decode(interpreted):
     assert interpreted[-each:] == interpreted[-2 * each : -each] != interpreted[:each]
 
 
-def check_chunks(device, sizes, config, lengths, count):
-    """Chunks of rows on pages: as attention over whole rows, and bit for bit as with copies of the
-    pages; what no query may look at is NaN. Returns what is found.
+def check_chunks(device, sizes, config, lengths, count, separate):
+    """A chunk of each row on pages, as attention over whole rows; what no query may look at is NaN.
+    Returns the call, and what it gave.
     """
-    heads, kv_heads, width, value_width = sizes
+    heads, kv_heads, *widths = sizes
     options = {"dtype": torch.bfloat16, "device": device}
-    pages, page = -(-max(lengths) // config.select_block), config.select_block
-    pool, rows = len(lengths) * pages + 3, len(lengths)
-    order = torch.randperm(pool, generator=torch.Generator().manual_seed(2))
-    table = order[: rows * pages].view(rows, pages).int().to(device)
-    starts = [count * i for i in range(rows + 1)]
-    runs = plan_runs(starts, lengths, page)
-    found = {}
-    for separate in (False, True):
-        torch.manual_seed(3)
-        cache = nsa_torch.PagedCache(
-            pool, kv_heads, width, value_width, separate=separate, config=config, **options
-        )
-        for x in cache.tensors().values():
-            x.fill_(torch.nan)
-        tokens = [
-            [torch.randn(n, kv_heads, w, **options) for _ in range(3 if separate else 1)]
-            for n in lengths
-            for w in (width, value_width)
-        ]
-        branches = Branches._make if separate else operator.itemgetter(0)
-        joined = lambda parts: [torch.cat(x) for x in zip(*parts, strict=True)]
-        given = branches(joined(tokens[::2])), branches(joined(tokens[1::2]))
-        bounds = lambda counts: (
-            torch.tensor([0, *itertools.accumulate(counts)]).int().to(device)
-        )
-        at = table, torch.tensor(lengths, dtype=torch.int32, device=device)
-        nsa_torch.append(cache, *given, *at, cu_seqlens_q=bounds(lengths))
-        query = torch.randn(count * rows, heads, width, **options)
-        gates = torch.rand(count * rows, heads, 3, **options)
-        options_ = {"runs": runs, "implementation": "mosaic"}
-        call = query, gates, cache, *at, bounds([count] * rows)
-        out = nsa_torch.paged_attention(*call, **options_)
-        assert out.isfinite().all()
-        for i in range(rows):
-            own = slice(count * i, count * (i + 1))
-            whole = [x[None] for x in (query[own], gates[own])]
-            keys = (branches([x[None] for x in y]) for y in tokens[2 * i : 2 * i + 2])
-            want = nsa_torch.attention(
-                whole[0], *keys, whole[1], config=config, implementation="sdpa"
-            )
-            torch.testing.assert_close(out[own], want[0], rtol=2e-2, atol=2e-2)
-        found[separate] = functools.partial(nsa_torch.paged_attention, *call, **options_), out
-    return found
+    rows, pages = len(lengths), -(-max(lengths) // config.select_block)
+    pool = rows * pages + 3
+    torch.manual_seed(3)
+    table = torch.randperm(pool)[: rows * pages].view(rows, pages).int().to(device)
+    cache = nsa_torch.PagedCache(
+        pool, kv_heads, *widths, separate=separate, config=config, **options
+    )
+    for x in cache.tensors().values():
+        x.fill_(torch.nan)
+    copies = 3 if separate else 1
+    own = [  # of each row keys and values, by branch
+        [[torch.randn(n, kv_heads, w, **options) for _ in range(copies)] for w in widths]
+        for n in lengths
+    ]
+    branches = Branches._make if separate else operator.itemgetter(0)
+    new = [branches([*map(torch.cat, zip(*x, strict=True))]) for x in zip(*own, strict=True)]
+    bounds = lambda counts: torch.tensor([0, *itertools.accumulate(counts)]).int().to(device)
+    at = table, torch.tensor(lengths, dtype=torch.int32, device=device)
+    nsa_torch.append(cache, *new, *at, cu_seqlens_q=bounds(lengths))
+    query = torch.randn(count * rows, heads, widths[0], **options)
+    gates = torch.rand(count * rows, heads, 3, **options)
+    call = functools.partial(
+        nsa_torch.paged_attention,
+        *(query, gates, cache, *at, bounds([count] * rows)),
+        runs=plan_runs([count * i for i in range(rows + 1)], lengths, config.select_block),
+        implementation="mosaic",
+    )
+    out = call()
+    for i, tokens in enumerate(own):
+        mine = slice(count * i, count * (i + 1))
+        pair = (branches([x[None] for x in each]) for each in tokens)
+        whole = query[mine][None], *pair, gates[mine][None]
+        want = nsa_torch.attention(*whole, config=config, implementation="sdpa")
+        torch.testing.assert_close(out[mine], want[0], rtol=2e-2, atol=2e-2)
+    return call, out
 
 
-CHUNKS = (10, 1, 16, 32), SMALL, [37, 48], 20
+def copied_first(monkeypatch):
+    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
 
 
 def test_chunks_on_pages(interpreted, monkeypatch):
-    """A page that ends with the row, and one that does not; pages in no order."""
-    found = check_chunks("cpu", *CHUNKS)
-    paged = [x for x in interpreted if x.name == "selected_forward"]
-    assert [x.spec.pages for x in paged] == [3, 3]
-    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
-    for call, out in found.values():
-        assert torch.equal(call(), out)
+    """A row that ends within a page, and one that ends with it; pages in no order. The bits are
+    those of copies.
+    """
+    call, out = check_chunks("cpu", (10, 1, 16, 32), SMALL, [37, 48], 20, separate=True)
+    (selected,) = (x for x in interpreted if x.name == "selected_forward")
+    assert selected.spec.pages == 3
+    copied_first(monkeypatch)
+    assert torch.equal(call(), out)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
 @pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 704], [40]], ids=str)
 @torch.no_grad()
-def test_chunks_on_pages_on_a_gpu(lengths, monkeypatch):
-    config = dataclasses.replace(PAPER, num_selected=8)
-    found = check_chunks("cuda", (32, 2, 128, 128), config, lengths, min(300, min(lengths)))
-    monkeypatch.setattr(paged_attend, "_reads_pages", lambda *given: False)
-    for call, out in found.values():
-        assert torch.equal(call(), out)
+def test_chunks_on_pages_on_a_gpu(lengths, separate, monkeypatch):
+    sizes = (32, 2, 128, 128), dataclasses.replace(PAPER, num_selected=8)
+    call, out = check_chunks("cuda", *sizes, lengths, min(300, *lengths), separate)
+    copied_first(monkeypatch)
+    assert torch.equal(call(), out)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -142,8 +142,9 @@ def test_rows_are_copied_side_by_side(sizes, fp8, monkeypatch):
     set_limits(monkeypatch, decode_gathered=512)  # several programs a row
     if INTERPRETED:
         pretend.machine(monkeypatch, append_why_not=None)
-    for more in (0, 3):  # tokens that were not written
-        call = given.cache, given.page_table, given.lengths + more, 20
+    # Tokens that were not written; of the selected branch the last page alone.
+    for more, last_page in ((0, False), (3, False), (0, True), (3, True)):
+        call = given.cache, given.page_table, given.lengths + more, 20, None, None, last_page
         found = gathered_rows.side_by_side(*call)
         with monkeypatch.context() as patch:
             patch.setattr(paged, "append_why_not", lambda cache: "torch")

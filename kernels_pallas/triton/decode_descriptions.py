@@ -177,7 +177,8 @@ def gather(
     last: bool = False,
 ) -> TritonKernel:
     """Arrays: pages of keys and of values, the scales of both (where there are none: any),
-    page_table, lengths; results: `[rows, S, heads, width]` of both.
+    page_table, lengths; results: `[rows, S, heads, width]` of both, of as many entries as a row's
+    pages have, so that scores, which read whole blocks of them, need no copy.
 
     Args:
       dtype: of the results, and of pages but those in `fp8`.
@@ -187,7 +188,7 @@ def gather(
       margin: tokens before these whose entries are zeros, others are not written; None: all are.
       last: of each row the last page alone, of raw tokens.
     """
-    count = entries.per_page if last else entries.count(pages)
+    count = entries.per_page * (1 if last else pages)
     columns = [power(heads * width) for width in widths]
     together = max(GATHERED // max(columns), 1)
     margin = pages * entries.per_page * entries.stride if margin is None else margin
