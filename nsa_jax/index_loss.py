@@ -132,17 +132,13 @@ def _on_triton(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernel_loss(sizes, lists, position, *arrays):
-    return _kernel_forward(sizes, lists, position, arrays, False)[0]
-
-
-def _kernel_forward(sizes, lists, position, arrays, gradient):
-    from nsa_jax.triton_ops import TRITON_OPS
-
-    return triton_index.loss(TRITON_OPS, sizes, arrays, lists, position, gradient)
+    return _kernel_loss_forward(sizes, lists, position, *arrays)[0]
 
 
 def _kernel_loss_forward(sizes, lists, position, *arrays):
-    loss, kept = _kernel_forward(sizes, lists, position, arrays, True)
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    loss, kept = triton_index.loss(TRITON_OPS, sizes, arrays, lists, position)
     return loss, (*arrays[3:], lists, position, kept)
 
 

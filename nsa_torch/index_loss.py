@@ -226,8 +226,7 @@ class _KernelLoss(torch.autograd.Function):
         lists = triton_index.lists_for(ops, work.block_indices, sizes)
         position = work.where.position.to(torch.int32).contiguous()
         arrays = work.query, work.key, work.lse.float(), index_query, index_key
-        gradient = any(ctx.needs_input_grad[:2])
-        loss, kept = triton_index.loss(ops, sizes, arrays, lists, position, gradient)
+        loss, kept = triton_index.loss(ops, sizes, arrays, lists, position)
         ctx.sizes = sizes
         ctx.save_for_backward(index_query, index_key, lists, position, *kept)
         return loss

@@ -204,12 +204,15 @@ def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launc
 def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]:
     """The kernels of an indexer's loss."""
     main, index, ints = sizes.dtype, sizes.index_dtype, ["int32"] * 5
-    entries = index_descriptions.kl_entries(sizes, capability, True)
+    targets = index_descriptions.kl_targets(sizes, capability)
+    entries = index_descriptions.kl_entries(sizes, capability)
     gradients = index_descriptions.kl_gradients(sizes, capability)
-    kept = entries.outputs[-1].dtype, *["float32"] * 3
+    dtype = targets.outputs[-1].dtype
+    kept = dtype, *["float32"] * 3
     floats, lists = ["float32"] * 4, ["int32"] * 2
     return [
-        Launch(entries, (main, main, "float32", index, index, *ints)),
+        Launch(targets, (main, main, "float32", *ints)),
+        Launch(entries, (index, index, dtype, "float32", *ints)),
         Launch(index_descriptions.kl_loss(sizes), (*floats, *lists)),
         Launch(gradients, (index, index, *kept, *ints)),
         Launch(

@@ -122,18 +122,32 @@ class Merge:
         spec, refs, buffers, width = self.spec, self.refs, self.buffers, self.width
         index = refs.cta.head * refs.sizes.all_tiles + self.all_tile
         gathered = tile_is_gathered(refs.block_counts, self.all_tile, index, spec.gather_limit)
-        buffers.load_rows(self._heads(refs.walked), refs.out_tile, 0, width, refs.rows_ready)
-        self.load_added()
         counts = list_counts(refs.block_counts, index)
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
-        for i in range(self.stages):
-            self._load(*far_slots, i)
-        plgpu.barrier_wait(refs.rows_ready)
-        pl.when(gathered)(functools.partial(self._merge, *far_slots))
+
+        def rewrite(merged):
+            """Writes the walk's rows, after `merged` changed them."""
+            buffers.load_rows(
+                self._heads(refs.walked), refs.out_tile, 0, width, refs.rows_ready
+            )
+            self.load_added()
+            for i in range(self.stages):
+                self._load(*far_slots, i)
+            plgpu.barrier_wait(refs.rows_ready)
+            merged()
+            plgpu.commit_smem()
+            buffers.store_rows(refs.out_tile, 0, width, self._heads(self.out))
+            plgpu.wait_smem_to_gmem(0)
+
+        def merge_or_keep():
+            pl.when(gathered)(functools.partial(self._merge, *far_slots))
+            pl.when(~gathered)(self.keep)
+
+        if not spec.stays:
+            rewrite(merge_or_keep)
+            return
+        pl.when(gathered)(lambda: rewrite(lambda: self._merge(*far_slots)))
         pl.when(~gathered)(self.keep)
-        plgpu.commit_smem()
-        buffers.store_rows(refs.out_tile, 0, width, self._heads(self.out))
-        plgpu.wait_smem_to_gmem(0)
 
     def walked(self):
         """The walk's result."""

@@ -43,6 +43,7 @@ class GatheredAttention(AttentionSizes):
     items: int  # work items of a segment
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
+    stays: bool = False  # merge finds what it does not change in the output
     stats_tile: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
 
     def for_any_length(self) -> Self:

@@ -202,6 +202,11 @@ class LossSizes(NamedTuple):
         return self.B * self.index_heads * self.items
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """What the kernels over query lists are told."""
+        return self.T, self.S, self.tiles, self.items, self.entries
+
+    @property
     def is_float32(self) -> bool:
         return self.index_dtype == "float32"
 
@@ -259,46 +264,67 @@ def _kl_tiles(
     return (rows[0], *wide) if capability[0] in WIDE else (rows[1], 8, 1)
 
 
-def kl_entries(sizes: LossSizes, capability: tuple[int, int], gradient: bool) -> TritonKernel:
-    """Arrays: query, key, lse, index_query, index_key, position, order, starts, ends, tile_of;
-    results: maxima, sums, masses, crosses, targets, the last one empty without a `gradient`.
+def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
+    """Arrays: query, key, lse, position, order, starts, ends, tile_of; results: masses, entropies,
+    targets.
     """
     group = 1 << (sizes.group - 1).bit_length()
-    rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 1))
-    tokens = max(rows // group, 1)
+    rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 3))
     of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
-    kept = (*of_entries[:3], sizes.n * sizes.block) if gradient else (1,)
     # t is at most 1, and of small ones the difference counts.
-    target_dtype = "float32" if sizes.is_float32 else "float16"
-    constants = sizes.constants()
+    dtype = "float32" if sizes.is_float32 else "float16"
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_entries",
+        "kernels_pallas.triton.index_kl:kl_targets",
         sizes.programs,
+        (*sizes.lengths, sizes.scale * LOG2E),
         (
-            *(sizes.T, sizes.S, sizes.tiles, sizes.items, sizes.entries),
-            *(sizes.scale * LOG2E, sizes.index_scale),
+            Array(of_entries, "float32"),
+            Array(of_entries, "float32"),
+            Array((*of_entries[:3], sizes.n * sizes.block), dtype),
         ),
-        (*(Array(of_entries, "float32") for _ in range(4)), Array(kept, target_dtype)),
         {
             "HEADS": sizes.Hkv,
             "INDEX_HEADS": sizes.index_heads,
             "GROUP": sizes.group,
             "GROUP_ROWS": group,
-            "TOKENS": tokens,
-            "COPIES": max(LEAST // tokens, 1),
+            "TOKENS": max(rows // group, 1),
             "WIDTH": sizes.D,
             "COLUMNS": power(sizes.D),
-            "INDEX_WIDTH": constants["WIDTH"],
-            "INDEX_COLUMNS": constants["COLUMNS"],
             "N": sizes.n,
             "BLOCK": sizes.block,
             "SEGMENT": SEGMENT,
-            "GRADIENT": gradient,
             "PRECISION": "ieee" if sizes.is_float32 else "tf32",
         },
         warps,
         stages,
     )
+
+
+def kl_entries(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
+    """Arrays: index_query, index_key, targets, entropies, position, order, starts, ends, tile_of;
+    results: maxima, sums, crosses.
+    """
+    of_entries = Array((sizes.B, sizes.T, sizes.index_heads, sizes.n), "float32")
+    rows, warps, stages = _kl_tiles(sizes, capability, (64, 16), (4, 3))
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:kl_entries",
+        sizes.programs,
+        (*sizes.lengths, sizes.index_scale),
+        (of_entries, of_entries, of_entries),
+        sizes.constants() | _of_entries(sizes, rows),
+        warps,
+        stages,
+    )
+
+
+def _of_entries(sizes: LossSizes, rows: int) -> dict[str, Any]:
+    """Constants of kernels that take `rows` entries of a block at a time."""
+    return {
+        "N": sizes.n,
+        "SEGMENT": SEGMENT,
+        "ROWS": rows,
+        "PRECISION": "ieee" if sizes.is_float32 else "tf32",
+    }
 
 
 def kl_loss(sizes: LossSizes) -> TritonKernel:
@@ -330,15 +356,9 @@ def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     return TritonKernel(
         "kernels_pallas.triton.index_kl:kl_gradients",
         sizes.programs,
-        (*(sizes.T, sizes.S, sizes.tiles, sizes.items, sizes.entries), sizes.index_scale),
+        (*sizes.lengths, sizes.index_scale),
         (Array(queries, dtype), Array(keys, "float32")),
-        sizes.constants()
-        | {
-            "N": sizes.n,
-            "SEGMENT": SEGMENT,
-            "ROWS": rows,
-            "PRECISION": "ieee" if sizes.is_float32 else "tf32",
-        },
+        sizes.constants() | _of_entries(sizes, rows),
         warps,
         stages,
     )

@@ -6,8 +6,9 @@
 Key-stationary: a program has a block, whose keys stay, and a part of its query list, of one index
 head. It gathers queries, 32 bytes for each key that a query-stationary walk would read.
 
-    kl_entries     of each entry (query, slot) t, and what the loss is a sum of: with the logits z
-                   max z, sum exp(z - max), sum t, sum t (log t - z)
+    kl_targets     of each entry (query, slot) t, sum t and sum t log t
+    kl_entries     what else the loss is a sum of: with the logits z max z, sum exp(z - max) and
+                   sum t (log t - z)
     kl_loss        these of all slots of a query: log-sum-exp of z, sum t, L
     kl_gradients   dS of each entry from t and z, which is made again; its products with the
                    block's keys, an entry each, and with the queries, summed over the entries
@@ -48,15 +49,11 @@ def _part_of(
     return row, row // INDEX_HEADS, row % INDEX_HEADS, tile, begin, end
 
 
-@triton.jit(
-    do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale", "index_scale"]
-)
-def kl_entries(
+@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
+def kl_targets(
     query,
     key,
     lse,
-    index_query,
-    index_key,
     position,
     order,
     starts,
@@ -68,39 +65,30 @@ def kl_entries(
     items,
     entries,
     log2_scale,
-    index_scale,
-    maxima,
-    sums,
     masses,
-    crosses,
+    entropies,
     targets,
     HEADS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COPIES: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INDEX_WIDTH: tl.constexpr,
-    INDEX_COLUMNS: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
-    GRADIENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries; a product with their index
-    queries has each COPIES times, because it has 16 columns at least.
+    """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries.
 
     Args:
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`; key: `[B, S, HEADS, WIDTH]`.
       lse: float32 `[B, T, INDEX_HEADS * GROUP]`, natural.
-      index_query: `[B, T, INDEX_HEADS, INDEX_WIDTH]`; index_key: `[B, S, INDEX_WIDTH]`.
       position: int32 `[B, T]`, negative: padding.
       order, starts, ends, tile_of: as of `dkv.of_blocks`, a row a batch row and index head;
         entries are `token * N + slot`.
-      maxima, sums, masses, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
+      masses, entropies: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
     """
     at_row, batch, head, tile, begin, end = _part_of(
@@ -110,18 +98,9 @@ def kl_entries(
         order += at_row * entries
         inside = tl.arange(0, BLOCK)
         token = tile * BLOCK + inside
-        keys = load_rows(
-            key,
-            (batch * S + token) * HEADS + head * HEADS // INDEX_HEADS,
-            token < S,
-            WIDTH,
-            COLUMNS,
-        )
-        index_keys = load_rows(
-            index_key, batch * S + token, token < S, INDEX_WIDTH, INDEX_COLUMNS
-        )
+        kv_head = head * HEADS // INDEX_HEADS
+        keys = load_rows(key, (batch * S + token) * HEADS + kv_head, token < S, WIDTH, COLUMNS)
         row = tl.arange(0, TOKENS * GROUP_ROWS)
-        copy = tl.arange(0, TOKENS * COPIES)
         for at in range(begin, end, TOKENS):
             place = at + row // GROUP_ROWS
             real = (place < end) & (row % GROUP_ROWS < GROUP)
@@ -132,12 +111,6 @@ def kl_entries(
             natural = tl.load(lse + number, mask=real, other=NEGATIVE_INFINITY)
             # Of what sees nothing every probability is exp2(-inf).
             lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
-            place = at + copy // COPIES
-            chosen = tl.load(order + place, mask=place < end, other=0) // N
-            number = (batch * T + chosen) * INDEX_HEADS + head
-            index_rows = load_columns(
-                index_query, number, place < end, INDEX_WIDTH, INDEX_COLUMNS
-            )
             place = at + tl.arange(0, TOKENS)
             here = place < end
             entry = tl.load(order + place, mask=here, other=0)
@@ -147,24 +120,79 @@ def kl_entries(
             logits = tl.dot(keys, rows, input_precision=PRECISION) * log2_scale
             t = tl.exp2(logits - lse_log2[None, :])
             t = tl.sum(tl.reshape(t, [BLOCK, TOKENS, GROUP_ROWS]), axis=2) * (1.0 / GROUP)
-            z = tl.dot(index_keys, index_rows, input_precision=PRECISION) * index_scale
-            if COPIES > 1:  # equal ones, of which the mean is exact
-                z = tl.sum(tl.reshape(z, [BLOCK, TOKENS, COPIES]), axis=2) * (1.0 / COPIES)
             seen = (token[:, None] <= upto[None, :]) & (token < S)[:, None]
             t = tl.where(seen, t, 0.0)
-            z = tl.where(seen, z, NEGATIVE_INFINITY)
-            top = tl.max(z, axis=0)
-            base = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
-            known = t > 0
-            apart = tl.log(tl.where(known, t, 1.0)) - tl.where(known, z, 0.0)
             to = (item * INDEX_HEADS + head) * N + entry % N
-            tl.store(maxima + to, top, mask=here)
-            tl.store(sums + to, tl.sum(tl.exp(z - base[None, :]), axis=0), mask=here)
             tl.store(masses + to, tl.sum(t, axis=0), mask=here)
-            tl.store(crosses + to, tl.sum(t * apart, axis=0), mask=here)
-            if GRADIENT:
-                put = targets + to[None, :] * BLOCK + inside[:, None]
-                tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
+            entropy = tl.sum(t * tl.log(tl.where(t > 0, t, 1.0)), axis=0)
+            tl.store(entropies + to, entropy, mask=here)
+            put = targets + to[None, :] * BLOCK + inside[:, None]
+            tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
+def kl_entries(
+    index_query,
+    index_key,
+    targets,
+    entropies,
+    position,
+    order,
+    starts,
+    ends,
+    tile_of,
+    T,
+    S,
+    tiles,
+    items,
+    entries,
+    index_scale,
+    maxima,
+    sums,
+    crosses,
+    INDEX_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs: B * INDEX_HEADS * items.
+
+    Args:
+      index_query: `[B, T, INDEX_HEADS, WIDTH]`; index_key: `[B, S, WIDTH]`.
+      targets, entropies, position, order, ..: as of `kl_targets`.
+      maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
+    """
+    at_row, batch, head, tile, begin, end = _part_of(
+        tl.program_id(0), starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+    )
+    if tile < tiles:
+        order += at_row * entries
+        token = tile * BLOCK + tl.arange(0, BLOCK)
+        columns = load_columns(index_key, batch * S + token, token < S, WIDTH, COLUMNS)
+        for at in range(begin, end, ROWS):
+            place = at + tl.arange(0, ROWS)
+            here = place < end
+            entry = tl.load(order + place, mask=here, other=0)
+            item = batch * T + entry // N
+            number = item * INDEX_HEADS + head
+            rows = load_rows(index_query, number, here, WIDTH, COLUMNS)
+            to = number * N + entry % N
+            t = load_rows(targets, to, here, BLOCK, BLOCK).to(tl.float32)
+            upto = tl.load(position + item, mask=here, other=-1)
+            z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
+            seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
+            cross = tl.sum(t * tl.where(seen, z, 0.0), axis=1)
+            z = tl.where(seen, z, NEGATIVE_INFINITY)
+            top = tl.max(z, axis=1)
+            base = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
+            tl.store(maxima + to, top, mask=here)
+            tl.store(sums + to, tl.sum(tl.exp(z - base[:, None]), axis=1), mask=here)
+            entropy = tl.load(entropies + to, mask=here, other=0.0)
+            tl.store(crosses + to, entropy - cross, mask=here)
 
 
 @triton.jit
@@ -197,7 +225,7 @@ def kl_loss(
     """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
 
     Args:
-      maxima, sums, masses, crosses: of `kl_entries`.
+      maxima, sums, masses, crosses: of `kl_entries` and `kl_targets`.
       indices: int32 `[B, T, INDEX_HEADS, N]`, negative: none; position: int32 `[B, T]`.
       loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: of z, +inf where nothing is
         listed; mass: sum t.

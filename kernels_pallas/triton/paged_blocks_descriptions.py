@@ -11,8 +11,8 @@ HERE = "kernels_pallas.triton.paged_blocks"
 SPLIT = 256  # keys of a part of a list
 CHUNK = 1024  # keys that a program scores
 KEYS = 128  # of a step of it
+CANDIDATES = 2048  # of the blocks of a row, of which the best are found
 BLOCKS = 2**15  # of a row, whose scores one program holds
-PART = 4096  # blocks of a row that are written at a time
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -133,9 +133,7 @@ class PagedIndex(NamedTuple):
         )
 
     def best(self) -> TritonKernel:
-        """Arrays: the result of `scores`, lengths, rows, positions; result: the blocks, int32
-        `[tokens, lists, n]`.
-        """
+        """Of `best_blocks`, from the result of `scores`."""
         queries, chosen = (
             self.rows.queries,
             (self.num_selected, self.num_initial, self.num_local),
@@ -159,31 +157,39 @@ def best_blocks(
     most: int = 0,
 ) -> TritonKernel:
     """Arrays: scores float32 `[tokens, lists, blocks]`, lengths, rows, positions, of which the
-    first is read where rows have the same number of `queries`, the others elsewhere; result: the
-    blocks, int32 `[tokens, lists, num_selected]`.
+    first is read where rows have the same number of `queries`, the others elsewhere; results: the
+    blocks, int32 `[tokens, lists, num_selected]`, and memory.
 
     Args:
       most_blocks: that there may be in any call of a problem; most: tokens of a row.
     """
     held = power(most_blocks)
+    warps, slots = min(max(held // 512, 4), 32), power(num_selected)
+    # Of fewer blocks all are candidates.
+    candidates = max(2 * slots, CANDIDATES)
+    candidates = candidates if 4 * candidates <= held else held
     return TritonKernel(
         f"{HERE}:best",
         tokens * lists,
         (max(queries, 1), most, blocks),
-        (Array((tokens, lists, num_selected), "int32"),),
+        (
+            Array((tokens, lists, num_selected), "int32"),
+            Array((tokens, lists, max(candidates, slots)), "int32"),
+        ),
         {
             "LISTS": lists,
             "N": num_selected,
-            "SLOTS": power(num_selected),
+            "SLOTS": slots,
             "BLOCKS": held,
-            "PART": min(held, PART),
+            "THREADS": min(held, 32 * warps),
+            "CANDIDATES": candidates,
             "POOL": pool,
             "ENTRY": entry,
             "NUM_INITIAL": num_initial,
             "NUM_LOCAL": num_local,
             "RAGGED": queries == 0,
         },
-        min(max(held // 512, 4), 32),
+        warps,
     )
 
 

@@ -75,12 +75,14 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     extra = [lse] if gate is None else [lse, gate]
     out = walked if added is None else added
     merges = {"gated": gate is not None, "added": added is not None}
+    alone = not any(merges.values())
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
         # Of `out`, not what it began as, which is gone then.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         given = counts, block_indices, layout.position, *extra, segment, *rows
-        merge = gathered.merge(dataclasses.replace(kernel, **merges))
+        spec = dataclasses.replace(kernel, **merges)
+        merge = _staying(ops, gathered.merge, spec) if alone else gathered.merge(spec)
         merged = ops.run(merge, *partials, *given)
         out = ops.write(out, tokens, merged[0])
         if added is None:
@@ -103,10 +105,16 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
         inputs = *arrays, *lists, segment, do, row_stats
         partials = ops.run(gathered.partial_dq(kernel), *inputs)
         rows = counts, block_indices, layout.position, segment, ops.part(dq, tokens)
-        (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)
+        (merged,) = ops.run(_staying(ops, gathered.merge_dq, kernel), *partials, *rows)
         dq = ops.write(dq, tokens, merged)
         del partials, merged
     return dq
+
+
+def _staying(ops, merge, spec):
+    """The kernel `merge`, which passes over rows that it finds in its output."""
+    stays = ops.writes_in_place(merge(spec))
+    return merge(dataclasses.replace(spec, stays=stays))
 
 
 class _Layout(NamedTuple):

@@ -46,16 +46,19 @@ def lists_for(ops: ArrayOps, lists, sizes: LossSizes):
     return ops.contiguous(xp.broadcast_to(found, shape))
 
 
-def loss(ops: ArrayOps, sizes: LossSizes, arrays, lists, position, gradient: bool):
+def loss(ops: ArrayOps, sizes: LossSizes, arrays, lists, position):
     """The loss `[B, T, Hi]`, and a `Kept`; `arrays`: query, key, lse, index_query, index_key."""
     about = ListSizes(sizes.tiles, sizes.entries, sizes.items, sizes.block, False)
     of = ops.derive(
         triton_backward.block_query_lists, lists, position, position * 0, sizes=about
     )
-    kernel = index_descriptions.kl_entries(sizes, ops.capability(arrays[0]), gradient)
-    *entries, targets = ops.run(kernel, *arrays, position, *of)
+    attention, indexer, capability = arrays[:3], arrays[3:], ops.capability(arrays[0])
+    kernel = index_descriptions.kl_targets(sizes, capability)
+    masses, entropies, targets = ops.run(kernel, *attention, position, *of)
+    kernel = index_descriptions.kl_entries(sizes, capability)
+    maxima, sums, crosses = ops.run(kernel, *indexer, targets, entropies, position, *of)
     kernel = index_descriptions.kl_loss(sizes)
-    found, *rest = ops.run(kernel, *entries, lists, position)
+    found, *rest = ops.run(kernel, maxima, sums, masses, crosses, lists, position)
     return found, Kept(targets, *rest, *of)
 
 
@@ -99,6 +102,6 @@ def blocks(ops: ArrayOps, sizes: IndexSizes, query, key, position, offset: int |
         at = ops.contiguous(position[:, first : first + count])
         about = sizes.B * count, sizes.lists, blocks, sizes.blocks, sizes.pool, sizes.entry
         kernel = paged_blocks_descriptions.best_blocks(*about, *chosen)
-        (lists,) = ops.run(kernel, scores, at, at, at)
+        lists, _ = ops.run(kernel, scores, at, at, at)
         found.append(lists.reshape(sizes.B, count, sizes.lists, sizes.num_selected))
     return found[0] if len(found) == 1 else ops.xp.concatenate(found, 1)
