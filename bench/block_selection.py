@@ -21,13 +21,15 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
                 indexer (`eager`) and on `index_blocks` (`nsa_blocks`); `nsa_torch` begins with the
                 indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients. Mode
                 `decode`: one token a row, its blocks and its attention, from pages as large as a
-                block, in one CUDA graph; `plain`: without kernels
+                block, in one CUDA graph; `plain`: without kernels. Modes `qsa` and `qsa_decode`:
+                lists and attention of QSA's layer, whatever the other sizes are; `sdpa` is dense
+                attention there, without lists
   peak_gib      the most that was allocated, arguments included
   error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
                 twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
-                of float32 scores: 2 % at most. Of the loss and of decoding, from the plain
-                implementation: two roundings at most
+                of float32 scores: 2 % at most. Of the loss, of decoding and of QSA, from the plain
+                implementation: two roundings at most, of lists the share of their blocks
 
 Needs the extra `hf`.
 """
@@ -60,7 +62,7 @@ at = {"flag_values": FLAGS}
 OURS = "nsa_torch", "nsa_blocks"
 PEERS = tuple(block_peers.MODULES)
 IMPLEMENTATIONS = *OURS, "plain", "sdpa", "eager", "flex", *PEERS
-MODES = "forward", "fwdbwd", "indexer", "loss", "decode"
+MODES = "forward", "fwdbwd", "indexer", "loss", "decode", "qsa", "qsa_decode"
 LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
 HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
@@ -93,6 +95,8 @@ HAS = {  # implementations of a mode
     "indexer": (*OURS, "eager"),
     "loss": ("nsa_torch",),
     "decode": ("nsa_torch", "plain"),
+    "qsa": ("nsa_torch", "sdpa"),
+    "qsa_decode": ("nsa_torch", "plain"),
 }
 HIDDEN, LISTS_APART = 256, 0.02
 
@@ -238,8 +242,10 @@ class Problem:
         """What an implementation takes."""
         if reason := _why_not(name):
             return {"status": "unsupported", "reason": reason}
-        if self.mode == "decode":
-            call: Callable[..., Any] = Decode(self.length).step(_implementation(name))
+        if self.mode in DECODES:
+            call: Callable[..., Any] = _step(DECODES[self.mode](self.length), name)
+        elif self.mode == "qsa":
+            call = Qsa(self.length).of(name)
         elif self.mode == "indexer":
             call = Indexer(self.length).of(name)
         elif self.mode == "loss":
@@ -274,7 +280,7 @@ class Problem:
         if name == "flex":
             return flex_blocks.mask_of(indices, self.length, BLOCK.value, HEADS.value)
         if name == "vllm":
-            return block_peers.pages_of(*tensors[1:], indices)
+            return block_peers.pages_of(tensors[1], tensors[2], indices)
         if name == "flash_msa":
             return [torch.randn_like(tensors[1]), torch.randn_like(tensors[1][:, :1])]
         return None
@@ -283,12 +289,13 @@ class Problem:
         """Of each implementation's results for the last queries, from `eager` in float32."""
         if self.mode == "indexer":
             return dict.fromkeys(HAS["indexer"], Indexer(self.length).errors())
-        if self.mode == "decode":
-            decode = Decode(self.length)
+        if self.mode in DECODES or self.mode == "qsa":
+            decode = Qsa(self.length) if self.mode == "qsa" else DECODES[self.mode](self.length)
             exact, found = (decode.attend(x) for x in ("torch", None))
             error = {"out": _distance(found[1], exact[1].float())}
-            error["lists"] = (found[0] != exact[0]).any(dim=-1).double().mean().item()
-            return {"nsa_torch": error, "plain": dict.fromkeys(error, 0.0)}
+            error["lists"] = _apart(found[0], exact[0])
+            other = HAS[self.mode][1]
+            return {"nsa_torch": error, other: dict.fromkeys(error, 0.0)}
         if self.mode == "loss":
             loss = Loss(self, CHECKED.value)
             pairs = zip(LOSS_RESULTS, loss.results(None), loss.results("torch"), strict=True)
@@ -457,20 +464,121 @@ class Decode:
         assert isinstance(out, Tensor)
         return lists, out
 
-    def step(self, implementation: str | None) -> Callable[..., Any]:
-        """What is timed: a graph, where there are any."""
-        if device() == "cpu":
-            return lambda _=0: self.attend(implementation)
-        replay, _ = timing.cuda_graph(lambda: self.attend(implementation))
-        return lambda _=0: replay()
+
+QSA_HEADS, QSA_KV_HEADS, QSA_WIDTH = 24, 2, 256
+QSA_INDEX_HEADS, QSA_INDEX_WIDTH, QSA_PAGE = 4, 128, 64
+QSA: dict[str, Any] = {
+    "pool": 1,
+    "num_selected": 512,
+    "num_local": 0,
+    "activation": "relu",
+    "reduce": "sum",
+}
+QSA_BLOCK = QSA["entry"] = 4
+QSA_ATTENTION: dict[str, Any] = {"block_size": QSA_BLOCK, "include": "tail"}
 
 
-def _implementation(name: str) -> str | None:
-    return "torch" if name == "plain" else None
+def _drawn(seed: int) -> Callable[..., Tensor]:
+    draw = torch.Generator(device()).manual_seed(seed)
+    about = {"generator": draw, "device": device(), "dtype": getattr(torch, DTYPE.value)}
+    return lambda *shape: torch.randn(*shape, **about)
+
+
+class Qsa:
+    """Lists and attention of whole rows, of QSA's layer."""
+
+    def __init__(self, length: int):
+        make, batch = _drawn(0), BATCH.value
+        widths = (QSA_HEADS, QSA_WIDTH), (QSA_KV_HEADS, QSA_WIDTH)
+        query, key, value = (make(batch, length, *widths[i]) for i in (0, 1, 1))
+        self.attention = query, key, value
+        index_query = make(batch, length, QSA_INDEX_HEADS, QSA_INDEX_WIDTH)
+        if OVERLAP.value:  # neighbours have one query for about as many tokens
+            same = max(round(1 / (1 - OVERLAP.value)), 1) if OVERLAP.value < 1 else length
+            index_query = index_query[:, torch.arange(length) // same * same]
+        self.indexer = index_query, make(batch, length // QSA_BLOCK, QSA_INDEX_WIDTH)
+
+    def of(self, name: str) -> Callable[..., Any]:
+        if name == "nsa_torch":
+            return lambda _=0: self.on_lists(self.attention, self.indexer, None)
+        query, key, value = (x.transpose(1, 2) for x in self.attention)
+        dense = torch.nn.functional.scaled_dot_product_attention
+        return lambda _=0: dense(query, key, value, is_causal=True, enable_gqa=True)
+
+    @torch.no_grad()
+    def on_lists(
+        self,
+        attention: tuple[Tensor, Tensor, Tensor],
+        indexer: tuple[Tensor, Tensor],
+        implementation: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        import nsa_torch
+
+        at: dict[str, Any] = {"kv_len": attention[1].shape[1]}
+        lists = nsa_torch.index_blocks(*indexer, **QSA, **at, implementation=implementation)
+        at["implementation"] = "sdpa" if implementation else None
+        out = nsa_torch.block_attention(*attention, lists, **QSA_ATTENTION, **at)
+        assert isinstance(out, Tensor)
+        return lists, out
+
+    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
+        """Of the last queries, the lists and the output."""
+        last = slice(-CHECKED.value, None)
+        (query, key, value), (index_query, index_key) = self.attention, self.indexer
+        attention, indexer = (query[:, last], key, value), (index_query[:, last], index_key)
+        return self.on_lists(attention, indexer, implementation)
+
+
+class QsaDecode:
+    """A token of each row, from pages of keys and of index keys."""
+
+    def __init__(self, length: int):
+        make, rows = _drawn(0), BATCH.value
+        columns = -(-length // QSA_PAGE)
+        count = rows * columns
+        kv = [make(count, QSA_PAGE, QSA_KV_HEADS, QSA_WIDTH) for _ in range(2)]
+        self.attention = make(rows, QSA_HEADS, QSA_WIDTH), *kv
+        self.indexer = (
+            make(rows, QSA_INDEX_HEADS, QSA_INDEX_WIDTH),
+            make(count, QSA_PAGE // QSA_BLOCK, QSA_INDEX_WIDTH),
+        )
+        pages = torch.arange(count, dtype=torch.int32, device=device())
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=device())
+        self.at = pages.view(rows, columns), lengths
+
+    @torch.no_grad()
+    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
+        """The lists and the output."""
+        import nsa_torch
+
+        how = {"implementation": implementation}
+        lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **QSA, **how)
+        arrays = *self.attention, *self.at, lists
+        out = nsa_torch.paged_block_attention(*arrays, **QSA_ATTENTION, **how)
+        assert isinstance(out, Tensor)
+        return lists, out
+
+
+DECODES = {"decode": Decode, "qsa_decode": QsaDecode}
+
+
+def _step(decode: Decode | QsaDecode, name: str) -> Callable[..., Any]:
+    """What is timed: a graph, where there are any."""
+    implementation = "torch" if name == "plain" else None
+    if device() == "cpu":
+        return lambda _=0: decode.attend(implementation)
+    replay, _ = timing.cuda_graph(lambda: decode.attend(implementation))
+    return lambda _=0: replay()
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
     return ((x.float() - y).square().mean() / y.square().mean()).sqrt().item()
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The share of the blocks in lists `[.., n]` that those expected have not."""
+    there = (found[..., :, None] == expected[..., None, :]).any(dim=-1)
+    return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
 
 def _timed(call: Callable[..., Any]) -> dict[str, Any]:
@@ -496,7 +604,7 @@ def _judged(mode: str, name: str, errors: Mapping[str, Mapping[str, float]]) -> 
     found, eps = errors[name], torch.finfo(getattr(torch, DTYPE.value)).eps
     if mode == "indexer":
         most, than = dict.fromkeys(found, LISTS_APART), "float32's"
-    elif mode in ("loss", "decode"):
+    elif mode not in ("forward", "fwdbwd"):
         most, than = dict.fromkeys(found, LOSS_ROUNDINGS * eps), "plain"
     else:
         most, than = {n: TIMES_SDPA * x + eps for n, x in errors["sdpa"].items()}, "sdpa"

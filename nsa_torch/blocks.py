@@ -11,7 +11,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import as_given, selected_attention
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import chosen_implementation, memory_of
+from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
 from nsa_torch.operators import requires_grad
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -73,6 +73,14 @@ def block_attention(
     checks.devices(query, given)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     entries, kv_heads = block_indices.shape[-1], key.shape[2]
+    if cu_seqlens is None and entries > block_lists.MAX_ENTRIES:
+        found = _of_long_lists(
+            *(query, key, value, block_indices, block_size, include, scale),
+            kv_len,
+            implementation,
+        )
+        if found is not None:
+            return found if return_residual else found[0]
     if include == "tail":
         config = block_lists.config_of(block_size, entries)
         checks.packed(cu_seqlens, query, "query")
@@ -99,6 +107,30 @@ def block_attention(
         implementation=implementation,
     )
     return (out, lse) if return_residual else out
+
+
+def _of_long_lists(
+    query, key, value, block_indices, block_size, include, scale, kv_len, implementation
+) -> tuple[Tensor, Tensor] | None:
+    """`(out, lse)` by the kernels that gather single keys, which have no gradient; None where they
+    cannot run, or are not asked for.
+    """
+    arrays = query, key, value, block_indices
+    if implementation not in (None, "triton") or requires_grad(query, key, value):
+        return None
+    sizes = triton_paged_blocks.row_sizes_of(
+        *arrays, block_size, include, scale, OPS.capability(query)
+    )
+    if device_why_not(query) or sizes.why_not():
+        return None
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    _refuse_repeated(block_indices)
+    lengths = torch.as_tensor(kv_len, dtype=torch.int32, device=query.device)
+    lengths = lengths.expand(query.shape[0])
+    with torch.no_grad(), as_given(query):
+        found = triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays, lengths)
+    return found[0], found[1]
 
 
 def _positions(query, config: NSAConfig, kv_len, cu_seqlens) -> Tensor:

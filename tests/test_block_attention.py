@@ -19,6 +19,7 @@ from bench.judge.parity import assert_parity
 from kernels_pallas.specs.tile import parts_of_block
 from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_core import block_lists, debug
+from nsa_core.steps import triton_paged_blocks
 from nsa_torch import blocks
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -566,3 +567,38 @@ def test_bad_pages(changed, message):
     given |= dict(lengths=torch.ones(2).int(), block_indices=torch.zeros(2, 1, 1).int())
     with pytest.raises((ValueError, NotImplementedError), match=message):
         nsa_torch.paged_block_attention(**given | changed, block_size=8)
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize(("include", "scopes"), [("selected", 2), ("tail", 1)])
+def test_long_lists(include, scopes, monkeypatch):
+    """Beyond 64 entries kernels gather single keys: rows of two lengths, a part of the queries at a
+    time.
+    """
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(blocks, "device_why_not", lambda query: None)
+        monkeypatch.setattr(triton_paged_blocks, "PARTIAL_BYTES", 4000)
+    make = torch.Generator().manual_seed(0)
+    batch, length, keys, block, n = 2, 7, 300, 4, 66
+    draw = functools.partial(torch.randn, generator=make)
+    query, key, value = (
+        draw(batch, *x) for x in ((length, 6, 24), (keys, 2, 24), (keys, 2, 16))
+    )
+    lists = torch.rand(batch, length, scopes, keys // block + 1, generator=make).argsort(-1)
+    kv_len = torch.tensor([300, 283], dtype=torch.int32)
+    own = (kv_len[:, None] - length + torch.arange(length)) // block
+    lists = lists[..., :n].int()
+    lists = lists.masked_fill((lists == own[..., None, None]) & (include == "tail"), -1)
+    options = {"block_size": block, "include": include, "return_residual": True}
+    wide = [x.double() for x in (query, key, value)]
+    exact = nsa_torch.block_attention(
+        *wide, lists, **options, kv_len=kv_len, implementation="sdpa"
+    )
+    given = [x.to(DEVICE) for x in (query, key, value, lists)]
+    options |= {"kv_len": kv_len.to(DEVICE), "implementation": "triton"}
+    for got, want in zip(nsa_torch.block_attention(*given, **options), exact, strict=True):
+        torch.testing.assert_close(got.cpu().double(), want.double(), rtol=0, atol=3e-5)
+    with pytest.raises(NotImplementedError, match="triton"):
+        given[0].requires_grad_()
+        nsa_torch.block_attention(*given, **options)

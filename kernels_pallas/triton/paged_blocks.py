@@ -209,7 +209,7 @@ def best(
     order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
     real = order > LOWEST
     free = scratch + program * max(CANDIDATES, SLOTS)
-    few = 0
+    candidate, count, few = real, 0, 0
     if CANDIDATES < BLOCKS:
         # What N of the threads' greatest ones reach, N of all reach: few others do.
         greatest = tl.max(tl.reshape(order, [BLOCKS // THREADS, THREADS]), axis=0)
@@ -284,10 +284,11 @@ def partials(
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,
     RAGGED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs: tokens * PAIRS * PARTS. A pair is a list with a key/value head that it serves,
-    `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
+    """Programs: tokens * PAIRS * PARTS; `BY_PAIR`: those of a pair together. A pair is a list with
+    a key/value head that it serves, `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
 
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, so many tokens
@@ -300,9 +301,13 @@ def partials(
     program = tl.program_id(0)
     part, item = program % PARTS, program // PARTS
     token, pair = item // PAIRS, item % PAIRS
+    if BY_PAIR:
+        tokens = tl.num_programs(0) // (PAIRS * PARTS)
+        token, pair = item % tokens, item // tokens
+        item = token * PAIRS + pair
     row, at = _place_of(token, lengths, rows, positions, queries, most, RAGGED)
     head = pair * HEADS // PAIRS
-    mine = lists + (token * SCOPES + pair * SCOPES // PAIRS) * N
+    mine = lists + (token.to(tl.int64) * SCOPES + pair * SCOPES // PAIRS) * N
     member = tl.arange(0, ROWS)
     number = item.to(tl.int64) * GROUP + member
     real = member < GROUP

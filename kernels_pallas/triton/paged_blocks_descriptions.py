@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import LEAST, WIDE, choose, power
+from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power
 
 HERE = "kernels_pallas.triton.paged_blocks"
 SPLIT = 256  # keys of a part of a list
@@ -212,6 +212,7 @@ class PagedBlocks(NamedTuple):
     tail: bool
     scale: float
     capability: tuple[int, int]
+    whole: bool = False  # a program has a whole list; many queries fill the GPU
 
     @property
     def pairs(self) -> int:
@@ -229,12 +230,17 @@ class PagedBlocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        return cdiv(self.listed, SPLIT)
+        return 1 if self.whole else cdiv(self.listed, SPLIT)
 
-    def _tiling(self):
+    def _tiling(self) -> Tiling | None:
         widths, itemsize = (self.D, self.Dv), 4 if self.dtype == "float32" else 2
-        keys = min(power(self.listed), 64, SPLIT)
-        return choose("forward", power(self.group), keys, *widths, itemsize, self.capability)
+        keys, rows = min(power(self.listed), 64, SPLIT), power(self.group)
+        found = choose("forward", rows, keys, *widths, itemsize, self.capability)
+        if found is None or not self.whole or rows > LEAST or itemsize == 4:
+            return found
+        return Tiling(
+            rows, min(keys, 32), 1, 2
+        )  # gathers of many small programs hide each other
 
     def why_not(self) -> str | None:
         """Why the kernels cannot run a problem, or None."""
@@ -283,9 +289,10 @@ class PagedBlocks(NamedTuple):
                 "BLOCK": self.block,
                 "TAIL": self.tail,
                 "PAGE": sizes.page,
-                "SPLIT": SPLIT,
+                "SPLIT": cdiv(self.listed, tiling.keys) * tiling.keys if self.whole else SPLIT,
                 "KEYS": tiling.keys,
                 "RAGGED": sizes.queries == 0,
+                "BY_PAIR": self.whole,
                 "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
             },
             8 if self.dtype == "float32" else tiling.warps,

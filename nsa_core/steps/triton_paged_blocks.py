@@ -11,6 +11,8 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.index import Index
 from nsa_core.validate import dtype_name
 
+PARTIAL_BYTES = 2**28  # of a part's outputs in float32
+
 
 class Paged(NamedTuple):
     """Where the tokens of a call are: arguments as of `paged_block_attention`."""
@@ -75,6 +77,43 @@ def attention(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, paged
     at = paged.page_table, paged.lengths, *paged.places(ops, sizes.rows)
     parts = ops.run(sizes.partials(), query, key, value, *at, lists)
     return ops.run(sizes.merge(), *parts)
+
+
+def row_sizes_of(query, key, value, lists, block: int, include: str, scale, capability):
+    """Of the kernels of `attention_of_rows`, whose keys are pages of one token."""
+    (batch, length, heads, width), (keys, kv_heads) = query.shape, key.shape[1:3]
+    scale = float(width**-0.5 if scale is None else scale)
+    scopes, entries = lists.shape[2:]
+    sizes = heads, kv_heads, width, value.shape[3], dtype_name(query), scopes, entries
+    rows = Rows(batch * length, length, keys, batch * keys, 1)
+    rest = block, include == "tail", scale, capability
+    return PagedBlocks(rows, (1, 1), *sizes, *rest, whole=True)
+
+
+def attention_of_rows(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, lengths):
+    """`(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`: of whole rows, some queries at a time.
+
+    Args:
+      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
+      lists: int32 `[B, T, G, n]`; lengths: int32 `[B]`, valid keys.
+    """
+    batch, length, keys = *query.shape[:2], key.shape[1]
+    flat = lambda x: ops.contiguous(x).reshape(-1, *x.shape[2:])
+    key_pages, value_pages = flat(key)[:, None], flat(value)[:, None]
+    table = ops.arange(lengths, batch * keys).reshape(batch, keys)
+    most = max(PARTIAL_BYTES // (4 * batch * sizes.H * sizes.Dv), 1)
+    found = []
+    for first in range(0, length, most):
+        count = min(most, length - first)
+        part = slice(first, first + count)
+        ending = Paged(table, ops.to_int32(lengths - (length - first - count)), None)
+        here = sizes._replace(rows=sizes.rows._replace(tokens=batch * count, queries=count))
+        rows, named = flat(query[:, part]), flat(lists[:, part])
+        of_part = attention(ops, here, rows, key_pages, value_pages, named, ending)
+        found.append([x.reshape(batch, count, *x.shape[1:]) for x in of_part])
+    if len(found) == 1:
+        return found[0]
+    return [ops.xp.concatenate(x, 1) for x in zip(*found, strict=True)]
 
 
 def blocks(ops: ArrayOps, sizes: PagedIndex, query, pages, paged: Paged):
