@@ -1,5 +1,8 @@
 """Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +97,20 @@ def block_attention(
         # Of padding behind the queries: it names nothing.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
     entries = block_indices.shape[-1]
+    long = entries > block_lists.MAX_ENTRIES and implementation in (None, "triton")
+    if long and segment_ids is None and query_seq_lengths is None:
+        how = block_size, include, scale
+
+        def why_not():
+            found = jax_problem.capability()
+            return triton_paged_blocks.row_sizes_of(*arrays, *how, found).why_not()
+
+        if chosen_implementation(None, why_not, query) == "triton":
+            _refuse_repeated(block_indices)
+            lengths = jnp.asarray(keys if kv_len is None else kv_len, jnp.int32)
+            lengths = jnp.broadcast_to(lengths, (batch,))
+            found = compiled(_of_long_lists)(*arrays, lengths, how=how)
+            return found if return_residual else found[0]
     if include == "tail":
         config = block_lists.config_of(block_size, entries)
         at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
@@ -102,8 +119,7 @@ def block_attention(
             position = jnp.where(there, position, -1)
         block_indices = block_lists.with_tail(jnp, block_indices, position, block_size)
         entries += 1
-    if debug.on and not jax_debug.JAX.traced([block_indices]):
-        block_lists.refuse_repeated(np.asarray(block_indices))
+    _refuse_repeated(block_indices)
     parts = block_lists.parts_of(block_size, entries)
     sizes = {"parts": parts, "keys": keys, "block_size": block_size, "kv_heads": kv_heads}
     found = compiled(_for_kernels)(block_indices, **sizes)
@@ -122,6 +138,43 @@ def block_attention(
         implementation=implementation,
     )
     return (out, lse) if return_residual else out
+
+
+def _refuse_repeated(block_indices) -> None:
+    """Raises where a list names a block twice, if events are told and there are numbers."""
+    if debug.on and not jax_debug.JAX.traced([block_indices]):
+        block_lists.refuse_repeated(np.asarray(block_indices))
+
+
+def _of_long_lists(*arrays, how):
+    return _gathered(how, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(how, query, key, value, lists, lengths):
+    """`(out, lse)` by the kernels that gather single keys; gradients by chunks of queries."""
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    arrays = query, key, value, lists
+    sizes = triton_paged_blocks.row_sizes_of(*arrays, *how, TRITON_OPS.capability(query))
+    return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays, lengths))
+
+
+def _gathered_forward(how, *arrays):
+    return _gathered(how, *arrays), arrays
+
+
+def _gathered_backward(how, arrays, grads):
+    *floats, lists, lengths = arrays
+    block_size, include, scale = how
+    options: dict[str, Any] = {"block_size": block_size, "include": include, "scale": scale}
+    options |= {"key_value_seq_lengths": lengths, "implementation": "xla"}
+    plain = lambda *x: block_attention(*x, lists, **options, return_residual=True)
+    _, pull = jax.vjp(plain, *floats)
+    return *pull(grads), None, None
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _for_kernels(lists, *, parts: int, **sizes):

@@ -20,6 +20,7 @@ from kernels_pallas.specs.tile import parts_of_block
 from kernels_pallas.triton import paged_blocks_descriptions
 from nsa_core import block_lists, debug
 from nsa_core.steps import triton_paged_blocks
+from nsa_jax.triton_ops import compiled_for
 from nsa_torch import blocks
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -602,3 +603,21 @@ def test_long_lists(include, scopes, monkeypatch):
     with pytest.raises(NotImplementedError, match="triton"):
         given[0].requires_grad_()
         nsa_torch.block_attention(*given, **options)
+
+
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="lowers kernels")
+def test_jax_kernels_of_long_lists_are_lowered(monkeypatch):
+    """For a GPU that need not be there; gradients are those of `xla`."""
+    monkeypatch.setattr("nsa_jax.blocks.chosen_implementation", lambda *_: "triton")
+    monkeypatch.setattr("nsa_jax.blocks.jax_problem.capability", lambda: (9, 0))
+    query, key, value = (jnp.ones((2, 5, h, 32), jnp.bfloat16) for h in (4, 2, 2))
+    lists = jnp.full((2, 5, 1, 66), -1, jnp.int32)
+
+    def attend(*arrays):
+        out = nsa_jax.block_attention(*arrays, lists, block_size=4, include="tail")
+        return out.astype(jnp.float32).sum()
+
+    with compiled_for((9, 0)):
+        traced = jax.jit(jax.value_and_grad(attend, (0, 1, 2))).trace(query, key, value)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 2
