@@ -156,7 +156,8 @@ def _gathered(how, query, key, value, lists, lengths):
     from nsa_jax.triton_ops import TRITON_OPS
 
     arrays = query, key, value, lists
-    sizes = triton_paged_blocks.row_sizes_of(*arrays, *how, TRITON_OPS.capability(query))
+    found = TRITON_OPS.capability(query)
+    sizes = triton_paged_blocks.row_sizes_of(*arrays, *how, capability=found)
     return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays, lengths))
 
 
@@ -165,12 +166,12 @@ def _gathered_forward(how, *arrays):
 
 
 def _gathered_backward(how, arrays, grads):
-    *floats, lists, lengths = arrays
+    query, key, value, lists, lengths = arrays
     block_size, include, scale = how
     options: dict[str, Any] = {"block_size": block_size, "include": include, "scale": scale}
     options |= {"key_value_seq_lengths": lengths, "implementation": "xla"}
-    plain = lambda *x: block_attention(*x, lists, **options, return_residual=True)
-    _, pull = jax.vjp(plain, *floats)
+    plain = lambda q, k, v: block_attention(q, k, v, lists, **options, return_residual=True)
+    _, pull = jax.vjp(plain, query, key, value)
     return *pull(grads), None, None
 
 
