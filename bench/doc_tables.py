@@ -533,9 +533,15 @@ OF_BLOCKS = (
     ("fwdbwd", "nsa_torch", "**with backward**"),
     ("forward", "flex", "FlexAttention, forward"),
     ("fwdbwd", "flex", "with backward"),
+    ("forward", "vllm", "vLLM's Triton kernel, forward"),
+    ("forward", "flash_msa", "flash-msa, forward, its selection too"),
+    ("fwdbwd", "flash_msa", "with backward"),
     ("indexer", "nsa_torch", "**`index_blocks`**"),
     ("loss", "nsa_torch", "**`indexer_kl` and its gradients**"),
     ("decode", "nsa_torch", "**a decode step of 8 rows from pages: lists and attention**"),
+    ("qsa", "nsa_torch", "**QSA: `index_blocks` and `block_attention`, forward**"),
+    ("qsa", "sdpa", "QSA's heads, dense attention of torch, forward"),
+    ("qsa_decode", "nsa_torch", "**a decode step of 8 rows of QSA**"),
 )
 
 

@@ -12,6 +12,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from kernels_pallas.triton import index_descriptions
+from nsa_core.config import NSAConfig
 from nsa_jax.triton_ops import compiled_for
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -274,6 +275,46 @@ def test_an_indexer_learns_the_blocks_of_an_attention():
         loss.backward()
         optimizer.step()
     assert recall(*index(held_out), blocks) >= 0.9
+
+
+def test_nsa_that_selects_by_an_indexer():
+    """In place of NSA's own scores: the loss trains the indexer alone, the output all else; the
+    same in both frameworks.
+    """
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=make)
+    query, key, gates = draw(1, 90, 4, 16), draw(1, 90, 2, 16), draw(1, 90, 4, 3).sigmoid()
+    indexer = draw(1, 90, 2, 16).requires_grad_(), draw(1, 90, 16).requires_grad_()
+    config = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=20)
+    choice = {"pool": 16, "num_selected": 3, "num_initial": 1, "num_local": 1}
+    query.requires_grad_()
+
+    def layer(nsa, query, gates, index_query, index_key, key):
+        lists = nsa.index_blocks(index_query, index_key, **choice)
+        out = nsa.attention(query, key, key, gates, config=config, block_indices=lists)
+        _, lse = nsa.selected_attention(query, key, key, lists, config=config)
+        loss = nsa.indexer_kl(query, key, lse, index_query, index_key, lists, block_size=16)
+        return out.mean() + loss.mean()
+
+    given = query, gates, *indexer, key
+    total = layer(nsa_torch, *given)
+    dquery, *of_indexer = torch.autograd.grad(total, (query, *indexer))
+    arrays = [jnp.asarray(x.detach().numpy()) for x in given]
+    run = jax.value_and_grad(functools.partial(layer, nsa_jax), (0, 2, 3))
+    found, grads = run(*arrays)
+    torch.testing.assert_close(total.item(), float(found), rtol=1e-5, atol=0)
+    for got, want in zip(grads, (dquery, *of_indexer), strict=True):
+        assert want.any()
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    out_alone = nsa_torch.attention(
+        query,
+        key,
+        key,
+        gates,
+        config=config,
+        block_indices=nsa_torch.index_blocks(*indexer, **choice),
+    )
+    torch.testing.assert_close(torch.autograd.grad(out_alone.mean(), query)[0], dquery)
 
 
 IN_TRITON = (
