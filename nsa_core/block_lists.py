@@ -29,6 +29,13 @@ def parts_of(block_size: int, entries: int) -> int:
     return parts[0] if parts else 1
 
 
+def within(block_size: int, keys: int) -> int:
+    """The tokens of a block that are worth counting: the first block of a size beyond all keys is
+    all of them, and has no end.
+    """
+    return min(block_size, -(-(keys + 1) // WHOLE_BLOCKS[0]) * WHOLE_BLOCKS[0])
+
+
 def check(query, key, value, block_indices, block_size, include, scale) -> None:
     """Of `block_attention`, by shape and dtype alone.
 

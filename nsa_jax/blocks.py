@@ -78,6 +78,7 @@ def block_attention(
     """
     arrays = query, key, value, block_indices
     block_lists.check(*arrays, block_size, include, scale)
+    block_size = block_lists.within(block_size, key.shape[1])
     validate.segments(segment_ids, *key.shape[:2])
     (batch, length), keys, kv_heads = query.shape[:2], *key.shape[1:3]
     kv_len, there = key_value_seq_lengths, None
@@ -222,6 +223,7 @@ def paged_block_attention(
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
+    block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
 
     def why_not():
         sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q)

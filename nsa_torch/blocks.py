@@ -70,6 +70,7 @@ def block_attention(
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
     checks.tensors(**given)
     block_lists.check(query, key, value, block_indices, block_size, include, scale)
+    block_size = block_lists.within(block_size, key.shape[1])
     checks.devices(query, given)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     entries, kv_heads = block_indices.shape[-1], key.shape[2]
@@ -189,6 +190,7 @@ def paged_block_attention(
     given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
     checks.tensors(**given)
     block_lists.check_paged(*tensors, block_size, include, cu_seqlens_q, scale)
+    block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
     checks.devices(query, given)
     _refuse_repeated(block_indices)
     if requires_grad(query, key_pages, value_pages):

@@ -354,6 +354,28 @@ def test_numbers_whose_multiples_are_small():
     assert not out.any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("include", ["selected", "tail"])
+def test_a_block_of_more_than_all_keys(include):
+    """No memory is taken for what it might hold."""
+    query, key, value = (torch.randn(1, 9, 1, 16) for _ in range(3))
+    lists = torch.full((1, 9, 1, 1), -1 if include == "tail" else 0).int()
+    options = {"include": include, "implementation": "sdpa"}
+    out, want = (
+        nsa_torch.block_attention(query, key, value, lists, block_size=size, **options)
+        for size in (2**31 - 1, 10)
+    )
+    torch.testing.assert_close(out, want)
+    arrays = [jnp.asarray(x.numpy()) for x in (query, key, value, lists)]
+    found = nsa_jax.block_attention(*arrays, block_size=2**31 - 1, include=include)
+    np.testing.assert_allclose(found, want, atol=1e-5)
+    pages = (x[0, :, None] for x in (key, value))
+    table, lengths = torch.arange(9).int()[None], torch.tensor([9]).int()
+    given = query[0], *pages, table, lengths, lists[0]
+    found = nsa_torch.paged_block_attention(*given, block_size=2**31 - 1, include=include)
+    torch.testing.assert_close(found, want[0])
+
+
 BAD = (
     (dict(block_indices=torch.zeros(1, 20, 2, 3).short()), "block_indices must have dtype"),
     (dict(block_indices=torch.zeros(1, 20, 3).int()), "block_indices must have 4 axes"),
