@@ -299,8 +299,10 @@ def test_all_that_is_kept_is_counted(kinds, monkeypatch):
     assert sum(x.nbytes for x in arrays) == blocks * (
         nsa + (nsa if kinds[1] == "nsa" else dense)
     )
-    with pytest.raises(MemoryError, match="more than available memory"):
-        lm.generate_batch(prompts()[:1], **options(lm, blocks=1 << 40))
+    for more in ({}, {"warmup": True}):
+        with pytest.raises(MemoryError, match="more than available memory"):
+            lm.generate_batch(prompts()[:1], **options(lm, blocks=1 << 40), **more)
+        assert lm.config._attn_implementation == "sdpa"  # as before
 
 
 def test_another_manager_is_refused(monkeypatch):
@@ -396,3 +398,33 @@ def test_what_warms_up_first(given, expected, monkeypatch):
     assert bool(seen) == expected
     if "persistent_manager" in given:
         lm.destroy_cached_continuous_batching_manager()
+
+
+@served
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ([], "list of tokens, at least one, got []"),
+        ("text", "list of tokens, at least one, got 'text'"),
+        ([1, 97], "tokens in 0..96 (vocab_size), got 97"),
+        ([-1], "tokens in 0..96 (vocab_size), got -1"),
+        ([1.5], "tokens in 0..96 (vocab_size), got 1.5"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_wrong(prompt, found):
+    """Before anything runs: in a step it would end the requests beside it."""
+    lm = model()
+    with pytest.raises(ValueError, match=re.escape("inputs[1] must")) as error:
+        lm.generate_batch([[1, 2], prompt], **options(lm))
+    assert found in str(error.value)
+
+
+@served
+def test_sizes_and_modes_that_are_refused():
+    lm = model()
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, or None, got 0"):
+            continuous_batching_config(lm.config, **{name: 0})
+    with pytest.raises(ValueError, match="num_beams must be 1"):
+        lm.generate_batch([[1, 2]], **options(lm, num_beams=2))

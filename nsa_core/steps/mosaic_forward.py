@@ -176,8 +176,11 @@ def selected_on_pages(
         return None
     if parts_of_block(config.select_block, config.num_selected) > 1:
         return None
+    lengths: dict[str, Any] = dict.fromkeys(("B", "T", "S", "pages"), 1)
+    widths = key_width, value_width, config.select_block
+    stages: dict[str, Any] = selected_spec.forward_stages(*widths)
     spec = selected_spec.SelectedAttention(
-        **dict.fromkeys(("B", "T", "S", "pages"), 1),
+        **lengths,
         H=heads,
         Hkv=kv_heads,
         D=key_width,
@@ -188,7 +191,7 @@ def selected_on_pages(
         block=config.select_block,
         gated=True,
         added=True,
-        **selected_spec.forward_stages(key_width, value_width, config.select_block),
+        **stages,
     )
     return selected_spec.forward(spec).for_any_length()
 

@@ -13,6 +13,7 @@ are attended together.
 
 import copy
 import itertools
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,9 @@ def continuous_batching_config(
 
 
 def _check(given: Any, config: NSAModelConfig) -> None:
+    for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        if (size := getattr(given, name)) is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, or None, got {size}")
     if given.page_size != config.select_block:
         raise ValueError(
             f"page_size must be select_block={config.select_block}, got {given.page_size}: pass "
@@ -78,6 +82,21 @@ def _check(given: Any, config: NSAModelConfig) -> None:
         )
 
 
+def check_prompts(prompts: Any, vocab_size: int) -> None:
+    """Raises ValueError unless each is a list of tokens, at least one."""
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, list | tuple) or not len(prompt):
+            raise ValueError(
+                f"inputs[{i}] must be a list of tokens, at least one, got {prompt!r}"
+            )
+        for token in prompt:
+            if not isinstance(token, numbers.Integral) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"inputs[{i}] must have tokens in 0..{vocab_size - 1} (vocab_size), "
+                    f"got {token!r}"
+                )
+
+
 def manager_of(
     model: Any,
     make: Callable[..., Any],
@@ -92,7 +111,8 @@ def manager_of(
 
     Raises:
       NotImplementedError: transformers has another manager than those that were tried.
-      ValueError: as `continuous_batching_config`.
+      ValueError: as `continuous_batching_config`, or beams are asked for.
+      MemoryError: there is less memory than `num_blocks` need.
     """
     cache_allocator.install()
     config = model.config
@@ -100,6 +120,8 @@ def manager_of(
         given = getattr(generation_config, "continuous_batching_config", None)
         given = given or continuous_batching_config(config)
     _check(given, config)
+    if (getattr(generation_config or model.generation_config, "num_beams", None) or 1) != 1:
+        raise ValueError("num_beams must be 1: generate_batch searches no beams, use generate")
     asked = copy.copy(given)
     # transformers has block tables for FlashAttention alone: decided below.
     asked.max_blocks_per_request = 0
@@ -107,13 +129,20 @@ def manager_of(
     attention, config._attn_implementation = config._attn_implementation, NAME
     try:
         manager = make(generation_config, asked, hints)
+        if manager is not kept:
+            _set_up(manager, model, given, hints)
     except BaseException:
         config._attn_implementation = attention
         raise
     manager._original_attn_impl = attention  # which it sets when it stops
-    if manager is kept:
-        return manager
-    made = manager.continuous_batching_config
+    return manager
+
+
+def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
+    """A new manager's options, then its memory, here and not in its thread: too little of it is an
+    error of the caller's.
+    """
+    config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = _blocks_of_a_request(given, config, hints)
     made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
     if given.use_async_batching is None:
@@ -123,7 +152,7 @@ def manager_of(
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
         made.num_blocks = -(-given.num_blocks * ours // theirs)
-    return manager
+    manager.batch_processor = manager._create_batch_processor()
 
 
 def _blocks_of_a_request(given: ContinuousBatchingConfig, config: Any, hints: Any) -> int:

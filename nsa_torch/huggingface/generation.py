@@ -17,7 +17,7 @@ from nsa_torch.huggingface.compatibility import (
     cache_argument,
     cache_named,
 )
-from nsa_torch.huggingface.continuous import manager_of
+from nsa_torch.huggingface.continuous import check_prompts, manager_of
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.paged_layer import decodes_on_pages
 from nsa_torch.huggingface.rows import check_prompt
@@ -56,11 +56,17 @@ class NSAGenerationMixin(GenerationMixin):
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate_batch`. Where nobody says, a manager that persists warms up, one
         of a single call does not: it captures graphs when steps need them, after first tokens.
+
+        Raises:
+          ValueError: a prompt is not a list of tokens of the vocabulary, at least one; in a step it
+            would end the requests beside it too.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
-        if "nsa" in self.config.layer_attention and "warmup" not in given:
-            kwargs["warmup"] = bool(given.get("persistent_manager"))
+        if "nsa" in self.config.layer_attention:
+            check_prompts(given.get("inputs", ()), self.config.vocab_size)
+            if "warmup" not in given:
+                kwargs["warmup"] = bool(given.get("persistent_manager"))
         return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
