@@ -3,10 +3,14 @@
 They read only `shape` and `dtype`, so the torch front end checks its tensors with them too.
 """
 
+import itertools
 import math
-import numbers
+import numbers as kinds
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from nsa_core.cache_contents import Contents
 from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
@@ -73,7 +77,7 @@ def scaling(scale) -> None:
 
 def positive(name: str, value, otherwise: str = "") -> None:
     """A finite number above zero."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = isinstance(value, kinds.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number{otherwise}, got {value!r}")
 
@@ -95,6 +99,19 @@ def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
 
     found = list(zip(names("key", key), names("value", value), key, value, strict=True))
     return found[:1] if found[0][:2] == ("key", "value") else found
+
+
+def same_in_branches(key: Branches, value: Branches) -> None:
+    """That all branches have as many tokens and heads, and values of one width."""
+    axes = {"key": (key, "[B, S, Hkv]", 3), "value": (value, "[B, S, Hkv, Dv]", 4)}
+    for kind, (each, words, count) in axes.items():
+        expected = tuple(each.selected.shape[:count])
+        for branch, x in each._asdict().items():
+            if x is not each.selected and tuple(x.shape[:count]) != expected:
+                raise ValueError(
+                    f"{kind}.{branch} must have the {words} of {kind}.selected, {expected}, "
+                    f"got {tuple(x.shape[:count])}"
+                )
 
 
 def attention(
@@ -182,6 +199,32 @@ def length(kv_len, query, segment_ids, capacity: int | None = None) -> None:
         raise ValueError(f"kv_len must be at most the keys there are, {capacity}, got {kv_len}")
 
 
+def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:
+    """That each is in `least .. most`."""
+    for x in found[(found < least) | (found > most)].flat:
+        raise ValueError(f"{name} must be in {least}..{most}, got {x}")
+
+
+def borders(name: str, found: Sequence[int], length: int) -> None:
+    """Where the sequences of a row of `length` tokens begin, and where the last one ends."""
+    if found[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {found[0]}")
+    for i, (before, border) in enumerate(itertools.pairwise(found), 1):
+        if border < before:
+            raise ValueError(
+                f"{name} must not decrease, got {border} after {before} at index {i}"
+            )
+    if found[-1] > length:
+        raise ValueError(
+            f"{name} must end with {length}, the number of tokens, at most, got {found[-1]}"
+        )
+
+
+def most_tokens(config: NSAConfig, compressed: int) -> int:
+    """Of which there are no more than so many compressed ones."""
+    return compressed * config.compress_stride + config.compress_block - 1
+
+
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     """Checks of the functions that get compressed keys only; returns `kv_len`, T for None."""
     configuration(config)
@@ -211,18 +254,17 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     return None if segment_ids is not None else kv_len
 
 
-def compressed(query, compressed_key, compressed_value, config, kv_len) -> None:
-    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens."""
+def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
+    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens.
+
+    value: `[B, S, Hkv, Dv]` of the other branches, where they are given too.
+    """
     array("compressed_key", compressed_key, 4)
     array("compressed_value", compressed_value, 4)
     batch, _, _, width = query.shape
-    kv_heads = compressed_key.shape[2]
+    kv_heads, value_width = (compressed_value if value is None else value).shape[2:]
     shape("compressed_key", compressed_key, (batch, compressed_key.shape[1], kv_heads, width))
-    shape(
-        "compressed_value",
-        compressed_value,
-        (*compressed_key.shape[:3], compressed_value.shape[3]),
-    )
+    shape("compressed_value", compressed_value, (*compressed_key.shape[:3], value_width))
     _same_dtype("compressed_key", compressed_key, query)
     _same_dtype("compressed_value", compressed_value, query)
     heads(query, compressed_key, "compressed_key")

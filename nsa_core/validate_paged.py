@@ -78,22 +78,27 @@ def table(page_table, lengths) -> None:
 
 
 def page_numbers(
-    page_table: np.ndarray,
-    lengths: np.ndarray,
-    cache: PagedArrays,
-    read: bool,
-    count: int | None = None,
+    page_table: np.ndarray, lengths: np.ndarray, count: int, size: int, read: bool
 ) -> None:
-    """The entries of the pages that `lengths` tokens need; `read`: below 0 is no page then too;
-    `count`: of pages, None: `num_pages`.
+    """The entries of the pages that `lengths` tokens need, of `count` pages of `size` tokens;
+    `read`: below 0 is no page then too.
     """
-    count = cache.num_pages if count is None else count
-    columns = np.arange(page_table.shape[1]) * cache.config.select_block
+    columns = np.arange(page_table.shape[1]) * size
     outside = (page_table >= count) | (read & (page_table < 0))
     for row, column in np.argwhere(outside & (columns < lengths[:, None])):
         raise ValueError(
             f"page_table[{row}, {column}] must be a page of the cache, 0..{count - 1}, "
             f"got {page_table[row, column]}"
+        )
+
+
+def longest(max_seqlen_q: int, starts: np.ndarray) -> None:
+    """That no row of `cu_seqlens_q` is longer."""
+    found = int(np.diff(starts).max())
+    if found > max_seqlen_q:
+        raise ValueError(
+            f"max_seqlen_q must be {found} at least, as the longest row of cu_seqlens_q has, "
+            f"got {max_seqlen_q}"
         )
 
 

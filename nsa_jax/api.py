@@ -22,7 +22,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Choices
 from nsa_core.types import RESIDUAL, Branches
-from nsa_jax import branches, geometry, jax_debug
+from nsa_jax import branches, checks, geometry, jax_debug
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.dispatch import REGISTRY
@@ -127,6 +127,7 @@ def attention(
 def _check(query, key, value, config, segment_ids, scale):
     for *names, k, v in validate.named(key, value):
         validate.attention(query, k, v, config, segment_ids, scale, *names)
+    validate.same_in_branches(key, value)
 
 
 def attend(
@@ -146,9 +147,10 @@ def attend(
 ):
     """`attention` on compressed tokens that are there already (see `cache.py`)."""
     compressed_key, compressed_value = compressed
-    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
+    validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
+        checks.distinct(block_indices)
     chosen = choices_of(
         query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
     )
@@ -242,6 +244,7 @@ def select_blocks(
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
+    checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
     arrays = query, compressed_key
     return _step("scores", implementation, arrays, query.shape[-1], config, kv_len, rows, scale)
 
@@ -269,6 +272,7 @@ def compressed_attention(
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
+    checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
     arrays, width = (query, compressed_key, compressed_value), compressed_value.shape[-1]
     return _step("compressed", implementation, arrays, width, config, kv_len, rows, scale)
@@ -299,10 +303,32 @@ def selected_attention(
 
     Returns: as `compressed_attention`.
     """
+    at = {"kv_len": kv_len, "segment_ids": segment_ids, "varlen": varlen}
+    how = {"config": config, "scale": scale, "implementation": implementation}
+    return selected_beyond(query, key, value, block_indices, padding=0, **at, **how)
+
+
+def selected_beyond(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    segment_ids,
+    varlen=None,
+    scale,
+    implementation,
+    padding,
+) -> OutLse:
+    """`selected_attention`, where up to `padding` queries stand behind the last key."""
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, rows, key.shape[1])
+    checks.within("kv_len", kv_len, 0, key.shape[1] + padding)
+    checks.distinct(block_indices)
     arrays, width = (query, key, value, block_indices), value.shape[-1]
     return _step("selected", implementation, arrays, width, config, kv_len, rows, scale)
 
@@ -329,6 +355,7 @@ def sliding_attention(
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.length(kv_len, query, rows, key.shape[1])
+    checks.within("kv_len", kv_len, 0, key.shape[1])
     arrays, width = (query, key, value), value.shape[-1]
     return _step("sliding", implementation, arrays, width, config, kv_len, rows, scale)
 
@@ -364,7 +391,7 @@ def explain(
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
     _check(query, key, value, config, geometry.ids_of(rows), None)
     if compressed is not None:
-        validate.compressed(query, *compressed, config, key.selected.shape[1])
+        validate.compressed(query, *compressed, config, key.selected.shape[1], value.selected)
     sizes = value.selected.shape[-1], config
     return choices_of(query, key.selected, *sizes, rows, implementation)
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from nsa_core import block_lists, debug, paged_layout, validate
+from nsa_core import block_lists, paged_layout, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
-from nsa_jax import geometry, jax_debug, jax_problem
-from nsa_jax.api import OutLse, selected_attention
+from nsa_jax import checks, geometry, jax_problem
+from nsa_jax.api import OutLse, selected_beyond
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
@@ -72,8 +71,8 @@ def block_attention(
       `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; where `nsa_core.debug` tells events, a block
-        that is named twice.
+      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
+        reads the lists (not traced, and on a CPU or where `nsa_core.debug` asks).
       NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, key, value, block_indices
@@ -81,7 +80,8 @@ def block_attention(
     block_size = block_lists.within(block_size, key.shape[1])
     validate.segments(segment_ids, *key.shape[:2])
     (batch, length), keys, kv_heads = query.shape[:2], *key.shape[1:3]
-    kv_len, there = key_value_seq_lengths, None
+    kv_len, there, padding = key_value_seq_lengths, None, 0
+    checks.within("key_value_seq_lengths", kv_len, 0, keys)
     if query_seq_lengths is not None:
         if segment_ids is not None:
             raise ValueError(
@@ -89,12 +89,14 @@ def block_attention(
             )
         validate.array("query_seq_lengths", query_seq_lengths, 1, ("int32", "int64"))
         validate.shape("query_seq_lengths", query_seq_lengths, (batch,))
+        checks.within("query_seq_lengths", query_seq_lengths, 0, length)
         kv_len = keys if kv_len is None else kv_len
         key, value = (geometry.without_padding(x, kv_len, None) for x in (key, value))
         query_seq_lengths = jnp.asarray(query_seq_lengths, jnp.int32)
         there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
         query = jnp.where(there[..., None, None], query, 0)
         block_indices = jnp.where(there[..., None, None], block_indices, -1)
+        padding = length
         # Of padding behind the queries: it names nothing.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
     entries = block_indices.shape[-1]
@@ -107,7 +109,7 @@ def block_attention(
             return triton_paged_blocks.row_sizes_of(*arrays, *how, found).why_not()
 
         if chosen_implementation(None, why_not, query) == "triton":
-            _refuse_repeated(block_indices)
+            checks.distinct(block_indices)
             lengths = jnp.asarray(keys if kv_len is None else kv_len, jnp.int32)
             lengths = jnp.broadcast_to(lengths, (batch,))
             found = compiled(_of_long_lists)(*arrays, lengths, how=how)
@@ -120,14 +122,14 @@ def block_attention(
             position = jnp.where(there, position, -1)
         block_indices = block_lists.with_tail(jnp, block_indices, position, block_size)
         entries += 1
-    _refuse_repeated(block_indices)
+    checks.distinct(block_indices)
     parts = block_lists.parts_of(block_size, entries)
     sizes = {"parts": parts, "keys": keys, "block_size": block_size, "kv_heads": kv_heads}
     found = compiled(_for_kernels)(block_indices, **sizes)
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    out, lse = selected_attention(
+    out, lse = selected_beyond(
         query,
         key,
         value,
@@ -137,14 +139,9 @@ def block_attention(
         segment_ids=segment_ids,
         scale=scale,
         implementation=implementation,
+        padding=padding,
     )
     return (out, lse) if return_residual else out
-
-
-def _refuse_repeated(block_indices) -> None:
-    """Raises where a list names a block twice, if events are told and there are numbers."""
-    if debug.on and not jax_debug.JAX.traced([block_indices]):
-        block_lists.refuse_repeated(np.asarray(block_indices))
 
 
 def _of_long_lists(*arrays, how):
@@ -218,12 +215,23 @@ def paged_block_attention(
         None: the first that can.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: shapes or dtypes that do not fit; a block that is named twice or a page that does
+        not exist, where the host reads them.
       NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
+    pool, page = key_pages.shape[:2]
+    checks.page_numbers(page_table, lengths, pool, page, read=True)
+    checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    if all(map(checks.is_read, (block_indices, lengths))):
+        named = block_indices[None]
+        if include == "tail":
+            found = jnp.minimum(lengths, page_table.shape[1] * page)
+            tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
+            named = block_lists.with_tail(jnp, named, tokens.position[None], block_size)
+        checks.distinct(named[0])
 
     def why_not():
         sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q)

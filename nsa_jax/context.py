@@ -297,7 +297,7 @@ def attention(
             for x in (key, value)
         )
     k_cmp, v_cmp = compressed
-    validate.compressed(query, k_cmp, v_cmp, config, shard.length)
+    validate.compressed(query, k_cmp, v_cmp, config, shard.length, value.selected)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
     separate = key.sliding is not key.selected or value.sliding is not value.selected

@@ -13,7 +13,7 @@ from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
-from nsa_jax import geometry
+from nsa_jax import checks, geometry
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
@@ -80,6 +80,9 @@ def indexer_kl(
         validate.positive("index_scale", index_scale, " or None")
     validate.segments(segment_ids, *key.shape[:2])
     validate.length(kv_len, query, segment_ids, key.shape[1])
+    checks.within("kv_len", kv_len, 0, key.shape[1])
+    if block_indices is not None:
+        checks.distinct(block_indices)
     scales = {
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
         "index_scale": index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,

@@ -13,7 +13,7 @@ from nsa_core import paged_layout, validate
 from nsa_core.index import Index
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
-from nsa_jax import geometry, jax_problem
+from nsa_jax import checks, geometry, jax_problem
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
@@ -78,6 +78,7 @@ def index_blocks(
     indexing.check(index_query, index_key, index, segment_ids is not None)
     batch, length = index_query.shape[:2]
     validate.length(kv_len, index_query, segment_ids)
+    checks.within("kv_len", kv_len, 0, (index_key.shape[1] + 1) * entry - 1)
     validate.segments(segment_ids, batch, index_key.shape[1])
     if segment_ids is None:
         tokens = indexing.key_length(kv_len, length, index_key.shape[1], entry)
@@ -133,6 +134,9 @@ def paged_index_blocks(
     index = Index(pool, *chosen, activation, reduce, entry)
     arrays = index_query, index_key_pages, page_table, lengths
     indexing.check_paged(*arrays, cu_seqlens_q, index)
+    pages, keys = index_key_pages.shape[:2]
+    checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
+    checks.borders("cu_seqlens_q", cu_seqlens_q, index_query.shape[0])
     arrays = *lax.stop_gradient(arrays[:2]), *arrays[2:]
     at = {"cu_seqlens_q": cu_seqlens_q, "index": index}
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from nsa_core import paged_layout, rounding, validate, validate_paged
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
@@ -17,6 +16,7 @@ from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
 from nsa_core.types import Branches
+from nsa_jax import checks
 from nsa_jax.cache import known_contents
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
@@ -108,6 +108,9 @@ class PagedCache(PagedArrays):
 
     def _copied(self, names, source, target) -> Self:
         kept = {name: x for name in names if (x := getattr(self, name)) is not None}
+        for x in kept.values():
+            for name, index in (("source", source), ("target", target)):
+                checks.within(name, index, 0, x.shape[0] - 1)
         return self.replace(
             **{k: put(x, jnp.asarray(target), x[source]) for k, x in kept.items()}
         )
@@ -169,7 +172,9 @@ def append(
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
-    check_page_numbers(cache, page_table, lengths, read=False)
+    size = cache.config.select_block
+    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
+    checks.borders("cu_seqlens_q", cu_seqlens_q, count)
     facts = *made_with, *facts_of(params)
 
     def before():
@@ -190,16 +195,6 @@ def append(
         mixed,
         slots,
     )
-
-
-def check_page_numbers(cache: PagedCache, page_table, lengths, *, read: bool) -> None:
-    """Checks the numbers, where the host reads them without waiting."""
-    for x in (page_table, lengths):
-        if isinstance(x, jax.core.Tracer):
-            return
-        if isinstance(x, jax.Array) and any(each.platform != "cpu" for each in x.devices()):
-            return
-    validate_paged.page_numbers(np.asarray(page_table), np.asarray(lengths), cache, read)
 
 
 def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count, mixed, slots):

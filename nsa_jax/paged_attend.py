@@ -11,11 +11,11 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
 from nsa_core.types import Branches
-from nsa_jax import api, jax_problem
+from nsa_jax import api, checks, jax_problem
 from nsa_jax.dispatch import REGISTRY as ATTENTION
 from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.paged import PagedCache, check_page_numbers
+from nsa_jax.paged import PagedCache
 
 
 @any_rank
@@ -56,6 +56,7 @@ def paged_attention(
     """
     validate_paged.same_config(cache, config)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    checks.longest(max_seqlen_q, cu_seqlens_q)
     if max_seqlen_q is None or not paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
         choice, name = _choose(inputs, implementation)
         return choice.load()(inputs, max_seqlen_q, name)
@@ -85,7 +86,9 @@ def explain(
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    check_page_numbers(cache, page_table, lengths, read=True)
+    size = cache.config.select_block
+    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
+    checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

@@ -11,13 +11,12 @@ once a step, and no backward pass computes it again.
 import numbers
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from nsa_core import debug, validate
+from nsa_core import validate
 from nsa_core.config import NSAConfig
-from nsa_jax import geometry
+from nsa_jax import checks, geometry
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.geometry import PackedRows
 
@@ -55,7 +54,7 @@ def varlen_metadata(
         whole = isinstance(limit, numbers.Integral) and not isinstance(limit, bool)
         if limit is not None and not (whole and limit >= 1):
             raise ValueError(f"{name} must be an int of at least 1, got {limit!r}")
-    if any(limits.values()) and _is_read(segment_ids):
+    if any(limits.values()) and checks.is_read(segment_ids):
         _check(np.asarray(segment_ids), limits)
     return compiled(_made)(segment_ids, config=config, **limits)
 
@@ -91,14 +90,6 @@ def rows_of(
     if varlen.shape != wanted:
         raise ValueError(f"varlen must be of rows {wanted}, got {varlen.shape}")
     return varlen
-
-
-def _is_read(x: Any) -> bool:
-    """Whether the host reads the numbers: nothing waits for it, or `debug` asks."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    here = isinstance(x, np.ndarray) or {each.platform for each in x.devices()} == {"cpu"}
-    return here or debug.on
 
 
 def _check(segment_ids: np.ndarray, limits: dict[str, int | None]) -> None:

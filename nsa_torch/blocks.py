@@ -88,7 +88,7 @@ def block_attention(
         position = _positions(query, config, kv_len, cu_seqlens)
         block_indices = block_lists.with_tail(torch, block_indices, position, block_size)
         entries += 1
-    _refuse_repeated(block_indices)
+    checks.distinct(block_indices)
     parts = block_lists.parts_of(block_size, entries)
     part = torch.arange(parts, dtype=torch.int32, device=query.device)
     sizes = key.shape[1], block_size, kv_heads
@@ -126,7 +126,7 @@ def _of_long_lists(
         return None
     from nsa_torch.triton_ops import TRITON_OPS
 
-    _refuse_repeated(block_indices)
+    checks.distinct(block_indices)
     lengths = torch.as_tensor(kv_len, dtype=torch.int32, device=query.device)
     lengths = lengths.expand(query.shape[0])
     with torch.no_grad(), as_given(query):
@@ -137,12 +137,6 @@ def _of_long_lists(
 def _positions(query, config: NSAConfig, kv_len, cu_seqlens) -> Tensor:
     held = checks.clamped(cu_seqlens, query.shape[1])
     return geometry_of(query, config, kv_len, held).position
-
-
-def _refuse_repeated(block_indices: Tensor) -> None:
-    """Raises where a list names a block twice, if the host reads it."""
-    if checks.is_read(block_indices):
-        block_lists.refuse_repeated(block_indices.detach().cpu().numpy())
 
 
 def paged_block_attention(
@@ -180,8 +174,8 @@ def paged_block_attention(
         None: the first that can.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
-        reads the lists.
+      ValueError: shapes or dtypes that do not fit; a block that is named twice or a page that does
+        not exist, where the host reads them.
       NotImplementedError: a gradient is wanted; the named implementation cannot run this.
     """
     tensors = query, key_pages, value_pages, page_table, lengths, block_indices
@@ -192,7 +186,17 @@ def paged_block_attention(
     block_lists.check_paged(*tensors, block_size, include, cu_seqlens_q, scale)
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
     checks.devices(query, given)
-    _refuse_repeated(block_indices)
+    pool, page = key_pages.shape[:2]
+    checks.page_numbers(page_table, lengths, pool, page, read=True)
+    if cu_seqlens_q is not None:
+        checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+    if checks.is_read(block_indices):
+        named = block_indices[None]
+        if include == "tail":
+            found = lengths.clamp(max=page_table.shape[1] * page)
+            tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
+            named = block_lists.with_tail(torch, named, tokens.position[None], block_size)
+        checks.distinct(named[0])
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
             "paged_block_attention has no gradient: call it under no_grad"

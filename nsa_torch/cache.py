@@ -20,6 +20,7 @@ from nsa_core.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description
+from nsa_torch.operators import requires_grad
 
 
 @dataclasses.dataclass
@@ -137,9 +138,10 @@ def cached_attention(
     graph, so that steps without a gradient belong under `torch.no_grad()`.
 
     Args:
-      new_lengths: int32 or int64 `[B]`, `0..T`, not read on the host: the first `new_lengths`
-        of the `T` tokens are the sequence's own. The rest is padding, whose output means
-        nothing; it needs room in the cache, and the tokens after it take its place. None: `T`.
+      new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads on a CPU alone: the first
+        `new_lengths` of the `T` tokens are the sequence's own. The rest is padding, whose output
+        means nothing; it needs room in the cache, and the tokens after it take its place. None:
+        `T`.
     """
     checks.tensors(query=query, key=key, value=value, gates=gates)
     key, value = Branches.each(key), Branches.each(value)
@@ -157,9 +159,8 @@ def cached_attention(
         validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
         validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
         checks.devices(query, {"new_lengths": new_lengths})
-    kv_len = cache.length + num_new
-    cache = update(cache, key, value, config, compress_params, new_lengths)
-    cache.contents = contents
+        checks.within("new_lengths", new_lengths, 0, num_new)
+    # Before anything is written: a cache that was refused is as it was.
     width = cache.selected_value.shape[-1]
     memory = {
         field.name: x
@@ -168,7 +169,13 @@ def cached_attention(
     }
     memory["query"] = query
     problem = query, cache.selected_key, width, config, False, memory
-    chosen = choose(description(*problem, gates, cached=True), implementation)
+    new = *key, *value, *(x for params in compress_params for x in params or ())
+    chosen = choose(description(*problem, (*gates, *new), cached=True), implementation)
+    kv_len = cache.length + num_new
+    if requires_grad(*new):
+        cache = cache.clone()
+    update(cache, key, value, config, compress_params, new_lengths)
+    cache.contents = contents
     tokens, slots = cache.longest, config.num_compressed(cache.longest)
     if "mosaic" in chosen:
         # Kernels are made for one number of keys: all that there is room for.
@@ -184,11 +191,8 @@ def cached_attention(
     return functional.attend(*tensors, chosen, lengths, assume_finite=True), cache
 
 
-def update(cache, key, value, config, compress_params, new_lengths=None) -> NSACache:
-    """The cache with the new tokens in it, `[B, T, Hkv, .]` in each branch."""
-    new = (*key, *value)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in new):
-        cache = cache.clone()
+def update(cache, key, value, config, compress_params, new_lengths=None) -> None:
+    """Writes the new tokens, `[B, T, Hkv, .]` in each branch."""
     batch, num_new = key.selected.shape[:2]
     row = torch.arange(batch, device=cache.length.device)[:, None]
     place = cache.length[:, None] + torch.arange(num_new, device=row.device)
@@ -208,7 +212,6 @@ def update(cache, key, value, config, compress_params, new_lengths=None) -> NSAC
     counted = num_new if new_lengths is None else new_lengths.to(cache.length.dtype)
     cache.length = cache.length + counted
     cache.longest += num_new
-    return cache
 
 
 def grow(cache: NSACache, capacity: int) -> NSACache:

@@ -1,13 +1,12 @@
 """Checks of public arguments: those of `nsa_core.validate`, and torch's devices and packing."""
 
-import itertools
 import numbers
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_core import debug, validate, validate_paged
+from nsa_core import block_lists, debug, validate, validate_paged
 from nsa_core.types import Branches
 from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
@@ -76,18 +75,19 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
     """Checks the numbers, where the host reads them; those of metadata have been checked."""
     if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
-    numbers = cu_seqlens.tolist()
-    if numbers[0] != 0:
-        raise ValueError(f"{name} must begin with 0, got {numbers[0]}")
-    for i, (before, border) in enumerate(itertools.pairwise(numbers), 1):
-        if border < before:
-            raise ValueError(
-                f"{name} must not decrease, got {border} after {before} at index {i}"
-            )
-    if numbers[-1] > length:
-        raise ValueError(
-            f"{name} must end with {length}, the number of tokens, at most, got {numbers[-1]}"
-        )
+    validate.borders(name, cu_seqlens.tolist(), length)
+
+
+def within(name: str, x: Tensor, least: int, most: int) -> None:
+    """Checks numbers, where the host reads them."""
+    if isinstance(x, Tensor) and is_read(x):
+        validate.numbers(name, x.detach().cpu().numpy(), least, most)
+
+
+def distinct(block_indices: Tensor) -> None:
+    """Raises where a list names a block twice, if the host reads it."""
+    if is_read(block_indices):
+        block_lists.refuse_repeated(block_indices.detach().cpu().numpy())
 
 
 def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
@@ -97,11 +97,21 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
     return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
 
 
-def page_numbers(page_table, lengths, cache, *, read, count=None):
-    """Checks the numbers, where the host reads them; `count`: of pages, None: `num_pages`."""
+def page_numbers(page_table, lengths, count, size, *, read):
+    """Checks the numbers of a table, where the host reads them; `count`: of pages of `size` tokens,
+    `read`: as of `validate_paged`.
+    """
     if is_read(page_table) and is_read(lengths):
         table, tokens = (x.detach().cpu().numpy() for x in (page_table, lengths))
-        validate_paged.page_numbers(table, tokens, cache, read, count)
+        validate_paged.page_numbers(table, tokens, count, size, read)
+
+
+def longest(max_seqlen_q, cu_seqlens_q):
+    """Checks that no row has more queries than is said, where the host reads them."""
+    if max_seqlen_q is not None:
+        validate.sizes(max_seqlen_q=max_seqlen_q)
+        if cu_seqlens_q is not None and is_read(cu_seqlens_q):
+            validate_paged.longest(max_seqlen_q, cu_seqlens_q.cpu().numpy())
 
 
 def is_read(x: Tensor) -> bool:
@@ -151,7 +161,8 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
     return torch.cat([found, found[-1:].expand(sequences - ends.shape[0])])
 
 
-def length(kv_len, query, cu_seqlens, capacity):
+def length(kv_len, query, cu_seqlens, capacity, most=None):
+    """`most`: tokens there may be, where `capacity` does not say it."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None where cu_seqlens are given, got both")
     if not isinstance(kv_len, numbers.Integral):
@@ -159,6 +170,8 @@ def length(kv_len, query, cu_seqlens, capacity):
     validate.length(kv_len, query, None, capacity)
     if isinstance(kv_len, Tensor):
         devices(query, {"kv_len": kv_len})
+        if (limit := capacity if most is None else most) is not None:
+            within("kv_len", kv_len, 0, limit)
     return capacity if kv_len is None else kv_len
 
 
@@ -168,20 +181,22 @@ def scoring(query, compressed_key, config, kv_len, cu_seqlens, scale):
     devices(query, {"query": query})
     packed(cu_seqlens, query, "query")
     devices(query, {"compressed_key": compressed_key})
-    kv_len = length(kv_len, query, cu_seqlens, None)
+    most = validate.most_tokens(config, compressed_key.shape[1])
+    kv_len = length(kv_len, query, cu_seqlens, None, most)
     return query.shape[1] if kv_len is None else kv_len
 
 
-def compressed(query, compressed_key, compressed_value, config, kv_len):
+def compressed(query, compressed_key, compressed_value, config, kv_len, value=None):
     given = {"compressed_key": compressed_key, "compressed_value": compressed_value}
     tensors(**given)
-    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
+    validate.compressed(query, compressed_key, compressed_value, config, kv_len, value)
     devices(query, given)
 
 
 def indices(block_indices, query, key, config):
     validate.indices(block_indices, query, key, config)
     devices(query, {"block_indices": block_indices})
+    distinct(block_indices)
 
 
 def devices(query, tensors):

@@ -260,10 +260,11 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
                 f"{names[0]} must have the tokens of query where context_mesh is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
+    validate.same_in_branches(key, value)
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
     if compressed is not None:
         k_cmp, v_cmp = compressed
-        checks.compressed(query, k_cmp, v_cmp, config, shards.length)
+        checks.compressed(query, k_cmp, v_cmp, config, shards.length, value.selected)
     if indices is not None:
         checks.indices(indices, query, key.selected, config)
 

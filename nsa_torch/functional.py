@@ -127,7 +127,7 @@ def attention(
         return context.attention(query, key, value, gates, **options)
     _check(query, key, value, gates, config, cu_seqlens, scale)
     if compressed is not None:
-        checks.compressed(query, *compressed, config, key.selected.shape[1])
+        _check_compressed(query, compressed, config, value.selected)
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
@@ -161,8 +161,14 @@ def after_checks(
 def _check(query, key, value, gates, config, cu_seqlens, scale):
     for *names, k, v in validate.named(key, value):
         checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
+    validate.same_in_branches(key, value)
     names = (f"gates.{branch}" for branch in Branches._fields)
     checks.devices(query, dict(zip(names, gates, strict=False)))
+
+
+def _check_compressed(query, compressed, config, value):
+    compressed_key, compressed_value = compressed
+    checks.compressed(query, compressed_key, compressed_value, config, value.shape[1], value)
 
 
 def _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation):
@@ -442,7 +448,7 @@ def explain(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     _check(query, key, value, each, config, cu_seqlens, None)
     if compressed is not None:
-        checks.compressed(query, *compressed, config, key.selected.shape[1])
+        _check_compressed(query, compressed, config, value.selected)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     return REGISTRY.choices(problem_of(*problem, gates=each), implementation)
 

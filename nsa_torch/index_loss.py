@@ -84,6 +84,8 @@ def indexer_kl(
     checks.devices(query, given)
     checks.packed(cu_seqlens, query, "query")
     length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    if block_indices is not None:
+        checks.distinct(block_indices)
     options: dict[str, Any] = {"kv_len": length}
     options["cu_seqlens"] = checks.clamped(cu_seqlens, query.shape[1])
     config = block_lists.config_of(block_size or 1, 1)
@@ -109,6 +111,9 @@ def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> st
         return reason or device_why_not(work.query)
 
     return indexing.implementation(asked, PLAIN, why_not)
+
+
+GIVEN = 4  # tensors of the caller's in `_Work`, the first
 
 
 class _Work(NamedTuple):
@@ -244,12 +249,15 @@ class _KernelLoss(torch.autograd.Function):
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index_query, index_key, work: _Work):
-        ctx.save_for_backward(index_query, index_key)
-        ctx.work = work
+        # Saved, so that torch knows if one was written to since.
+        ctx.save_for_backward(index_query, index_key, *work[:GIVEN])
+        ctx.rest = work[GIVEN:]
         return work.loss(index_query, index_key)
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
+        index_query, index_key, *given = ctx.saved_tensors
+        work = _Work(*given, *ctx.rest)
         with torch.autocast(grad.device.type, enabled=False):
-            return *ctx.work.gradients(*ctx.saved_tensors, grad), None
+            return *work.gradients(index_query, index_key, grad), None

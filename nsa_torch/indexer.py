@@ -82,6 +82,7 @@ def index_blocks(
     checks.packed(cu_seqlens, index_query, "index_query")
     batch, length = index_query.shape[:2]
     if cu_seqlens is None:
+        checks.length(kv_len, index_query, None, None, (index_key.shape[1] + 1) * entry - 1)
         tokens = indexing.key_length(kv_len, length, index_key.shape[1], entry)
     else:
         checks.length(kv_len, index_query, cu_seqlens, None)
@@ -160,6 +161,10 @@ def paged_index_blocks(
     index = Index(pool, *chosen, activation, reduce, entry)
     indexing.check_paged(*tensors, cu_seqlens_q, index)
     checks.devices(index_query, given)
+    pool_pages, keys = index_key_pages.shape[:2]
+    checks.page_numbers(page_table, lengths, pool_pages, keys * entry, read=True)
+    if cu_seqlens_q is not None:
+        checks.borders(cu_seqlens_q, index_query.shape[0], "cu_seqlens_q")
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(index_query):
         sizes = _paged_sizes(index_query, index_key_pages, index, paged)

@@ -218,10 +218,13 @@ class PagedCache(PagedArrays):
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, as where a row forks within one: `[K]` integers each.
+        """Copies whole pages, as where a row forks within one: `[K]` integers each, from 0 on.
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
+        count = -(-self.num_pages // self.apart)
+        for name, pages in (("source", source), ("target", target)):
+            checks.within(name, pages, 0, count - 1)
         for name, x in self.tensors().items():
             if name in PAGES:
                 x[target * self.apart] = x[source * self.apart]
@@ -233,7 +236,8 @@ class PagedCache(PagedArrays):
         checks.tensors(page_table=page_table, lengths=lengths)
         validate_paged.table(page_table, lengths)
         count = -(-self.num_pages // self.apart)
-        checks.page_numbers(page_table, lengths, self, read=read, count=count)
+        size = self.config.select_block
+        checks.page_numbers(page_table, lengths, count, size, read=read)
         return page_table.clamp(-1, count) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
@@ -242,6 +246,8 @@ class PagedCache(PagedArrays):
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
+                for name, slots in (("source", source), ("target", target)):
+                    checks.within(name, slots, 0, x.shape[0] - 1)
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
@@ -410,7 +416,8 @@ def checked_tokens(
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, count, "cu_seqlens_q")
-    checks.page_numbers(page_table, lengths, cache, read=False)
+    size = cache.config.select_block
+    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
     if slots is not None:
         checks.devices(key.selected, {"slots": slots})
     if requires_grad(*key, *value):

@@ -74,8 +74,9 @@ def paged_attention(
         the tokens are in the cache.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
-      max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device. Up to 8, rows
-        are padded to it and run on kernels that read pages; a row's bits follow from it too.
+      max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them; None:
+        read from the device. Up to 8, rows are padded to it and run on kernels that read pages; a
+        row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
         each run are attended together, and nothing is read from the device. None: all rows are.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
@@ -86,6 +87,8 @@ def paged_attention(
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     validate_paged.same_config(cache, config)
+    if (key is None) != (value is None):
+        raise ValueError("key and value must both be given or both be None")
     given_table = page_table
     page_table = cache.in_memory(page_table, lengths, read=True)
     step = None
@@ -99,11 +102,10 @@ def paged_attention(
     if key is not None and value is not None:
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
-    elif key is not None or value is not None:
-        raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
         raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    checks.longest(max_seqlen_q, cu_seqlens_q)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
     decided = _decide(inputs, max_seqlen_q, implementation) if runs is None else None
@@ -297,7 +299,8 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
-    checks.page_numbers(page_table, lengths, cache, read=True)
+    size = cache.config.select_block
+    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

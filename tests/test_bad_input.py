@@ -313,6 +313,24 @@ BAD_BESIDE = {
     },
     "gates": lambda zeros: {"gates": zeros(1, 20, 4, 2)},
     "compressed_key": lambda zeros: {"compressed": (zeros(1, 1, 2, 8), zeros(1, 1, 2, 8))},
+    # All branches have the same tokens, heads and width of values.
+    "key.compressed must have": lambda zeros: {
+        "key": Branches(zeros(1, 30, 2, 8), *[zeros(1, 40, 2, 8)] * 2),
+        "value": Branches(zeros(1, 30, 2, 8), *[zeros(1, 40, 2, 8)] * 2),
+    },
+    "key.sliding must have": lambda zeros: {
+        "key": Branches(*[zeros(1, 20, 2, 8)] * 2, zeros(1, 20, 1, 8)),
+        "value": Branches(*[zeros(1, 20, 2, 8)] * 2, zeros(1, 20, 1, 8)),
+    },
+    "value.sliding must have": lambda zeros: {
+        "value": Branches(*[zeros(1, 20, 2, 8)] * 2, zeros(1, 20, 2, 1))
+    },
+    "compressed_key must have shape": lambda zeros: {
+        "compressed": (zeros(1, 4, 1, 8), zeros(1, 4, 1, 8))
+    },
+    "compressed_value must have shape": lambda zeros: {
+        "compressed": (zeros(1, 4, 2, 8), zeros(1, 4, 2, 1))
+    },
 }
 
 
@@ -345,3 +363,168 @@ def test_arguments_are_checked_before_an_implementation_is_asked(library):
         library.attention(*given, **how)
     with pytest.raises(ValueError, match="block_indices"):
         library.attention(*given, **how, block_indices=make.zeros((1, 20, 2)))
+
+
+class Numbers:
+    """Calls of a library with numbers that the host reads on a CPU."""
+
+    def __init__(self, library):
+        self.library = library
+        self.xp = torch if library is nsa_torch else jnp
+
+    def zeros(self, *shape):
+        return self.xp.zeros(shape)
+
+    def ints(self, *numbers):
+        return self.xp.asarray(np.array(numbers, np.int32))
+
+    @property
+    def tokens(self):
+        return self.zeros(2, 10, 4, 8), self.zeros(2, 20, 2, 8), self.zeros(2, 20, 2, 8)
+
+    def lists(self, *blocks):
+        """Each token's."""
+        named = np.broadcast_to(np.array(blocks, np.int32), (2, 10, 2, len(blocks)))
+        return self.xp.asarray(named.copy())
+
+    def sliding(self, kv_len):
+        return self.library.sliding_attention(*self.tokens, config=SMALL, kv_len=kv_len)
+
+    def selected(self, lists, **options):
+        return self.library.selected_attention(*self.tokens, lists, config=SMALL, **options)
+
+    def select(self, name, kv_len):
+        given = [self.zeros(2, 10, 4, 8)] + [self.zeros(2, 4, 2, 8)] * (1 + (name[0] == "c"))
+        return getattr(self.library, name)(*given, config=SMALL, kv_len=kv_len)
+
+    def attention(self, lists):
+        gates = self.zeros(2, 10, 4, 3)
+        options = {"config": SMALL, "block_indices": lists}
+        return self.library.attention(*self.tokens, gates, **options)
+
+    def loss(self, lists):
+        query, key, _ = self.tokens
+        index = self.zeros(2, 10, 2, 4), self.zeros(2, 20, 4)
+        lse = self.zeros(2, 10, 4)
+        return self.library.indexer_kl(query, key, lse, *index, lists, block_size=16)
+
+    @property
+    def cache(self):
+        dtype = self.xp.float32
+        return self.library.PagedCache(4, 2, 8, 8, config=SMALL, dtype=dtype)
+
+    def attend(self, starts, **options):
+        given = self.zeros(7, 4, 8), self.zeros(7, 4, 3), self.cache
+        at = self.ints([0, 1], [2, 3]), self.ints(12, 8), self.ints(*starts)
+        return self.library.paged_attention(*given, *at, **options)
+
+    def append(self, starts):
+        new, at = self.zeros(7, 2, 8), (self.ints([0, 1], [2, 3]), self.ints(12, 8))
+        starts = self.ints(*starts)
+        return self.library.append(self.cache, new, new, *at, cu_seqlens_q=starts)
+
+    def blocks(self, lists=(0,), table=(0, 1, 2), starts=None, **options):
+        pages = self.zeros(4, 16, 2, 8)
+        given = self.zeros(1, 4, 8), pages, pages, self.ints(table), self.ints(37)
+        starts = None if starts is None else self.ints(*starts)
+        options |= {"block_size": 16, "cu_seqlens_q": starts}
+        return self.library.paged_block_attention(*given, self.ints([lists]), **options)
+
+    def index(self, table=(0, 1, 2), starts=None):
+        given = self.zeros(1, 4, 8), self.zeros(4, 16, 8), self.ints(table), self.ints(37)
+        starts = None if starts is None else self.ints(*starts)
+        return self.library.paged_index_blocks(*given, pool=16, cu_seqlens_q=starts)
+
+
+TWICE = r"must name a block once, got block 1 twice"
+BAD_NUMBERS = {
+    "sliding": (lambda n: n.sliding(n.ints(20, 21)), r"kv_len must be in 0\.\.20, got 21"),
+    "sliding below": (
+        lambda n: n.sliding(n.ints(-1, 20)),
+        r"kv_len must be in 0\.\.20, got -1",
+    ),
+    "selected": (
+        lambda n: n.selected(n.lists(0, -1, -1, -1), kv_len=n.ints(20, 99)),
+        r"kv_len must be in 0\.\.20, got 99",
+    ),
+    "scores": (
+        lambda n: n.select("select_blocks", n.ints(23, 24)),
+        r"kv_len must be in 0\.\.23, got 24",
+    ),
+    "compressed": (
+        lambda n: n.select("compressed_attention", n.ints(24, 2)),
+        r"kv_len must be in 0\.\.23, got 24",
+    ),
+    "index": (
+        lambda n: n.library.index_blocks(
+            n.zeros(2, 4, 2, 8), n.zeros(2, 5, 8), pool=2, entry=4, kv_len=n.ints(23, 24)
+        ),
+        r"kv_len must be in 0\.\.23, got 24",
+    ),
+    "a block twice": (lambda n: n.selected(n.lists(1, 0, -1, 1)), TWICE),
+    "a block twice in all": (lambda n: n.attention(n.lists(1, 1, -1, -1)), TWICE),
+    "a block twice in the loss": (lambda n: n.loss(n.lists(0, 1, 1)), TWICE),
+    "a block twice of pages": (lambda n: n.blocks((1, 1)), TWICE),
+    "a block that the tail names too": (
+        lambda n: n.blocks((0, 2), include="tail"),
+        "must name a block once, got block 2 twice",
+    ),
+    "a row longer than said": (
+        lambda n: n.attend((0, 4, 7), max_seqlen_q=3),
+        "max_seqlen_q must be 4 at least, as the longest row of cu_seqlens_q has, got 3",
+    ),
+    "no row at all": (
+        lambda n: n.attend((0, 4, 7), max_seqlen_q=0),
+        "max_seqlen_q must be an int >= 1, got 0",
+    ),
+    "borders of queries": (
+        lambda n: n.attend((0, 8, 7)),
+        "cu_seqlens_q must not decrease, got 7 after 8 at index 2",
+    ),
+    "borders of new tokens": (
+        lambda n: n.append((1, 4, 7)),
+        "cu_seqlens_q must begin with 0, got 1",
+    ),
+    "borders of blocks": (
+        lambda n: n.blocks(starts=(0, 2)),
+        "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
+    ),
+    "borders of indices": (
+        lambda n: n.index(starts=(0, 2)),
+        "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
+    ),
+    "pages of blocks": (
+        lambda n: n.blocks(table=(0, 4, 1)),
+        r"page_table\[0, 1\] must be a page of the cache, 0\.\.3, got 4",
+    ),
+    "pages of indices": (
+        lambda n: n.index(table=(0, 1, -1)),
+        r"page_table\[0, 2\] must be a page of the cache, 0\.\.3, got -1",
+    ),
+    "a copy to no page": (
+        lambda n: n.cache.copy_pages(n.ints(0), n.ints(-1)),
+        r"target must be in 0\.\.3, got -1",
+    ),
+    "a copy of no page": (
+        lambda n: n.cache.copy_pages(n.ints(4), n.ints(0)),
+        r"source must be in 0\.\.3, got 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_bad_numbers_where_the_host_reads_them(library, name):
+    run, message = BAD_NUMBERS[name]
+    with pytest.raises(ValueError, match=message):
+        run(Numbers(library))
+
+
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_good_numbers_pass(library):
+    n = Numbers(library)
+    n.sliding(n.ints(0, 20))
+    n.select("select_blocks", n.ints(0, 23))
+    n.attention(n.lists(1, 0, -1, -1))
+    n.blocks((0, 1), include="tail")
+    n.attend((0, 4, 7), max_seqlen_q=4)

@@ -363,3 +363,40 @@ def test_a_cache_of_another_model_is_refused(changed, paged):
     with pytest.raises(ValueError, match=f"cache must be made for a model with {name}="):
         model(ids, past_key_values=cache(**changed))
     model(ids, past_key_values=cache(gate="softmax"))  # of the gate it holds nothing
+
+
+def test_a_step_that_is_refused_appends_nothing():
+    """torch writes in place: who catches the error may try again."""
+    p = problem(CASE)
+    p = [torch.tensor(np.asarray(x)) for x in (p.query, p.key, p.value, p.gates)]
+    empty = lambda: nsa_torch.init_cache(2, 63, 2, 8, 5, config=SMALL)
+    run = lambda part, cache, **options: nsa_torch.cached_attention(
+        *(x[:, part] for x in p), cache, **options
+    )
+    (_, cache), (_, other) = (run(slice(0, 30), empty()) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="mosaic"):
+        run(slice(30, 63), cache, implementation="mosaic")
+    for bad in ([34, 3], [-1, 3]):
+        with pytest.raises(ValueError, match=r"new_lengths must be in 0\.\.33, got "):
+            run(slice(30, 63), cache, new_lengths=torch.tensor(bad))
+    assert cache.longest == 30
+    wanted, _ = run(slice(30, 63), other)
+    assert torch.equal(run(slice(30, 63), cache)[0], wanted)
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
+def test_a_cache_is_copied_where_phi_alone_learns(phi):
+    """Steps after it write over what the backward pass needs, else."""
+    layer = TorchAttention(**LAYER, phi=phi).requires_grad_(False)
+    learned = [x.requires_grad_() for name, x in layer.named_parameters() if "phi" in name]
+    x = torch.randn(1, 40, 24)
+    empty = cache = layer.init_cache(1, 40)
+    steps = []
+    for part in (slice(0, 25), slice(25, 40)):
+        y, cache = layer(x[:, part], cache)
+        steps.append(y)
+    found = torch.autograd.grad(torch.cat(steps, 1).square().sum(), learned)
+    wanted = torch.autograd.grad(layer(x)[0].square().sum(), learned)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert empty.longest == 0 and not empty.compressed_key.requires_grad

@@ -555,6 +555,27 @@ def test_a_prompt_that_its_cache_has_seen():
     assert made.generate(ids, cache=cache, max_new_tokens=1).shape == (2, WIDTH + 1)
 
 
+@torch.no_grad()
+def test_a_cache_in_which_a_call_did_not_end():
+    """Layers before the one that failed have its tokens, the others not."""
+    made, ids = model("mixed"), tokens(2)
+    cache = NSAModelCache(made.config)
+    made(ids[:, :20], cache=cache)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    hook = made.model.layers[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(ids[:, 20:], cache=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"same tokens in all layers, got \[41, 20\] columns"):
+        made(ids[:, 20:], cache=cache)
+    cache.reset()
+    again = made(ids, cache=cache).logits
+    assert torch.equal(again, made(ids, use_cache=True).logits)
+
+
 @by_kind
 @torch.no_grad()
 def test_capacity(kind):
@@ -768,6 +789,8 @@ def test_gradient_checkpointing_and_float64(kind):
     made.model.layers[1].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     out = made(ids, labels=ids, use_cache=True)
     assert out.get(CACHE) is None
+    with pytest.raises(ValueError, match="cache must be None where gradient checkpointing"):
+        made(ids, cache=NSAModelCache(made.config))
     out.loss.backward()
     assert len(calls) == 2  # the second time for the backward pass
     for x, parameter in zip(plain, made.parameters(), strict=True):

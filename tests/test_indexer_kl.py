@@ -196,6 +196,18 @@ def test_the_main_weights_get_no_gradient():
         torch.autograd.grad(loss.square().sum(), iq, create_graph=True)
 
 
+@pytest.mark.parametrize("changed", range(4), ids=["query", "key", "lse", "lists"])
+def test_what_was_written_to_since_has_no_gradient(changed):
+    """As of any operator of torch: the backward pass would read other numbers."""
+    query, key, iq, ik, _, lists = inputs(CASES[0])
+    given = [x.clone() for x in (query, key, expected(CASES[0])[0], lists)]
+    iq = iq.clone().requires_grad_()
+    loss = nsa_torch.indexer_kl(*given[:3], iq, ik, given[3], **options_of(CASES[0])).sum()
+    given[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("sparse", [True, False])
 def test_no_array_of_all_pairs(sparse, monkeypatch):
     length = 700

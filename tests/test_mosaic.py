@@ -470,6 +470,7 @@ FIT = Problem(
             "takes up to 64 selected blocks, got 65",
         ),
         ({"S": 2**24 + 1}, "takes up to 16777216 keys, got 16777217"),
+        ({"B": 2**15, "H": 2, "Hkv": 2}, "takes up to 65535 rows of B Hkv, got 65536"),
         (
             {
                 "H": 2,

@@ -17,6 +17,7 @@ from kernels_pallas.specs.tile import (
 HOPPER = (9, 0)
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
+GRID_ROWS = 2**16 - 1  # CUDA's limit of a grid's second axis
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
@@ -44,6 +45,8 @@ def why_not(problem: Any) -> str | None:
         return f"computes in bfloat16 and float16, got {problem.dtype}"
     if problem.S > LONGEST:
         return f"takes up to {LONGEST} keys, got {problem.S}"
+    if problem.B * problem.Hkv > GRID_ROWS:
+        return f"takes up to {GRID_ROWS} rows of B Hkv, got {problem.B * problem.Hkv}"
     group, config = problem.H // problem.Hkv, problem.config
     return _why_not(group, problem.D, problem.Dv, config.select_block, config.num_selected)
 

@@ -260,7 +260,17 @@ class NSAModelCache(Cache):
         Contents(theirs).with_facts(ours, "for a model ")
 
     def begin(self, x: Tensor, count: Tensor | None) -> None:
-        """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`."""
+        """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`.
+
+        Raises:
+          ValueError: the last call did not end, so that some layers have tokens that others lack.
+        """
+        columns = [layer.get_seq_length() for layer in self.layers]
+        if len({*columns}) > 1:
+            raise ValueError(
+                f"cache must have the same tokens in all layers, got {columns} columns: a call "
+                "ended with an error; reset() it and begin anew"
+            )
 
     def end(self, count: Tensor | None) -> None:
         """After a call's last layer."""

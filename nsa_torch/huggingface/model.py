@@ -282,7 +282,8 @@ class NSAModel(NSAPreTrainedModel):
           max_length_q: its longest sequence's tokens; the last one then ends with the row.
 
         Raises:
-          ValueError: as `rows.rows` says; a token that is not in the vocabulary (on the CPU,
+          ValueError: as `rows.rows` says; a cache where gradient checkpointing trains, or in which
+            a call did not end; a token that is not in the vocabulary (on the CPU,
             where it is not compiled).
         """
         x = inputs_embeds
@@ -304,7 +305,11 @@ class NSAModel(NSAPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
-            use_cache, cache = False, None
+            if cache is not None:
+                raise ValueError(
+                    "cache must be None where gradient checkpointing trains, got one: call eval()"
+                )
+            use_cache = False
         if cache is None and use_cache and cu_seq_lens_q is None:
             cache = NSAModelCache(self.config)
         given = attention_mask, position_ids, cu_seq_lens_q, cache

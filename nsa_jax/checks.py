@@ -1,0 +1,53 @@
+"""Checks of the numbers in public arguments, where the host reads them; the twin of
+`nsa_torch.checks`. What shapes and dtypes tell is `nsa_core.validate`'s.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from nsa_core import block_lists, debug, validate, validate_paged
+
+
+def is_read(x: Any) -> bool:
+    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    here = not isinstance(x, jax.Array) or {each.platform for each in x.devices()} == {"cpu"}
+    return here or debug.on
+
+
+def within(name: str, x: Any, least: int, most: int) -> None:
+    """Checks the numbers of an array; of what is none, nothing."""
+    if hasattr(x, "dtype") and is_read(x):
+        validate.numbers(name, np.asarray(x), least, most)
+
+
+def distinct(block_indices: Any) -> None:
+    """Raises where a list names a block twice."""
+    if is_read(block_indices):
+        block_lists.refuse_repeated(np.asarray(block_indices))
+
+
+def borders(name: str, x: Any, length: int) -> None:
+    """Checks where rows begin, if they say so."""
+    if x is not None and is_read(x):
+        validate.borders(name, np.asarray(x).tolist(), length)
+
+
+def page_numbers(page_table: Any, lengths: Any, count: int, size: int, *, read: bool) -> None:
+    """Checks the numbers of a table; `count`: of pages of `size` tokens, `read`: as of
+    `validate_paged`.
+    """
+    if is_read(page_table) and is_read(lengths):
+        table, tokens = np.asarray(page_table), np.asarray(lengths)
+        validate_paged.page_numbers(table, tokens, count, size, read)
+
+
+def longest(max_seqlen_q: int | None, cu_seqlens_q: Any) -> None:
+    """Checks that no row has more queries than is said."""
+    if max_seqlen_q is not None:
+        validate.sizes(max_seqlen_q=max_seqlen_q)
+        if cu_seqlens_q is not None and is_read(cu_seqlens_q):
+            validate_paged.longest(max_seqlen_q, np.asarray(cu_seqlens_q))
