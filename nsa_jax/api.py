@@ -75,9 +75,14 @@ def attention(
         (`nsa_jax.context`); the arrays are then this device's tokens, `T = S`, but `compressed`
         is that of the whole sequence.
       context_layout: which tokens a device has, `zigzag` or `contiguous`.
+      implementation: a name for all steps, or `Branches` of names; None: automatic.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
+
+    Raises:
+      ValueError: an argument that no implementation could take.
+      NotImplementedError: the named implementation cannot run this.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
@@ -207,9 +212,13 @@ def compress(
       params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_core.compress_params`).
       segment_ids: `[B, S]`; the tokens of all sequences then stand in the order of their first
         token, without gaps, zeros in the slots left over.
+      varlen: as of `attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
     """
     validate.array("x", x, 4)
     validate.phi(params, x, config)
@@ -235,11 +244,19 @@ def select_blocks(
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
+      config: the sizes.
       kv_len: number of keys, int or int32 `[]` or `[B]`; query `t` is at `t + kv_len - T`.
         None: `T`.
+      segment_ids, varlen: of a packed batch, as of `attention`.
+      scale: of the logits; None: `D**-0.5`.
+      implementation: a name; None: automatic.
 
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+
+    Raises:
+      ValueError: an argument that no implementation could take.
+      NotImplementedError: the named implementation cannot run this.
     """
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
@@ -264,7 +281,7 @@ def compressed_attention(
 ) -> OutLse:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
-    Args as in `select_blocks`, with `compressed_value` `[B, C, Hkv, Dv]`.
+    Args: as of `select_blocks`; `compressed_value`: `[B, C, Hkv, Dv]`. Raises: as `select_blocks`.
 
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
@@ -299,9 +316,11 @@ def selected_attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
+      config: the sizes.
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
+      segment_ids, varlen, scale, implementation: as of `select_blocks`.
 
-    Returns: as `compressed_attention`.
+    Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
     at = {"kv_len": kv_len, "segment_ids": segment_ids, "varlen": varlen}
     how = {"config": config, "scale": scale, "implementation": implementation}
@@ -348,9 +367,9 @@ def sliding_attention(
 ) -> OutLse:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 
-    Args as of `selected_attention`.
+    Args: as of `selected_attention`, without `block_indices`.
 
-    Returns: as `compressed_attention`.
+    Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
@@ -384,6 +403,11 @@ def explain(
     stands before it.
 
     Args: as of `attention`. `gates` and `compressed` are checked; they decide nothing.
+
+    Returns:
+      A choice a step, with the reason of each refusal; printed, a line each.
+
+    Raises: as `attention`.
     """
     key, value = Branches.each(key), Branches.each(value)
     if gates is not None:

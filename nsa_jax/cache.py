@@ -68,7 +68,17 @@ def init_cache(
     """An empty cache for `capacity` tokens.
 
     Args:
+      batch, capacity: rows, and tokens of a row at most.
+      kv_heads, key_width, value_width: Hkv, D and Dv.
+      config: of all calls on the cache.
+      dtype: of its keys and values.
       separate: whether the sliding branch has keys and values of its own (`Branches`).
+
+    Returns:
+      An `NSACache` of arrays that are 0.
+
+    Raises:
+      ValueError: a size that is no positive integer, or no configuration.
     """
     validate.configuration(config)
     validate.sizes(
@@ -123,10 +133,15 @@ def cached_attention(
       compress_params: of the keys and of the values (`nsa_core.compress_params`).
       made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
         a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
+      scale, implementation: as of `attention`.
+
+    Returns:
+      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.
 
     Raises:
       ValueError: bad shapes, a cache of another config or filled with parameters of another
         kind, or more tokens than the capacity.
+      NotImplementedError: the named implementation cannot run this.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)

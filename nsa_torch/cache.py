@@ -88,7 +88,18 @@ def init_cache(
     """An empty cache for `capacity` tokens.
 
     Args:
+      batch, capacity: rows, and tokens of a row at most.
+      kv_heads, key_width, value_width: Hkv, D and Dv.
+      config: of all calls on the cache.
+      dtype: of its keys and values.
+      device: of the tensors; None: torch's default.
       separate: whether the sliding branch has keys and values of its own (`Branches`).
+
+    Returns:
+      An `NSACache` of tensors that are 0.
+
+    Raises:
+      ValueError: a size that is no positive integer, or no configuration.
     """
     validate.configuration(config)
     validate.sizes(
@@ -133,15 +144,31 @@ def cached_attention(
 ) -> tuple[Tensor, NSACache]:
     """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
 
-    Arguments and errors as in `nsa_jax.cached_attention`. Go on with the cache that comes
-    back: it is the one given, unless a gradient made a copy necessary. Copies stay in the
-    graph, so that steps without a gradient belong under `torch.no_grad()`.
+    The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
+    size or token by token. Go on with the cache that comes back: it is the one given, unless a
+    gradient made a copy necessary. Copies stay in the graph, so that steps without a gradient
+    belong under `torch.no_grad()`.
 
     Args:
+      query, key, value, gates: of the new tokens, as of `attention`, with `S = T`.
+      cache: from `init_cache`; `Branches` of keys need `separate=True` there.
+      config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
+      compress_params: of the keys and of the values (`nsa_core.compress_params`).
+      made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
+        a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
+      scale, implementation: as of `attention`.
       new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads on a CPU alone: the first
         `new_lengths` of the `T` tokens are the sequence's own. The rest is padding, whose output
         means nothing; it needs room in the cache, and the tokens after it take its place. None:
         `T`.
+
+    Returns:
+      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.
+
+    Raises:
+      ValueError: bad shapes, a cache of another config or filled with parameters of another
+        kind, or more tokens than the capacity.
+      NotImplementedError: the named implementation cannot run this.
     """
     checks.tensors(query=query, key=key, value=value, gates=gates)
     key, value = Branches.each(key), Branches.each(value)

@@ -92,9 +92,14 @@ def attention(
         the tensors are then this rank's tokens, `T = S`, but `compressed` and `cu_seqlens` are
         those of the whole sequence.
       context_layout: which tokens a rank has, `zigzag` or `contiguous`.
+      implementation: a name for all steps, or `Branches` of names; None: automatic.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
+
+    Raises:
+      ValueError: an argument that no implementation could take.
+      NotImplementedError: the named implementation cannot run this.
     """
     if varlen is not None:
         length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
@@ -271,6 +276,9 @@ def compress(
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
     """
     checks.tensors(x=x)
     validate.array("x", x, 4)
@@ -300,11 +308,19 @@ def select_blocks(
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
+      config: the sizes.
       kv_len: number of keys, an int, or int32 or int64 `[]` or `[B]` (`compressed_key` may
         then be longer than they need); query `t` is at `t + kv_len - T`. None: `T`.
+      cu_seqlens, varlen: of a packed batch, as of `attention`.
+      scale: of the logits; None: `D**-0.5`.
+      implementation: a name; None: automatic.
 
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+
+    Raises:
+      ValueError: an argument that no implementation could take.
+      NotImplementedError: the named implementation cannot run this.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
@@ -327,7 +343,7 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
-    Args as in `select_blocks`, with `compressed_value` `[B, C, Hkv, Dv]`.
+    Args: as of `select_blocks`; `compressed_value`: `[B, C, Hkv, Dv]`. Raises: as `select_blocks`.
 
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
@@ -362,9 +378,11 @@ def selected_attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
+      config: the sizes.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
+      cu_seqlens, varlen, scale, implementation: as of `select_blocks`.
 
-    Returns: as `compressed_attention`.
+    Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
@@ -392,9 +410,9 @@ def sliding_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 
-    Args as of `selected_attention`.
+    Args: as of `selected_attention`, without `block_indices`.
 
-    Returns: as `compressed_attention`.
+    Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
@@ -441,6 +459,11 @@ def explain(
 
     Args: as of `attention`. `gates` have a say where they alone want a gradient, `compressed`
       where they want one or lie in memory in another way.
+
+    Returns:
+      A choice a step, with the reason of each refusal; printed, a line each.
+
+    Raises: as `attention`.
     """
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)

@@ -55,6 +55,9 @@ def varlen_metadata(
       config: of the calls.
       device: of the calls; None: that of `cu_seqlens`.
 
+    Returns:
+      A `VarlenMetadata` for calls on such rows.
+
     Raises:
       ValueError: an argument contradicts another, or what the host reads.
     """

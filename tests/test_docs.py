@@ -1,5 +1,6 @@
 """What the documents say: examples run, links lead somewhere, tables are what the records give."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -8,6 +9,8 @@ import xml.etree.ElementTree
 
 import pytest
 
+import nsa_jax
+import nsa_torch
 from bench import doc_tables
 from tests.measured import record
 
@@ -102,6 +105,37 @@ COMMANDS = [
 def test_every_command_is_in_a_document(command):
     name = re.compile(rf"-m (nsa_)?{re.escape(command)}\b")
     assert any(name.search(path.read_text()) for path in doc_tables.documents())
+
+
+FUNCTIONS = [
+    pytest.param(function, id=f"{module.__name__}.{name}")
+    for module in (nsa_jax, nsa_torch)
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name))
+]
+
+
+def lacking(function, module):
+    """What the docstring of a public function does not say, nor those that it refers to."""
+    said = inspect.getdoc(function) or ""
+    others = re.findall(r"(?:Args|Raises|Returns): as (?:of )?`(\w+)`", said)
+    said += "".join(inspect.getdoc(getattr(module, name)) or "" for name in others)
+    wanted = *inspect.signature(function).parameters, "Raises"
+    shapes = [] if re.search(r"`\[[A-Z]|Returns", said) else ["what comes back"]
+    return [x for x in wanted if not re.search(rf"\b{x}\b", said)] + shapes
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_public_function_says_what_it_takes_gives_and_raises(function):
+    module = nsa_torch if function.__module__.startswith("nsa_torch") else nsa_jax
+    assert not lacking(function, module)
+
+
+def test_a_docstring_that_lacks_something_is_seen():
+    def compress(x, params):
+        """Means of `x`. Raises: nothing."""
+
+    assert lacking(compress, nsa_torch) == ["params", "what comes back"]
 
 
 def test_a_broken_link_is_seen():
