@@ -6,17 +6,18 @@ with many queries has several, so that no CTA has much more work than another. I
 writes a partial, and a second kernel adds the partials of a tile in order.
 
 Tokens are cut into segments. Items that run together read the same queries, so that L2 has them:
-they belong to one segment, or, of a window, are neighbours in each segment.
+they belong to one segment, or, as `streams`, are neighbours in each segment.
 
     table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
     count     [B, Hkv, tiles]     and how many
 
-    order of work items           interval   [segment, tile, row of B x Hkv], the last segment first
-                                  window     [tile of a segment, segment, row]
-                                  equal      [segment, row, tile, work item of the list]
-                                  halving    [row, segment, tile, work item of the list], then by
-                                             length where dS is stored (`mosaic_lists`)
+    order of work items
+      of intervals                [segment, tile, row of B x Hkv], the last segment first
+      of intervals, `streams`     [tile of a segment, segment, row]
+      of lists                    [segment, row, tile, work item of the list]
+      of lists, `halving`         [row, segment, tile, work item of the list], then by length where
+                                  dS is stored (`mosaic_lists`)
     order of partials             [row, tile, segment, work item of the list]
 """
 
@@ -312,7 +313,9 @@ class WorkItems:
 
     @property
     def items(self) -> int:
-        """Work items of a row: in all segments if `halving`, else in one."""
+        """From a row's work items to the next row's: those of all segments if `halving`, where a
+        row's stand together, else those of a segment.
+        """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
     @property
