@@ -25,7 +25,7 @@ import torch
 from kernels_pallas.kernel import ALIGNMENT, DESCRIPTIONS, Array, Kernel
 from kernels_pallas.mosaic.capability import HOPPER
 from kernels_pallas.runtime import build, driver, loaded, plugin
-from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.runtime.bound_kernel import BoundKernel
 from kernels_pallas.runtime.sequence import LaunchSequence
 
 _launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
@@ -98,9 +98,9 @@ def sequence(
     Args:
       arguments: of each kernel, which of the addresses it takes.
     """
-    plans = [getattr(launcher(kernel, device), "__self__", None) for kernel in kernels]
-    found = [plan for plan in plans if isinstance(plan, LaunchPlan)]
-    return LaunchSequence(found, arguments).launch if len(found) == len(plans) else None
+    bound = [getattr(launcher(kernel, device), "__self__", None) for kernel in kernels]
+    found = [x for x in bound if isinstance(x, BoundKernel)]
+    return LaunchSequence(found, arguments).launch if len(found) == len(bound) else None
 
 
 def current_stream(device: torch.device) -> int:
@@ -233,7 +233,7 @@ def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
 def _made(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
     if not kernel.source or not loaded.is_loaded(kernel.for_any_length(), index):
         _check_may_load(kernel, index)
-    found = loaded.plan(kernel, index, prefetch=_prefetched)
+    found = loaded.bound(kernel, index, prefetch=_prefetched)
     return found.launch if found else _compile(kernel, index)
 
 

@@ -3,7 +3,7 @@
     trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
              a number that stands for it
     compile  XLA compiles what is around it; the kernel is compiled already, or is built meanwhile
-    run      XLA -> call frame -> LaunchPlan of the description -> the driver, on XLA's stream
+    run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
 So a new shape costs JAX the tracing, and the process that runs a program needs nothing but the
 store of kernels (`kernels_pallas.runtime.store`), also where the program comes from JAX's
@@ -30,10 +30,10 @@ from nsa_jax.xla_call import Call
 
 TARGET = "nsa_launch_mosaic_kernel"
 PREFETCHED = 128  # kernels that were traced and have not run: those that are built together
-PLANS = 4096  # remembered; code that was loaded stays
+LAUNCHES = 4096  # remembered; code that was loaded stays
 LOG = logging.getLogger("kernels_pallas.runtime")
 
-_plans: dict[tuple[int, int], Callable[[int, Sequence[int]], None]] = {}
+_launches: dict[tuple[int, int], Callable[[int, Sequence[int]], None]] = {}
 _prefetch: collections.OrderedDict[Kernel, None] = collections.OrderedDict()
 _lock = threading.RLock()
 
@@ -111,23 +111,23 @@ def _registered() -> bool:
 
 def _run(given: Call) -> None:
     """What XLA asks for, on its stream."""
-    launch = _plans.get((given.key, given.device)) or _plan(given)
+    launch = _launches.get((given.key, given.device)) or _bound(given)
     assert given.stream is not None
     launch(given.stream, given.addresses)
 
 
-def _plan(given: Call) -> Callable[[int, Sequence[int]], None]:
+def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
     with _lock:
         key = given.key, given.device
-        if key not in _plans:
+        if key not in _launches:
             kernel = description.described(json.loads(given.text()))
-            found = loaded.plan(kernel, given.device, prefetch=_wanted)
+            found = loaded.bound(kernel, given.device, prefetch=_wanted)
             if found is None:
                 raise RuntimeError(f"no machine code for {kernel.name} (see the log)")
-            if len(_plans) >= PLANS:
-                _plans.pop(next(iter(_plans)))
-            _plans[key] = found.launch
-        return _plans[key]
+            if len(_launches) >= LAUNCHES:
+                _launches.pop(next(iter(_launches)))
+            _launches[key] = found.launch
+        return _launches[key]
 
 
 def _wanted() -> Sequence[Kernel]:

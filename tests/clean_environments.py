@@ -43,7 +43,7 @@ def refused(statement, extra):
 BASE = """
 import nsa_core.config, nsa_core.types, nsa_core.layer
 from nsa_core import config_files
-import kernels_pallas.runtime.plan, kernels_pallas.runtime.store
+import kernels_pallas.runtime.bound_kernel, kernels_pallas.runtime.store
 assert nsa_core.config.NSAConfig().num_compressed(64) == 3
 assert config_files.load("base")
 refused("import nsa_torch", "torch")

@@ -42,7 +42,7 @@ ASKED = {
     "can_build": "kernels_pallas.runtime.loaded.can_build",
     "build_why_not": "kernels_pallas.runtime.build.why_not",
     "on_disk": "kernels_pallas.runtime.loaded.on_disk",
-    "launch_plan": "kernels_pallas.runtime.loaded.plan",
+    "bound_kernel": "kernels_pallas.runtime.loaded.bound",
     "kernels_why_not": "kernels_pallas.why_not",
     "append_why_not": "nsa_torch.paged.append_why_not",
     "indexer_why_not": "nsa_torch.indexer.device_why_not",

@@ -1,4 +1,4 @@
-"""What our plan tells the driver, beside what the plugin's launcher tells it.
+"""What our launcher tells the driver, beside what the plugin's launcher tells it.
 
 Both run against the recorder (`cross_compile.run`), with the same addresses, so that what is
 written down must be the same byte for byte: the recorder's tensor maps hold what they are made
@@ -8,7 +8,7 @@ of.
 from collections.abc import Sequence
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import build_child, cubin, driver, plan
+from kernels_pallas.runtime import bound_kernel, build_child, cubin, driver
 from kernels_pallas.runtime.build_child import Launched, Map
 
 STREAM = 0x1230
@@ -29,10 +29,12 @@ def plugin(kernel: Kernel) -> Launched:
 def ours(
     built: tuple[cubin.Cubin, bytes], kernel: Kernel, grid: Sequence[int] = ()
 ) -> Launched:
-    """What our plan does with a cubin for the sizes of `kernel`."""
+    """What our launcher does with a cubin for the sizes of `kernel`."""
     shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
     function = driver.load(*built, 0)
-    launch = plan.LaunchPlan.of(built[0], function, shapes, kernel.sizes, grid or kernel.grid)
+    launch = bound_kernel.BoundKernel.of(
+        built[0], function, shapes, kernel.sizes, grid or kernel.grid
+    )
     build_child.expect([(x.offset, x.bytes) for x in built[0].parameters])
     build_child.recorder().recorder_clear()
     launch.launch(STREAM, addresses(len(shapes)))

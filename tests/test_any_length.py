@@ -173,7 +173,7 @@ def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
 
     found = run()
     monkeypatch.setattr(launch, "_launchers", {})
-    pretend.machine(monkeypatch, launch_plan=None)
+    pretend.machine(monkeypatch, bound_kernel=None)
     for x, y in zip(found, run(), strict=True):
         assert torch.equal(x, y)
 

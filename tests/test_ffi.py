@@ -94,7 +94,7 @@ def test_threads_call_at_once(target):
 def hopper(monkeypatch):
     """JAX lowers for a Hopper GPU whose kernels lie on disk."""
     pretend.machine(monkeypatch, is_hopper=True, ffi_registered=True, on_disk=True)
-    monkeypatch.setattr(ffi, "_plans", {})
+    monkeypatch.setattr(ffi, "_launches", {})
     ffi._prefetch.clear()
 
 
@@ -191,15 +191,15 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
     """By the first kernel that runs; a second run asks for nothing, another device does."""
     asked, launched = [], []
 
-    class Plan:
+    class Bound:
         def launch(self, stream, addresses):
             launched.append((stream, addresses))
 
-    def plan(kernel, device, prefetch):
+    def bound(kernel, device, prefetch):
         asked.append((kernel, device, list(prefetch())))
-        return Plan()
+        return Bound()
 
-    monkeypatch.setattr(loaded, "plan", plan)
+    monkeypatch.setattr(loaded, "bound", bound)
     kernels = [row_stats(RowStats(1, length, 8, 2, 16, 64)) for length in (40, 41)]
     for kernel in kernels:
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
@@ -223,7 +223,7 @@ def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch):
     loaded.can_build.cache_clear()
     assert not ffi.serves(kernel)
     loaded.can_build.cache_clear()
-    pretend.machine(monkeypatch, launch_plan=None)
+    pretend.machine(monkeypatch, bound_kernel=None)
     with pytest.raises(RuntimeError, match=f"no machine code for {kernel.name}"):
         ffi._run(call_of(kernel))
 

@@ -13,7 +13,7 @@ NEUTRAL = (
     "kernels_pallas.kernel",
     "kernels_pallas.mosaic.capability",
     "kernels_pallas.runtime.build",
-    "kernels_pallas.runtime.plan",
+    "kernels_pallas.runtime.bound_kernel",
     "kernels_pallas.runtime.store",
     "kernels_pallas.specs.tile",
     "kernels_pallas.triton.capability",

@@ -1,4 +1,4 @@
-"""Building kernels, what is known of their machine code, and launching it by plans of our own."""
+"""Building kernels, what is known of their machine code, and launching it without the plugin."""
 
 import copy as copying
 import json
@@ -13,9 +13,9 @@ from bench.harness.checked_layer import symbol
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import driver
+from kernels_pallas.runtime.bound_kernel import BoundKernel
 from kernels_pallas.runtime.cubin import Cubin, Pointer, Size, TensorMaps
 from kernels_pallas.runtime.description import canonical, describe, described, modules
-from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile
@@ -258,7 +258,7 @@ def run(script, folder, *, jax=True):
         from pathlib import Path
         from kernels_pallas.runtime import driver
         from kernels_pallas.runtime.cubin import Cubin
-        from kernels_pallas.runtime.plan import LaunchPlan
+        from kernels_pallas.runtime.bound_kernel import BoundKernel
 
         folder = Path({str(folder)!r})
         cubin = Cubin.from_json(json.loads((folder / "cubin.json").read_text()))
@@ -282,7 +282,7 @@ def run(script, folder, *, jax=True):
     return cross_compile.run(["-c", script], folder)
 
 
-def test_a_plan_tells_the_driver_what_the_launcher_of_the_plugin_tells_it(saved):
+def test_a_bound_kernel_tells_the_driver_what_the_launcher_of_the_plugin_tells_it(saved):
     script = """
         from kernels_pallas.runtime import build_child
         from tests import runtime_oracle as oracle
@@ -316,20 +316,20 @@ def test_launches_without_jax(saved):
 
         bytes_ = [x.bytes for x in cubin.parameters]
         recorder.recorder_expect(len(bytes_), (ctypes.c_int * len(bytes_))(*bytes_))
-        plan = LaunchPlan.of(cubin, function, [(2, 70, 2, 64)] * 2 + [(2, 2)], {"T": 70}, (4, 2))
+        bound = BoundKernel.of(cubin, function, [(2, 70, 2, 64)] * 2 + [(2, 2)], {"T": 70}, (4, 2))
         recorder.recorder_clear()
 
         # More addresses than are remembered, in threads: each launch has its own.
         def work(thread):
             for i in range(200):
                 place = ((thread * 100 + i % 100) << 16) + 0x1000000
-                plan.launch(thread, [place, place + 256, place + 512])
+                bound.launch(thread, [place, place + 256, place + 512])
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         launches = said("cuLaunchKernelEx")
-        assert len(launches) == 800 and len(plan._bound) <= 256
+        assert len(launches) == 800 and len(bound._bound) <= 256
         for x in launches:
             assert x["function"] == function.handle and x["context"] == function.context
             assert x["grid"] == [2, 4, 1] and x["shared_bytes"] == cubin.shared_bytes
@@ -343,10 +343,10 @@ def test_launches_without_jax(saved):
 
         recorder.recorder_fail(b"cuLaunchKernelEx", 1)
         words = "copy of {'T': 70}: cuLaunchKernelEx failed with CUDA error 1, CUDA_ERROR_INVAL"
-        refused(RuntimeError, words, plan.launch, 0, [0, 256, 512])
+        refused(RuntimeError, words, bound.launch, 0, [0, 256, 512])
         recorder.recorder_fail(b"cuTensorMapEncodeTiled", 1)
         words = "cuTensorMapEncodeTiled of argument 0 failed with CUDA error 1"
-        refused(RuntimeError, words, plan.launch, 0, [0x8000, 256, 512])
+        refused(RuntimeError, words, bound.launch, 0, [0x8000, 256, 512])
         recorder.recorder_fail(b"", 0)
         assert recorder.recorder_depth() == 0
     """
@@ -361,11 +361,11 @@ def test_launches_that_come_again_are_a_graph(saved):
         function = driver.load(*built, 0)
         bytes_ = [x.bytes for x in cubin.parameters]
         recorder.recorder_expect(len(bytes_), (ctypes.c_int * len(bytes_))(*bytes_))
-        plans = [
-            LaunchPlan.of(cubin, function, [(2, T, 2, 64)] * 2 + [(2, 2)], {"T": T}, (4, 2))
+        both_bound = [
+            BoundKernel.of(cubin, function, [(2, T, 2, 64)] * 2 + [(2, 2)], {"T": T}, (4, 2))
             for T in (70, 90)
         ]
-        both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+        both = sequence.LaunchSequence(both_bound, [(0, 1, 2), (1, 3, 2)])
         place = lambda start: tuple(start + 256 * i for i in range(4))
 
         def launched(stream, start):
@@ -382,14 +382,14 @@ def test_launches_that_come_again_are_a_graph(saved):
         assert [base(x[128:]) for x in where] == [(1 << 20) + 256, (1 << 20) + 768]
         assert launched(5, 1 << 20) == (first, []) and not said("cuGraphAddKernelNode")
         # The third run is followed by a graph of the very same launches, and remembers no more.
-        bound = [len(plan._bound) for plan in plans]
+        kept = [len(x._bound) for x in both_bound]
         assert launched(5, 1 << 20) == (first, [])
         nodes = said("cuGraphAddKernelNode")
         assert [x["parameters"] for x in nodes] == [x for _, x in first]
         for x in nodes:
             assert x["function"] == function.handle and x["grid"] == [2, 4, 1]
             assert x["block"] == list(cubin.block) and x["shared_bytes"] == cubin.shared_bytes
-        assert len(said("cuGraphDestroy")) == 1 and bound == [len(x._bound) for x in plans]
+        assert len(said("cuGraphDestroy")) == 1 and kept == [len(x._bound) for x in both_bound]
         assert said("cuGraphInstantiateWithFlags")[0]["capture_mode"] == driver.RELAXED
         for stream in 5, 6, 0:
             found, graphs = launched(stream, 1 << 20)
@@ -425,7 +425,7 @@ def test_launches_that_come_again_are_a_graph(saved):
         failing = b"cuGraphCreate", b"cuGraphAddKernelNode_v2", b"cuGraphInstantiateWithFlags"
         for name in failing:
             recorder.recorder_fail(name, 1)
-            both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+            both = sequence.LaunchSequence(both_bound, [(0, 1, 2), (1, 3, 2)])
             for _ in range(2 * sequence.GRAPH_AFTER):
                 assert len(launched(5, 1 << 20)[0]) == 2
             assert not both.graphs
@@ -434,7 +434,7 @@ def test_launches_that_come_again_are_a_graph(saved):
 
         # Addresses that come four times and never again: few graphs.
         sequence.GRAPHS = 1024
-        both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+        both = sequence.LaunchSequence(both_bound, [(0, 1, 2), (1, 3, 2)])
         for start in range(200):
             for _ in range(4):
                 launched(5, start << 20)
@@ -449,12 +449,12 @@ def test_launches_that_come_again_are_a_graph(saved):
         import dataclasses
         wide = dataclasses.replace(cubin, cluster=2)
         shapes = [(2, 70, 2, 64)] * 2 + [(2, 2)]
-        plan = LaunchPlan.of(wide, function, shapes, {"T": 70}, (4, 2))
+        bound = BoundKernel.of(wide, function, shapes, {"T": 70}, (4, 2))
         recorder.recorder_clear()
         with driver.current(function.context), driver.graph("") as graph:
-            plan.add_to(graph, None, (0, 256, 512))
+            bound.add_to(graph, None, (0, 256, 512))
         (found,) = said("cuGraphKernelNodeSetAttribute")
-        plan.launch(0, (0, 256, 512))
+        bound.launch(0, (0, 256, 512))
         (launch,) = said("cuLaunchKernelEx")
         assert [[found["attribute"], *found["value"]]] == launch["attributes"]
         assert launch["attributes"] == [[driver.CLUSTER, 2, 1, 1]]
@@ -463,18 +463,18 @@ def test_launches_that_come_again_are_a_graph(saved):
     run(script, saved, jax=False)
 
 
-def test_plans_and_launches_that_are_refused(saved):
+def test_bound_kernels_and_launches_that_are_refused(saved):
     script = """
         function = driver.load(*built, 0)
         def of(B=2, T=70, heads=2, width=64, grid=(4, 2), sizes=None, shapes=None):
             shapes = shapes or [(B, T, heads, width)] * 2 + [(B, heads)]
             sizes = {"T": 70} if sizes is None else sizes
-            return LaunchPlan.of(cubin, function, shapes, sizes, grid)
+            return BoundKernel.of(cubin, function, shapes, sizes, grid)
 
-        plan = of()
+        bound = of()
         words = "argument 1 of copy must start at a multiple of 256 bytes, got 0x110"
-        refused(ValueError, words, plan.launch, 0, [0, 0x110, 0])
-        refused(ValueError, "copy must get 3 addresses, got 2", plan.launch, 0, [0, 0])
+        refused(ValueError, words, bound.launch, 0, [0, 0x110, 0])
+        refused(ValueError, "copy must get 3 addresses, got 2", bound.launch, 0, [0, 0])
         refused(ValueError, "must have the size T, got {}", lambda: of(sizes={}))
         words = "the size T of copy must be 0 to 2147483647, got 2147483648"
         refused(ValueError, words, lambda: of(sizes={"T": 1 << 31}))
@@ -527,16 +527,16 @@ def test_one_cubin_is_right_for_every_length(results):
     for B, T in (2, 128), (1, 1), (3, 100), (5, 7001):
         kernel = copy(Copy(B, T))
         shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
-        plan = LaunchPlan.of(cubin, function, shapes, kernel.sizes, kernel.grid)
+        bound = BoundKernel.of(cubin, function, shapes, kernel.sizes, kernel.grid)
         x = torch.randn(shapes[0], device="cuda").bfloat16()
         out, lengths = torch.zeros_like(x), torch.zeros(shapes[2], dtype=torch.int32).cuda()
         addresses = [tensor.data_ptr() for tensor in (x, out, lengths)]
-        plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+        bound.launch(torch.cuda.current_stream().cuda_stream, addresses)
         assert torch.equal(out, x) and bool((lengths == T).all())
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+            bound.launch(torch.cuda.current_stream().cuda_stream, addresses)
         x.neg_()
         graph.replay()
         assert torch.equal(out, x)

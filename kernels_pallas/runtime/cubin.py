@@ -1,7 +1,7 @@
 """What a launch must know of a kernel's machine code, as JSON and back.
 
 A kernel is compiled for shapes, but a cubin names none: a tensor map says which axis of which
-argument each of its dimensions is, and a launch fills in the sizes (`plan.LaunchPlan`).
+argument each of its dimensions is, and a launch fills in the sizes (`bound_kernel.BoundKernel`).
 """
 
 import dataclasses

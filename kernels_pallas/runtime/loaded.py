@@ -1,6 +1,6 @@
 """Kernels for any length, loaded once a GPU, for whichever framework launches them.
 
-    Kernel -> its form for any length -> store (disk, or built) -> driver -> LaunchPlan
+    Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
 
 What is loaded stays loaded, and the kernel alive, until the process ends: CUDA graphs and
 queued launches refer to the machine code, and nothing says when the last one is gone.
@@ -13,18 +13,18 @@ from typing import Any
 
 from kernels_pallas.kernel import DESCRIPTIONS, Kernel
 from kernels_pallas.runtime import build, driver
+from kernels_pallas.runtime.bound_kernel import BoundKernel
 from kernels_pallas.runtime.build import LOG
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.runtime.store import Store
 
 _loaded: dict[tuple[Kernel, int], tuple[Cubin, driver.Function]] = {}
 _lock = threading.RLock()
 
 
-def plan(
+def bound(
     kernel: Kernel, device: int, prefetch: Callable[[], Sequence[Kernel]] = lambda: ()
-) -> LaunchPlan | None:
+) -> BoundKernel | None:
     """`kernel` on a GPU, loaded; None where its machine code is on no disk and this machine
     cannot build it, or it is compiled for one length only.
 
@@ -42,7 +42,7 @@ def plan(
     if (found := _loaded.get((generic, device))) is None:
         return None
     shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
-    return LaunchPlan.of(*found, shapes, kernel.sizes, kernel.grid)
+    return BoundKernel.of(*found, shapes, kernel.sizes, kernel.grid)
 
 
 def is_loaded(kernel: Kernel, device: int) -> bool:
@@ -61,7 +61,7 @@ def load(
 
     Args:
       jobs: processes that build; by default one a core.
-      prefetch: as in `plan`.
+      prefetch: as in `bound`.
     """
     with _lock:
         missing = [x for x in kernels if not is_loaded(x, device)]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.runtime import driver
-from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.runtime.bound_kernel import BoundKernel
 
 LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER: int = 3  # runs with the same addresses before there is a graph
@@ -40,17 +40,17 @@ class LaunchSequence:
     """Plans of one device that run one after the other; any thread may launch them.
 
     Args:
-      plans: two or more.
-      arguments: of each plan, which of the sequence's addresses it takes.
+      kernels: two or more.
+      arguments: of each, which of the sequence's addresses it takes.
     """
 
-    def __init__(self, plans: Sequence[LaunchPlan], arguments: Sequence[Sequence[int]]):
-        self.plans = [
-            (plan, operator.itemgetter(*numbers))
-            for plan, numbers in zip(plans, arguments, strict=True)
+    def __init__(self, kernels: Sequence[BoundKernel], arguments: Sequence[Sequence[int]]):
+        self.kernels = [
+            (kernel, operator.itemgetter(*numbers))
+            for kernel, numbers in zip(kernels, arguments, strict=True)
         ]
-        self.name = ", ".join(plan.cubin.name for plan in plans)
-        self.context = plans[0].context
+        self.name = ", ".join(kernel.cubin.name for kernel in kernels)
+        self.context = kernels[0].context
         self.graphs: dict[Sequence[int], _Graph] = {}
         self._runs: dict[Sequence[int], int] = {}
         self._graphs_made = self._graph_uses = 0
@@ -61,17 +61,17 @@ class LaunchSequence:
         """Queues one run.
 
         Args:
-          stream, addresses: as of `LaunchPlan.launch`.
+          stream, addresses: as of `BoundKernel.launch`.
 
         Raises:
-          as `LaunchPlan.launch`.
+          as `BoundKernel.launch`.
         """
         graph = self.graphs.get(addresses)
         if graph is not None and graph.launch(stream):
             self._graph_uses += 1
             return
-        for plan, pick in self.plans:
-            plan.launch(stream, pick(addresses))
+        for kernel, pick in self.kernels:
+            kernel.launch(stream, pick(addresses))
         if graph is None and not self._off:
             self._count(addresses)
 
@@ -121,8 +121,8 @@ class _Graph:
         with driver.current(sequence.context, self.of), driver.relaxed(self.of):
             with driver.graph(self.of) as graph:
                 node = None
-                for plan, pick in sequence.plans:
-                    node = plan.add_to(graph, node, pick(addresses))
+                for kernel, pick in sequence.kernels:
+                    node = kernel.add_to(graph, node, pick(addresses))
                 self._handle = driver.executable(graph, self.of)
         end: Any = weakref.finalize(self, _destroy, self._handle, sequence.context)
         end.atexit = False  # the context may be gone then

@@ -1,6 +1,6 @@
 """A kernel bound to the sizes of a problem: what is left to a launch is the addresses.
 
-`LaunchPlan.of` works out all that no address changes. The first launch with certain addresses
+`BoundKernel.of` works out all that no address changes. The first launch with certain addresses
 encodes their tensor maps and lays the parameters out; as allocators give the same addresses
 again and again, the next ones find all that and are a call of the driver.
 """
@@ -30,7 +30,7 @@ LONGEST_DIM = 1 << 32
 LARGEST_STRIDE = 1 << 40  # bytes, exclusive
 STRIDE_MULTIPLE = 16
 LARGEST_GRID = ((1 << 31) - 1, 65535, 65535)
-REMEMBERED = 256  # launches of a plan that differ in stream or addresses
+REMEMBERED = 256  # launches of a kernel that differ in stream or addresses
 
 
 _Dims = ctypes.c_uint64 * MAX_RANK
@@ -81,7 +81,7 @@ class _Bound(NamedTuple):
     memory: ctypes.Array
 
 
-class LaunchPlan:
+class BoundKernel:
     """A loaded kernel with the sizes of a problem; any thread may launch it."""
 
     def __init__(
@@ -117,7 +117,7 @@ class LaunchPlan:
         sizes: Mapping[str, int],
         grid: Sequence[int],
     ) -> Self:
-        """The plan of a problem.
+        """The kernel for a problem.
 
         Args:
           cubin: of the kernel.
