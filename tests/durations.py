@@ -25,9 +25,9 @@ BUDGET = 380.0
 served = 0.0  # Seconds of processes that outlive a test, which whoever asks them adds.
 
 
-def read(path=FILE) -> dict[str, float]:
+def read() -> dict[str, float]:
     """Seconds by test, and by fixture that tests share; setup and teardown count."""
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(FILE.read_text()) if FILE.is_file() else {}
 
 
 def pytest_addoption(parser):
@@ -41,12 +41,16 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
-    recorded, needed = read(), {item.nodeid: shared_by(item) for item in items}
-    slow = slow_of(recorded, needed)
+    mark_and_order(items, config.getoption("markexpr"), read())
+
+
+def mark_and_order(items, markexpr: str, recorded, budget: float = BUDGET) -> None:
+    """Marks the dearest tests as slow, and puts the longest files first."""
+    slow = slow_of(recorded, {item.nodeid: shared_by(item) for item in items}, budget)
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-    longest_first(items, recorded, without_slow="not slow" in config.getoption("markexpr"))
+    longest_first(items, recorded, without_slow="not slow" in markexpr)
 
 
 def name_of(fixture) -> str:
@@ -59,7 +63,7 @@ def shared_by(item) -> set[str]:
     return {name_of(found[-1]) for found in fixtures if found[-1].scope != "function"}
 
 
-def slow_of(recorded, needed) -> set[str]:
+def slow_of(recorded, needed, budget: float = BUDGET) -> set[str]:
     """The tests that do not fit in the budget, the cheapest of each file first in it;
     `needed`: the shared fixtures of each test."""
 
@@ -71,7 +75,7 @@ def slow_of(recorded, needed) -> set[str]:
     for name in sorted(filter(is_test, recorded), key=lambda name: (seconds(name), name)):
         if first.setdefault(name.split("::")[0], name) != name:
             rest.append(name)
-    left, paid, slow = BUDGET, set(), set()
+    left, paid, slow = budget, set(), set()
     for name in [*first.values(), *rest]:
         if seconds(name, paid) > left and name in rest:
             slow.add(name)
@@ -136,12 +140,12 @@ def pytest_runtest_makereport():
 class Recorder:
     """Adds up what the phases of each test took, of all workers."""
 
-    def __init__(self):
-        self.seconds = collections.Counter()
+    def __init__(self, path: Path = FILE):
+        self.path, self.seconds = path, collections.Counter()
 
     def pytest_runtest_logreport(self, report):
         self.seconds.update({report.nodeid: report.cpu_seconds} | report.shared_seconds)
 
     def pytest_sessionfinish(self):
         kept = {name: round(x, 2) for name, x in sorted(self.seconds.items()) if x >= 0.05}
-        FILE.write_text(json.dumps(kept, indent=0) + "\n")
+        self.path.write_text(json.dumps(kept, indent=0) + "\n")

@@ -10,14 +10,7 @@ import pytest
 from tests import durations
 
 
-@pytest.fixture
-def recorded(monkeypatch, tmp_path):
-    path = tmp_path / "durations.json"
-    monkeypatch.setattr(durations, "FILE", path)
-    monkeypatch.setattr(durations.read, "__defaults__", (path,))
-    monkeypatch.setattr(durations, "BUDGET", 2.5)
-    path.write_text(json.dumps({"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}))
-    return path
+RECORDED, BUDGET = {"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}, 2.5
 
 
 def fixture(name, scope="module"):
@@ -40,33 +33,32 @@ class Item:
 def collected(markexpr, *names):
     """The tests in the order in which they run, and those that are slow."""
     items = [Item(name) for name in names]
-    durations.pytest_collection_modifyitems(
-        SimpleNamespace(getoption={"markexpr": markexpr}.get), items
-    )
+    durations.mark_and_order(items, markexpr, RECORDED, BUDGET)
     return [x.nodeid for x in items], [x.nodeid for x in items if x.marks]
 
 
 NAMES = "c.py::new", "b.py::some", "a.py::short", "a.py::long"
 
 
-def test_what_does_not_fit_is_slow(recorded):
+def test_what_does_not_fit_is_slow():
     assert collected("", *NAMES)[1] == ["a.py::long"]
 
 
-def test_the_cheapest_fit_but_each_file_has_one(monkeypatch):
-    monkeypatch.setattr(durations, "BUDGET", 600.0)
+def test_the_cheapest_fit_but_each_file_has_one():
     tests = {"a.py::1": 200.0, "a.py::2": 350.0, "b.py::1": 300.0, "c.py::1": 30, "c.py::2": 40}
-    assert durations.slow_of(tests, {}) == {"a.py::2"}
-    assert durations.slow_of(tests | {"b.py::1": 400.0}, {}) == {"a.py::2", "c.py::2"}
-    assert durations.slow_of(tests | {"b.py::1": 9000.0}, {}) == {"a.py::2", "c.py::2"}
+    for seconds, slow in (
+        (300, {"a.py::2"}),
+        (400, both := {"a.py::2", "c.py::2"}),
+        (9000, both),
+    ):
+        assert durations.slow_of(tests | {"b.py::1": seconds}, {}, 600.0) == slow
 
 
-def test_a_shared_fixture_is_paid_for_once(monkeypatch):
+def test_a_shared_fixture_is_paid_for_once():
     tests = {"a.py::1": 1.0, "a.py::2": 2.0, "a.py::3": 3.0, "@x a.py": 50.0}
     needed = {"a.py::2": {"@x a.py"}, "a.py::3": {"@x a.py"}}
     for budget, slow in ((54.0, {"a.py::3"}), (52.0, {"a.py::2", "a.py::3"}), (56.0, set())):
-        monkeypatch.setattr(durations, "BUDGET", budget)
-        assert durations.slow_of(tests, needed) == slow
+        assert durations.slow_of(tests, needed, budget) == slow
 
 
 def test_fixtures_that_tests_share_are_those_of_more_than_a_function():
@@ -74,25 +66,25 @@ def test_fixtures_that_tests_share_are_those_of_more_than_a_function():
     assert durations.shared_by(item) == {"@x a.py", "@z a.py"}
 
 
-def test_the_longest_file_comes_first(recorded):
+def test_the_longest_file_comes_first():
     order, _ = collected("", *NAMES)
     assert order == ["a.py::short", "a.py::long", "b.py::some", "c.py::new"]
 
 
-def test_what_is_left_out_does_not_count(recorded):
+def test_what_is_left_out_does_not_count():
     order, _ = collected("not slow", *NAMES)
     assert order == ["b.py::some", "a.py::short", "a.py::long", "c.py::new"]
 
 
-def test_phases_of_a_test_add_up(recorded):
-    recorder = durations.Recorder()
+def test_phases_of_a_test_add_up(tmp_path):
+    recorder = durations.Recorder(tmp_path / "durations.json")
     for name, seconds in (("a.py::x", 1.0), ("a.py::x", 0.5), ("a.py::y", 0.01)):
         report = SimpleNamespace(
             nodeid=name, cpu_seconds=seconds, shared_seconds={"@f a.py": 2}
         )
         recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
-    assert json.loads(recorded.read_text()) == {"@f a.py": 6, "a.py::x": 1.5}
+    assert json.loads(recorder.path.read_text()) == {"@f a.py": 6, "a.py::x": 1.5}
 
 
 def compute(seconds):
