@@ -9,7 +9,6 @@ import pytest
 
 from tests import durations
 
-
 RECORDED, BUDGET = {"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}, 2.5
 
 
