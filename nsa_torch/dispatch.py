@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from nsa_interop.launch import ALIGNMENT
@@ -165,7 +165,8 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
     """
     # Plain, as the rest of what torch.compile takes as constant.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
-    return Chosen(*_chosen(names, step, *problem))
+    fields: Any = _chosen(names, step, *problem)
+    return Chosen(*fields)
 
 
 def problem_of(

@@ -90,7 +90,7 @@ def check_prompts(prompts: Any, vocab_size: int) -> None:
                 f"inputs[{i}] must be a list of tokens, at least one, got {prompt!r}"
             )
         for token in prompt:
-            if not isinstance(token, numbers.Integral) or not 0 <= token < vocab_size:
+            if not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocab_size:
                 raise ValueError(
                     f"inputs[{i}] must have tokens in 0..{vocab_size - 1} (vocab_size), "
                     f"got {token!r}"
