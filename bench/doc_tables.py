@@ -693,7 +693,7 @@ def quality_over_seeds(part: str = "kinds") -> str:
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 
 
-def gates(device: str) -> str:
+def gates(device: str = DEVICE.name) -> str:
     """A training step of the 124 M model by the kind of its gates."""
     times: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/gates.jsonl", device):
