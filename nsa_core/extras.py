@@ -1,9 +1,17 @@
-"""Optional packages: a missing one is an error that names the extra which brings it."""
+"""Optional packages: their versions; a missing one is an error that names its extra."""
 
 import importlib.metadata
 import importlib.util
 
 from packaging.version import Version
+
+
+def version(package: str) -> str | None:
+    """The installed version of `package`, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

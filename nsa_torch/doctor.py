@@ -17,6 +17,7 @@ from kernels_pallas.mosaic.capability import HOPPER
 from kernels_pallas.runtime import build, loaded
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.triton.capability import AMPERE, launcher_why_not
+from nsa_core.extras import version
 
 LIBRARY = "native-sparse-attention"
 OPTIONAL = "jax", "triton", "transformers", "flax"  # of the extras; torch is here
@@ -49,7 +50,7 @@ def packages() -> Iterator[Finding]:
         if requirement.name not in allowed or 'extra == "test"' not in str(requirement.marker):
             allowed[requirement.name] = requirement
     for name in ("torch", *OPTIONAL):
-        have, bound = _version(name), allowed.get(name)
+        have, bound = version(name), allowed.get(name)
         if have is None:
             yield Finding(
                 name, "note", f"not installed: pip install '{LIBRARY}[{_extra(name)}]'"
@@ -90,7 +91,7 @@ def gpu() -> Finding:
 def cuda() -> Iterator[Finding]:
     """Whether JAX's CUDA is torch's: two of them in one process may end it."""
     for major in ("13", "12"):
-        if _version(f"jax-cuda{major}-plugin") is None or torch.version.cuda is None:
+        if version(f"jax-cuda{major}-plugin") is None or torch.version.cuda is None:
             continue
         mine = torch.version.cuda.partition(".")[0]
         state = "ok" if mine == major else "broken"
@@ -142,13 +143,6 @@ def compilers() -> Finding:
     if reason := build.why_not():
         return Finding("compiler", "note", f"only kernels that are on disk run: {reason}")
     return Finding("compiler", "ok", "kernels of any layer can be built")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _requires(name: str) -> list[str]:

@@ -15,7 +15,6 @@ something, or imported JAX. A Hopper GPU is needed, and torch.
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import nsa_torch
 from kernels_pallas.runtime import loaded
 from nsa_core import config_files
 from nsa_core.config import NSAConfig
+from nsa_core.extras import version
 from nsa_torch import paged
 
 PRESETS = "paper", "seed", "smallgroup"
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": options.commit,
-        "versions": {name: _version(name) for name in SHOWN},
+        "versions": {name: version(name) for name in SHOWN},
         "length": options.length,
     }
     status = 0
@@ -169,13 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with options.out.open("a") as file:
                     print(line, file=file)
     return status
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _row(preset: str, length: int) -> dict:

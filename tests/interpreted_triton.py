@@ -41,8 +41,9 @@ def run_again(file: str) -> None:
 
 
 def patched_once() -> None:
-    """The interpreter puts its functions in place of the language's once a kernel. By itself it
-    does so at each call of a function, which takes a third of its time.
+    """The interpreter puts its functions in place of the language's once a kernel, and looks for a
+    dtype once. By itself it does so at each call of a function and for each result, which takes
+    four tenths of its time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -62,6 +63,15 @@ def patched_once() -> None:
         return scope
 
     interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_lang
+    dtype_of, known = interpreter._get_np_dtype, {}
+
+    def kept(kind):
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = dtype_of(kind)
+        return known[name]
+
+    interpreter._get_np_dtype = kept
 
 
 if INTERPRETED:

@@ -37,7 +37,7 @@ def device(monkeypatch):
 
 def versions(monkeypatch, **found):
     names = {name.replace("_", "-"): version for name, version in found.items()}
-    monkeypatch.setattr(doctor, "_version", names.get)
+    monkeypatch.setattr(doctor, "version", names.get)
 
 
 def test_this_installation(capsys):

@@ -7,7 +7,6 @@ that a damaged file is reported with its name and line instead of becoming a num
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa_core import config_files
+from nsa_core.extras import version
 
 from ..judge.parity import SLOPE
 
@@ -259,14 +259,6 @@ def head(folder: Path) -> str | None:
 def _driver() -> str | None:
     listed = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return listed.splitlines()[0] if listed else None
-
-
-def version(package: str) -> str | None:
-    """The installed version of `package`, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def output(*command: str) -> str | None:
