@@ -28,12 +28,18 @@ os.environ |= {
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from vllm import LLM, ModelRegistry, SamplingParams
 
 from examples import serve
 from nsa_core import paged_layout
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+from nsa_torch.huggingface.convert import convert
 from nsa_torch.vllm import backend
 from nsa_torch.vllm import model as engine_model
 from tests import vllm_steps
@@ -162,6 +168,25 @@ def test_a_lost_compressed_token_shows(engine):
     assert max(distance(lm, x, y.outputs[0]) for x, y in zip(texts(), found, strict=True)) > 0.1
 
 
+def test_samples_of_one_prompt(engine):
+    """Two of them begin, in the step of the first, with the blocks that it fills then."""
+    lm, prompt = model(), texts()[1]
+    llm = engine(lm, max_num_batched_tokens=96)
+    asked = SamplingParams(
+        n=3,
+        temperature=1,
+        seed=3,
+        max_tokens=NEW,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+    )
+    (found,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    assert len({tuple(x.token_ids) for x in found.outputs}) == 3
+    assert metric(llm, "prefix_cache_hits") == 2 * 32
+    assert max(distance(lm, prompt, x) for x in found.outputs) < 1e-4
+
+
 def test_rows_that_are_put_off_begin_again(engine):
     lm = model()
     llm = engine(lm, num_gpu_blocks_override=18)
@@ -198,6 +223,8 @@ def test_without_a_block_size(engine):
         ),
         ({"block_size": 8}, "block_size must be select_block=16, got 8: pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size must be None: the bytes of a block"),
+        ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization must be None: the layers"),
     ],
 )
 def test_what_is_refused(engine, options, message):
@@ -218,7 +245,10 @@ def test_models_and_devices_that_are_refused():
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
         cache = SimpleNamespace(cache_dtype="auto", user_specified_block_size=False)
         of_engine = SimpleNamespace(
-            parallel_config=SimpleNamespace(**sizes), cache_config=cache
+            parallel_config=SimpleNamespace(**sizes),
+            cache_config=cache,
+            kv_transfer_config=None,
+            quant_config=None,
         )
         return of_engine, config or model().config
 
@@ -279,9 +309,18 @@ def test_the_example_serves_by_vllm(capsys, tmp_path):
 
 
 def test_the_server_answers(tmp_path):
-    """The engine in a process of its own, which finds the plugin itself."""
-    lm, prompt = model(), texts()[1]
-    lm.save_pretrained(tmp_path)
+    """The engine in a process of its own, which finds the plugin itself; the model is a converted
+    one, beyond the length at which it is dense.
+    """
+    torch.manual_seed(0)
+    names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
+    names += "num_attention_heads", "num_key_value_heads", "initializer_range"
+    dense = LlamaForCausalLM(LlamaConfig(**{name: SIZES[name] for name in names}))
+    dense.save_pretrained(tmp_path / "dense")
+    nsa = {x: SIZES[x] for x in ("compress_block", "compress_stride", "select_block", "window")}
+    folder, prompt = tmp_path / "nsa", texts()[3]
+    convert(tmp_path / "dense", folder, num_selected=3, num_local=1, **nsa)
+    lm = AutoModelForCausalLM.from_pretrained(folder).eval()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -289,11 +328,11 @@ def test_the_server_answers(tmp_path):
         sys.executable,
         "-m",
         "vllm.entrypoints.openai.api_server",
-        f"--model={tmp_path}",
+        f"--model={folder}",
     ]
     command += "--skip-tokenizer-init --enforce-eager --dtype=float32 --block-size=16".split()
     command += ["--max-model-len=256", "--host=127.0.0.1", f"--port={port}"]
-    asked = {"model": str(tmp_path), "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    asked = {"model": str(folder), "prompt": prompt, "max_tokens": NEW, "temperature": 0}
     asked |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
     url = f"http://127.0.0.1:{port}/v1/completions"
     request = urllib.request.Request(url, json.dumps(asked).encode())

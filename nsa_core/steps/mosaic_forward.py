@@ -10,6 +10,7 @@ sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -160,6 +161,7 @@ def selected(
     return mosaic_gather.attention(ops, spec, arrays, selection, walked, lse, gate, added)
 
 
+@functools.lru_cache
 def selected_on_pages(
     heads: int,
     kv_heads: int,

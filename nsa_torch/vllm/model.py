@@ -90,7 +90,8 @@ class NSAForCausalLM(nn.Module):
     """As vLLM makes and runs a model; weights have the names of `nsa_torch.huggingface`.
 
     Raises:
-      NotImplementedError: several devices, layers with dense attention, a cache of another dtype.
+      NotImplementedError: several devices, layers with dense attention, a cache of another dtype,
+        blocks that are moved elsewhere, quantized weights.
       ValueError: blocks of another size than `select_block`.
     """
 
@@ -158,6 +159,16 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
             raise NotImplementedError(
                 f"{name} must be 1: key/value heads of NSA are not split, got {size}"
             )
+    if vllm_config.kv_transfer_config is not None:
+        raise NotImplementedError(
+            "kv_transfer_config and kv_offloading_size must be None: the bytes of a block, which "
+            f"they move, do not lie side by side, got {vllm_config.kv_transfer_config}"
+        )
+    if vllm_config.quant_config is not None:
+        raise NotImplementedError(
+            "quantization must be None: the layers are the library's own, which run as the "
+            f"checkpoint has them, got {vllm_config.quant_config}"
+        )
     if set(config.layer_attention) != {"nsa"}:
         raise NotImplementedError(
             "vLLM serves models with NSA in every layer, got layers with dense attention"
