@@ -84,7 +84,7 @@ from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
 from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
-from nsa_core.steps import mosaic_append, mosaic_decode
+from nsa_core.steps import mosaic_append, mosaic_decode, mosaic_forward
 from nsa_torch import dispatch
 for preset in ("paper", "seed", "smallgroup"):
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
@@ -93,6 +93,7 @@ for preset in ("paper", "seed", "smallgroup"):
     names = "heads", "kv_heads", "key_width", "value_width"
     layer = dict(zip(names, sizes), dtype="bfloat16", config=config)
     wanted = {*mosaic_append.kernels_of(**layer), *mosaic_decode.kernels_of(**layer)}
+    wanted |= {mosaic_forward.selected_on_pages(**layer)} - {None}  # of groups above 8 heads
     forms = ((False, True, False), (False, True, True), (False, False, False), (True, False, False))
     for (packed, compresses, shared), gradients in product(forms, (False, True)):
         layer |= {"packed": packed, "compresses": compresses, "shared": shared}
