@@ -291,9 +291,9 @@ class Problem:
             return dict.fromkeys(HAS["indexer"], Indexer(self.length).errors())
         if self.mode in DECODES or self.mode == "qsa":
             decode = Qsa(self.length) if self.mode == "qsa" else DECODES[self.mode](self.length)
-            exact, found = (decode.attend(x) for x in ("torch", None))
-            error = {"out": _distance(found[1], exact[1].float())}
-            error["lists"] = _apart(found[0], exact[0])
+            (lists, out), (others, _) = (decode.attend(x) for x in (None, "torch"))
+            _, exact = decode.attend("torch", lists)
+            error = {"out": _distance(out, exact.float()), "lists": _apart(lists, others)}
             other = HAS[self.mode][1]
             return {"nsa_torch": error, other: dict.fromkeys(error, 0.0)}
         if self.mode == "loss":
@@ -452,13 +452,16 @@ class Decode:
         )
 
     @torch.no_grad()
-    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
-        """The lists and the output."""
+    def attend(
+        self, implementation: str | None, lists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The lists, made where there are none, and the output."""
         import nsa_torch
 
         sizes = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
         how = {"implementation": implementation}
-        lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **sizes, **how)
+        if lists is None:
+            lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **sizes, **how)
         arrays = *self.attention, *self.at, lists
         out = nsa_torch.paged_block_attention(*arrays, block_size=BLOCK.value, **how)
         assert isinstance(out, Tensor)
@@ -511,22 +514,27 @@ class Qsa:
         attention: tuple[Tensor, Tensor, Tensor],
         indexer: tuple[Tensor, Tensor],
         implementation: str | None,
+        lists: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import nsa_torch
 
         at: dict[str, Any] = {"kv_len": attention[1].shape[1]}
-        lists = nsa_torch.index_blocks(*indexer, **QSA, **at, implementation=implementation)
+        if lists is None:
+            how = {"implementation": implementation}
+            lists = nsa_torch.index_blocks(*indexer, **QSA, **at, **how)
         at["implementation"] = "sdpa" if implementation else None
         out = nsa_torch.block_attention(*attention, lists, **QSA_ATTENTION, **at)
         assert isinstance(out, Tensor)
         return lists, out
 
-    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
-        """Of the last queries, the lists and the output."""
+    def attend(
+        self, implementation: str | None, lists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of the last queries, the lists, made where there are none, and the output."""
         last = slice(-CHECKED.value, None)
         (query, key, value), (index_query, index_key) = self.attention, self.indexer
         attention, indexer = (query[:, last], key, value), (index_query[:, last], index_key)
-        return self.on_lists(attention, indexer, implementation)
+        return self.on_lists(attention, indexer, implementation, lists)
 
 
 class QsaDecode:
@@ -547,12 +555,15 @@ class QsaDecode:
         self.at = pages.view(rows, columns), lengths
 
     @torch.no_grad()
-    def attend(self, implementation: str | None) -> tuple[Tensor, Tensor]:
-        """The lists and the output."""
+    def attend(
+        self, implementation: str | None, lists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The lists, made where there are none, and the output."""
         import nsa_torch
 
         how = {"implementation": implementation}
-        lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **QSA, **how)
+        if lists is None:
+            lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **QSA, **how)
         arrays = *self.attention, *self.at, lists
         out = nsa_torch.paged_block_attention(*arrays, **QSA_ATTENTION, **how)
         assert isinstance(out, Tensor)

@@ -27,7 +27,7 @@ LIMITS = {
     "triton_segment": ("kernels_pallas.triton.descriptions.SEGMENT",),
     "triton_programs": ("kernels_pallas.triton.descriptions.PROGRAMS",),
     "index_segment": ("kernels_pallas.triton.index_descriptions.SEGMENT",),
-    "index_candidates": ("kernels_pallas.triton.paged_blocks_descriptions.CANDIDATES",),
+    "index_part": ("kernels_pallas.triton.paged_blocks_descriptions.PART",),
     "decode_split": ("kernels_pallas.triton.decode_descriptions.SPLIT",),
     "decode_candidates": ("kernels_pallas.triton.decode_descriptions.CANDIDATES",),
     "decode_gathered": ("kernels_pallas.triton.decode_descriptions.GATHERED",),

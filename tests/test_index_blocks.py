@@ -192,7 +192,7 @@ IN_TRITON = (
     Case(T=4, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
     Case(T=3, S=90, pool=4, n=9, heads=3, initial=1, local=2, activation="relu", equal=True),
     Case(T=5, S=300, pool=128, n=2, heads=1, reduce="sum", lengths=(300, 140)),
-    # Many blocks, of which few are candidates, and many of one score.
+    # Blocks in several parts, and many of one score.
     Case(T=3, S=400, pool=2, n=12, heads=1, reduce="sum", initial=1, lengths=(400, 390)),
     Case(T=3, S=300, pool=1, n=70, heads=2, activation="relu", B=1, equal=True),
 )
@@ -206,7 +206,7 @@ def test_triton(case, monkeypatch):
         pretend.machine(monkeypatch, indexer_why_not=None)
         monkeypatch.setattr(triton_index, "SCORES_BYTES", 2000)  # several segments of tokens
         monkeypatch.setattr(index_descriptions, "CHUNK", 32)
-        set_limits(monkeypatch, index_candidates=4)
+        set_limits(monkeypatch, index_part=16)
     judge(case, on_torch(case, "triton", DEVICE))
 
 
@@ -367,7 +367,7 @@ def test_pages(page, ragged, case, monkeypatch):
 def test_pages_on_triton(page, ragged, case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
         monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
-        set_limits(monkeypatch, index_candidates=4)
+        set_limits(monkeypatch, index_part=16)
         monkeypatch.setattr(paged_blocks_descriptions, "CHUNK", 128)
     arrays, starts, taken = paged(case, page, ragged)
     tensors = [torch.tensor(x, device=DEVICE) for x in arrays]

@@ -212,7 +212,7 @@ def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]
     floats, lists = ["float32"] * 4, ["int32"] * 2
     return [
         Launch(targets, (main, main, "float32", *ints)),
-        Launch(entries, (index, index, dtype, "float32", *ints)),
+        Launch(entries, (index, index, dtype, *ints)),
         Launch(index_descriptions.kl_loss(sizes), (*floats, *lists)),
         Launch(gradients, (index, index, *kept, *ints)),
         Launch(

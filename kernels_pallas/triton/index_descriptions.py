@@ -265,11 +265,9 @@ def _kl_tiles(
 
 
 def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
-    """Arrays: query, key, lse, position, order, starts, ends, tile_of; results: masses, entropies,
-    targets.
-    """
+    """Arrays: query, key, lse, position, order, starts, ends, tile_of; results: masses, targets."""
     group = 1 << (sizes.group - 1).bit_length()
-    rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 3))
+    rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 2))
     of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
     # t is at most 1, and of small ones the difference counts.
     dtype = "float32" if sizes.is_float32 else "float16"
@@ -278,7 +276,6 @@ def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
         sizes.programs,
         (*sizes.lengths, sizes.scale * LOG2E),
         (
-            Array(of_entries, "float32"),
             Array(of_entries, "float32"),
             Array((*of_entries[:3], sizes.n * sizes.block), dtype),
         ),
@@ -301,7 +298,7 @@ def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
 
 
 def kl_entries(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
-    """Arrays: index_query, index_key, targets, entropies, position, order, starts, ends, tile_of;
+    """Arrays: index_query, index_key, targets, position, order, starts, ends, tile_of;
     results: maxima, sums, crosses.
     """
     of_entries = Array((sizes.B, sizes.T, sizes.index_heads, sizes.n), "float32")

@@ -6,7 +6,7 @@
 Key-stationary: a program has a block, whose keys stay, and a part of its query list, of one index
 head. It gathers queries, 32 bytes for each key that a query-stationary walk would read.
 
-    kl_targets     of each entry (query, slot) t, sum t and sum t log t
+    kl_targets     of each entry (query, slot) t and sum t
     kl_entries     what else the loss is a sum of: with the logits z max z, sum exp(z - max) and
                    sum t (log t - z)
     kl_loss        these of all slots of a query: log-sum-exp of z, sum t, L
@@ -66,7 +66,6 @@ def kl_targets(
     entries,
     log2_scale,
     masses,
-    entropies,
     targets,
     HEADS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
@@ -88,7 +87,7 @@ def kl_targets(
       position: int32 `[B, T]`, negative: padding.
       order, starts, ends, tile_of: as of `dkv.of_blocks`, a row a batch row and index head;
         entries are `token * N + slot`.
-      masses, entropies: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
+      masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
     """
     at_row, batch, head, tile, begin, end = _part_of(
@@ -124,8 +123,6 @@ def kl_targets(
             t = tl.where(seen, t, 0.0)
             to = (item * INDEX_HEADS + head) * N + entry % N
             tl.store(masses + to, tl.sum(t, axis=0), mask=here)
-            entropy = tl.sum(t * tl.log(tl.where(t > 0, t, 1.0)), axis=0)
-            tl.store(entropies + to, entropy, mask=here)
             put = targets + to[None, :] * BLOCK + inside[:, None]
             tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
 
@@ -135,7 +132,6 @@ def kl_entries(
     index_query,
     index_key,
     targets,
-    entropies,
     position,
     order,
     starts,
@@ -163,7 +159,7 @@ def kl_entries(
 
     Args:
       index_query: `[B, T, INDEX_HEADS, WIDTH]`; index_key: `[B, S, WIDTH]`.
-      targets, entropies, position, order, ..: as of `kl_targets`.
+      targets, position, order, ..: as of `kl_targets`.
       maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
     """
     at_row, batch, head, tile, begin, end = _part_of(
@@ -185,14 +181,14 @@ def kl_entries(
             upto = tl.load(position + item, mask=here, other=-1)
             z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
-            cross = tl.sum(t * tl.where(seen, z, 0.0), axis=1)
+            # t is 0 where nothing is seen.
+            apart = tl.log(tl.where(t > 0, t, 1.0)) - tl.where(seen, z, 0.0)
             z = tl.where(seen, z, NEGATIVE_INFINITY)
             top = tl.max(z, axis=1)
             base = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
             tl.store(maxima + to, top, mask=here)
             tl.store(sums + to, tl.sum(tl.exp(z - base[:, None]), axis=1), mask=here)
-            entropy = tl.load(entropies + to, mask=here, other=0.0)
-            tl.store(crosses + to, entropy - cross, mask=here)
+            tl.store(crosses + to, tl.sum(t * apart, axis=1), mask=here)
 
 
 @triton.jit

@@ -3,9 +3,8 @@ each.
 
     scores     a program has some keys of one query. Their maxima by block, all that is written,
                are a word for each block, head and query.
-    best       a program has one list. It finds the least score that is chosen bit by bit, of many
-               blocks among those that may be, and of equal scores takes the lower blocks; each
-               block counts how many others of the list come before it.
+    best       a program has one list. It finds the least score that is chosen bit by bit, so that
+               the blocks come in their order, and of equal scores the lower ones.
     partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
     merge      a program adds the parts of one query and key/value head.
 
@@ -147,29 +146,6 @@ def _order(
     return tl.where(candidate, tl.where(forced, HIGHEST, ordered(score)), LOWEST)
 
 
-@triton.jit
-def _reached(order, N, BITS: tl.constexpr):
-    """The greatest int32 that N of the int32 `order` reach, of those whose last `31 - BITS` bits
-    are zero.
-    """
-    least = tl.where(tl.sum((order >= 0).to(tl.int32), axis=0) >= N, 0, LOWEST)
-    bit = tl.full([], 2**30, tl.int32)
-    for _ in range(BITS):
-        enough = tl.sum((order >= least + bit).to(tl.int32), axis=0) >= N
-        least = tl.where(enough, least + bit, least)
-        bit = bit >> 1
-    return least
-
-
-@triton.jit
-def _put(to, value, kept, BLOCKS: tl.constexpr, THREADS: tl.constexpr):
-    """Writes what is kept of `value` one after the other: not in order, by what a thread has."""
-    parts = tl.reshape(kept.to(tl.int32), [BLOCKS // THREADS, THREADS])
-    mine = tl.sum(parts, axis=0)
-    place = tl.cumsum(parts, axis=0) - parts + (tl.cumsum(mine, axis=0) - mine)[None, :]
-    tl.store(to + tl.reshape(place, [BLOCKS]), value, mask=kept)
-
-
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
 def best(
     scores,
@@ -180,13 +156,11 @@ def best(
     most,
     blocks,
     out,
-    scratch,
     LISTS: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    PART: tl.constexpr,
     POOL: tl.constexpr,
     ENTRY: tl.constexpr,
     NUM_INITIAL: tl.constexpr,
@@ -198,51 +172,38 @@ def best(
     Args:
       scores: of `scores`, `[tokens, LISTS, blocks]`; the rest as there.
       out: int32 `[tokens, LISTS, N]`, ascending, -1 behind.
-      scratch: int32 `[tokens, LISTS, max(CANDIDATES, SLOTS)]`.
     """
-    program = tl.program_id(0).to(tl.int64)
-    _, at = _place_of(
-        tl.program_id(0) // LISTS, lengths, rows, positions, queries, most, RAGGED
-    )
-    block = tl.arange(0, BLOCKS)
-    here = scores + program * blocks
-    order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
-    real = order > LOWEST
-    free = scratch + program * max(CANDIDATES, SLOTS)
-    candidate, count, few = real, 0, 0
-    if CANDIDATES < BLOCKS:
-        # What N of the threads' greatest ones reach, N of all reach: few others do.
-        greatest = tl.max(tl.reshape(order, [BLOCKS // THREADS, THREADS]), axis=0)
-        candidate = real & (order >= _reached(greatest, N, 16))
-        count = tl.sum(candidate.to(tl.int32), axis=0)
-        few = (count <= CANDIDATES).to(tl.int32)
-    if few == 1:
-        _put(free, order, candidate, BLOCKS, THREADS)
-        tl.debug_barrier()
-        slot = tl.arange(0, CANDIDATES)
-        least = _reached(tl.load(free + slot, mask=slot < count, other=LOWEST), N, 31)
-        tl.debug_barrier()
-    else:
-        least = _reached(order, N, 31)
+    program = tl.program_id(0)
+    _, at = _place_of(program // LISTS, lengths, rows, positions, queries, most, RAGGED)
+    here = scores + program.to(tl.int64) * blocks
+    everything = tl.arange(0, BLOCKS)
+    orders = _order(here, everything, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= N
+    least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
+    bit = tl.full([], 2**30, tl.int32)
+    for _ in range(31):
+        enough = tl.sum((orders >= least + bit).to(tl.int32), axis=0) >= N
+        least = tl.where(enough, least + bit, least)
+        bit = bit >> 1
+    need = N - tl.sum((orders > least).to(tl.int32), axis=0)
 
-    equal = real & (order == least)
-    need = N - tl.sum((order > least).to(tl.int32), axis=0)
-    if tl.sum(equal.to(tl.int32), axis=0) > need:  # the lower ones
-        equal = equal & (-block >= _reached(tl.where(equal, -block, LOWEST), need, 31))
-    chosen = (order > least) | equal
-    _put(free, block, chosen, BLOCKS, THREADS)
-    tl.debug_barrier()
-    count = tl.sum(chosen.to(tl.int32), axis=0)
-    slot = tl.arange(0, SLOTS)
-    mine = tl.load(free + slot, mask=slot < count, other=-1)
-    rank = tl.zeros([SLOTS], tl.int32)
-    PART: tl.constexpr = min(SLOTS, 32)
-    for first in range(0, SLOTS, PART):
-        slots = first + tl.arange(0, PART)
-        others = tl.load(free + slots, mask=slots < count, other=HIGHEST)
-        rank += tl.sum((others[None, :] < mine[:, None]).to(tl.int32), axis=1)
-    tl.store(out + program * N + rank, mine, mask=slot < count)
-    tl.store(out + program * N + slot, mine, mask=(slot >= count) & (slot < N))
+    count, left = tl.zeros([], tl.int32), need
+    for first in range(0, blocks, PART):
+        block = first + tl.arange(0, PART)
+        order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+        better = (order > least).to(tl.int32)
+        equal = ((order == least) & (order > LOWEST)).to(tl.int32)
+        both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
+        equals = both >> 16
+        chosen = (better > 0) | ((equal > 0) & (equals <= left))
+        slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
+        tl.store(out + program * N + slot, block, mask=chosen)
+        taken = tl.minimum(tl.sum(equal, axis=0), left)
+        count += tl.sum(better, axis=0) + taken
+        left -= taken
+    rest = tl.arange(0, SLOTS)
+    none = tl.full([SLOTS], -1, tl.int32)
+    tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))
 
 
 @triton.jit(

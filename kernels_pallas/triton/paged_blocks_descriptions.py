@@ -11,7 +11,7 @@ HERE = "kernels_pallas.triton.paged_blocks"
 SPLIT = 256  # keys of a part of a list
 CHUNK = 1024  # keys that a program scores
 KEYS = 128  # of a step of it
-CANDIDATES = 2048  # of the blocks of a row, of which the best are found
+PART = 4096  # blocks of a row that are written at a time
 BLOCKS = 2**15  # of a row, whose scores one program holds
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
 DTYPES = ("float16", "bfloat16", "float32")
@@ -157,39 +157,31 @@ def best_blocks(
     most: int = 0,
 ) -> TritonKernel:
     """Arrays: scores float32 `[tokens, lists, blocks]`, lengths, rows, positions, of which the
-    first is read where rows have the same number of `queries`, the others elsewhere; results: the
-    blocks, int32 `[tokens, lists, num_selected]`, and memory.
+    first is read where rows have the same number of `queries`, the others elsewhere; result: the
+    blocks, int32 `[tokens, lists, num_selected]`.
 
     Args:
       most_blocks: that there may be in any call of a problem; most: tokens of a row.
     """
     held = power(most_blocks)
-    warps, slots = min(max(held // 512, 4), 32), power(num_selected)
-    # Of fewer blocks all are candidates.
-    candidates = max(2 * slots, CANDIDATES)
-    candidates = candidates if 4 * candidates <= held else held
     return TritonKernel(
         f"{HERE}:best",
         tokens * lists,
         (max(queries, 1), most, blocks),
-        (
-            Array((tokens, lists, num_selected), "int32"),
-            Array((tokens, lists, max(candidates, slots)), "int32"),
-        ),
+        (Array((tokens, lists, num_selected), "int32"),),
         {
             "LISTS": lists,
             "N": num_selected,
-            "SLOTS": slots,
+            "SLOTS": power(num_selected),
             "BLOCKS": held,
-            "THREADS": min(held, 32 * warps),
-            "CANDIDATES": candidates,
+            "PART": min(held, PART),
             "POOL": pool,
             "ENTRY": entry,
             "NUM_INITIAL": num_initial,
             "NUM_LOCAL": num_local,
             "RAGGED": queries == 0,
         },
-        warps,
+        min(max(held // 4096, 4), 8),  # of few warps sums are soon made
     )
 
 
@@ -236,11 +228,10 @@ class PagedBlocks(NamedTuple):
         widths, itemsize = (self.D, self.Dv), 4 if self.dtype == "float32" else 2
         keys, rows = min(power(self.listed), 64, SPLIT), power(self.group)
         found = choose("forward", rows, keys, *widths, itemsize, self.capability)
-        if found is None or not self.whole or rows > LEAST or itemsize == 4:
+        small = self.whole or self.D + self.Dv > 256  # gathers of many programs hide each other
+        if found is None or not small or rows > LEAST or itemsize == 4:
             return found
-        return Tiling(
-            rows, min(keys, 32), 1, 2
-        )  # gathers of many small programs hide each other
+        return Tiling(rows, min(keys, 32), 1, 2)
 
     def why_not(self) -> str | None:
         """Why the kernels cannot run a problem, or None."""
