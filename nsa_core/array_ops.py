@@ -95,9 +95,11 @@ class ArrayOps(Protocol):
 
     Attributes:
       xp: `jax.numpy` or `torch`, for what both have under one name.
+      parts_stay: whether a kernel that is `in_place` leaves what it does not write of a `part`.
     """
 
     xp: Any
+    parts_stay: bool = True
 
     def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
         """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.

@@ -113,7 +113,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 def _staying(ops, merge, spec):
     """The kernel `merge`, which passes over rows that it finds in its output."""
-    stays = ops.writes_in_place(merge(spec))
+    stays = ops.parts_stay and ops.writes_in_place(merge(spec))
     return merge(dataclasses.replace(spec, stays=stays))
 
 
