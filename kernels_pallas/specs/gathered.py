@@ -36,11 +36,11 @@ class GatheredAttention(AttentionSizes):
     """Sizes; a selection block has `parts` times 64 keys, positions count in so many tokens."""
 
     n: int  # selected blocks of a token
-    parts: int
     gather_limit: int  # as of `SelectedAttention`
     segment_tokens: int
     segments: int
     items: int  # work items of a segment
+    parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
     stays: bool = False  # merge finds what it does not change in the output
