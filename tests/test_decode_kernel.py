@@ -491,17 +491,7 @@ def of_the_next_rows(self, to, first, copy=decode_streams._Pages._copy_scales):
     copy(self, to, first + 4)
 
 
-def every_strip_is_there(self, i, times, keys):
-    return np.bool_(True), keys(i)
-
-
 FP8_MUTANTS = {
-    "a turn has two strips always": (body._Step, "_some", every_strip_is_there),
-    "both strips of a turn lie in one place": (
-        decode_streams.Queue,
-        "_strips",
-        lambda self, stage: [stage, stage],
-    ),
     "scales of the next rows": (decode_streams._Pages, "_copy_scales", of_the_next_rows),
     "a lane's scales are its neighbour's": (
         decode_streams.Queue,
@@ -603,20 +593,10 @@ def meeting_late(self, *arguments, begin=decode_streams.Queue.__init__):
     self.meeting = self.meeting + 2
 
 
-def as_late_as_others(self):
-    last = np.maximum(self.work.mine - 1, -1)
-    return (last + self.lane.spec.variant.stages).astype(np.int32)
-
-
 APPEND_MUTANTS = {
-    "who reads new tokens waits as late as others": (
-        decode_streams.Queue,
-        "_meeting",
-        as_late_as_others,
-    ),
     "tokens stand a place too early": with_token(first=lambda x: x - 1),
     "only a row's first token": with_token(count=lambda x: x * 0 + 1),
-    "tables are wider": with_token(columns=lambda x: x + 1),
+    "all new tokens lie in the page of the first": (decode_append, "NEW_PAGES", 1),
     "a mean is of the stride alone": (
         decode_append.NewTokens,
         "_add_share",
@@ -648,7 +628,7 @@ FP8_APPEND_MUTANTS = {
     "a mean lacks a share": (
         NEW,
         "_share",
-        lambda self, warp, at=NEW._share: at(self, warp & 2),
+        lambda self, warp, lane, at=NEW._share: at(self, warp & 2, lane),
     ),
     "the largest is that of a lane": (ClusterWarps, "largest", lambda self, x: x),
     "a scale is a power of two": (decode_append, "LARGEST", 256.0),
@@ -721,11 +701,11 @@ def test_what_the_kernel_cannot_do(change, words):
         ({"B": 7, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
         ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 512}, Variant(3, 8, 4, 512)),
         ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(3, 8, 3, 1024)),
-        ({"B": 1, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(16, 4, 2, 1024)),
+        ({"B": 1, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(16, 4, 3, 1024)),
         ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 4, 512)),
         ({"B": 8, "q_len": 4, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(2, 8, 2, 1024)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
-        ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),
+        ({"D": 192, "table_pages": 200}, Variant(8, 4, 4, 512)),
     ],
 )
 def test_the_variant_follows_batch_and_table(change, wanted):

@@ -36,7 +36,7 @@ from kernels_pallas.mosaic.decode_append import NewTokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.mosaic.decode_streams import HalfQuery, Queue, inverse, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
-from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
+from kernels_pallas.specs.decode import NEW_PAGES, STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
 
 FIRST_UNIT = 2.0**120  # that sums are multiplied by before the first strip (`add_rounded`)
@@ -96,7 +96,8 @@ class DecodeStep:
             self._put(lane, work, arrays.out, token, kv_head, total, at, mine)
 
     def _load_table(self, lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
-        """Copies the row of the page table to shared memory.
+        """Copies the row of the page table to shared memory, with the nearest page that exists
+        where none does; and as they are the entries of the pages of new tokens.
 
         Returns:
           How many tokens the query sees: none if its position is negative.
@@ -104,10 +105,15 @@ class DecodeStep:
         m, spec, capacity = lane.m, self.spec, self.spec.variant.capacity
         b, columns = token // spec.q_len, m.word(sizes.table_pages)
         length = m.fetch(m.element(arrays.lengths, (b, 4)))
+        first_new = m.larger(length - spec.q_len, 0) // spec.block
         for first in range(0, capacity, spec.variant.warps * LANES):
             i = lane.thread + first
             entry = b * columns + m.smaller(i, columns - 1)
             page = m.fetch(m.element(arrays.page_table, (entry, 4)))
+            if spec.append:
+                at = i - first_new
+                new = m.below(at, NEW_PAGES) & (i < columns)
+                m.write(lane.place("new_pages") + at * 4, page, only=new)
             page = m.smaller(m.larger(page, 0), m.word(sizes.pages) - 1)
             m.write(lane.place("table") + i * 4, page, only=i < capacity)
         length = m.smaller(length, m.smaller(columns, capacity) * spec.block)
@@ -186,42 +192,25 @@ class _Step:
         m, start = self.lane.m, self.queue.selected_start(i)
         return m.larger(start, 0), m.word(0), m.where(start >= 0, self.work.seen, 0)
 
-    def _some(self, i: Any, times: Any, keys: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        """Whether there is a strip `i`, and its `keys`, of which else none are seen."""
-        there, (first, low, high) = i < times, keys(i)
-        return there, (first, low, self.lane.m.where(there, high, low))
-
     def _score(self, kind: int, times: Any, begin: Any, place: Any, keys) -> list[Words]:
-        """S2 of a branch's strips `i` below `times`, at turns from `begin` on, kept from `place`
-        on; `keys(i)`: the first key of the strip, the first and the end of those seen. Gives
-        maximum and sum.
+        """S2 of strips `i` of a branch at turns `begin + i`, kept from `place` on; `keys(i)`: the
+        first key of the strip, the first and the end of those seen. Gives maximum and sum.
         """
         lane, queue = self.lane, self.queue
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = lane.spec.fp8 and not compressed
 
         def strip(i, state):
-            s2 = exchange.masked(lane, queue.logits(begin + i, self.query), *keys(i))
+            if rounded:
+                s2 = queue.rounded_logits(begin + i, self.raw_query)
+            else:
+                s2 = queue.logits(begin + i, self.query)
+            s2 = exchange.masked(lane, s2, *keys(i))
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen, meets=compressed)
             return exchange.with_strip(lane, state, s2)
 
-        def rounded_strips(j, state):
-            found = queue.rounded_logits(begin + j, self.raw_query)
-            for k, s2 in enumerate(found):
-                i = j * len(found) + k
-                there, seen = self._some(i, times, keys)
-                found[k] = exchange.masked(lane, s2, *seen)
-                exchange.keep(lane, place + i * TILE_BYTES, found[k], there)
-            queue.refill(begin + j + self.stages, chosen)
-            for s2 in found:
-                state = exchange.with_strip(lane, state, s2)
-            return state
-
-        state = exchange.no_keys(lane)
-        if rounded:
-            return self._repeat(queue.turns(times), rounded_strips, state)
-        return self._repeat(times, strip, state)
+        return self._repeat(times, strip, exchange.no_keys(lane))
 
     def score_compressed(self) -> None:
         begin = self.lane.m.word(0)
@@ -286,7 +275,7 @@ class _Step:
         at = queue.near, self.compressed_s2, self._slots
         state = self._add(state, work.mine, *at, self.gates[0], None)
         norms = exchange.told(lane, exchange.SLIDING)
-        at = queue.near + queue.turns(work.mine), self.sliding_s2, self._window
+        at = queue.near + work.mine, self.sliding_s2, self._window
         return self._add(state, work.sliding, *at, self.gates[2], norms)
 
     def score_selected(self) -> None:
@@ -299,8 +288,7 @@ class _Step:
         """The sum of all branches over the strips of this warp."""
         lane, m = self.lane, self.lane.m
         norms = exchange.told(lane, exchange.SELECTED)
-        begin = self.queue.limit + self.queue.turns(self.selected)
-        at = begin, self.compressed_s2, self._chosen
+        at = self.queue.limit + self.selected, self.compressed_s2, self._chosen
         state = self._add(state, self.selected, *at, self.gates[1], norms)
         if not lane.spec.fp8:
             return state
@@ -314,34 +302,21 @@ class _Step:
         lane, queue, fp8 = self.lane, self.queue, self.lane.spec.fp8
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
+        most = lane.m.larger(*(lane.m.size(x) for x in gate)) if fp8 else None
 
         def strip(i, state):
             at, turn = place + i * TILE_BYTES, begin + i
-            if given:
+            if given and not fp8:
                 p = lane.m.read_words(at, 4)
             else:
-                p = exchange.probabilities(lane, exchange.kept(lane, at), norms)
-                p = exchange.left_operand(lane, p)
-            state = queue.add(state, turn, p, *keys(i))
+                p = exchange.kept(lane, at)
+                p = p if given else exchange.probabilities(lane, p, norms)
+            if fp8:
+                state = queue.add_rounded(state, turn, p, most, *keys(i))
+            else:
+                p = p if given else exchange.left_operand(lane, p)
+                state = queue.add(state, turn, p, *keys(i))
             queue.refill(turn + self.stages, True)
             return state
 
-        if not fp8:
-            return self._repeat(times, strip, state)
-        together = lane.spec.together
-        most = lane.m.larger(*(lane.m.size(x) for x in gate))
-
-        def rounded_strips(j, state):
-            p, seen = [], []
-            for i in (j * together + k for k in range(together)):
-                there, own = self._some(i, times, keys)
-                at = place + lane.m.smaller(i, times - 1) * TILE_BYTES
-                each = exchange.kept(lane, at)
-                each = each if given else exchange.probabilities(lane, each, norms)
-                p.append([[lane.m.where(there, x, 0.0) for x in tile] for tile in each])
-                seen.append(own)
-            state = queue.add_rounded(state, begin + j, p, most, seen)
-            queue.refill(begin + j + self.stages, True)
-            return state
-
-        return self._repeat(queue.turns(times), rounded_strips, state)
+        return self._repeat(times, strip, state)

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import Lane
-from kernels_pallas.specs.decode import RAW
+from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
 COLUMNS = 8  # of a row that a lane has, 16 bytes
@@ -29,13 +29,17 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 class NewTokens:
-    """Of a cluster. The page table is in shared memory; it has the nearest page that exists where
-    none does, so the pages of new tokens come from `arrays`.
+    """Of a cluster. The page table is in shared memory, and apart from it the pages of new tokens,
+    which may not exist.
     """
 
     def __init__(self, lane: Lane, sizes: Any, arrays: Any, token: Any, kv_head: Any):
         m, spec = lane.m, lane.spec
         self.lane, self.arrays, self.kv_head = lane, arrays, kv_head
+        # A warp adds up several rows of a mean beside each other where they are narrow.
+        self.rows = LANES // (max(spec.D, spec.Dv) // COLUMNS)
+        self.row_lanes = LANES // self.rows
+        self.own_row = lane.lane // self.row_lanes
         self.columns, self.pool = m.word(sizes.table_pages), m.word(sizes.pages)
         self.row, self.count = token // spec.q_len, token % spec.q_len + 1
         self.length = m.fetch(m.element(arrays.lengths, (self.row, 4)))
@@ -57,8 +61,8 @@ class NewTokens:
         m, spec = self.lane.m, self.lane.spec
         position = self.first + i
         column = m.larger(position, 0) // spec.block
-        entry = self.row * self.columns + m.smaller(column, self.columns - 1)
-        page = m.fetch(m.element(self.arrays.page_table, (entry, 4)))
+        later = column - m.larger(self.first, 0) // spec.block
+        page = m.read(self.lane.place("new_pages") + m.smaller(later, NEW_PAGES - 1) * 4)
         there = (self.length > 0) & (position >= 0) & (column < self.columns)
         there = there & (page >= 0) & (page < self.pool)
         new = self.row * spec.q_len + i
@@ -120,7 +124,7 @@ class NewTokens:
         Rows are asked for together, before the first is added.
         """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane
-        apart = spec.variant.warps
+        apart = spec.variant.warps * self.rows
         share, block = cdiv(spec.compress_block, apart), spec.block
         together = math.gcd(share, ROWS)
         names, row_bytes = [f"raw_{kind}" for kind in KINDS], self._row_bytes(value, 2)
@@ -134,7 +138,7 @@ class NewTokens:
         def rows(i, sums):
             found: list[tuple[Any, Any]] = []
             for j in range(together):
-                tap = lane.warp + (i * together + j) * apart
+                tap = lane.warp * self.rows + self.own_row + (i * together + j) * apart
                 position = begin + m.smaller(tap, spec.compress_block - 1)
                 old = position < self.first
                 entry = m.where(old, position, 0)
@@ -162,7 +166,7 @@ class NewTokens:
         zeros = [m.word(0.0)] * COLUMNS
         sums = m.repeat(share // together, rows, zeros, unrolled=False)
         for i in range(0, COLUMNS, 4):
-            m.write_words(self._share(lane.warp), sums[i : i + 4], 4 * i)
+            m.write_words(self._share(lane.warp, lane.lane), sums[i : i + 4], 4 * i)
 
     def _token(self, old: Any, low: Any, high: Any, scale: Any, kept: list) -> list:
         """A lane's columns of a token of the window."""
@@ -175,21 +179,26 @@ class NewTokens:
         for a, b in zip(x, stored, strict=True):
             most = m.multiply_add(m.size(b), NEAR, scale * LEAST_NEAR)
             near = near & (m.size(a - b) <= most)
-        rounded = old & m.different(m.votes(near), -1)
+        all_near = (1 << self.row_lanes) - 1 if self.rows > 1 else -1
+        votes = (m.votes(near) >> self.own_row * self.row_lanes) & all_near
+        rounded = old & m.different(votes, all_near)
         return [m.where(rounded, b, a) for a, b in zip(x, stored, strict=True)]
 
-    def _share(self, warp: Any) -> Any:
+    def _share(self, warp: Any, lane: Any) -> Any:
         """Where a lane of a warp keeps its columns of a share."""
-        lane = self.lane
-        return lane.place("logits") + (warp * LANES + lane.lane) * (4 * COLUMNS)
+        return self.lane.place("logits") + (warp * LANES + lane) * (4 * COLUMNS)
 
     def _put_shares(self, value: Any, page: Any, slot: Any) -> None:
         m, spec = self.lane.m, self.lane.spec
-        sums = [m.word(0.0)] * COLUMNS
-        for warp in range(spec.variant.warps):
-            at = self._share(m.word(warp))
+
+        def add(i, sums):
+            at = self._share(i // self.rows, i % self.rows * self.row_lanes + own)
             words = [x for i in range(0, COLUMNS, 4) for x in m.read_words(at, 4, 4 * i)]
-            sums = self._with(sums, [m.real(x) for x in words])
+            return self._with(sums, [m.real(x) for x in words])
+
+        own = self.lane.lane % self.row_lanes
+        zeros = [m.word(0.0)] * COLUMNS
+        sums = m.repeat(spec.variant.warps * self.rows, add, zeros, unrolled=False)
         words = self._packed([x * (1 / spec.compress_block) for x in sums])
         pages = self._one([f"compressed_{kind}" for kind in KINDS], value)
         at = value, spec.per_page, page, slot, words
@@ -262,7 +271,7 @@ class NewTokens:
     def _head(self, array: Any, value: Any, size: int) -> Any:
         """The lane's columns of the first row; lanes beyond the width read the last ones."""
         m, width = self.lane.m, self._width(value)
-        column = m.smaller(self.lane.lane, width // COLUMNS - 1)
+        column = m.smaller(self.lane.lane % self.row_lanes, width // COLUMNS - 1)
         return m.beyond(m.beyond(array, self.kv_head, width * size), column, size * COLUMNS)
 
     def _width(self, value: Any) -> Any:

@@ -13,15 +13,13 @@ bytes of a row's part are exchanged by the row's number (`turned`), so that all 
             column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
 The ring is one queue of turns over all branches, and of what comes next there are always
-`stages - 1` turns under way, while warps wait for others too. A turn is a strip; in fp8 it is two,
-but of compressed keys, which have 16 bits: so as many bytes are under way.
+`stages - 1` strips under way, while warps wait for others too:
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-What this launch appends lies in the last strips of the compressed and of the sliding branch. A
-warp waits for the cluster, whose CTAs append meanwhile, at the turn `meeting`: before it asks for
-one of these, or else before it tells others of its keys.
+What this launch appends lies in a warp's last compressed strip or after it. A warp waits for the
+cluster, whose first CTA appends meanwhile, before it asks for that: at the turn `meeting`.
 """
 
 import dataclasses
@@ -61,10 +59,10 @@ class Queue:
         """`arrays` has the pages of each branch by name."""
         m, spec = lane.m, lane.spec
         self.lane, self.work = lane, work
-        self.near = work.mine + self.turns(work.sliding)
-        self.limit = self.near + self.turns(work.mine) + self.turns(work.sliding)
-        self.total = self.limit + 2 * self.turns(spec.selected_strips)
-        self.meeting = self._meeting()
+        self.near = work.mine + work.sliding
+        self.limit = self.near * 2
+        self.total = self.limit + 2 * spec.selected_strips
+        self.meeting = m.larger(work.mine - 1, 0)
         self.ring = lane.place("ring") + lane.warp * spec.ring_bytes
         self.selected_start = lambda i: m.word(-1)  # until the blocks are known
 
@@ -99,22 +97,6 @@ class Queue:
         ]
         self.read_narrow_values_at = key * PART + (next_chunk << 4)
 
-    def _meeting(self) -> Any:
-        m, lane, work, spec = self.lane.m, self.lane, self.work, self.lane.spec
-        new = m.larger(work.seen - spec.q_len, 0)  # tokens from here on may be
-        last = work.compressed_strip(lane, work.mine - 1)
-        compressed = (work.mine > 0) & ((last + 1) * STRIP > new // spec.stride)
-        last = work.sliding_key(lane, work.sliding - 1)
-        sliding = (work.sliding > 0) & (last + STRIP > new)
-        telling = m.larger(work.mine - 1, -1) + spec.variant.stages
-        turn = m.where(sliding, m.smaller(self.near - 1, telling), telling)
-        return m.where(compressed, work.mine - 1, turn)
-
-    def turns(self, strips: Any) -> Any:
-        """Of strips that are not compressed keys."""
-        together = self.lane.spec.together
-        return (strips + together - 1) // together
-
     def _stage(self, turn: Any) -> Any:
         spec = self.lane.spec
         return self.ring + turn % spec.variant.stages * spec.stage_bytes
@@ -132,93 +114,72 @@ class Queue:
           chosen: the blocks are known.
           meets: the cluster may not have been waited for.
         """
-        self.lane.m.sync()  # what it is copied over has been read
-        self._ask(turn, chosen, meets)
-
-    def _ask(self, turn: Any, chosen: bool, meets: bool = False) -> None:
         m = self.lane.m
+        end = self.total if chosen else self.limit
+        m.sync()  # what it is copied over has been read
         if meets:
             m.when(m.same(turn, self.meeting), m.wait_for_cluster)
-        end = self.total if chosen else self.limit
         m.when(turn < end, lambda: self._copy(turn, chosen))
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
         """Asks for those of the first strips that were there before the launch."""
-        m, ask = self.lane.m, lambda turn: self._ask(turn, False)
-        self._each_stage(lambda turn: m.when(turn < self.meeting, lambda: ask(turn)))
+        last = self.lane.m.smaller(self.meeting, self.limit)
+        self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
         """Asks for the rest of the first strips."""
-        m, ask = self.lane.m, lambda turn: self._ask(turn, False, True)
-        self._each_stage(lambda turn: m.when(turn >= self.meeting, lambda: ask(turn)))
+        m = self.lane.m
+
+        def rest(turn):
+            m.when(m.same(turn, self.meeting), m.wait_for_cluster)
+            return (turn >= self.meeting) & (turn < self.limit)
+
+        self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
         """Asks for the selected strips among the next `stages` after `done` turns, which were
         left out while the blocks were not known.
         """
+        self.lane.m.sync()
+        left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
+        self._first_turns(left_out, True, done)
+
+    def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
+        """Asks for those of `stages` turns after `done` that are `wanted`."""
         m = self.lane.m
-        m.sync()
 
-        def ask(i):
-            turn = done + i
-            left_out = (turn >= self.limit) & (turn < self.total)
-            m.when(left_out, lambda: self._copy(turn, True))
+        def turn(i, nothing):
+            now = done + i
+            m.when(wanted(now), lambda: self._copy(now, chosen))
             m.end_copies()
-
-        self._each_stage(ask)
-
-    def _each_stage(self, do) -> None:
-        def step(i, nothing):
-            do(i)
             return nothing
 
-        self.lane.m.repeat(self.lane.spec.variant.stages, step, [], unrolled=False)
+        m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
 
     def _copy(self, turn: Any, chosen: bool) -> None:
-        """Asks for the strips of a turn."""
-        spec, stage = self.lane.spec, self._stage(turn)
-        for k in range(spec.together):
-            self._copy_strip(stage + k * spec.strip_bytes, turn, k, chosen)
-
-    def _copy_strip(self, to: Any, turn: Any, k: int, chosen: bool) -> None:
-        """Asks for strip `k` of a turn, if there is one."""
         lane, work, spec = self.lane, self.work, self.lane.spec
-        m, together = lane.m, spec.together
+        m, selected = lane.m, spec.selected_strips
         values = turn >= self.near
         i = turn - m.where(values, self.near, 0)
-        own, number = work.mine, i
-        if together > 1:
-            own = m.where(values, self.turns(work.mine), work.mine)
-            number = m.where(values, i * together + k, i)
-        raw, compressed, after = i >= own, i < own, (i - own) * together + k
+        raw, compressed = i >= work.mine, i < work.mine
         first = m.where(
             compressed,
-            work.compressed_strip(lane, number) * STRIP,
-            work.sliding_key(lane, after),
+            work.compressed_strip(lane, i) * STRIP,
+            work.sliding_key(lane, i - work.mine),
         )
-        there = m.where(compressed, number < work.mine, after < work.sliding)
         key, value = self.sliding
         if chosen:
-            selected = self.turns(spec.selected_strips)
             late, i = turn >= self.limit, m.larger(turn - self.limit, 0)
             second = i >= selected
-            i = (i - m.where(second, selected, 0)) * together + k
-            start = self.selected_start(i)
+            start = self.selected_start(i - m.where(second, selected, 0))
             raw, compressed = raw | late, compressed & (turn < self.limit)
             first = m.where(late, m.larger(start, 0), first)
-            there = m.where(late, i < spec.selected_strips, there)
+            values = m.where(late, second, values)
             pairs = zip(self.selected, self.sliding, strict=True)
             key, value = (one.where(late, other) for one, other in pairs)
-        if together > 1:
-            raw, compressed = raw & there, compressed & there
-        if k == 0:
-            kinds = *self.compressed, values
-            m.when(compressed, lambda: self._copy_from(*kinds, to, first))
-        else:  # of compressed keys a turn takes one
-            m.when(compressed & values, lambda: self.compressed[1].copy(to, first))
-        if chosen:
-            values = m.where(late, second, values)
+        to = self._stage(turn)
+        m.when(compressed, lambda: self._copy_from(*self.compressed, values, to, first))
         m.when(raw, lambda: self._copy_from(key, value, values, to, first))
 
     def _copy_from(self, key: "_Pages", value: "_Pages", values: Any, *where: Any) -> None:
@@ -232,7 +193,7 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """`scale log2(e) Q K^T` of a strip of 16 bits: two tiles of `[16 heads, 8 keys]`."""
+        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
         halves = [stage + at for at in self.read_keys_at]
@@ -252,18 +213,10 @@ class Queue:
             tiles.append([x * (spec.scale * LOG2E) for x in sums.total()])
         return tiles
 
-    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[list[Words]]:
-        """`logits` of each strip of keys in fp8."""
-        stage = self.take(turn)
-        return [self._rounded_logits(strip, query) for strip in self._strips(stage)]
-
-    def _strips(self, stage: Any) -> Words:
-        """Where those of a turn in fp8 lie."""
-        spec = self.lane.spec
-        return [stage + k * spec.strip_bytes for k in range(spec.together)]
-
-    def _rounded_logits(self, stage: Any, query: "HalfQuery") -> list[Words]:
-        m, spec, tiles = self.lane.m, self.lane.spec, []
+    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[Words]:
+        """`logits` of a strip of keys in fp8."""
+        m, spec = self.lane.m, self.lane.spec
+        stage, tiles = self.take(turn), []
         whole = [stage + at for at in self.read_rounded_keys_at]
         rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
         scales = self._scales(stage)
@@ -328,9 +281,9 @@ class Queue:
         return acc
 
     def add_rounded(
-        self, state: list, turn: Any, p: list[list[Words]], most: Any, keys: list[tuple]
+        self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """`add` of the strips of values in fp8, each with its `p` and `keys`.
+        """`add` of values in fp8.
 
         Args:
           state: `acc`, and the power of two that all of it is multiplied by, so that p times scales
@@ -339,12 +292,11 @@ class Queue:
           most: of the lane's p, from 0.
         """
         m, spec = self.lane.m, self.lane.spec
-        strips, (acc, unit) = self._strips(self.take(turn)), state
-        for strip, seen in zip(strips, keys, strict=True):
-            self.clear(strip, *seen)
-        scales = [self._scales(strip) for strip in strips]
-        largest = m.word(0.0)
-        for scale in (x for strip in scales for tile in strip for x in tile):
+        stage, (acc, unit) = self.take(turn), state
+        self.clear(stage, first, low, high)
+        scales = self._scales(stage)
+        largest = m.size(scales[0][0])
+        for scale in (scales[0][1], *scales[1]):
             largest = m.larger(largest, m.size(scale))
         largest = largest * most
 
@@ -356,24 +308,23 @@ class Queue:
 
         over = m.different(m.votes(largest * unit >= 2.0**MOST_P_EXPONENT), 0)
         acc, unit = m.repeat(m.number(over), smaller, [acc, unit], unrolled=False)
+        scales = [[x * unit for x in tile] for tile in scales]
+        p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
+        words = [
+            m.pack(p[t][2 * r], p[t][2 * r + 1], "float16") for t in (0, 1) for r in (0, 1)
+        ]
         acc = list(acc)
-        for strip, own, each in zip(strips, scales, p, strict=True):
-            own = [[x * unit for x in tile] for tile in own]
-            each = [[x * own[t][i % 2] for i, x in enumerate(y)] for t, y in enumerate(each)]
-            words = [
-                m.pack(*each[t][2 * r : 2 * r + 2], "float16") for t in (0, 1) for r in (0, 1)
-            ]
-            for i in range(spec.Dv // 32):
-                if spec.Dv == ROW_BYTES:
-                    v = m.read_transposed(strip + self.read_values_at[i])
-                else:
-                    v = m.read_transposed(strip + self.read_narrow_values_at, 32 * i)
-                for chunk in range(2):
-                    halves = [m.widened(m.even_and_odd(v[2 * chunk + h])) for h in range(2)]
-                    for e in range(2):
-                        tile = 4 * i + 2 * chunk + e
-                        pairs = [half[e] for half in halves]
-                        acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
+        for i in range(spec.Dv // 32):
+            if spec.Dv == ROW_BYTES:
+                v = m.read_transposed(stage + self.read_values_at[i])
+            else:
+                v = m.read_transposed(stage + self.read_narrow_values_at, 32 * i)
+            for chunk in range(2):
+                halves = [m.widened(m.even_and_odd(v[2 * chunk + half])) for half in range(2)]
+                for e in range(2):
+                    tile = 4 * i + 2 * chunk + e
+                    pairs = [half[e] for half in halves]
+                    acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
         return [acc, unit]
 
 

@@ -21,6 +21,7 @@ HEADS = 16  # query rows of a product; those beyond the group are idle
 WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 each
 TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
+NEW_PAGES = 2  # that a row's new tokens lie in at most
 BARRIERS = 8  # the last words of shared memory; four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
@@ -53,13 +54,13 @@ VARIANTS = (
     Variant(4, 4, 2, 128),
     Variant(2, 4, 2, 128),
     Variant(4, 8, 2, 128),  # where D is so wide that half an SM is not enough
-    Variant(8, 4, 2, 512),
+    Variant(8, 4, 4, 512),
     Variant(3, 8, 4, 512),
     Variant(4, 4, 2, 512),
     Variant(2, 8, 4, 512),
     Variant(2, 8, 2, 512),
     Variant(4, 8, 2, 512),
-    Variant(16, 4, 2, 1024),
+    Variant(16, 4, 3, 1024),
     Variant(8, 8, 4, 1024),
     Variant(8, 4, 2, 1024),
     Variant(3, 8, 3, 1024),
@@ -162,23 +163,9 @@ class Decode:
         return 1 if self.fp8 else 2
 
     @property
-    def together(self) -> int:
-        """Strips of a turn of a warp's ring, but of compressed keys: two where they are half as
-        large.
-        """
-        return 2 if self.fp8 else 1
-
-    @property
     def scales_at(self) -> int:
-        """Where the scales of a strip in fp8 lie, behind it."""
+        """Where in a stage the scales of a strip of tokens lie, behind it."""
         return STRIP * max(self.D, self.Dv)
-
-    @property
-    def strip_bytes(self) -> int:
-        """From a strip of a turn to the next."""
-        if self.fp8:
-            return self.scales_at + 4 * STRIP
-        return STRIP * max(self.D, self.Dv) * 2
 
     @property
     def cluster_warps(self) -> int:
@@ -215,8 +202,8 @@ class Decode:
 
     @property
     def stage_bytes(self) -> int:
-        """The strips of a turn."""
-        return max(self.together * self.strip_bytes, STRIP * self.D * 2)
+        """A strip of keys or of values."""
+        return STRIP * max(self.D, self.Dv) * 2
 
     @property
     def ring_bytes(self) -> int:
@@ -254,6 +241,7 @@ class Decode:
             "ring": warps * self.ring_bytes,
             "logits": (warps * self.kept_strips + self.spare_strips) * TILE_BYTES,
             "table": 4 * capacity,
+            "new_pages": 4 * NEW_PAGES,
             "stats": stats,
             "sliding_stats": stats,
             "scores": max(8 * max(scored, capacity + 1), best + 4 * LANES),
