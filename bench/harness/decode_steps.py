@@ -322,7 +322,11 @@ def _update(torch: bool) -> Callable[..., Any]:
     if torch:
         from nsa_torch import cache
 
-        return cache.update
+        def updated(given, *rest):
+            cache.update(given, *rest)
+            return given
+
+        return updated
     from nsa_jax import cache
 
     return jax.jit(cache.update, static_argnames="config")
