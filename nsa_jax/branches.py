@@ -112,6 +112,8 @@ def selected_attention(
     gather = jax.vmap(per_head)  # [B, Q, Hkv, n, l', D]
 
     def chunk(query, indices, position, start, key, value):
+        # Of a block behind the keys the first token may have no number.
+        indices = jnp.where(indices < config.num_blocks(num_keys), indices, -1)
         first = start[..., None, None] + indices * size
         slice_at = jnp.clip(first, 0, num_keys - size)
         token = slice_at[..., None] + jnp.arange(size, dtype=jnp.int32)

@@ -97,8 +97,8 @@ def problem(case: Case, seed: int = 0) -> Problem:
 
 
 def any_blocks(case: Case) -> np.ndarray:
-    """Random blocks of any place, int32 `[B, T, Hkv, n]`: of the future too, empty slots
-    anywhere, no block for each seventh query.
+    """Random blocks of any place, int32 `[B, T, Hkv, n]`: of the future too, even where the first
+    token has no number of 32 bits, empty slots anywhere, no block for each seventh query.
     """
     rng = np.random.default_rng(5)
     blocks = case.config.num_blocks(case.S)
@@ -106,6 +106,8 @@ def any_blocks(case: Case) -> np.ndarray:
     order = rng.permuted(np.broadcast_to(np.arange(blocks), shape), axis=-1)
     indices = order[..., : case.config.num_selected].astype(np.int32)
     indices[rng.uniform(size=indices.shape) < 0.3] = -1
+    indices[:, 1::5, :, 0] = 2**31 - 1
+    indices[:, 2::5, :, 0] = 2**32 // case.config.select_block  # 0 in 32 bits
     indices[:, ::7] = -1
     return indices
 

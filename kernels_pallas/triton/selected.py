@@ -24,6 +24,7 @@ from kernels_pallas.triton.rows import (
 )
 
 NONE = tl.constexpr(2**31 - 1)  # no block: behind every key
+KEYS_MOST = tl.constexpr(2**30)  # a block from there on may begin behind 2**31: it has no key
 
 
 @triton.jit
@@ -33,7 +34,8 @@ def _starts(indices, key_start, item, mask, head, HEADS, N, SLOTS: tl.constexpr,
     at = indices + ((item * HEADS + head) * N)[:, None] + slot[None, :]
     block = tl.load(at, mask=mask[:, None] & (slot < N)[None, :], other=-1)
     start = tl.load(key_start + item, mask=mask, other=0)
-    return tl.where(block >= 0, start[:, None] + block * BLOCK, NONE)
+    there = (block >= 0) & (block < KEYS_MOST // BLOCK)
+    return tl.where(there, start[:, None] + block * BLOCK, NONE)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -129,7 +131,8 @@ def _entries(
     block = tl.load(indices + (item * HEADS + head) * N + slot, mask=there, other=-1)
     at = tl.load(position + item, mask=there, other=-1)
     start = tl.load(key_start + item, mask=there, other=0)
-    return tl.where((block >= 0) & (at >= 0), start + block * BLOCK, NONE)
+    there = (block >= 0) & (block < KEYS_MOST // BLOCK) & (at >= 0)
+    return tl.where(there, start + block * BLOCK, NONE)
 
 
 @triton.jit
@@ -167,7 +170,8 @@ def _block(
     """Of step i: the first key of its block, and its keys, which may lie behind the block."""
     found = tl.load(lists + i // PARTS)
     if TOKENS == 1:
-        found = tl.where(found >= 0, start + found * BLOCK, NONE - BLOCK)
+        there = (found >= 0) & (found < KEYS_MOST // BLOCK)
+        found = tl.where(there, start + found * BLOCK, NONE - BLOCK)
     inside = i % PARTS * KEYS + tl.arange(0, KEYS)
     return found, inside
 

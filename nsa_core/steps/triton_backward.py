@@ -199,7 +199,8 @@ def _chosen_tiles(ops, block_indices, position, key_start, sizes):
     batch, _, heads, _ = block_indices.shape
     first = block_indices * sizes.block  # token of the sequence
     # Without a block of the future, `of_blocks` knows which entries see a block in part.
-    valid = (block_indices >= 0) & (first <= position[..., None, None])
+    own = position[..., None, None] // sizes.block
+    valid = (block_indices >= 0) & (block_indices <= own)
     start = key_start[..., None, None] + first
     tile = start // sizes.block
     found = [xp.where(valid, tile, tiles)]
