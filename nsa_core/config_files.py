@@ -6,6 +6,7 @@ into a dataclass. An unknown key is an error, and numbers are read by the type o
 of records.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -29,13 +30,31 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+class _Loader(yaml.SafeLoader):
+    """Of mappings whose keys stand once: YAML's own takes the last of two."""
+
+    def construct_mapping(self, node, deep=False):
+        _once([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        return super().construct_mapping(node, deep)
+
+
+def _once(keys: list[str]) -> None:
+    if twice := [key for key, count in collections.Counter(keys).items() if count > 1]:
+        raise ValueError(f"key {twice[0]!r} stands twice")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _once([key for key, _ in pairs])
+    return dict(pairs)
+
+
 def load(name: str | Path) -> dict[str, Any]:
     """The mapping in `configs/<name>.yaml`, or in the YAML or JSON file at `name` when that is
     a path.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no mapping, or no YAML or JSON.
+      ValueError: it holds no mapping, no YAML or JSON, or a key twice.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -45,13 +64,13 @@ def load(name: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no config file {str(path)!r}; configs/ has {known}")
     if path.suffix == ".json":
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(), object_pairs_hook=_mapping)
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
     else:
         try:
-            data = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            data = yaml.load(path.read_text(), _Loader)
+        except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
@@ -63,9 +82,9 @@ def sequence(path: str | Path) -> list[Any]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no list.
+      ValueError: it holds no list, or a key twice.
     """
-    data = yaml.safe_load(Path(path).read_text())
+    data = yaml.load(Path(path).read_text(), _Loader)
     if not isinstance(data, list):
         raise ValueError(f"{path} must hold a list, got {type(data).__name__}")
     return data

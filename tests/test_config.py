@@ -116,6 +116,8 @@ def test_yaml_numbers_are_read_by_type(tmp_path):
         ("inner: {steps: true}", "config.inner.steps must be of type int, got True"),
         ("inner: 3", "config.inner must be a mapping, got 3"),
         ("- 1", "must hold a mapping, got list"),
+        ("limit: 1\ninner: {lr: 1}\nlimit: 2", "a.yaml is not YAML: key 'limit' stands twice"),
+        ("inner:\n  lr: 1\n  lr: 2", "a.yaml is not YAML: key 'lr' stands twice"),
     ],
 )
 def test_yaml_errors_name_the_key(text, message, tmp_path):

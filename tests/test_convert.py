@@ -569,9 +569,13 @@ def test_the_command(source, tmp_path, capsys):
     assert main([str(source), str(target), *options]) == 2
     assert "must not be there before" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source", "target"}
-    with pytest.raises(SystemExit) as ended:
-        main([str(source), str(tmp_path / "other"), "--set", "hidden_size=4"])
-    assert ended.value.code == 2 and "hidden_size" in capsys.readouterr().err
+    for words, message in (
+        (["hidden_size=4"], "hidden_size"),
+        (["window=4", "window=8"], "window must be set once"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(source), str(tmp_path / "other"), "--set", *words])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_source_that_is_not_there(tmp_path, capsys):

@@ -497,6 +497,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", type=int, metavar="TOKENS", help=what)
     given = parser.parse_args(arguments)
+    names = [name for name, _ in given.set]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"argument --set: {twice[0]} must be set once")
     try:
         config = convert(
             given.source,
