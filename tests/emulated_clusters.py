@@ -128,8 +128,8 @@ class ClusterWarps(Warps):
     def put(self, address, x, only):
         self._put(address, [x], only)
 
-    def put_words(self, address, words, only):
-        self._put(address, words, only)
+    def put_words(self, address, words, only, offset=0):
+        self._put(address + offset, words, only)
 
     def _fetched(self, address, count):
         found = np.zeros((count, *self.shape), np.int32)

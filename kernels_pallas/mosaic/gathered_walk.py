@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_copies import RowCopies
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_THIRD
@@ -119,6 +120,9 @@ class GatheredWalk:
         pairs = [((x, 0), (y, 0)) for x, y in zip(tiles, keys_and_values, strict=False)]
         typed = refs.query, refs.key, refs.items
         varies = any(jax.typeof(x).manual_axis_type.varying for x in typed)
+        copies = None
+        if spec.copied_by_lanes and not spec.interpret:
+            copies = RowCopies(buffers, group, spec.Hkv * spec.n)
 
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
@@ -130,7 +134,17 @@ class GatheredWalk:
         steps = lax.div(end - begin + (tokens - 1), jnp.int32(tokens))
         steps = jnp.where(exists, steps, 0)
 
+        def load_by_lanes(copies: RowCopies, i):
+            first, place = begin + i * tokens, (b, kv_head, refs.sizes.T)
+            targets = [(source, (tile, 0)) for source, tile, _ in loads]
+            copies.load(refs.entries, first, end, place, targets)
+
         def load(i):
+            if copies is not None:
+                pl.when(i < steps)(lambda: load_by_lanes(copies, i))
+                copies.commit()
+                return
+
             def load_token(t):
                 index = jnp.minimum(begin + i * tokens + t, end - 1)
                 token = lax.div(refs.entries[index] + 0, jnp.int32(spec.Hkv * spec.n))
@@ -142,6 +156,13 @@ class GatheredWalk:
 
         def store(i, column):
             """Starts the copies of what is staged, the columns from `column` on."""
+            if copies is not None:
+                all_before = segment_token * (spec.Hkv * spec.n)
+                count = refs.sizes.segment_tokens * (spec.Hkv * spec.n)
+                place, staged = (b, count, all_before), (refs.out_tile, 0, self.staged_columns)
+                at = refs.entries, begin + i * tokens, end
+                copies.store(*at, place, refs.partials, staged, column)
+                return
 
             def store_token(t):
                 index = begin + i * tokens + t
@@ -163,7 +184,11 @@ class GatheredWalk:
             following = entries_of(i + 1)
             token = lax.div(entry, jnp.int32(spec.Hkv * spec.n))  # [64]
             compute = work(Rows(b, kv_head, token, entry, segment_token, first, end))
-            plgpu.barrier_wait(refs.rows_ready)
+            if copies is None:
+                plgpu.barrier_wait(refs.rows_ready)
+            else:
+                copies.wait(0)
+                plgpu.commit_smem()
             *products, _ = buffers.products(*pairs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()  # all four warps are done with these rows and the last output

@@ -161,9 +161,10 @@ def fetch_half(address: Word, dtype: str) -> Word:
     )
 
 
-def put_words(address: Word, words: Sequence[Word], only: Word) -> None:
-    """Puts 2 neighbours in global memory, where `only` holds."""
-    _only(f"st.global.v2.b32 [$0], {_listed(1, 2)};", address, *words, only=only)
+def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
+    """Puts 2 or 4 neighbours in global memory, where `only` holds."""
+    text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
+    _only(text, address, *words, only=only)
 
 
 def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:

@@ -23,6 +23,7 @@ from kernels_pallas.specs.tile import (
     WORK_ITEM_INTS,
     Tile,
     cdiv,
+    copied_by_lanes,
     row_stats,
     slab_width,
 )
@@ -61,6 +62,11 @@ class GatheredAttention(AttentionSizes):
     def token_tile(self) -> Tile:
         """What is gathered at a time: the heads of one token."""
         return Tile(self.group, slab_width(self.D, self.Dv), self.group)
+
+    @property
+    def copied_by_lanes(self) -> bool:
+        """Whether lanes copy the rows of a step, not TMA."""
+        return copied_by_lanes(self.group, self.token_tile.slab)
 
     @property
     def tile(self) -> Tile:
