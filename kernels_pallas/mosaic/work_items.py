@@ -22,7 +22,9 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS
-from kernels_pallas.specs.work_items import MAX_HALVES, WorkItems
+from kernels_pallas.specs.work_items import MAX_HALVES, WorkItem, WorkItems
+
+NUMBER_BITS = 19  # of a work item in its row; above them its entries, 2048 at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class MakeItems:
 
         def partials_of(tile, count):
             """The first partials of the tiles in this segment; `count` after these 32 tiles."""
-            cuts = [0, *self._of_segments(sizes, "cut")]
+            cuts = [0, *_of_segments(sizes, "cut")]
             ends = [edge(tile, warp.word(cut)) for cut in cuts]
             counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
             total = functools.reduce(lambda x, y: x + y, counts)
@@ -132,13 +134,9 @@ class MakeItems:
             cuts = (warp.smaller((segment + i) * sizes.step, sizes.chunks) for i in (0, 1))
             return *cuts, segment * (sizes.rows * sizes.most), warp.word(sizes.most)
         names = "cut", "offset", "capacity"
-        high, offset, capacity = (self._of_segments(sizes, name) for name in names)
+        high, offset, capacity = (_of_segments(sizes, name) for name in names)
         values = [0, *high[:-1]], high, offset, capacity
         return [self._of_segment(warp, segment, x) for x in values]
-
-    def _of_segments(self, sizes, name):
-        """A size of each segment (`WorkItems.sizes`)."""
-        return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
     def _of_segment(self, warp, segment, values):
         """`values[segment]`."""
@@ -157,11 +155,73 @@ class MakeItems:
         return total - x
 
 
+def _of_segments(sizes, name):
+    """A size of each segment (`WorkItems.sizes`)."""
+    return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderItems:
+    """The program of a warp: where 32 work items of row `row` go, one a lane.
+
+    An item counts those of its segment that are before it: that have more entries, or as many and
+    a lower number. The lanes read 32 others at a time, and show them to each other.
+    """
+
+    spec: WorkItems
+
+    def __call__(self, warp: Any, sizes, table, ordered, row, group) -> None:
+        lane, columns = warp.lane(), WorkItem._fields
+        own = (group * WARPS + warp.warp()) * LANES + lane
+        exists = own < sizes.items
+        own = warp.smaller(own, sizes.items - 1)
+        names = "offset", "capacity"
+        offset, capacity = (_of_segments(sizes, name) for name in names)
+        low, room = warp.word(0), warp.word(capacity[0])
+        for i, first in enumerate(offset[1:], 1):
+            low = warp.where(own >= first, first, low)
+            room = warp.where(own >= first, capacity[i], room)
+
+        def at(item, column):
+            return (row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
+
+        def order(item):
+            """Higher for what comes first: entries, then the lower number."""
+            begin, end = (
+                warp.fetch(warp.element(table, *at(item, columns.index(name))))
+                for name in ("begin", "end")
+            )
+            return (end - begin << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1 - item)
+
+        mine = order(own)
+        first, last = warp.smallest(low), warp.largest(low + room)
+
+        def count(r, state):
+            (before,) = state
+            begin = first + r * LANES
+            others = order(warp.smaller(begin + lane, last - 1))
+            for i in range(LANES):
+                other = warp.shuffle(others, warp.word(i))
+                inside = warp.below(begin + i - low, room)
+                before = before + warp.number((other > mine) & inside)
+            return [before]
+
+        (before,) = warp.repeat((last - first + (LANES - 1)) // LANES, count, [warp.word(0)])
+        for column in range(len(columns)):
+            x = warp.fetch(warp.element(table, *at(own, column)))
+            warp.put(warp.element(ordered, *at(low + before, column)), x, exists)
+
+
 def work_items(kernel: Kernel) -> Callable:
     """`specs.work_items.work_items`."""
+    return _kernel(kernel, MakeItems)
+
+
+def ordered_work_items(kernel: Kernel) -> Callable:
+    """`specs.work_items.ordered_work_items`."""
+    return _kernel(kernel, OrderItems)
+
+
+def _kernel(kernel: Kernel, program: Callable) -> Callable:
     spec = kernel.spec
-    return warp_kernel(
-        kernel,
-        MakeItems(spec),
-        interpret=spec.lists.interpret,
-    )
+    return warp_kernel(kernel, program(spec), interpret=spec.lists.interpret)

@@ -17,7 +17,7 @@ they belong to one segment, or, as `streams`, are neighbours in each segment.
       of intervals, `streams`     [tile of a segment, segment, row]
       of lists                    [segment, row, tile, work item of the list]
       of lists, `halving`         [row, segment, tile, work item of the list], then by length where
-                                  dS is stored (`mosaic_lists`)
+                                  dS is stored (`ordered_work_items`)
     order of partials             [row, tile, segment, work item of the list]
 """
 
@@ -32,7 +32,15 @@ import numpy as np
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.mosaic.capability import LONGEST
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
-from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, SMS, WORK_ITEM_INTS, warp_grid
+from kernels_pallas.specs.tile import (
+    INTERVAL_ITEM_INTS,
+    LANES,
+    ROWS,
+    SMS,
+    WORK_ITEM_INTS,
+    cdiv,
+    warp_grid,
+)
 
 GPU_ITEMS = 16 * SMS  # work items that fill a GPU
 MAX_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
@@ -388,13 +396,28 @@ def work_items(spec: WorkItems) -> Kernel:
         inputs["first_key"] = Array((lists.B, lists.key_tiles), "int32")
     else:
         inputs["position"] = Array((lists.B, lists.T), "int32")
+    return _kernel("work_items", spec, inputs, spec.outputs, spec.segments)
+
+
+@described
+def ordered_work_items(spec: WorkItems) -> Kernel:
+    """The table of a spec that is `halving`, in each row and segment by the entries of a work
+    item, most first; those of as many stay in their order.
+    """
+    table = {"table": spec.outputs["table"]}
+    warps = cdiv(spec.items, LANES)
+    return _kernel("ordered_work_items", spec, table, {"ordered": table["table"]}, warps)
+
+
+def _kernel(name: str, spec: WorkItems, inputs, outputs, warps: int) -> Kernel:
+    """A kernel with so many warps a row."""
     return Kernel.named(
-        "work_items",
+        name,
         spec,
-        "kernels_pallas.mosaic.work_items:work_items",
+        f"kernels_pallas.mosaic.work_items:{name}",
         inputs,
-        spec.outputs,
+        outputs,
         sizes=spec.sizes,
-        grid=warp_grid(lists.rows, spec.segments),
-        source="kernels_pallas.specs.work_items:work_items",
+        grid=warp_grid(spec.lists.rows, warps),
+        source=f"kernels_pallas.specs.work_items:{name}",
     )

@@ -18,7 +18,6 @@ from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import parts_of_block
-from kernels_pallas.specs.work_items import WorkItem
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
 
@@ -91,12 +90,22 @@ def merged(
     """dk and dv as `spec` wants them, `[B, S, Hkv, .]`: the sums of `partials` of the tiles that
     `list_keys` counts; `placed`: of packed rows by places, if they have any.
     """
+    found = ops.run(dkv.merge(merge_spec(spec, layout)), *partials, *sums)
+    return [*found] if placed else of_keys(layout, found)
+
+
+def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
+    """`spec` of the keys that `list_keys` counts: a tile's last keys may be those of the next
+    sequence, so tiles are merged where each is alone.
+    """
     if layout.varlen is None:
-        return [*ops.run(dkv.merge(spec), *partials, *sums)]
-    # A tile's last keys may be those of the next sequence: tiles are merged where each is alone.
-    whole = dataclasses.replace(spec, S=layout.varlen.capacity.places)
-    found = ops.run(dkv.merge(whole), *partials, *sums)
-    return [*found] if placed else [layout.varlen.of_keys(x) for x in found]
+        return spec
+    return dataclasses.replace(spec, S=layout.varlen.capacity.places)
+
+
+def of_keys(layout: QueryLayout, found) -> list:
+    """Of the keys, what is of those that `list_keys` counts."""
+    return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 
 def _list_starts(layout: QueryLayout):
@@ -134,24 +143,7 @@ def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     own, so no sum changes.
     """
     table, *sums = work_items(ops, edges, layout, spec)
-    (segment,) = ops.derive(_segments_of_items, layout.position, spec=spec)
-    return *ops.derive(_longest_first, table, segment, spec=spec), *sums
-
-
-@derived(lambda like, *, spec: [int32(1, spec.items)])
-def _segments_of_items(ops, like, *, spec):
-    """Numbers of segments, further apart than any two lengths."""
-    index = ops.arange(like, spec.items)
-    segment = sum((ops.to_int32(index >= first) for first in spec.offsets[1:]), index * 0)
-    return [segment * (spec.longest + 1)]
-
-
-@derived(lambda table, segment, *, spec: [int32(*table.shape)])
-def _longest_first(ops, table, segment, *, spec):
-    by_row = table.reshape(spec.lists.rows, spec.items, -1)
-    begin, end = (by_row[..., WorkItem._fields.index(name)] for name in ("begin", "end"))
-    _, order = ops.sort(segment - (end - begin))
-    return [ops.take_rows(by_row, order).reshape(table.shape)]
+    return *ops.run(work_item_kernels.ordered_work_items(spec), table), *sums
 
 
 def _edges(ops, arrays, spec):
