@@ -35,6 +35,8 @@ FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
 G16 = Case(14, 150, H=32, Hkv=2, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
 # Rows of no head, and tiles of fewer tokens than those of the forward pass.
 G10 = Case(11, 140, H=20, Hkv=2, D=32, Dv=64, B=2, config=FEW, dtype="float16")
+# Two tokens in the rows of a warp.
+G8 = Case(14, 150, H=16, Hkv=2, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
 G64 = Case(5, 130, H=64, Hkv=1, D=16, Dv=48, B=1, config=FEW, dtype="bfloat16")
 
 
@@ -49,16 +51,17 @@ class InPlace(JaxOps):
 
     def run(self, kernel, *arrays):
         found = super().run(kernel, *arrays)
-        if kernel.name != "stored_ds_dq":
+        if kernel.name == "stored_ds_dq":
+            self.ds_chunks.append(kernel.spec.stored_rows)
+        if not kernel.in_place or kernel.name not in ("stored_ds_dq", "dkv_merge"):
             return found
-        self.ds_chunks.append(kernel.spec.stored_rows)
-        if not kernel.in_place:
-            return found
-        spec, ds_chunk, before = kernel.spec, arrays[-3], arrays[-1]
-        head = jnp.arange(spec.B)[:, None] * spec.Hkv + jnp.arange(spec.H) // spec.group
+        spec, before = kernel.spec, arrays[-1].reshape(found[0].shape)
+        ds_chunk = arrays[kernel.names.index("ds_chunk")]
+        heads = jnp.arange(before.shape[2]) * spec.Hkv // before.shape[2]
+        row = jnp.arange(spec.B)[:, None] * spec.Hkv + heads
         first = ds_chunk[stored_ds.FIRST_ROW]
-        mine = (head >= first) & (head < first + spec.stored_rows)
-        return [jnp.where(mine[:, None, :, None], found[0], before.reshape(found[0].shape))]
+        mine = (row >= first) & (row < first + spec.stored_rows)
+        return [jnp.where(mine[:, None, :, None], found[0], before)]
 
 
 ROWS_OF_CHUNKS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, Hkv]`
@@ -84,7 +87,7 @@ def stored(monkeypatch):
     assert gradients.called
 
 
-@pytest.mark.parametrize("case", [G16, G10, G64], ids=str)
+@pytest.mark.parametrize("case", [G8, G16, G10, G64], ids=str)
 def test_gradients(case, interpreted, stored):
     check_whole(problem(case))
 
@@ -207,7 +210,8 @@ SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
         ({}, 16, 32, False, False),  # of two blocks in a tile of keys
         ({}, 32, 64, False, True),
         ({}, 33, 64, False, False),  # more slots than lanes
-        ({"H": 32}, 16, 64, False, False),  # G=8: dkv takes single tokens
+        ({"H": 32}, 16, 64, False, True),  # G=8
+        ({"H": 16}, 16, 64, False, False),  # G=4: two tokens have eight rows
         ({"H": 40}, 16, 64, False, True),  # G=10
         ({"Hkv": 2}, 16, 64, False, True),  # G=32
         ({"H": 16, "Hkv": 1}, 16, 64, False, False),  # a row is eight outputs
@@ -239,6 +243,7 @@ def test_all_rows_at_once_may_be_too_large():
 # On a GPU, shapes that the interpreter would take minutes for.
 CASES = [
     Case(1700, 1700, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16"),
+    Case(900, 900, 32, 4, 128, 64, 2, PAPER, dtype="bfloat16"),  # two tokens in a warp's rows
     Case(700, 700, 40, 4, 64, 128, 2, PAPER, dtype="float16"),
     Case(333, 3000, 64, 2, 192, 128, 2, PAPER, dtype="bfloat16"),
     Case(500, 900, 64, 1, 128, 256, 1, PAPER, dtype="bfloat16"),

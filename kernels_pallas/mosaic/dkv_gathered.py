@@ -30,6 +30,7 @@ from kernels_pallas.mosaic.dkv_step import (
 )
 from kernels_pallas.mosaic.operands import PER_COLUMN
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_copies import RowCopies
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
@@ -44,6 +45,10 @@ class Entries:
     def __init__(self, spec: Dkv, refs: Any, tile: KeyTile):
         self.spec, self.refs, self.tile = spec, refs, tile
         self.per_step, self.group = spec.tiles_per_step, spec.query_tile.group
+        self.copies = None
+        if spec.copied_by_lanes and not spec.interpret:
+            divisor = spec.Hkv * spec.selection_entries or 1
+            self.copies = RowCopies(tile.buffers, self.group, divisor)
 
     def of_step(self, array, i) -> list:
         """What `array`, the query list or the token bits, has for the entries of step `i`."""
@@ -81,8 +86,20 @@ class Entries:
         rows.prefetch_entries(refs.query_list, tile.begin + i * self.per_step, tile.end)
         return []
 
+    def wait(self, i) -> None:
+        """The copies of step `i` have arrived."""
+        if self.copies is None:
+            plgpu.barrier_wait(self.refs.step_full.at[self.tile.stage(i)])
+            return
+        self.copies.wait(self.spec.stages - 1)
+        plgpu.commit_smem()
+
     def load(self, i, tiles, varies: bool) -> None:
         """Starts the copies of step `i`: a warp takes every fourth query tile."""
+        if (copies := self.copies) is not None:
+            pl.when(i < self.tile.steps)(lambda: self._load_by_lanes(copies, i))
+            copies.commit()
+            return
 
         def load(t):
             if tiles:
@@ -95,6 +112,13 @@ class Entries:
             self.tile.load_query_tile(i, t, self.refs.query_list[entry] + 0)
 
         pl.when(i < self.tile.steps)(lambda: operands.by_warps(self.per_step, load, varies))
+
+    def _load_by_lanes(self, copies: RowCopies, i) -> None:
+        refs, tile, stage = self.refs, self.tile, self.tile.stage(i)
+        pairs = (refs.query, (refs.query_s, stage)), (refs.do, (refs.do_s, stage))
+        stats, place = (refs.row_stats, refs.stats_s.at[stage]), (tile.b, tile.g, refs.sizes.T)
+        first = tile.begin + i * self.per_step
+        copies.load(refs.query_list, first, tile.end, place, pairs, stats)
 
     # Masks.
 
@@ -151,7 +175,7 @@ def partials(kernel: Kernel):
             first = tile.begin + i * spec.tiles_per_step
             following = entries.query_tiles(i + spec.stages)
             token_bits = entries.of_step(refs.token_bits, i) if spec.block else []
-            plgpu.barrier_wait(refs.step_full.at[stage])
+            entries.wait(i)
             if under_mask:
                 mask = QueryMask(functools.partial(entries.visible, first, token_bits))
             else:

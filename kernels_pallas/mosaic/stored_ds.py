@@ -2,22 +2,21 @@
 
 `dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq wants dS
 `[64 rows, 64 keys]` as one. A warp holds 16 rows of either, as matrices of 8 x 8. So the 16 keys
-x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a lane has
-eight numbers that one lane of dq wants, and either moves them by one instruction:
+x 8 heads of a warp of `dkv` are two such matrices, which `movmatrix` transposes. Then a lane has
+four numbers that one lane of dq wants, and either moves them by one instruction:
 
-    place of a token and slot   [group_rows / 16, 4, 32, 8]
+    place of a token and slot   [group_rows / 8, 4, 32, 4]
 
     axis   who has it
-    0      16 heads: a warp of dq
+    0      8 heads: half of the rows of a warp of dq
     1      16 keys: a warp of dkv
     2      lane l
-    3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
+    3      head l / 4 x keys 2 (l % 4) (+ 1, + 8, + 9)
 
 In Pallas' interpreter a place is `[group_rows, 64]` in plain order.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -30,15 +29,14 @@ from jaxlib.mlir.dialects import vector
 from kernels_pallas.mosaic import warp, wgmma
 from kernels_pallas.mosaic.operands import MATRIX
 from kernels_pallas.mosaic.warp import Word
-from kernels_pallas.specs.stored_ds import KEYS
+from kernels_pallas.specs.stored_ds import HEADS, KEYS
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
-LANE_BYTES = 16
-PART_KEYS_BYTES = LANES * LANE_BYTES  # of 16 rows and 16 keys
-PART_BYTES = KEYS // PART * PART_KEYS_BYTES  # of 16 rows and a block
+LANE_BYTES = 8
+HEADS_KEYS_BYTES = LANES * LANE_BYTES  # of 8 heads and 16 keys
+HEADS_BYTES = KEYS // PART * HEADS_KEYS_BYTES  # of 8 heads and a block
 NO_ENTRY = -1  # the place of no entry, and the block of an empty slot
-PER_LANE = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a number of each thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +51,17 @@ class StoredDs:
     def tokens(self) -> int:
         """Of 64 rows."""
         return ROWS // self.group_rows
+
+    @property
+    def tokens_of_warp(self) -> int:
+        """Whose heads are the 16 rows of a warp, or some of these."""
+        return max(PART // self.group_rows, 1)
+
+    @property
+    def _by_lane(self):
+        """Shape and layout of a number of each token of a warp, by thread."""
+        shape = (WARPS * LANES * self.tokens_of_warp,)
+        return shape, plgpu.Layout.WG_STRIDED(shape, self.tokens_of_warp)
 
     def write(self, ds, transposed, places) -> None:
         """Writes `transposed`, dS^T `[64 keys, 64 rows]`: each token to its place in `ds`, if that
@@ -71,12 +80,13 @@ class StoredDs:
         def put(ds, *arguments):
             *places, transposed = arguments
             pairs = [Word(x) for x in wgmma.registers(transposed)]
-            for part in range(ROWS // PART):
-                place = places[part * PART // self.group_rows]
+            for row in range(0, ROWS, HEADS):
+                place, heads = places[row // self.group_rows], warp.word(row // HEADS)
                 # From [keys, rows] by 8: (0, 0), (1, 0), (0, 1), (1, 1).
-                four = [warp.transposed(pairs[4 * part + i]) for i in (0, 2, 1, 3)]
-                address = self._address(ds, place, warp.word(part), warp.warp())
-                warp.put_four(address, four, place >= 0)
+                first = row // HEADS * 2
+                two = [warp.transposed(pair) for pair in pairs[first : first + 2]]
+                address = self._address(ds, place, heads, warp.warp())
+                warp.put_two(address, two, place >= 0)
 
         warp.each(put, [ds], places, [transposed], MATRIX)
 
@@ -93,12 +103,26 @@ class StoredDs:
         if self.interpret:
             return self._blocks_interpreted(indices, places, b, kv_head, first, length)
 
+        shape, layout = self._by_lane
+
         def load(_, indices, *arguments):
-            """A lane takes the slot of its number, of the token that its warp's rows are."""
+            """A lane takes the slot of its number, of each token of its warp."""
             (position, *key_start), scalars = arguments[: len(places)], arguments[len(places) :]
             b, kv_head, first, length = map(warp.scalar, scalars)
+            own = [first + self._token(half) for half in range(self.tokens_of_warp)]
+            arrays = position, key_start
+            found = [slot_of(indices, arrays, b, kv_head, x, length).value for x in own]
+            kind = ir.VectorType.get((len(found),), found[0].type)
+            held = vector.from_elements(kind, found)
+            registers = np.array([held], object)
+            return mgpu.FragmentedArray(
+                _registers=registers, _layout=layout.to_mgpu(), _is_signed=True
+            )
+
+        def slot_of(indices, arrays, b, kv_head, token, length):
+            """The block in the lane's slot of a token."""
+            position, key_start = arrays
             heads, slot = indices.type.shape[2], warp.lane()
-            token = first + self._token(warp.warp())
             exists = (token < length) & (slot < self.selection_entries)
             token = b * length + warp.smaller(token, length - 1)
             slot = warp.smaller(slot, self.selection_entries - 1)
@@ -110,14 +134,10 @@ class StoredDs:
             for array in key_start:
                 seen = seen & (block >= 0)
                 block = block * KEYS + warp.fetch(warp.element(array, (token, 4)))
-            block = warp.where(seen, block, NO_ENTRY)
-            held = vector.broadcast(ir.VectorType.get((1,), block.value.type), block.value)
-            layout = PER_LANE.to_mgpu()
-            registers = np.array([held], object)
-            return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+            return warp.where(seen, block, NO_ENTRY)
 
         types = [plgpu.RefType()] * (1 + len(places)) + [warp.SCALAR] * 4
-        result = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=PER_LANE)
+        result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
         return call(indices, *places, b, kv_head, first, length)
 
@@ -135,17 +155,25 @@ class StoredDs:
 
         def load(_, ds, blocks, *scalars):
             block, token = map(warp.scalar, scalars)
-            own = Word(vector.extract(blocks.registers.flat[0], [], [0]))
-            slot, part = warp.first_equal(own, block), warp.warp()
-            place = (token + self._token(part)) * self.selection_entries + slot
+            slots, found = [], blocks.registers.flat[0]
+            for i in range(self.tokens_of_warp):
+                own = Word(vector.extract(found, [], [i]))
+                slots.append(warp.first_equal(own, block))
             pairs = []
             for keys in range(KEYS // PART):
-                address = self._address(ds, place, part, warp.word(keys))
-                pairs += warp.fetch_four(address, slot >= 0)
+                halves = []
+                for half in range(PART // HEADS):
+                    slot = slots[min(half, len(slots) - 1)]
+                    place = (token + self._token(half)) * self.selection_entries + slot
+                    heads = warp.warp() * (PART // HEADS) + half
+                    address = self._address(ds, place, heads, warp.word(keys))
+                    halves.append(warp.fetch_two(address, slot >= 0))
+                # By 8 of rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
+                pairs += [pair for both in zip(*halves, strict=True) for pair in both]
             dtype = ir.MemRefType(ds.type).element_type
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)
 
-        types = [plgpu.RefType(), PER_LANE, warp.SCALAR, warp.SCALAR]
+        types = [plgpu.RefType(), self._by_lane[1], warp.SCALAR, warp.SCALAR]
         result = plgpu.ShapeDtypeStruct((ROWS, KEYS), ds.dtype, layout=MATRIX)
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
         return call(ds, blocks, block, token)
@@ -177,13 +205,14 @@ class StoredDs:
             parts.append(jnp.where(chosen.any(), found, jnp.zeros_like(found)))
         return jnp.concatenate(parts)
 
-    def _token(self, part: Any):
-        """Of the tile, that of 16 rows."""
-        return part // (self.group_rows // PART)
+    def _token(self, half: int):
+        """Of the tile, that of the first or the second 8 rows of the warp."""
+        rows = warp.warp() * PART + half * HEADS
+        return rows // self.group_rows
 
-    def _address(self, ds, place, part, keys):
-        """Of a lane's eight numbers of 16 rows and 16 keys; `part`: of the tile."""
-        parts = self.group_rows // PART
-        sizes = parts * PART_BYTES, PART_BYTES, PART_KEYS_BYTES, LANE_BYTES
-        numbers = place, part % parts, keys, warp.lane()
+    def _address(self, ds, place, heads, keys):
+        """Of a lane's four numbers of 8 heads and 16 keys; `heads`: of the tile, by 8."""
+        parts = self.group_rows // HEADS
+        sizes = parts * HEADS_BYTES, HEADS_BYTES, HEADS_KEYS_BYTES, LANE_BYTES
+        numbers = place, heads % parts, keys, warp.lane()
         return warp.element(ds, *zip(numbers, sizes, strict=True))

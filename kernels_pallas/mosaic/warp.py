@@ -307,33 +307,33 @@ def put(address: Word, x: Number, only: Word) -> None:
     )
 
 
-def put_four(address: Word, values: Sequence[Word], only: Word) -> None:
-    """Puts four integers in global memory, from a multiple of 16, where `only` holds."""
+def put_two(address: Word, values: Sequence[Word], only: Word) -> None:
+    """Puts two integers in global memory, from a multiple of 8, where `only` holds."""
     utils.inline_ptx(
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
+        "st.global.v2.b32 [$0], {$1, $2};",
         address.value,
         *(x.value for x in values),
         predicate=only.value,
     )
 
 
-def fetch_four(address: Word, only: Word) -> list[Word]:
-    """Four integers from global memory that is read once and not written, from a multiple of 16;
+def fetch_two(address: Word, only: Word) -> list[Word]:
+    """Two integers from global memory that is read once and not written, from a multiple of 8;
     zeros where `only` does not hold.
     """
-    load = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
-    text = f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p {load} }}"
-    result = llvm.StructType.get_literal([_i32()] * 4)
+    load = "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];"
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(2))
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {zeros} @p {load} }}"
+    result = llvm.StructType.get_literal([_i32()] * 2)
     found: Any = llvm.inline_asm(
         result,
         [address.value, number(only).value],
         text,
-        "=&r,=&r,=&r,=&r,l,r",
+        "=&r,=&r,l,r",
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(4)]
+    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(2)]
 
 
 def transposed(pair: Word) -> Word:

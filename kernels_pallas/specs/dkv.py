@@ -123,6 +123,11 @@ class Dkv(AttentionSizes):
         return tile.gathered_tile(self.group, slab) if self.gathered else Tile(self.group, slab)
 
     @property
+    def copied_by_lanes(self) -> bool:
+        """Whether lanes copy the rows of a step, not TMA."""
+        return self.single_token and tile.copied_by_lanes(self.group, self.query_tile.slab)
+
+    @property
     def tiles_per_step(self) -> int:
         """Query tiles of a step, which has 64 rows."""
         return ROWS // self.query_tile.rows
@@ -152,10 +157,21 @@ class Dkv(AttentionSizes):
         return [dataclasses.replace(self, **part) for part in parts]
 
     @property
+    def gradients(self) -> list[Self]:
+        """One for each gradient that is wanted."""
+        wanted = [{f"want_{x}": x == name for x in ("dk", "dv")} for name in self.widths]
+        return [dataclasses.replace(self, **want) for want in wanted]
+
+    @property
     def widths(self) -> dict[str, int]:
         """The gradients that are wanted, by name."""
         widths = {"dk": self.D} if self.want_dk else {}
         return widths | ({"dv": self.Dv} if self.want_dv else {})
+
+    @property
+    def merged_slabs(self) -> int:
+        """Of columns, of the gradients that are wanted: each is a CTA's of `merge`."""
+        return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
 
@@ -213,6 +229,7 @@ def partials(spec: Dkv) -> Kernel:
     if spec.stored_rows:
         stored = spec.stored_rows, spec.T, spec.selection_entries
         outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)
+    if spec.stored_rows or spec.copied_by_lanes:
         sizes["T"] = spec.T
     return Kernel.named(
         "dkv_partials",
@@ -231,17 +248,27 @@ def merge(spec: Dkv) -> Kernel:
     """dk and dv: the sums of the partials of each tile of keys.
 
     Inputs: the outputs of `partials`; `first` and `count`, int32 `[B * Hkv * key_tiles]`: which
-    partials belong to a tile of keys. Outputs, as wanted: dk `[B, S, Hkv, D]` and dv
-    `[B, S, Hkv, Dv]`.
+    partials belong to a tile of keys. Of `stored_rows` also ds_chunk, and the output of one
+    gradient before: other rows of `[B, Hkv]` are not written. Outputs, as wanted: dk
+    `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`.
     """
     by_tile = Array((spec.B * spec.Hkv * spec.key_tiles,), "int32")
+    inputs = spec.partials | {"first": by_tile, "count": by_tile}
+    outputs = {name: spec.keys(width) for name, width in spec.widths.items()}
+    if spec.stored_rows:
+        (before,) = outputs.values()
+        inputs |= {"ds_chunk": stored_ds.DS_CHUNK, "before": before}
     return Kernel.named(
         "dkv_merge",
         spec,
         "kernels_pallas.mosaic.dkv_merge:merge",
-        spec.partials | {"first": by_tile, "count": by_tile},
-        {name: spec.keys(width) for name, width in spec.widths.items()},
+        inputs,
+        outputs,
+        in_place=spec.stored_rows > 0,
         sizes={"key_tiles": spec.key_tiles},
-        grid=(spec.B * spec.Hkv, tile.cdiv(spec.S, ROWS)),
+        grid=(
+            spec.stored_rows or spec.B * spec.Hkv,
+            tile.cdiv(spec.S, ROWS) * spec.merged_slabs,
+        ),
         source="kernels_pallas.specs.dkv:merge",
     )

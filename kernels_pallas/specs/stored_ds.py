@@ -3,7 +3,7 @@
     ds  [rows * T * n, group_rows, 64]    place (row * T + token) * n + slot: heads of the group x
                                           keys of the block in this slot of the token's selection
 
-`group_rows` is G rounded up to 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, stand in
+`group_rows` is G rounded up to 8, 16, 32 or 64. The numbers of 8 heads and a block, 1 KB, stand in
 the order in which registers hold them (`mosaic/stored_ds.py`). Nothing is written for a slot that
 is empty, or whose block the token does not see. A token must not select a block twice: only one
 of the slots would be written.
@@ -25,6 +25,7 @@ CHUNK_WORDS = 64  # 256 bytes, as launches want them
 FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a chunk
 DS_CHUNK = Array((CHUNK_WORDS,), "int32")
 KEYS = ROWS  # of a block
+HEADS = 8  # of a token, whose numbers stand together
 MAX_SELECTION_ENTRIES = LANES  # a lane of a warp looks after each
 
 
@@ -56,7 +57,10 @@ class StoredDsQuery(BlockListSizes):
     @functools.cached_property
     def query_tile(self) -> Tile:
         """A token: its heads, and padding rows."""
-        return gathered_tile(self.group, slab_width(self.D, self.Dv))
+        slab = slab_width(self.D, self.Dv)
+        if self.group == HEADS:
+            return Tile(HEADS, slab, HEADS)
+        return gathered_tile(self.group, slab)
 
     @functools.cached_property
     def tile(self) -> Tile:

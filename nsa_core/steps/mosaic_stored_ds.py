@@ -42,7 +42,8 @@ def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed:
       block: keys of a block.
       packed: whether blocks may begin anywhere in a tile of keys.
     """
-    whole_tokens = base.query_tile.tokens == 1 and not base.single_token
+    rows = base.query_tile.rows
+    whole_tokens = base.query_tile.tokens == 1 and rows % stored_ds.HEADS == 0
     if (
         not whole_tokens
         or block != ROWS
@@ -113,7 +114,7 @@ def gradients(
     max_rows = _max_rows(ops, of_query)
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
-    dq, partials = added, {}
+    dq, merged = added, {}
     chunks = _chunks(ops, layout, lists.rows, max_rows, work.items)
     for i, (ds_chunk, first, end) in enumerate(chunks):
         rows, items = end - first, (slice(first * work.items, end * work.items),)
@@ -123,15 +124,18 @@ def gradients(
         part = dataclasses.replace(whole, **counts_of)
         inputs = *arrays, do, stats, ops.part(table, items), entries, ds_chunk
         found = _dkv(ops, part, inputs)
-        for name in part.widths:
-            partials.setdefault(name, []).append(found.pop(name))
+        if rows == lists.rows:
+            merged = _merged(ops, part, found, sums, layout)
+        else:  # at once, or partials of all chunks would exist
+            merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
         places = [layout.position, *([layout.key_start] if layout.packed else [])]
         arrays_of_dq = key, starts, counts, block_indices, *places, ds_chunk
         extra = [] if dq is None else [dq]
         # No name stays with dS: that of two chunks would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
-    return Gradients(dq, *_merged(ops, whole, partials, sums, layout, placed))
+    gradients = [merged[name] for name in whole.widths]
+    return Gradients(dq, *(gradients if placed else mosaic_lists.of_keys(layout, gradients)))
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
@@ -185,11 +189,31 @@ def _chunk_words(ops, like, *, count, max_rows, items):
     return [words[i] for i in range(count)]
 
 
-def _merged(ops, whole, partials, sums, layout, placed) -> list[Any]:
-    """dk and dv of the partials of all chunks."""
-    merged = []
-    for part in dataclasses.replace(whole, selection_entries=0).passes:
-        arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
-        arrays = [ops.side_by_side(x) for x in arrays]
-        merged += mosaic_lists.merged(ops, part, arrays, sums, layout, placed)
+def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
+    """dk and dv by name, of the partials of all rows, which go."""
+    spec = dataclasses.replace(spec, selection_entries=0, stored_rows=0)
+    merged = {}
+    for part in mosaic_lists.merge_spec(spec, layout).passes:
+        arrays = [partials.pop(name) for name in part.widths]
+        merged |= zip(part.widths, ops.run(dkv.merge(part), *arrays, *sums), strict=True)
+    return merged
+
+
+def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
+    """As `_merged`, of the rows of a chunk; other rows are those `before`.
+
+    Args:
+      arrays: what the kernel reads besides.
+      before: as it is returned; empty for the first chunk.
+    """
+    merged = {}
+    for part in mosaic_lists.merge_spec(spec, layout).gradients:
+        (name,) = part.widths
+        (rows,) = dkv.merge(part).outputs
+        array = before.get(name)
+        if array is None:
+            array = ops.zeros(key, rows.shape)
+        part = dataclasses.replace(part, selection_entries=0)
+        found = ops.run(dkv.merge(part), partials.pop(name), *arrays, array)
+        (merged[name],) = found
     return merged
