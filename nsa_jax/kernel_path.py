@@ -260,8 +260,8 @@ class KernelPath:
         scale=None,
         recompute=False,
     ):
-        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a kernel
-        of its own adds the branches.
+        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, the sum
+        comes after the branches.
 
         Kept for the backward pass are the inputs, the selection, its lists, and each branch's
         output and log-sum-exp; inputs and selection alone if it shall `recompute` the others.

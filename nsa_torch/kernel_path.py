@@ -359,8 +359,8 @@ class KernelPath:
         assume_finite: bool = False,
         recompute: bool = False,
     ) -> Tensor:
-        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
-        kernel of its own adds the branches.
+        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, the
+        sum comes after the branches.
 
         Args:
           key, value: the compressed field is not read where `compressed` is given.

@@ -71,17 +71,17 @@ GRADIENTS = {
     "deltas",
     "dkv_merge",
     "dkv_partials",
-    "gated_sum",
     "interval_dq",
     "work_items",
 }
+SUMS = {"selected_forward"}  # adds up the branches where a gradient follows
 # Selected attention: its dq, and lists of queries for its dkv.
-FROM_STORED = {"fill_gather_lists", "stored_ds_dq"}
+FROM_STORED = {"fill_gather_lists", "ordered_work_items", "stored_ds_dq"}
 BY_WALK = {"fill_lists", "selected_dq"}
 # Of gathered tiles, where a block list can be too long.
 LISTS = {"fill_gather_lists", "work_items"}
 FORWARD = LISTS | {"count_entries", "gathered_forward", "gathered_merge"}
-BACKWARD = LISTS | {"gathered_dq", "gathered_merge_dq"}
+BACKWARD = LISTS | {"gated_sum", "gathered_dq", "gathered_merge_dq"}
 GATHERED = ("G4", "G1")
 STORED = ("paper", "wide", "long")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
@@ -133,7 +133,7 @@ def kernels(name, backward=False):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)
-    gradients = GRADIENTS | FROM_STORED | BY_WALK | BACKWARD
+    gradients = GRADIENTS | SUMS | FROM_STORED | BY_WALK | BACKWARD
     wanted = [k for k in found if not backward or k.name in gradients]
     return tuple(dict.fromkeys(wanted))
 
@@ -200,7 +200,7 @@ def test_every_kernel_is_compiled():
         assert bool(names(name) & FORWARD) == gathered
         dq = FROM_STORED if name in STORED else BY_WALK
         gathering = BACKWARD if gathered else set()
-        assert names(name, backward=True) == GRADIENTS | dq | gathering
+        assert names(name, backward=True) == GRADIENTS | SUMS | dq | gathering
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -35,6 +35,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_io import TileRows
 from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
 from kernels_pallas.specs.selected import COUNTS, LIST_CHUNK, BlockCounts, SelectedAttention
 from kernels_pallas.specs.tile import ROWS
@@ -236,7 +237,42 @@ class SelectedWalk:
         buffers.write_rows(out_tile, 0, result, added)
         plgpu.commit_smem()
         buffers.store_rows(out_tile, 0, width, self._rows_of(out, tile))
+        if spec.summed:
+            self._store_total(refs, tile, out_tile, result)
         plgpu.wait_smem_to_gmem(0)
+
+    def _store_total(self, refs, tile: TilePlace, out_tile, result):
+        """Stores the sum of the branches' outputs, each times its gate, in the order of branches,
+        as `combine.gated_sum` does; `result`: of this one, which is on its way from `out_tile`.
+        """
+        size, width, buffers = self.spec.tile, self.out_width, self.buffers
+        rows_of = TileRows(size.tokens, size.group, size.group, bool(self.spec.interpret))
+        places = tile.b, tile.index * size.tokens, tile.kv_head * size.group, refs.sizes.T
+        gates = refs.gate_0, refs.gate_1, refs.gate_2
+        of_compressed, own, of_sliding = (rows_of.values(gate, *places) for gate in gates)
+        slabs = range(0, width, size.slab)
+
+        def added(total, outputs, gate):
+            terms = (x.astype(jnp.float32) * across(gate, x.shape) for x in outputs)
+            return [x + term for x, term in zip(total, terms, strict=True)]
+
+        def loaded(array):
+            rows = self._rows_of(array, tile)
+            buffers.load_rows(rows, out_tile, 0, width, refs.added_ready)
+            plgpu.barrier_wait(refs.added_ready)
+            return buffers.read_rows(out_tile, 0, width)
+
+        total = [operands.full((ROWS, size.slab), 0.0, MATRIX) for _ in slabs]
+        rounded = [result[:, i : i + size.slab].astype(buffers.dtype) for i in slabs]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        total = added(total, loaded(refs.out_0), of_compressed)
+        total = added(total, rounded, own)
+        plgpu.commit_smem()  # all four warps have read the tile
+        total = added(total, loaded(refs.out_2), of_sliding)
+        for i, part in enumerate(total):
+            buffers.write_slab(out_tile, 0, i, part)
+        plgpu.commit_smem()
+        buffers.store_rows(out_tile, 0, width, self._rows_of(refs.total, tile))
 
     def _load_list(self, refs, tile: TilePlace):
         """Starts copies of the tile's block list and its members."""

@@ -63,8 +63,10 @@ class AttentionSizes:
         }
 
 
-def forward(branch: str, spec: Any, inputs: dict[str, Array]) -> Kernel:
-    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`."""
+def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
+    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`; `more`:
+    outputs.
+    """
     out, inputs = spec.rows(spec.Dv), dict(inputs)
     if spec.gated:
         inputs["gate"] = spec.by_head()
@@ -75,7 +77,7 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array]) -> Kernel:
         spec,
         f"kernels_pallas.mosaic.{branch}_forward:build",
         inputs,
-        {"out": out, "lse": spec.by_head()},
+        {"out": out, "lse": spec.by_head(), **more},
         in_place=spec.added,
         sizes=spec.sizes,
         grid=spec.grid,

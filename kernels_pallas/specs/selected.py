@@ -91,6 +91,7 @@ class SelectedAttention(BlockListSizes):
     )
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
+    summed: bool = False  # forward also adds up all branches, each times its gate
     stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
     key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
@@ -199,13 +200,20 @@ def forward(spec: SelectedAttention) -> Kernel:
       key_end: int32 `[B * tiles, 64]`, of each row the last key that it may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
+      gate_0, gate_1, gate_2: float32 `[B, T, H]`, of the compressed, this and the sliding branch;
+        out_0, out_2: `[B, T, H, Dv]`, the outputs of the others; if `summed`.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
       lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
       Both are of near blocks alone in gathered tiles.
+      total: `[B, T, H, Dv]`, `combine.gated_sum` of the three outputs; if `summed`.
     """
-    return attention.forward("selected", spec, spec._inputs)
+    if not spec.summed:
+        return attention.forward("selected", spec, spec._inputs)
+    out = spec.rows(spec.Dv)
+    inputs = {f"gate_{c}": spec.by_head() for c in range(3)} | {"out_0": out, "out_2": out}
+    return attention.forward("selected", spec, spec._inputs | inputs, total=out)
 
 
 @described

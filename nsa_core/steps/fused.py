@@ -189,11 +189,11 @@ def forward_with_residuals(
         )
     arrays = query, key.selected, value.selected, block_indices
     block_lists = steps.forward.tile_block_lists(ops, *arrays, *rest)
-    selected = steps.forward.selected(ops, *arrays, *rest, block_lists=block_lists)
     sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
+    others = compressed[0], sliding[0], Branches(*ops.all_float32(gates))
+    selected, out = steps.forward.selected_and_sum(ops, *arrays, *rest, block_lists, *others)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
-    out = steps.forward.gated_sum(ops, outputs, Branches(*ops.all_float32(gates)))
     kept = tuple(block_lists) if steps.lists else None
     return out, Residuals(block_indices, kept, outputs, lse)
 

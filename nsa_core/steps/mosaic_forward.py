@@ -130,28 +130,17 @@ def selected(
       block_lists: `tile_block_lists` where they are there already.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
     """
-    gather_limit = 0
-    if pages is None:
-        gather_limit = mosaic_gather.gather_limit(
-            query, key, value, block_indices, config, layout.packed
-        )
-    spec = _selected_spec(query, key, value, block_indices, config, scale)
-    stages: dict[str, Any] = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
-    spec = dataclasses.replace(
-        spec,
-        # What is merged later is gated and added then.
-        gated=gate is not None and not gather_limit,
-        added=added is not None and not gather_limit,
-        gather_limit=gather_limit,
-        pages=0 if pages is None else pages.page_table.shape[1],
-        **stages,
-    )
+    arrays = query, key, value
+    spec = _forward_spec(*arrays, block_indices, layout, config, scale, pages)
+    if not spec.gather_limit:  # what is merged later is gated and added then
+        fused = {"gated": gate is not None, "added": added is not None}
+        spec = dataclasses.replace(spec, **fused)
     if block_lists is None:
         given = query, key, value, block_indices
         block_lists = tile_block_lists(ops, *given, layout, config, scale)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
-    arrays, kernel = (query, key, value), selected_spec.forward(spec)
-    if not gather_limit:
+    kernel = selected_spec.forward(spec)
+    if not spec.gather_limit:
         extra = _gate_and_sum(ops, gate, added)
         out, lse = ops.run(kernel, *arrays, *(pages or ()), *block_lists, last, *extra)
         return out, None if spec.added else lse
@@ -159,6 +148,56 @@ def selected(
     selection = block_indices, block_lists[-1], layout
     gate = None if gate is None else ops.to_float32(gate)
     return mosaic_gather.attention(ops, spec, arrays, selection, walked, lse, gate, added)
+
+
+def _forward_spec(
+    query,
+    key,
+    value,
+    block_indices,
+    layout,
+    config: NSAConfig,
+    scale,
+    pages: Pages | None = None,
+):
+    arrays = query, key, value
+    spec = _selected_spec(*arrays, block_indices, config, scale)
+    limit, stages = 0, selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    if pages is None:
+        limit = mosaic_gather.gather_limit(*arrays, block_indices, config, layout.packed)
+    table = 0 if pages is None else pages.page_table.shape[1]
+    return dataclasses.replace(spec, gather_limit=limit, pages=table, **stages)
+
+
+def selected_and_sum(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    block_lists,
+    compressed,
+    sliding,
+    gates,
+) -> tuple[OutLse, Any]:
+    """`selected`, and the `gated_sum` of its output with those of the `compressed` and the
+    `sliding` branch.
+    """
+    arrays = query, key, value
+    spec = _forward_spec(*arrays, block_indices, layout, config, scale)
+    if spec.gather_limit:
+        place = layout, config, scale
+        found = selected(ops, *arrays, block_indices, *place, block_lists=block_lists)
+        return found, gated_sum(ops, (compressed, found[0], sliding), gates)
+    spec = dataclasses.replace(spec, summed=True)
+    last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
+    gates = [ops.to_float32(gate) for gate in gates]
+    inputs = *arrays, *block_lists, last, *gates, compressed, sliding
+    out, lse, total = ops.run(selected_spec.forward(spec), *inputs)
+    return (out, lse), total
 
 
 @functools.lru_cache

@@ -107,6 +107,28 @@ def selected(
     return out, None if problem.added else lse
 
 
+def selected_and_sum(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    block_lists,
+    compressed,
+    sliding,
+    gates,
+) -> tuple[OutLse, Any]:
+    """`selected`, and the `gated_sum` of its output with those of the `compressed` and the
+    `sliding` branch.
+    """
+    arrays, place = (query, key, value, block_indices), (layout, config, scale)
+    found = selected(ops, *arrays, *place, block_lists=block_lists)
+    return found, gated_sum(ops, (compressed, found[0], sliding), gates)
+
+
 def tile_block_lists(
     ops: ArrayOps,
     query,
