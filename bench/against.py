@@ -50,6 +50,7 @@ ROWS = (
     Problem(name="32k", T=32 * K, **PAPER),
     Problem(name="8k", T=8 * K, **PAPER),
     Problem(name="8k, graph", T=8 * K, **PAPER, graph=True),
+    Problem(name="4k", T=4 * K, **PAPER),
     Problem(name="32k, G=4", T=32 * K, H=32, Hkv=8, D=128, Dv=128),
     Problem(name="32k, G=8", T=32 * K, H=64, Hkv=8, D=128, Dv=128),
     Problem(name="16k, G=10", T=16 * K, H=40, Hkv=4, D=128, Dv=128),

@@ -34,6 +34,7 @@ INPUT = flags.DEFINE_multi_enum("input", INPUTS, INPUTS, "Where arrays come from
 PACKED = flags.DEFINE_bool(
     "packed", False, "Beside each its rows as one packed row, whose metadata is there.", **at
 )
+DENSE = flags.DEFINE_bool("dense", False, "Beside each dense attention.", **at)
 KERNELS = flags.DEFINE_string("kernels", "mosaic", "Implementation of all branches.", **at)
 ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, **at)
 AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
@@ -80,6 +81,7 @@ def commands_of(
             words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={ROWS.value}"]
             words += [f"--out={folder / row}", "--turn", "--nosave_records"]
             words += ["--packed"] if PACKED.value else []
+            words += ["--branch=dense"] if DENSE.value else []
             if COMMIT.value:
                 words.append(f"--commit={COMMIT.value}")
             yield row, words

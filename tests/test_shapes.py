@@ -71,6 +71,13 @@ def test_one_shape(asked, tmp_path):
     assert (model.n_heads, model.n_kv_groups, model.d_k, model.d_v) == (12, 2, 64, 64)
     assert (sizes.batch, sizes.seq_len) == (8, 2048)
     assert not (tmp_path / "records").exists()
+    assert "--branch=dense" not in words
+
+
+def test_dense_attention_beside(asked, tmp_path):
+    assert run(f"--out={tmp_path / 'out'}", "--only=8k", "--input=random", "--dense") == 0
+    ((words, _, _),) = asked
+    assert {"--branch=all", "--branch=dense"} <= {*words}
 
 
 def test_waves(asked, tmp_path, monkeypatch):
@@ -80,7 +87,7 @@ def test_waves(asked, tmp_path, monkeypatch):
     )
     status = run(f"--out={tmp_path / 'out'}", "--at_once=3", "--input=text")
     assert status == exit_status.NOT_MEASURED  # nothing ran
-    assert alive == [3, 3, 3, 1]
+    assert alive == [3, 3, 3, 2]
 
 
 def test_an_unknown_shape(tmp_path):
