@@ -13,9 +13,9 @@ A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
 dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
-another kernel merges. For groups above 8, `dkv` of the selected branch also stores dS, and dq is
-the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
-selection. Every sum has a fixed order.
+another kernel merges. For groups from 8 heads, `dkv` of the selected branch also stores dS, and
+dq is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores
+and selection. Every sum has a fixed order.
 """
 
 import dataclasses
