@@ -124,16 +124,16 @@ def gradients(
         part = dataclasses.replace(whole, **counts_of)
         inputs = *arrays, do, stats, ops.part(table, items), entries, ds_chunk
         found = _dkv(ops, part, inputs)
-        if rows == lists.rows:
-            merged = _merged(ops, part, found, sums, layout)
-        else:  # at once, or partials of all chunks would exist
-            merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
         places = [layout.position, *([layout.key_start] if layout.packed else [])]
         arrays_of_dq = key, starts, counts, block_indices, *places, ds_chunk
         extra = [] if dq is None else [dq]
         # No name stays with dS: that of two chunks would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
+        if rows == lists.rows:
+            merged = _merged(ops, part, found, sums, layout)
+        else:  # now, or partials of all chunks would exist
+            merged = _merged_in_place(ops, part, found, (*sums, ds_chunk), layout, key, merged)
     gradients = [merged[name] for name in whole.widths]
     return Gradients(dq, *(gradients if placed else mosaic_lists.of_keys(layout, gradients)))
 
