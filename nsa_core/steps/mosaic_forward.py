@@ -162,7 +162,8 @@ def _forward_spec(
 ):
     arrays = query, key, value
     spec = _selected_spec(*arrays, block_indices, config, scale)
-    limit, stages = 0, selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    stages: dict[str, Any] = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    limit = 0
     if pages is None:
         limit = mosaic_gather.gather_limit(*arrays, block_indices, config, layout.packed)
     table = 0 if pages is None else pages.page_table.shape[1]
