@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nsa_core import flags as kernel_flags
 from nsa_core import policy
+from nsa_core.config import FLOAT8
 from nsa_core.types import Branches
 
 from .harness import cli, command, exit_status, peers, problems, records, turns
@@ -74,6 +75,13 @@ BATCH = flags.DEFINE_integer(
 )
 DTYPE = flags.DEFINE_enum(
     "dtype", None, list(problems.PRECISIONS), "Precision, instead of the config's."
+)
+COMPUTE_DTYPE = flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    [FLOAT8],
+    "What products of the selected and the sliding branch are of, instead of the config's. Errors "
+    "are then judged beside those of the reference that rounds likewise.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and of the text model.")
 SECONDS = flags.DEFINE_float(
@@ -140,6 +148,9 @@ def of_length(length: int | None) -> int:
         CONFIG.value or ("seed" if gpu else "tiny"),
         {name: value for name, value in given.items() if value is not None},
     )
+    if COMPUTE_DTYPE.value:
+        nsa = dataclasses.replace(settings.nsa, compute_dtype=COMPUTE_DTYPE.value)
+        settings = dataclasses.replace(settings, nsa=nsa)
     with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
         if RECOMPUTE.value and "fwdbwd" not in MODE.value:
             raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")

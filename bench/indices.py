@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         "D": model.d_k,
         "Dv": model.d_v,
         "dtype": run.dtype.name,
-        "config": dataclasses.asdict(config),
+        "config": config.as_dict(),
         **records.environment(COMMIT.value),
     }
     table = [f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]

@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
             "D": model.d_k,
             "Dv": model.d_v,
             "dtype": run.dtype.name,
-            "config": dataclasses.asdict(settings.nsa),
+            "config": settings.nsa.as_dict(),
             "input": "random",
             "device": runner.device,
             **records.environment(COMMIT.value),

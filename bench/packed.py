@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
             "implementation": IMPLEMENTATION.value,
             **{"B": 1, "T": total, "S": total, "H": shape.heads, "Hkv": shape.kv_heads},
             **{"D": width, "Dv": width, "dtype": "bfloat16", "input": "random"},
-            "config": dataclasses.asdict(CONFIG),
+            "config": CONFIG.as_dict(),
             "device": device,
             **records.environment(COMMIT.value),
         }

@@ -4,7 +4,6 @@ python -m bench.routing              # print it
 python -m bench.routing --out DIR    # and keep it, in routing.json
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
                 }
                 for choice in chosen
             }
-            sizes = wanted._asdict() | {"config": dataclasses.asdict(wanted.config)}
+            sizes = wanted._asdict() | {"config": wanted.config.as_dict()}
             del sizes["step"], sizes["strided"]
             yield chosen, {"preset": preset, **sizes, "steps": steps}
 

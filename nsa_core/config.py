@@ -11,11 +11,16 @@ SEED_NAMES = {
     "n_sel": "num_selected",
     "w": "window",
 }
+FLOAT8 = "float8_e4m3"
+COMPUTE_DTYPES = None, FLOAT8
 
 
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
     """Sizes of the three branches; the defaults are the paper's (arXiv 2502.11089, section 4).
+
+    `compute_dtype="float8_e4m3"` is for inference on Hopper: the products of the selected and the
+    sliding branch are of numbers in 8 bits (docs/kernels/fp8.md); the selection stays.
 
     Raises:
       ValueError: a rule is broken; the message names the field, the rule and the value.
@@ -28,12 +33,17 @@ class NSAConfig:
     num_initial: int = 1  # forced blocks at the start of the sequence
     num_local: int = 2  # forced blocks that end with the query's own
     window: int = 512  # w: keys of the sliding branch, the query's own included
+    compute_dtype: str | None = None  # None: that of the query
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in SIZES:
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field.name} must be an int, got {value!r}")
+                raise ValueError(f"{name} must be an int, got {value!r}")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(
+                f"compute_dtype must be one of {COMPUTE_DTYPES}, got {self.compute_dtype!r}"
+            )
         block, stride = self.compress_block, self.compress_stride
         forced = self.num_initial + self.num_local
         rules = (
@@ -64,6 +74,18 @@ class NSAConfig:
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
+    @property
+    def of_sizes(self) -> Self:
+        """The config of these sizes alone, which says where tokens stand."""
+        return dataclasses.replace(self, compute_dtype=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is stated by name: the sizes, and what is not as in the query's dtype."""
+        found = {name: getattr(self, name) for name in SIZES}
+        return found | (
+            {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}
+        )
+
     @classmethod
     def from_seed(cls, **values: Any) -> Self:
         """A config from the short names `l, d, l_sel, n_sel, w`."""
@@ -89,3 +111,7 @@ class NSAConfig:
             + self.num_selected * self.select_block
             + min(self.window, length)
         )
+
+
+# The fields that are integers.
+SIZES = tuple(x.name for x in dataclasses.fields(NSAConfig) if x.name != "compute_dtype")

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 type OnUnsupported = Literal["error", "fallback"]
 
 WHOLE = "attention"  # the step that is all of them
+ROUNDED = "selected", "sliding", WHOLE  # steps that `compute_dtype` is about
 
 
 class Problem(NamedTuple):
@@ -68,7 +69,7 @@ def layer_note(
         "key_width": key_width,
         "value_width": value_width,
         "dtype": dtype,
-        "config": dataclasses.asdict(config),
+        "config": config.as_dict(),
     }
 
 
@@ -87,6 +88,13 @@ class Implementation:
     target: str
     why_not: Callable[[Problem], str | None] = lambda problem: None
     compresses: Callable[[Problem], bool] = lambda problem: False
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why it does not run a problem, or None."""
+        dtype = problem.config.compute_dtype
+        if dtype is not None and problem.step in ROUNDED and self.name != "mosaic":
+            return f"computes in the dtype of the query, got compute_dtype={dtype!r}"
+        return self.why_not(problem)
 
     def load(self) -> Callable:
         module, function = self.target.split(":")
@@ -193,12 +201,12 @@ class Registry:
             if name not in known:
                 raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
             if name in entries:
-                reason = entries[name].why_not(problem)
+                reason = entries[name].refusal(problem)
             else:
                 reason = f"{self.framework} has no {name} implementation of this step"
                 reason = self.elsewhere.get(name, reason)
             if reason is None:
-                return Choice(problem.step, name, {}, entries[name].load)
+                return Choice(problem.step, name, {}, entries[name].load, _rounds(problem))
             if on_unsupported == "error":
                 raise NotImplementedError(f"{problem.step}: {name}: {reason}")
             log.warning("%s: %s refused, choosing another: %s", problem.step, name, reason)
@@ -206,9 +214,11 @@ class Registry:
         for entry in entries.values():
             if entry.name in refused:
                 continue
-            reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
+            reason, note = entry.refusal(problem), _rounds(problem)
+            if note is None:  # who asks for it has decided that it pays
+                reason = reason or policy.why_not(entry.name, problem)
             if reason is None:
-                note = policy.note(entry.name, problem)
+                note = note or policy.note(entry.name, problem)
                 choice = Choice(problem.step, entry.name, refused, entry.load, note)
                 if log.isEnabledFor(logging.INFO):
                     _log_once(str(choice))
@@ -232,6 +242,8 @@ class Registry:
         selected branch where that can, otherwise with the first that can. One name for all
         branches is meant for them too, where it has scores at all.
         """
+        if step is not None and step not in ROUNDED:
+            problem = problem._replace(config=problem.config.of_sizes)
         at = {x: problem._replace(step=x) for x in STEPS}
         at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
         if step is not None:
@@ -242,7 +254,7 @@ class Registry:
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
         strict = isinstance(implementation, str) and own is not None
-        able = own is not None and own.why_not(at["scores"]) is None
+        able = own is not None and own.refusal(at["scores"]) is None
         names["scores"] = names["selected"] if strict or able else None
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
         return self._with_whole(problem, choices)
@@ -264,11 +276,17 @@ class Registry:
             if other is not None:
                 reason = f"{other.step} runs on {other.implementation}"
             else:
-                reason = entry.why_not(problem)
+                reason = entry.refusal(problem)
             if reason is None:
                 return Choice(WHOLE, entry.name, {}, entry.load), refused
             refused[entry.name] = reason
         return None, refused
+
+
+def _rounds(problem: Problem) -> str | None:
+    """The note of a branch whose products are in another dtype than the query."""
+    dtype = problem.config.compute_dtype
+    return f"in {dtype}" if dtype is not None and problem.step in ROUNDED else None
 
 
 @functools.cache

@@ -142,6 +142,10 @@ class LayerSpec:
 
     @property
     def config(self) -> NSAConfig:
+        return self.computed_in(None)
+
+    def computed_in(self, compute_dtype: str | None) -> NSAConfig:
+        """`config`, of products in this dtype."""
         return NSAConfig(
             compress_block=self.l,
             compress_stride=self.d,
@@ -150,6 +154,7 @@ class LayerSpec:
             num_initial=self.num_initial,
             num_local=self.num_local,
             window=self.w,
+            compute_dtype=compute_dtype,
         )
 
     @property

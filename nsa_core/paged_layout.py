@@ -206,6 +206,7 @@ def allocate(
       ValueError: a size that is not a positive int.
     """
     validate.configuration(config)
+    validate.in_dtype_of_query(config, "a cache")
     validate.sizes(
         num_pages=num_pages, kv_heads=kv_heads, key_width=key_width, value_width=value_width
     )

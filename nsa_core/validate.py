@@ -70,6 +70,15 @@ def configuration(config) -> None:
         raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
 
 
+def in_dtype_of_query(config: NSAConfig, what: str) -> None:
+    """That products are in the dtype of the query, as `what` has no others."""
+    if config.compute_dtype is not None:
+        raise NotImplementedError(
+            f"{what} computes in the dtype of the query, got "
+            f"compute_dtype={config.compute_dtype!r}: it is for whole sequences"
+        )
+
+
 def scaling(scale) -> None:
     if scale is not None:
         positive("scale", scale, " or None")
@@ -352,6 +361,7 @@ def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     if config is None:
         return cache.config
     configuration(config)
+    in_dtype_of_query(config, "a cache")
     names = "compress_block", "compress_stride"
     ours, theirs = ([(x, getattr(each, x)) for x in names] for each in (config, cache.config))
     Contents(theirs).with_facts(ours)

@@ -34,6 +34,7 @@ def pages(cache: PagedArrays) -> None:
     """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
     config = cache.config
     validate.configuration(config)
+    validate.in_dtype_of_query(config, "a cache")
     array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
     number, _, kv_heads, key_width = cache.selected_key.shape
     array("selected_value", cache.selected_value, 4, PAGE_DTYPES)

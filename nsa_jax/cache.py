@@ -81,6 +81,7 @@ def init_cache(
       ValueError: a size that is no positive integer, or no configuration.
     """
     validate.configuration(config)
+    validate.in_dtype_of_query(config, "a cache")
     validate.sizes(
         batch=batch,
         capacity=capacity,

@@ -282,6 +282,7 @@ def attention(
     context_layout,
 ):
     """`api.attention` of this device's queries; arguments as there."""
+    validate.in_dtype_of_query(config, "context parallelism")
     shard = _Shard(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():
         if k.shape[1] != query.shape[1]:

@@ -33,7 +33,8 @@ def problem_of(
     """The problem that `query` `[B, T, H, D]` poses on the default JAX backend.
 
     Under `jit` nobody knows whether a gradient will be asked for, so it is assumed: what the
-    backward pass cannot do is refused before the forward pass runs.
+    backward pass cannot do is refused before the forward pass runs. With a `compute_dtype`, which
+    has none, it is refused where it is asked for.
     """
     batch, length, heads, width = query.shape
     return Problem(
@@ -52,5 +53,5 @@ def problem_of(
         packed=packed,
         config=config,
         device=device_name(),
-        requires_grad=True,
+        requires_grad=config.compute_dtype is None,
     )

@@ -66,8 +66,9 @@ def _refuse(primals, tangents):
     )
 
 
-def _differentiable(forward, forward_with_residuals, backward, arrays, integers):
-    """The output of `forward(arrays, integers)`, with gradients of the arrays.
+def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):
+    """The output of `forward(arrays, integers)`, with gradients of the arrays, which only the
+    dtype of the query has.
 
     `forward_with_residuals` returns besides what `backward(arrays, integers, residuals,
     cotangents)` needs.
@@ -79,6 +80,11 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
     @any_rank
     def keep(arrays, integers):
+        if config.compute_dtype is not None:
+            raise NotImplementedError(
+                f"mosaic: compute_dtype={config.compute_dtype!r} has no gradient: leave it out to "
+                "train"
+            )
         arrays = _first_order(arrays)
         output, residuals = _foldable(forward_with_residuals)(arrays, integers)
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
@@ -220,7 +226,8 @@ class KernelPath:
                 pair = _of_slots(layout, count, *pair)
             return dq, *pair
 
-        return _differentiable(forward, forward_with_residuals, backward, arrays, integers)
+        functions = forward, forward_with_residuals, backward
+        return _differentiable(*functions, arrays, integers, config)
 
     compressed_attention, selected_attention, sliding_attention = map(_target, Branches._fields)
 
@@ -316,4 +323,5 @@ class KernelPath:
         if block_indices is not None:
             integers = integers | {"block_indices": block_indices}
         inputs = Inputs(query, key, value, gates)
-        return _differentiable(forward, forward_with_residuals, backward, inputs, integers)
+        functions = forward, forward_with_residuals, backward
+        return _differentiable(*functions, inputs, integers, config)

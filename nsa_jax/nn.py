@@ -174,6 +174,8 @@ class NSAAttention(nnx.Module):
       dense_below: whole sequences of fewer tokens get dense attention, which is the same function
         there and which `nsa_jax.explain` may say is faster. With `gate="selected"` alone, and at
         most `n_sel * l_sel + 1`; a cache's tokens are not affected.
+      compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
+        attends to a cache computes in `dtype`.
       rngs: for the initial parameters.
     """
 
@@ -185,6 +187,7 @@ class NSAAttention(nnx.Module):
         param_dtype=jnp.float32,
         implementation: str | Branches[str | None] | None = None,
         dense_below: int = 0,
+        compute_dtype: str | None = None,
         rngs: nnx.Rngs,
     ):
         if not isinstance(spec, LayerSpec):
@@ -193,7 +196,8 @@ class NSAAttention(nnx.Module):
         self.dtype = dtype
         self.implementation = implementation
         spec.check_dense_below(dense_below)
-        self.dense_below = dense_below
+        self.dense_below, self.compute_dtype = dense_below, compute_dtype
+        spec.computed_in(compute_dtype)  # checks it
 
         def linear(size_in, size_out):
             return nnx.Linear(
@@ -355,7 +359,8 @@ class NSAAttention(nnx.Module):
             and spec.gate == "selected"
             and not any(Branches.each(self.implementation))
         ):
-            packed = dict(segment_ids=segment_ids, varlen=varlen, config=spec.config)
+            config = spec.computed_in(self.compute_dtype)
+            packed = dict(segment_ids=segment_ids, varlen=varlen, config=config)
             compressed = api.compress(key.compressed, self.compress_params()[0], **packed)
             indices = api.select_blocks(query, compressed, **packed)
             out, _ = api.selected_attention(
@@ -364,7 +369,7 @@ class NSAAttention(nnx.Module):
         elif kv is None:
             key_params, value_params = self.compress_params()
             packed = dict(segment_ids=segment_ids, varlen=varlen)
-            sizes = dict(config=spec.config, **packed)
+            sizes = dict(config=spec.computed_in(self.compute_dtype), **packed)
             compressed = (
                 api.compress(key.compressed, key_params, **sizes),
                 api.compress(value.compressed, value_params, **sizes),
@@ -375,8 +380,8 @@ class NSAAttention(nnx.Module):
                 value,
                 gates,
                 compressed=compressed,
-                **packed,
-                **options,
+                implementation=self.implementation,
+                **sizes,
             )
         else:
             out, kv = cache.cached_attention(

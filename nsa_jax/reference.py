@@ -1,7 +1,8 @@
 """The oracle: every branch dense, with explicit boolean masks built from token indices.
 
 It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
-the same code in the low precision is the yardstick of the tolerance rule. It shares no code
+the same code in the low precision is the yardstick of the tolerance rule. Of a config whose
+`compute_dtype` is float8_e4m3, the yardstick rounds what its kernels round. It shares no code
 with the fast paths, needs memory for `[T, S]` per head, and is never chosen for its speed.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arguments and shapes as in `nsa_jax.api`.
@@ -55,10 +56,35 @@ def _window_starts(sequence, position, config):
     return starts.astype(jnp.int32)
 
 
-def _attend(query, key, value, mask, scale, dtype):
+def _e4m3(x):
+    """`x` rounded to 8 bits, beyond the range to its end."""
+    return jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn).astype(x.dtype)
+
+
+def _rounded(query, key, value, read):
+    """`query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as products in e4m3 see them, of
+    which the keys that are `read` [B, S, Hkv or 1, 1] are less by their mean, and that.
+    """
+
+    def by_column(x):
+        size = jnp.maximum(jnp.abs(x).max(axis=1, keepdims=True), 2.0**-100)
+        unit = jnp.exp2(jnp.floor(jnp.log2(size)) - 7)
+        return _e4m3(x / unit), unit
+
+    count = jnp.maximum(read.sum(axis=1, keepdims=True), 1).astype(key.dtype)
+    mean = key.sum(axis=1, keepdims=True) / count
+    key, unit = by_column(jnp.where(read, key - mean, 0))
+    query = query * unit[:, :, :, None]
+    of_row = jnp.maximum(jnp.abs(query).max(axis=-1, keepdims=True), 2.0**-100) / 448
+    value, of_values = by_column(value)
+    return _e4m3(query / of_row) * of_row, key, value * of_values, mean[:, 0]
+
+
+def _attend(query, key, value, mask, scale, dtype, in_float8=False):
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
     out_dtype = dtype or query.dtype
-    dtype = dtype or _wide(query.dtype)
+    in_float8 = in_float8 and dtype is not None
+    dtype = _wide(query.dtype) if dtype is None or in_float8 else dtype
     scale = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, dtype)
     query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
     query, key, value = (x.astype(dtype) for x in (query, key, value))
@@ -68,6 +94,11 @@ def _attend(query, key, value, mask, scale, dtype):
     some = rearrange(mask.any(axis=4), "b k 1 t -> b t k 1 1")
     query = jnp.where(some, query, 0)
     key, value = (jnp.where(read, x, 0) for x in (key, value))
+    lost = jnp.zeros((), dtype)  # from all logits of a query
+    if in_float8:
+        exact = query
+        query, key, value, mean = _rounded(query, key, value, read)
+        lost = jnp.einsum("btkgd,bkd->bkgt", exact, mean, precision=EXACT) * scale
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=EXACT) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
@@ -76,10 +107,11 @@ def _attend(query, key, value, mask, scale, dtype):
     total = jnp.sum(weights, axis=-1, keepdims=True)
     seen = total > 0
     total = jnp.where(seen, total, 1)
+    weights = _e4m3(weights * 256) / 256 if in_float8 else weights
     probs = jnp.where(mask, weights / total, 0)
     out = jnp.einsum("bkgts,bskd->btkgd", probs, value, precision=EXACT)
     out = jnp.where(some, out, 0)
-    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0]
+    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0] + lost
     out = rearrange(out, "b t k g d -> b t (k g) d").astype(out_dtype)
     lse = rearrange(lse, "b k g t -> b t (k g)").astype(_wide(dtype))
     return out, lse, probs
@@ -230,7 +262,8 @@ def selected_attention(
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= _iota(num_keys) <= index[:, :, None]
     mask = rearrange(chosen, "b t k s -> b k t s") & mask[:, None]
-    return _attend(query, key, value, mask, scale, compute_dtype)[:2]
+    in_float8 = config.compute_dtype is not None
+    return _attend(query, key, value, mask, scale, compute_dtype, in_float8)[:2]
 
 
 def sliding_attention(
@@ -251,7 +284,8 @@ def sliding_attention(
     distance = index[:, :, None] - _iota(num_keys)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= (distance >= 0) & (distance < config.window)
-    return _attend(query, key, value, mask[:, None], scale, compute_dtype)[:2]
+    in_float8 = config.compute_dtype is not None
+    return _attend(query, key, value, mask[:, None], scale, compute_dtype, in_float8)[:2]
 
 
 def combine(outputs, gates):

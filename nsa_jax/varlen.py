@@ -84,7 +84,7 @@ def rows_of(
         raise ValueError(
             f"varlen must be what nsa_jax.varlen_metadata returns, got {type(varlen).__name__}"
         )
-    if config != varlen.config:
+    if config.of_sizes != varlen.config.of_sizes:
         raise ValueError(f"varlen must be made with {config}, got one of {varlen.config}")
     wanted = batch, varlen.shape[1] if length is None else length
     if varlen.shape != wanted:

@@ -190,6 +190,7 @@ def attention(
     from nsa_torch import context_attention
 
     validate.queries(query)
+    validate.in_dtype_of_query(config, "context parallelism")
     ranks = Ranks(context_mesh, query.device)
     tensors = query, key, value, gates
 

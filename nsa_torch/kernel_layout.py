@@ -67,7 +67,7 @@ class KernelLayout:
         if self.max_seqlen is not None:
             longest = min(longest, self.max_seqlen)
         numbers = self.kv_len, count - 1, longest
-        capacity = Capacity(batch, length, *numbers, self.config, self.gap)
+        capacity = Capacity(batch, length, *numbers, self.config.of_sizes, self.gap)
         return Varlen(self.ops, capacity, borders.reshape(1, count))
 
     @property

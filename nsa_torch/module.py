@@ -95,6 +95,8 @@ class NSAAttention(nn.Module):
       dense_below: whole sequences of fewer tokens get dense attention, which is the same function
         there and which `nsa_torch.explain` may say is faster. With `gate="selected"` alone, and at
         most `n_sel * l_sel + 1`; a cache's tokens are not affected.
+      compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
+        attends to a cache computes in the dtype of its input.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
       device, dtype: of the parameters; None: torch's defaults.
 
@@ -140,6 +142,7 @@ class NSAAttention(nn.Module):
         qk_norm_eps: float | None = None,
         implementation: str | Branches[str | None] | None = None,
         dense_below: int = 0,
+        compute_dtype: str | None = None,
         context_mesh: DeviceMesh | None = None,
         context_layout: Layout = "zigzag",
         device: torch.device | str | int | None = None,
@@ -181,7 +184,8 @@ class NSAAttention(nn.Module):
             raise ValueError(
                 f"dense_below must be 0 where context_mesh is given, got {dense_below}"
             )
-        self.dense_below = dense_below
+        self.dense_below, self.compute_dtype = dense_below, compute_dtype
+        spec.computed_in(compute_dtype)  # checks it
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -302,7 +306,8 @@ class NSAAttention(nn.Module):
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
         """The selected branch alone, `[B, T, H, Dv]`; of the compressed one its scores."""
-        packed: dict[str, Any] = dict(config=self.spec.config, cu_seqlens=cu_seqlens)
+        config = self.spec.computed_in(self.compute_dtype)
+        packed: dict[str, Any] = dict(config=config, cu_seqlens=cu_seqlens)
         with torch.no_grad():  # a selection has no gradient
             compressed = functional.compress(
                 key.compressed, self.compress_params()[0], **packed
@@ -415,7 +420,8 @@ class NSAAttention(nn.Module):
             out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
-        packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
+        config = spec.computed_in(self.compute_dtype)
+        packed: dict[str, Any] = dict(config=config, cu_seqlens=cu_seqlens) | ranks
         compressed = None  # the means, which `attention` makes
         if key_params is not None:
             compressed = (

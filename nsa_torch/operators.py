@@ -23,7 +23,7 @@ from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, unwr
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from nsa_core.config import NSAConfig
+from nsa_core.config import COMPUTE_DTYPES, SIZES, NSAConfig
 from nsa_torch import batch_tables, early_release
 from nsa_torch.first_order import first_order, refuse, under_transforms
 from nsa_torch.plain import plain, traced
@@ -38,9 +38,7 @@ REST_COUNT = REST.count(",") + 1
 FORWARD = "(str kind, Tensor?[] tensors, {}) -> Tensor[]"
 BACKWARD = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {}) -> Tensor[]"
 DEVICES = ("cpu", "cuda")
-FIELDS = tuple(NSAConfig.__dataclass_fields__)
-
-config_of = functools.cache(NSAConfig)
+FIELDS = *SIZES, "compute_dtype"
 
 NO_JVP = (
     "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers): use reverse mode "
@@ -170,7 +168,15 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
     """In the order of `FIELDS`; constants to `torch.compile`, to which lengths alone vary."""
-    return tuple(operator.index(getattr(config, name)) for name in FIELDS)
+    sizes = (operator.index(getattr(config, name)) for name in SIZES)
+    return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
+
+
+@functools.cache
+def config_of(*numbers: int) -> NSAConfig:
+    """That of which `numbers_of` gives these."""
+    *sizes, compute_dtype = numbers
+    return NSAConfig(*sizes, compute_dtype=COMPUTE_DTYPES[compute_dtype])
 
 
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):

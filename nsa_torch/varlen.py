@@ -187,7 +187,7 @@ class VarlenMetadata:
         Raises:
           ValueError: made for another config, device or length, or out of date.
         """
-        if config != self.config:
+        if config.of_sizes != self.config.of_sizes:
             raise ValueError(f"varlen must be made with {config}, got one of {self.config}")
         if x.shape[0] != 1:
             raise ValueError(

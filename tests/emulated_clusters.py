@@ -61,13 +61,6 @@ class ClusterWarps(Warps):
     def quotient(self, a, b):
         return self.word(a) / self.word(b)
 
-    def divided(self, a, b):
-        return self.word(a) / self.word(b)
-
-    def codes(self, x):
-        four = np.stack([np.clip(self.word(y), -448, 448) for y in x], -1)
-        return np.ascontiguousarray(four.astype(ml_dtypes.float8_e4m3fn)).view(np.int32)[..., 0]
-
     def multiply_add(self, a, b, c):
         return self.word(a) * self.word(b) + self.word(c)
 

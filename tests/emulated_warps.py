@@ -100,6 +100,13 @@ class Warps:
         pair = np.ascontiguousarray(self.word(x))[..., None].view(ml_dtype(dtype))
         return [pair[..., half].astype(np.float32) for half in range(2)]
 
+    def divided(self, a, b):
+        return self.word(a) / self.word(b)
+
+    def codes(self, x):
+        four = np.stack([np.clip(self.word(y), -448, 448) for y in x], -1)
+        return np.ascontiguousarray(four.astype(ml_dtypes.float8_e4m3fn)).view(np.int32)[..., 0]
+
     def integer(self, x: float) -> int:
         return np.float32(x).view(np.int32).item()
 
@@ -174,6 +181,18 @@ class Warps:
     def put(self, address, x, only):
         array, index = address
         self._store(array, (self._inside(index, array.size, only),), x, only)
+
+    def put_four(self, address, values, only):
+        array, index = address
+        assert not (index & 3)[np.broadcast_to(only & self.active, self.shape)].any()
+        for i, x in enumerate(values):
+            self.put((array, index + i), x, only)
+
+    def fetch_four(self, address, only):
+        array, index = address
+        assert not (index & 3)[np.broadcast_to(only & self.active, self.shape)].any()
+        found = [array[self._inside(index + i, array.size, only)] for i in range(4)]
+        return [np.where(only, x, 0) for x in found]
 
     def _shared(self, address, offset, only=True):
         address = self.word(address) + offset

@@ -1,6 +1,5 @@
 """Records for tests of what is derived from them."""
 
-import dataclasses
 from typing import Any
 
 from bench.harness.records import Record
@@ -23,7 +22,7 @@ def record(branch: str, implementation: str, ms: float | None, **fields: Any) ->
         values |= dict(time_ms=ms, p20_ms=ms * 0.9, p80_ms=ms * 1.1, samples=5)
         values |= dict(error_of="out", error_max=0.01, error_bound=0.1)
         values |= dict(useful_flops=10**9, bytes=10**6, tflops=1 / ms, gbps=1 / ms)
-    values |= dict(config=dataclasses.asdict(config))
+    values |= dict(config=config.as_dict())
     return Record(**values | fields, branch=branch, implementation=implementation)
 
 

@@ -49,6 +49,14 @@ EDGES = {
     "all forced": dataclasses.replace(PAPER_SHAPE, config=NSAConfig(num_selected=3)),
     "one token": dataclasses.replace(PAPER_SHAPE, T=1),
 }
+# Products in e4m3, which have no backward pass.
+FP8 = {
+    f"fp8 {name}": dataclasses.replace(
+        case, config=dataclasses.replace(case.config, compute_dtype="float8_e4m3")
+    )
+    for name, case in (SHAPES | EDGES).items()
+    if name in ("paper", "widest groups")
+}
 # The others are like `SHAPES`.
 EDGES_BACKWARD = ("widest", "widest groups", "longest blocks", "narrowest")
 EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
@@ -104,7 +112,7 @@ SPILLS_OF_THREE = {"interval_forward": {"spill_store_bytes": 60, "spill_load_byt
 @functools.cache
 def kernels(name, backward=False):
     """The kernels that `nsa_jax.mosaic` builds for a shape; `backward`: those of gradients."""
-    case, found = (SHAPES | EDGES)[name], []
+    case, found = (SHAPES | EDGES | FP8)[name], []
 
     class Recording(JaxOps):
         def run(self, kernel, *arrays):
@@ -241,6 +249,29 @@ def test_keys_in_pages_fit_the_chip():
     others = {"heads": 32, "kv_heads": 4, "key_width": 128, "value_width": 128}
     others |= {"dtype": "bfloat16", "config": NSAConfig()}
     assert mosaic_forward.selected_on_pages(**others) is None  # 8 heads a group: gathered
+
+
+# Bytes a thread, stored and loaded once a work item.
+FP8_SPILLS = {"fp8 widest groups": 60}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_products_in_e4m3_fit_the_chip(name):
+    """On the paper's heads three CTAs an SM, as in 16 bits."""
+    names = {"selected_forward", "interval_forward", "fp8_sums", "fp8_round"}
+    builders = [
+        (f"{__name__}:build", {"name": name, "index": i, "backward": False})
+        for i, x in enumerate(any_length(name))
+        if x.name in names and getattr(x.spec, "fp8", True)
+    ]
+    reports = compile_report(builders)
+    assert {x["name"] for x in reports} == names
+    for report in reports:
+        most = ALLOWED.get(report["name"], 255) if name == "fp8 paper" else 255
+        assert report["registers"] <= most and report["shared_bytes"] <= SMEM_BYTES
+        spilled = max(report["spill_store_bytes"], report["spill_load_bytes"])
+        assert spilled <= FP8_SPILLS.get(name, 0), (report["name"], spilled)
+        assert all("spilled" in remark for remark in report["remarks"])
 
 
 @pytest.mark.parametrize(

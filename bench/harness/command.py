@@ -276,7 +276,7 @@ def about_shape(runner, settings: problems.Settings, shape: cost.Shape) -> dict[
     return sizes | {
         "framework": runner.framework,
         "dtype": settings.runtime.dtype.name,
-        "config": dataclasses.asdict(settings.nsa),
+        "config": settings.nsa.as_dict(),
         "input": "random",
         "device": runner.device,
     }

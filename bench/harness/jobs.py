@@ -60,7 +60,7 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
     if name is None and not chosen:
         for entry in registry.table[branch]:
-            yield Job(branch, entry.name, entry.name, {}, entry.why_not(question) or "")
+            yield Job(branch, entry.name, entry.name, {}, entry.refusal(question) or "")
         return
     try:
         choice = registry.choose(question, name, on_unsupported)

@@ -13,6 +13,8 @@ from ..harness.problems import Inputs, Settings
 from . import oracle, parity
 from .parity import Parity
 
+ROUNDED = "selected", "sliding", "all"  # branches that `compute_dtype` is about
+
 
 class Checker:
     """Compares results of either framework with the oracle, which it computes once each."""
@@ -63,7 +65,7 @@ class Checker:
             if not self.pools:
                 known["compressed"] = self.inputs.compressed_key, self.inputs.compressed_value
         exact, low = self._expected(branch, known)
-        return parity.merge(self._compare(runner, result, exact, low, branch == "selected"))
+        return parity.merge(self._compare(runner, result, exact, low, branch))
 
     def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
         """Compares the whole attention. With its own selection given (`frozen`) every row must
@@ -78,7 +80,7 @@ class Checker:
         known = self.inputs.arguments("all") | {"block_indices": jnp.asarray(indices)}
         exact, low = self._expected("all", known, _digest(chosen))
         result = frozen(*self.sources(runner, arguments | {"block_indices": block_indices}))
-        parts = self._compare(runner, result, exact, low, False)
+        parts = self._compare(runner, result, exact, low, "all")
         scores = self._scores(jnp.asarray(runner.numpy(compressed_key)))
         parts += [parity.check_indices(chosen, scores, self.positions, self.config)]
         decided = parity.decided(scores, self.positions, self.config)
@@ -86,7 +88,9 @@ class Checker:
         grouped = (*decided.shape, -1, free.shape[-1])
         arrays = (x.reshape(grouped)[decided] for x in (free, exact["out"], low["out"]))
         name = "out of its own selection"
-        parts += [parity.check_parity(name, *arrays, dtype=self.dtype)]
+        in_float8 = self.config.compute_dtype is not None
+        how: Any = {"dtype": self.dtype, "in_float8": in_float8}
+        parts += [parity.check_parity(name, *arrays, **how)]
         return parity.merge(parts)
 
     def sources(self, runner, arguments) -> tuple:
@@ -119,8 +123,9 @@ class Checker:
             result = {"out": result["out"]} | _named(grads)
         return result
 
-    def _compare(self, runner, result, exact, low, selection) -> list[Parity]:
+    def _compare(self, runner, result, exact, low, branch) -> list[Parity]:
         parts = []
+        in_float8 = self.config.compute_dtype is not None and branch in ROUNDED
         result = dict(result)
         grads = _named(result.pop("gradients", {}))
         for name, x in (result | grads).items():
@@ -129,8 +134,9 @@ class Checker:
             # The log-sum-exp is float32 whatever the inputs, and is held to that.
             dtype = actual.dtype if name == "lse" else self.dtype
             arrays = (actual, exact[name], low[name])
-            limited = selection and name == "out"
-            parts += [parity.check_parity(name, *arrays, dtype=dtype, selection=limited)]
+            limited = branch == "selected" and name == "out"
+            how: Any = {"selection": limited, "in_float8": in_float8}
+            parts += [parity.check_parity(name, *arrays, dtype=dtype, **how)]
         return parts
 
 

@@ -10,6 +10,10 @@ mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); of the selected b
 rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORACLE`)
 slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
+Of products in e4m3 the yardstick rounds what their kernels round, whose errors go over 1e-3 in the
+mean, and the slope may be off by 2^-7: tensor cores keep 13 bits of a sum in steps of 32 keys, so
+that each step may lose 2^-14 of it; a tile's list of 64 blocks takes 128.
+
 The maximum is blind to what is wrong everywhere by little: in bfloat16 outputs times 1.02 pass
 it. Rounding errors have no direction, so that the slope of many elements is 1; a factor moves
 it. The rms sees what is wrong in few elements, or in no direction: a key too few in the window.
@@ -33,6 +37,7 @@ RMS_OF_ORACLE = {
     "float64": 2.0**-47,
 }
 SLOPE, SLOPE_ELEMENTS = 1e-3, 10**5
+FLOAT8_SLOPE = 2.0**-7
 # Absolute limits besides.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
@@ -61,6 +66,7 @@ class Parity:
     error_rms: float | None = None
     bound_rms: float | None = None
     slope: float | None = None
+    slope_limit: float = SLOPE
 
     @property
     def share(self) -> float:
@@ -69,7 +75,7 @@ class Parity:
         if self.error_rms is not None and self.bound_rms is not None:
             pairs.append((self.error_rms, self.bound_rms))
         if self.slope is not None:
-            pairs.append((abs(self.slope - 1), SLOPE))
+            pairs.append((abs(self.slope - 1), self.slope_limit))
         used = [error / bound if bound else float(error > 0) * 2 for error, bound in pairs]
         return np.inf if not np.isfinite(used).all() else max(used)
 
@@ -107,6 +113,7 @@ def check_parity(
     *,
     dtype: str | np.dtype | None = None,
     selection: bool = False,
+    in_float8: bool = False,
 ) -> Parity:
     """Applies the rule to one array.
 
@@ -115,6 +122,7 @@ def check_parity(
       actual: the path's result.
       dtype: the path's precision where `actual` was converted; None: that of `actual`.
       selection: it is the output of the selected branch.
+      in_float8: products are in e4m3, those of the yardstick too.
     """
     dtype = np.dtype(actual.dtype if dtype is None else dtype)
     if not actual.shape == oracle.shape == yardstick.shape:
@@ -141,12 +149,13 @@ def check_parity(
     bound_max = TIMES_YARDSTICK * low.max + floor * exact.max
     bound_mean = TIMES_YARDSTICK * low.mean + floor * exact.mean
     bound_rms = RMS_TIMES_YARDSTICK * low.rms + RMS_OF_ORACLE[dtype.name] * exact.rms
-    if dtype == np.float32:
+    if dtype == np.float32 and not in_float8:
         bound_max = min(bound_max, FLOAT32_MAX)
-    if selection and dtype.itemsize == 2:
+    if selection and dtype.itemsize == 2 and not in_float8:
         bound_mean = min(bound_mean, LOW_PRECISION_SELECTION_MEAN)
     judged = exact.count >= SLOPE_ELEMENTS and exact.squares > 0
     slope = product / exact.squares if judged else None
+    limit = FLOAT8_SLOPE if in_float8 else SLOPE
     reason = ""
     for kind, size, bound in (
         ("max", error.max, bound_max),
@@ -155,8 +164,8 @@ def check_parity(
     ):
         if not size <= bound:
             reason = reason or f"{name}: {kind} error {size:.3g} is above {bound:.3g}"
-    if slope is not None and not abs(slope - 1) <= SLOPE:
-        reason = reason or f"{name}: slope {slope:.6f} is off 1 by more than {SLOPE:g}"
+    if slope is not None and not abs(slope - 1) <= limit:
+        reason = reason or f"{name}: slope {slope:.6f} is off 1 by more than {limit:g}"
     return Parity(
         error_max=error.max,
         error_mean=error.mean,
@@ -168,6 +177,7 @@ def check_parity(
         error_rms=error.rms,
         bound_rms=bound_rms,
         slope=slope,
+        slope_limit=limit,
     )
 
 
@@ -178,9 +188,9 @@ def _chunks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
         yield [x[at : at + CHUNK].astype(np.float64) for x in flat]
 
 
-def assert_parity(name, actual, oracle, yardstick, *, dtype=None, selection=False) -> None:
+def assert_parity(name, actual, oracle, yardstick, **how) -> None:
     """`check_parity`, raising `AssertionError` with the reason when it does not hold."""
-    result = check_parity(name, actual, oracle, yardstick, dtype=dtype, selection=selection)
+    result = check_parity(name, actual, oracle, yardstick, **how)
     if not result.ok:
         raise AssertionError(result.reason)
 

@@ -4,7 +4,6 @@ Of one sequence with the paper's sizes and random inputs, on which NSA is slowes
 faster: `reports/crossover.py`. Of one length nothing follows where NSA is faster there.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from nsa_core import policy
@@ -13,7 +12,7 @@ from nsa_core.config import NSAConfig
 from ..harness.records import Record
 from ..reports import crossover
 
-PAPER = dataclasses.asdict(NSAConfig())
+PAPER = NSAConfig().as_dict()
 
 
 def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:

@@ -112,7 +112,7 @@ def _present(framework: str, device: str) -> bool:
 def _config(name: str, length: int, block: int) -> NSAConfig:
     if policy.DECIDES[name][0] != "selected":
         return NSAConfig()
-    sizes = {} if block > 1 else {"compress_block": 1, "compress_stride": 1}
+    sizes: dict[str, Any] = {} if block > 1 else {"compress_block": 1, "compress_stride": 1}
     few = {"num_initial": 0, "num_local": 1}
     # One block holds the query itself, so a selection has one at least.
     return NSAConfig(select_block=block, num_selected=length // block, **sizes, **few)

@@ -18,6 +18,7 @@ HOPPER = (9, 0)
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
 GRID_ROWS = 2**16 - 1  # CUDA's limit of a grid's second axis
+FP8_STEP = 32  # numbers in e4m3 that a product sums at a time
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
@@ -48,7 +49,22 @@ def why_not(problem: Any) -> str | None:
     if problem.B * problem.Hkv > GRID_ROWS:
         return f"takes up to {GRID_ROWS} rows of B Hkv, got {problem.B * problem.Hkv}"
     group, config = problem.H // problem.Hkv, problem.config
+    in_fp8 = config.compute_dtype is not None and problem.step not in ("compressed", "scores")
+    if in_fp8 and (reason := _fp8_why_not(problem)):
+        return f"compute_dtype={config.compute_dtype!r} {reason}"
     return _why_not(group, problem.D, problem.Dv, config.select_block, config.num_selected)
+
+
+def _fp8_why_not(problem: Any) -> str | None:
+    """Why products in e4m3 cannot run `problem`, of which they are a part."""
+    if problem.requires_grad:
+        return "has no gradient: compute under torch.no_grad(), or leave it out to train"
+    if problem.cached:
+        return "takes whole sequences, got a cache"
+    for name, width in (("D", problem.D), ("select_block", problem.config.select_block)):
+        if width % FP8_STEP:
+            return f"takes {name} that is a multiple of {FP8_STEP}, got {width}"
+    return None
 
 
 @functools.cache  # every call asks, for every step

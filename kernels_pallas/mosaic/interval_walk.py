@@ -34,7 +34,9 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.ring import rings
 from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
+from kernels_pallas.specs.fp8 import GROUP
 from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 
@@ -88,12 +90,15 @@ class Scheduler:
         return WorkItem(b, kv_head, tile0, begin, full_from, full_to, end)
 
 
-def split(work_item: WorkItem, block: int):
+def split(work_item: WorkItem, spec: IntervalAttention):
     """Number of blocks, at least one, number of those under a mask, and the first key of the
     i-th. Of a work item that sees no key the block lies where copies read zeros.
     """
+    block = spec.block
     begin, full_from, full_to, end = work_item[3:]
     begin = jnp.where(begin < end, begin, NO_KEY)
+    if spec.fp8:
+        begin = lax.div(begin, jnp.int32(GROUP)) * GROUP
     blocks = lax.div(jnp.maximum(end - begin, 1) + (block - 1), jnp.int32(block))
     # Every row sees the blocks [left, right) in full; the others come first.
     left = lax.div(full_from - begin + (block - 1), jnp.int32(block))
@@ -137,13 +142,14 @@ class IntervalWalk:
         copied while the output is.
         """
         spec = self.spec
-        ring = 2 * spec.stages * spec.block * (spec.D + spec.Dv)
+        ring = spec.stages * sum(ring.bytes for ring in rings(spec))
         rows = 2 * spec.consumers * ROWS * (sum(self.rows.values()) + self.out_width)
         return ring + rows <= SMEM_BYTES - 1024
 
     def build(self, kernel: Kernel, body: Callable) -> Callable:
         """The kernel of `body(refs)`, which calls `run`."""
         spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
+        keys, values = rings(spec)
         consumer, producer = spec.registers
         operands.check_registers(*[consumer] * spec.consumers, producer)
         rows = dict(self.rows)
@@ -162,11 +168,11 @@ class IntervalWalk:
             body,
             scratch={
                 **{name: buffers.rows(spec.consumers, width) for name, width in rows.items()},
-                "key_ring": buffers.ring(spec.stages, spec.block, spec.D),
-                "value_ring": buffers.ring(spec.stages, spec.block, spec.Dv),
+                "key_ring": keys.scratch(spec.stages),
+                "value_ring": values.scratch(spec.stages),
                 "rows_ready": barriers(loaded, spec.consumers),
-                "key_ready": barriers(spec.D // slab, spec.stages),
-                "value_ready": barriers(spec.Dv // slab, spec.stages),
+                "key_ready": barriers(keys.copies, spec.stages),
+                "value_ready": barriers(values.copies, spec.stages),
                 "key_free": barriers(spec.consumers, spec.stages),
                 "value_free": barriers(spec.consumers, spec.stages),
                 "added_ready": barriers(self.out_width // slab, spec.consumers),
@@ -233,7 +239,7 @@ class IntervalWalk:
             done, work_item = carry
             tile = TilePlace(work_item.b, work_item.kv_head, work_item.tile0 + wg, wg)
             following = scheduler.work_item(turn + 1)
-            blocks, masked, key_at = split(work_item, spec.block)
+            blocks, masked, key_at = split(work_item, spec)
             first_key, key_end = (
                 plgpu.load(
                     bound.at[tile.b * refs.sizes.tiles + tile.index],
@@ -305,31 +311,29 @@ class IntervalWalk:
 
     def _produce(self, refs, scheduler):
         """The loop of the producer warpgroup: keys and values of every block, in turn."""
-        spec, buffers = self.spec, self.buffers
+        spec = self.spec
         stages, turns = spec.stages, scheduler.turns
-        rings = (
-            (refs.key, refs.key_ring, refs.key_ready, refs.key_free),
-            (refs.value, refs.value_ring, refs.value_ready, refs.value_free),
+        keys, values = rings(spec)
+        sources = (
+            (keys, refs.key, refs.key_ring, refs.key_ready, refs.key_free),
+            (values, refs.value, refs.value_ring, refs.value_ready, refs.value_free),
         )
 
         def take(turn, carry):
             done, work_item = carry
             following = scheduler.work_item(turn + 1)
-            blocks, _, key_at = split(work_item, spec.block)
+            blocks, _, key_at = split(work_item, spec)
 
             def load(i, _):
                 stage = lax.rem(done + i, jnp.int32(stages))
-                keys = pl.ds(key_at(i), spec.block)
-                for source, ring, ready, free in rings:
+                place = work_item.b, work_item.kv_head, key_at(i)
+                for ring, source, blocks, ready, free in sources:
 
                     @pl.when(done + i >= stages)
                     def _(free=free):
                         plgpu.barrier_wait(free.at[stage])
 
-                    def columns_of(columns, source=source):
-                        return source.at[work_item.b, keys, work_item.kv_head, columns]
-
-                    buffers.load_keys(columns_of, ring, stage, ready.at[stage])
+                    ring.load(source, *place, blocks, stage, ready.at[stage])
 
             lax.fori_loop(0, blocks, load, None)
             return done + blocks, following

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from kernels_pallas.mosaic import wgmma
+from kernels_pallas.mosaic import fp8, wgmma
 from kernels_pallas.specs.tile import (  # noqa: F401
     LOG2E,
     ROW_STATS,
@@ -60,6 +60,11 @@ class Buffers:
     @property
     def slab(self) -> int:
         return self.tile.slab
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether a column is a pair in e4m3 (`fp8.py`)."""
+        return self.dtype == jnp.int16
 
     @property
     def _matrix_transforms(self):
@@ -149,14 +154,16 @@ class Buffers:
 
     def read_rows(self, ref, copy, width) -> list:
         """Query rows in registers, `[64, slab]` each."""
-        slabs = range(width // self.slab)
+        return [self.read_slab(ref, copy, i) for i in range(width // self.slab)]
+
+    def read_slab(self, ref, copy, i):
+        """Slab `i` of query rows in registers, `[64, slab]`."""
         if not self.interpret:
-            return [plgpu.load(ref[0].at[copy, i], layout=MATRIX) for i in slabs]
+            return plgpu.load(ref[0].at[copy, i], layout=MATRIX)
         padding = ((0, 0), (0, self.tile.rows - self.tile.used), (0, 0))
-        boxes = [ref[copy, i].reshape(-1, self.tile.used, self.slab) for i in slabs]
-        boxes = [jnp.pad(box, padding).reshape(-1, self.slab) for box in boxes]
-        missing = -boxes[0].shape[0] % ROWS
-        return [jnp.pad(box, ((0, missing), (0, 0))) for box in boxes]
+        box = ref[copy, i].reshape(-1, self.tile.used, self.slab)
+        box = jnp.pad(box, padding).reshape(-1, self.slab)
+        return jnp.pad(box, ((0, -box.shape[0] % ROWS), (0, 0)))
 
     def write_rows(self, ref, copy, value, added=None):
         """Puts float32 registers `[64, width]`, plus slabs if given, where copies read them."""
@@ -183,7 +190,8 @@ class Buffers:
             parts = self.read_rows(ref, copy, self._slabs(ref) * self.slab)
         else:
             parts = [ref[copy, i] for i in range(self._slabs(ref))]
-        return jnp.concatenate(parts, axis=1).astype(jnp.float32)
+        matrix = jnp.concatenate(parts, axis=1)
+        return fp8.numbers(matrix) if self.is_fp8 else matrix.astype(jnp.float32)
 
     @property
     def _matrix_ref(self):
@@ -204,7 +212,9 @@ class Buffers:
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
-            left, right = left if registers else self._matrix(*left), self._matrix(*right)
+            left = left if registers else self._matrix(*left)
+            left = fp8.numbers(left) if registers and self.is_fp8 else left
+            right = self._matrix(*right)
             width = min(left.shape[1], right.shape[1])
             result = jnp.dot(left[:, :width], right[:, :width].T)
             plgpu.commit_smem()  # else the race detector takes these reads for later ones
@@ -224,11 +234,14 @@ class Buffers:
         return start(left if registers else left[0][0].at[left[1]], right[0].at[copy])
 
     def start_sum(self, total, left, right):
-        """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; as
-        `start_product`.
+        """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; in e4m3
+        `total + left @ right.T`. As `start_product`.
         """
         if self.interpret:
-            result = total + jnp.dot(left.astype(jnp.float32), self._matrix(*right))
+            if self.is_fp8:
+                result = total + jnp.dot(fp8.numbers(left), self._matrix(*right).T)
+            else:
+                result = total + jnp.dot(left.astype(jnp.float32), self._matrix(*right))
             plgpu.commit_smem()
             return result
         right, copy = right
@@ -239,7 +252,8 @@ class Buffers:
         )
         def start(_, total, left, right):
             total, left = wgmma.fence(wgmma.registers(total), wgmma.registers(left))
-            return wgmma.array(wgmma.added(total, left, wgmma.Operand(right, transposed=True)))
+            right = wgmma.Operand(right, transposed=not self.is_fp8)
+            return wgmma.array(wgmma.added(total, left, right))
 
         return start(total, left, right[0].at[copy])
 
@@ -371,6 +385,32 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
     return load(ref)
 
 
+def by_column(ref, shape, interpret: bool):
+    """float32 `[columns]` in global memory as `[64, columns]`, the same in each row."""
+    if interpret:
+        return lax.broadcast_in_dim(ref[...], shape, [1])
+    column = plgpu.ShapeDtypeStruct(shape[1:], jnp.float32, layout=PER_COLUMN)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=column)
+    def load(_, ref):
+        layout = PER_COLUMN.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape[1:]), object)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        indices = list(np.ndindex(registers.shape))
+        first = None
+        for i, (index, (column,)) in enumerate(
+            zip(indices, layout.thread_idxs(shape[1:]), strict=True)
+        ):
+            if first is None:  # the others are at constant distances of eight columns
+                first = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, column))
+            i8 = ir.IntegerType.get_signless(8)
+            pointer = llvm.getelementptr(first.type, first, [], [32 * i], i8, 0)
+            registers[index] = llvm.load(pair, pointer)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return lax.broadcast_in_dim(load(ref), shape, [1])
+
+
 def side_by_side(parts, interpret: bool):
     """One matrix from its columns, `[64, 8]` each."""
     if interpret:
@@ -383,7 +423,9 @@ def side_by_side(parts, interpret: bool):
         layout = MATRIX.to_mgpu()
         registers = np.concatenate([part.registers for part in parts], axis=1)
         assert registers.shape == layout.registers_shape(shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=parts[0].is_signed
+        )
 
     return join(*parts)
 

@@ -35,6 +35,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.ring import rings
 from kernels_pallas.mosaic.row_io import TileRows
 from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
 from kernels_pallas.specs.selected import COUNTS, LIST_CHUNK, BlockCounts, SelectedAttention
@@ -98,6 +99,7 @@ class SelectedWalk:
     def build(self, kernel: Kernel, body: Callable) -> Callable:
         """The kernel of `body(refs)`, which calls `run`."""
         spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
+        keys, values = rings(spec)
         rows = dict(self.rows)
         query = next(iter(rows))
         rows[query] = max(rows[query], self.out_width)
@@ -110,14 +112,14 @@ class SelectedWalk:
             body,
             scratch={
                 **{name: buffers.rows(1, width) for name, width in rows.items()},
-                "key_ring": buffers.ring(spec.key_stages, spec.block, spec.D),
-                "value_ring": buffers.ring(spec.value_stages, spec.block, spec.Dv),
+                "key_ring": keys.scratch(spec.key_stages),
+                "value_ring": values.scratch(spec.value_stages),
                 "starts": plgpu.SMEM((spec.entries,), jnp.int32),
                 "members": plgpu.SMEM((spec.words, spec.entries), jnp.int32),
                 "rows_ready": barriers(sum(self.rows.values()) // slab),
                 "list_ready": barriers((1 + spec.words) * spec.entries // LIST_CHUNK),
-                "key_ready": barriers(spec.D // slab, spec.key_stages),
-                "value_ready": barriers(spec.Dv // slab, spec.value_stages),
+                "key_ready": barriers(keys.copies, spec.key_stages),
+                "value_ready": barriers(values.copies, spec.value_stages),
                 "added_ready": barriers(self.out_width // slab),
             },
             grid_names=("head", "tile"),
@@ -149,7 +151,7 @@ class SelectedWalk:
         key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
         token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
 
-        def load(source, ring, ready, stages, i):
+        def load(ring, source, blocks, ready, stages, i):
             """Starts the copy of block `i`, if there is one."""
 
             @pl.when(i < walked.blocks)
@@ -158,9 +160,7 @@ class SelectedWalk:
                 start = refs.starts[walked.place(i)]
 
                 def copy(array, row, first):
-                    keys = pl.ds(first, spec.block)
-                    part = lambda columns: array.at[row, keys, kv_head, columns]
-                    buffers.load_keys(part, ring, stage, ready.at[stage])
+                    ring.load(array, row, kv_head, first, blocks, stage, ready.at[stage])
 
                 if not spec.pages:
                     copy(getattr(refs, source), b, start)
@@ -171,11 +171,12 @@ class SelectedWalk:
                 pl.when(is_last)(lambda: copy(getattr(refs, f"last_{source}"), b, 0))
                 pl.when(~is_last)(lambda: copy(getattr(refs, source), 0, first))
 
+        keys, values = rings(spec)
         load_key = functools.partial(
-            load, "key", refs.key_ring, refs.key_ready, spec.key_stages
+            load, keys, "key", refs.key_ring, refs.key_ready, spec.key_stages
         )
         load_value = functools.partial(
-            load, "value", refs.value_ring, refs.value_ready, spec.value_stages
+            load, values, "value", refs.value_ring, refs.value_ready, spec.value_stages
         )
 
         plgpu.barrier_wait(refs.list_ready)

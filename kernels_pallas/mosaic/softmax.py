@@ -58,15 +58,16 @@ def initial_state(width: int) -> SoftmaxState:
     )
 
 
-def block_softmax(row_max, scores, c: float, visible=None, row_mask=None):
+def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float = 0.0):
     """P `[64, keys]` of a block relative to the new maximum, and that maximum.
 
     Args:
       row_max: of the blocks before, `[64]`.
       scores: S, `[64, keys]`.
-      c: scale * log2(e).
+      c: scale * log2(e); a number, or of each row.
       visible: `[64, keys]`, the keys that each row sees; None: all.
       row_mask: `[64]`, the rows that have this block at all; None: all.
+      offset: P is 2^offset times as large.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
@@ -75,7 +76,10 @@ def block_softmax(row_max, scores, c: float, visible=None, row_mask=None):
     if row_mask is not None:
         new_max = jnp.where(row_mask, new_max, row_max)
         base = jnp.where(row_mask, base, ABSENT)
-    return jnp.exp2(scores * c - across(base, scores.shape)), new_max
+    if offset:
+        base -= offset
+    of_rows = c if isinstance(c, float) else across(c, scores.shape)
+    return jnp.exp2(scores * of_rows - across(base, scores.shape)), new_max
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
@@ -94,12 +98,14 @@ def online_softmax(state: SoftmaxState, scores, c: float):
     return p, rescaled(state, new_max, p)
 
 
-def normalizer(state: SoftmaxState):
-    """1 / l and the natural log-sum-exp, `[64]`; where no key is seen, 0 and -inf."""
+def normalizer(state: SoftmaxState, offset: float = 0.0):
+    """1 / l and the natural log-sum-exp, `[64]`; where no key is seen, 0 and -inf. `offset`: of
+    P in `block_softmax`.
+    """
     _, row_max, row_sum = state
     seen = row_sum > 0
     inverse = jnp.where(seen, 1 / row_sum, 0.0)
-    return inverse, jnp.where(seen, (row_max + jnp.log2(row_sum)) / LOG2E, -jnp.inf)
+    return inverse, jnp.where(seen, (row_max + jnp.log2(row_sum) - offset) / LOG2E, -jnp.inf)
 
 
 def probabilities(scores, c: float, shift, visible=None):

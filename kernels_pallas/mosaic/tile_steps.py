@@ -9,15 +9,26 @@ in which P = 0 for keys that a row must not see and for rows that do not have th
 end out = gate * O / l + added, and dQ is scaled and takes the gate's sign.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import softmax
-from kernels_pallas.mosaic.operands import LOG2E, Buffers, across
+from kernels_pallas.mosaic import fp8, softmax
+from kernels_pallas.mosaic.operands import (
+    LOG2E,
+    ROWS,
+    Buffers,
+    across,
+    by_column,
+    side_by_side,
+)
+from kernels_pallas.mosaic.ring import rings
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 from kernels_pallas.mosaic.tile_walk import Mainloop, TilePlace
+from kernels_pallas.specs.fp8 import LARGEST, OFFSET, SMALLEST
 from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.selected import SelectedAttention
 
@@ -26,30 +37,37 @@ type Spec = IntervalAttention | SelectedAttention
 
 def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> Mainloop:
     """What forward does with the tile `at`."""
-    tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
-    tile_rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
+    tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
+    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    keys, values = (ring.buffers for ring in rings(spec))
+    query, offset = (refs.query_tile, at.slot), 0.0
+    if spec.fp8:
+        query, divisor = _rounded_query(spec, buffers, refs, at)
+        c, offset = c * divisor, OFFSET
 
     def attend(block, before, state):
         acc = state.acc
         plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
         key = refs.key_ring, block.key_stage
-        scores = buffers.start_product((refs.query_tile, at.slot), key)
+        scores = keys.start_product(query, key)
         if before is not None:
             acc = start_multiply(before, acc)
         (scores,) = buffers.finish(scores, running=0 if before is None else 1)
         block.free_key()
         visible = block.visible()
-        p, row_max = softmax.block_softmax(state.row_max, scores, c, visible, block.row_mask)
+        p, row_max = softmax.block_softmax(
+            state.row_max, scores, c, visible, block.row_mask, offset
+        )
         if before is not None:
             acc = finish_multiply(before, acc)
         state = softmax.rescaled(state._replace(acc=acc), row_max, p)
         # Converted before the wait, P would serialize the products (`wgmma.py`).
-        return state, p.astype(dtype)
+        return state, fp8.pairs(p, interpret) if spec.fp8 else p.astype(values.dtype)
 
     def start_multiply(before, acc):
         stage = before.block.value_stage
         plgpu.barrier_wait(refs.value_ready.at[stage])
-        return buffers.start_sum(acc, before.matrix, (refs.value_ring, stage))
+        return values.start_sum(acc, before.matrix, (refs.value_ring, stage))
 
     def finish_multiply(before, acc):
         (acc,) = buffers.finish(acc)
@@ -61,14 +79,38 @@ def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> Mainloop:
         return state._replace(acc=acc)
 
     def finish(state):
-        inverse, lse = softmax.normalizer(state)  # [64]
+        inverse, lse = softmax.normalizer(state, offset)  # [64]
         rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
         tile_rows.put(refs.lse, lse, *rows)
         if spec.gated:
             inverse *= tile_rows.values(refs.gate, *rows)
-        return state.acc * across(inverse, state.acc.shape)
+        out = state.acc * across(inverse, state.acc.shape)
+        if spec.fp8:
+            out *= by_column(refs.value_scale.at[at.b, at.kv_head], out.shape, interpret)
+        return out
 
     return Mainloop(softmax.initial_state(spec.Dv), attend, multiply, finish)
+
+
+def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
+    """The tile's query times the scales of keys in e4m3, a left operand in registers, and what its
+    rows were divided by, `[64]`.
+    """
+    interpret, slab = bool(spec.interpret), buffers.slab
+
+    def part(i):
+        query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
+        columns = pl.ds(i * slab, slab)
+        scale = refs.key_scale.at[at.b, at.kv_head, columns]
+        return query * by_column(scale, query.shape, interpret)
+
+    slabs = range(spec.D // slab)
+    largest = [jnp.abs(part(i)).max(axis=1) for i in slabs]
+    divisor = functools.reduce(jnp.maximum, largest) / LARGEST
+    divisor = jnp.maximum(divisor, SMALLEST)
+    inverse = across(1 / divisor, (ROWS, slab))
+    parts = [fp8.pairs(part(i) * inverse, interpret) for i in slabs]
+    return side_by_side(parts, interpret), divisor
 
 
 def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> Mainloop:

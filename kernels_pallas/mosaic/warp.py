@@ -186,6 +186,18 @@ def unpack(x: Word, dtype: str) -> list[Word]:
     return [_ptx(text % half, x, result=ir.F32Type.get()) for half in range(2)]
 
 
+def codes(x: Sequence[Word]) -> Word:
+    """Four float32 of at most 448 as numbers of e4m3 in a word, rounded to the nearest."""
+    convert = "cvt.rn.satfinite.e4m3x2.f32"
+    text = f"{{ .reg .b16 h<2>; {convert} h0, $2, $1; {convert} h1, $4, $3; "
+    return _ptx(text + "mov.b32 $0, {h0, h1}; }", *x)
+
+
+def divided(a: Number, b: Number) -> Word:
+    """`a / b` of float32, rounded to the nearest."""
+    return _ptx("div.rn.f32 $0, $1, $2;", a, b, result=ir.F32Type.get())
+
+
 def lane() -> Word:
     return Word(utils.thread_idx()) & 31
 

@@ -60,11 +60,6 @@ def quotient(a: Number, b: Number) -> Word:
     return _float("div.approx.ftz.f32 $0, $1, $2;", a, b)
 
 
-def divided(a: Number, b: Number) -> Word:
-    """`a / b`, rounded to the nearest."""
-    return _float("div.rn.f32 $0, $1, $2;", a, b)
-
-
 def multiply_add(a: Number, b: Number, c: Number) -> Word:
     """`a * b + c`, rounded once."""
     return _float("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
@@ -88,15 +83,6 @@ def even_and_odd(x: Word) -> Word:
     """Bytes 0 and 2 of a word, then 1 and 3."""
     text = "prmt.b32 $0, $1, $1, 0x3120;"
     return Word(utils.inline_ptx(text, x.value, result_types=_i32(1)[0]))
-
-
-def codes(x: Sequence[Word]) -> Word:
-    """Four float32 of at most 448 as numbers of e4m3 in a word, rounded to the nearest."""
-    convert = "cvt.rn.satfinite.e4m3x2.f32"
-    text = f"{{ .reg .b16 h<2>; {convert} h0, $2, $1; {convert} h1, $4, $3; "
-    text += "mov.b32 $0, {h0, h1}; }"
-    values = [word(y).value for y in x]
-    return Word(utils.inline_ptx(text, *values, result_types=_i32(1)[0]))
 
 
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:

@@ -12,7 +12,8 @@ remarks C7510 to C7514, which `Cubin.remarks` keeps). It deletes a product that 
 
 Operands lie in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, each slab one
 swizzled box (`operands.py`). `Q K^T` sums along their rows; the columns of `P V` lie along the
-rows of V, which is read transposed.
+rows of V, which is read transposed. Numbers in e4m3 go in pairs, int16: a pair is a column here.
+They are never read transposed, as the instruction cannot.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
@@ -32,7 +33,7 @@ from kernels_pallas.specs.tile import ROWS
 
 THREADS = 128  # of a warpgroup, over which the 64 rows and the columns of a result lie
 STEP = 16  # columns of the left operand that one instruction takes
-BYTES = 2  # of a number
+BYTES = 2  # of a column: a number, or a pair in e4m3
 SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and what a descriptor calls it
 MAX_COLUMNS = 256
 
@@ -122,10 +123,16 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
 def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
-    """Starts `total + left @ right`, of registers and a transposed operand; as `product`."""
-    if not right.transposed or _depth(left) != right.rows:
+    """Starts `total + left @ right` of a transposed operand, of another `total + left @ right.T`;
+    `left` and `total` are registers. As `product`.
+    """
+    columns, depth = right.rows, right.width
+    if right.transposed:
+        columns, depth = depth, columns
+    if _depth(left) != depth:
         raise ValueError(f"{len(left)} registers are no left operand of {right}")
-    return _start(total, left, _registers_of_step, right, right.width, right.rows, flags="1")
+    flags = str(int(right.transposed))
+    return _start(total, left, _registers_of_step, right, columns, depth, flags)
 
 
 def _depth(left: Sequence[ir.Value]) -> int:
@@ -164,7 +171,9 @@ def _start(
     count = columns // 2
     left_word = count + len(total)
     sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    kind = str(right.dtype)
+    kind, step_depth, flags = str(right.dtype), STEP, f", {flags}"
+    if isinstance(right.dtype, ir.IntegerType):
+        kind, step_depth, flags = "e4m3", 2 * STEP, ""
     lines = ["{ .reg .pred p; .reg .b32 low, high; .reg .b64 a, b;"]
     for step in range(depth // STEP):
         before, left = of_step(step, f"${left_word}")
@@ -172,8 +181,8 @@ def _start(
             f"setp.ne.b32 p, {int(bool(total) or step > 0)}, 0;",
             before,
             right.descriptor("b", f"${left_word + len(words)}", step),
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k{STEP}.f32.{kind}.{kind} "
-            f"{sums}, {left}, b, p, 1, 1, {flags};",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{step_depth}.f32.{kind}.{kind} "
+            f"{sums}, {left}, b, p, 1, 1{flags};",
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")
     constraints = ["=&f"] * count + [str(i) for i in range(len(total))]
@@ -231,8 +240,9 @@ def array_of_pairs(registers: Sequence[ir.Value], dtype: ir.Type) -> mgpu.Fragme
         x = llvm.insertelement(llvm.mlir_undef(single), x, number(0))
         vectors[i] = llvm.bitcast(pair, x)
     shape = layout.registers_shape((ROWS, 4 * len(registers)))
+    signed = True if isinstance(dtype, ir.IntegerType) else None
     return mgpu.FragmentedArray(
-        _registers=vectors.reshape(shape), _layout=layout, _is_signed=None
+        _registers=vectors.reshape(shape), _layout=layout, _is_signed=signed
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel
 from kernels_pallas.specs import tile
+from kernels_pallas.specs.fp8 import rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class AttentionSizes:
     scale: float
     interpret: bool | object = False
     any_length: bool = False
+    fp8: bool = False  # keys and values are in e4m3, and S counts places (`specs/fp8.py`)
 
     def for_any_length(self, **nominal: Any) -> Self:
         """The same with nominal lengths; `nominal`: those of other fields."""
@@ -56,11 +58,10 @@ class AttentionSizes:
 
     @property
     def operands(self) -> dict[str, Array]:
-        return {
-            "query": self.rows(self.D),
-            "key": self.keys(self.D),
-            "value": self.keys(self.Dv),
-        }
+        query = {"query": self.rows(self.D)}
+        if self.fp8:
+            return query | rounded(self.B, self.S, self.Hkv, self.D, self.Dv)
+        return query | {"key": self.keys(self.D), "value": self.keys(self.Dv)}
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:

@@ -10,10 +10,12 @@ import functools
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
+from kernels_pallas.specs.fp8 import GROUP
 from kernels_pallas.specs.tile import ROWS, SMS, Tile, cdiv, slab_width
 
 # Keys, of the forward pass where no width is over 128; a product sums over 16 at a time.
 BLOCKS = 96, 112, 128
+FP8_BLOCKS = 64, 96, 128  # the same of keys in e4m3, of which it sums 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def consumers(key_width: int, value_width: int) -> int:
 
 
 def forward_blocks(
-    group: int, key_width: int, value_width: int, window: int | None
+    group: int, key_width: int, value_width: int, window: int | None, fp8: bool = False
 ) -> dict[str, int]:
     """Keys of a block and stages of the ring buffer.
 
@@ -88,6 +90,7 @@ def forward_blocks(
       group: query heads of a key/value head.
       key_width, value_width: D and Dv.
       window: keys that a query sees at most; None: many blocks of them.
+      fp8: whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
@@ -96,9 +99,13 @@ def forward_blocks(
         return {"block": max(BLOCKS) if sharing == 2 else min(BLOCKS), "stages": 2}
     if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
         return {"block": 64, "stages": 3}
-    # What a work item sees in as few blocks as may be, and these as small as may be.
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
+    if fp8:  # the fewest keys, in blocks as large as may be
+        keys += GROUP - 1
+        blocks = min(FP8_BLOCKS, key=lambda size: (cdiv(keys, size) * size, -size))
+        return {"block": blocks, "stages": 2}
+    # What a work item sees in as few blocks as may be, and these as small as may be.
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 

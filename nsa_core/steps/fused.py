@@ -159,11 +159,17 @@ def forward(
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, lse, *rest, num_blocks
         )
-    out, _ = steps.forward.sliding(
-        ops, query, key.sliding, value.sliding, *rest, gates.sliding, added=out
-    )
+    # In 8 bits tokens that both branches look at are rounded once.
+    rounded: dict[str, Any] = {}
+    if config.compute_dtype is not None and key.sliding is key.selected:
+        if value.sliding is value.selected:
+            rounded["rounded"] = steps.forward.round_tokens(
+                ops, key.sliding, value.sliding, layout
+            )
+    sliding = query, key.sliding, value.sliding
+    out, _ = steps.forward.sliding(ops, *sliding, *rest, gates.sliding, added=out, **rounded)
     selected = query, key.selected, value.selected, block_indices
-    options = {} if pages is None else {"pages": pages}
+    options = rounded if pages is None else {"pages": pages}
     out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out, **options)
     return out, block_indices
 

@@ -22,13 +22,15 @@ from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.tile import parts_of_block
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
 from nsa_core.config import NSAConfig
-from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
+from nsa_core.steps import key_bounds, mosaic_fp8, mosaic_gather, mosaic_lists
 from nsa_core.steps.fused import Pages
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
+
+round_tokens = mosaic_fp8.round_tokens
 
 
 def compressed(
@@ -60,11 +62,17 @@ def sliding(
     scale: float | None,
     gate=None,
     added=None,
+    rounded=None,
 ) -> OutLse:
-    """Attention over the last `window` keys."""
-    bounds = Window(config, key.shape[1])
+    """Attention over the last `window` keys.
+
+    `rounded`: what `round_tokens` gives of key and value, where they are there already.
+    """
+    if config.compute_dtype is not None and rounded is None:
+        rounded = mosaic_fp8.round_tokens(ops, key, value, layout)
+    bounds = Window(config, key.shape[1] if rounded is None else rounded.key.shape[1])
     return _interval(
-        ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added
+        ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added, rounded
     )
 
 
@@ -82,7 +90,7 @@ def nothing_seen(ops, query, *, width: int):
 
 
 def _interval(
-    ops, branch, query, key, value, bounds, layout, config, scale, gate, added
+    ops, branch, query, key, value, bounds, layout, config, scale, gate, added, rounded=None
 ) -> OutLse:
     longest_first = branch == "compressed"  # later queries see more keys
     blocks: dict[str, Any] = interval.forward_blocks(
@@ -90,18 +98,34 @@ def _interval(
         query.shape[-1],
         value.shape[-1],
         None if longest_first else config.window,
+        fp8=rounded is not None,
     )
+    operands, layout = _operands(key, value, layout, rounded)
     spec = interval.IntervalAttention(
-        **sizes_of(query, key, value, scale),
+        **sizes_of(query, key, value, scale, rounded),
         gated=gate is not None,
         added=added is not None,
         longest_first=longest_first,
         **blocks,
     )
     rows = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
-    arrays = query, key, value, *rows, *_gate_and_sum(ops, gate, added)
+    arrays = query, *operands, *rows, *_gate_and_sum(ops, gate, added)
     out, lse = ops.run(interval.forward(spec), *arrays)
-    return out, None if spec.added else lse
+    return out, _lse(ops, lse, query, spec, rounded)
+
+
+def _operands(key, value, layout, rounded):
+    """What a kernel reads of keys and values, and where the queries stand among them."""
+    if rounded is None:
+        return (key, value), layout
+    return rounded.operands, mosaic_fp8.placed(layout)
+
+
+def _lse(ops, lse, query, spec, rounded):
+    """The log-sum-exp that a kernel of `spec` gave, where it is one of a branch."""
+    if spec.added or rounded is None:
+        return None if spec.added else lse
+    return mosaic_fp8.with_mean(ops, lse, query, rounded.key_mean, spec.scale)
 
 
 def _gate_and_sum(ops, gate, added):
@@ -123,27 +147,32 @@ def selected(
     added=None,
     block_lists=None,
     pages: Pages | None = None,
+    rounded=None,
 ) -> OutLse:
     """Attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be NaN.
 
     Args:
       block_lists: `tile_block_lists` where they are there already.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
+      rounded: as of `sliding`; not with `pages`.
     """
-    arrays = query, key, value
-    spec = _forward_spec(*arrays, block_indices, layout, config, scale, pages)
+    if config.compute_dtype is not None and rounded is None:
+        rounded = mosaic_fp8.round_tokens(ops, key, value, layout)
+    place = layout, config, scale
+    spec = _forward_spec(query, key, value, block_indices, *place, pages, rounded)
     if not spec.gather_limit:  # what is merged later is gated and added then
         fused = {"gated": gate is not None, "added": added is not None}
         spec = dataclasses.replace(spec, **fused)
+    operands, layout = _operands(key, value, layout, rounded)
     if block_lists is None:
         given = query, key, value, block_indices
         block_lists = tile_block_lists(ops, *given, layout, config, scale)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
-    kernel = selected_spec.forward(spec)
+    arrays, kernel = (query, *operands), selected_spec.forward(spec)
     if not spec.gather_limit:
         extra = _gate_and_sum(ops, gate, added)
         out, lse = ops.run(kernel, *arrays, *(pages or ()), *block_lists, last, *extra)
-        return out, None if spec.added else lse
+        return out, _lse(ops, lse, query, spec, rounded)
     walked, lse = ops.run(kernel, *arrays, *block_lists, last)
     selection = block_indices, block_lists[-1], layout
     gate = None if gate is None else ops.to_float32(gate)
@@ -159,12 +188,14 @@ def _forward_spec(
     config: NSAConfig,
     scale,
     pages: Pages | None = None,
+    rounded=None,
 ):
     arrays = query, key, value
-    spec = _selected_spec(*arrays, block_indices, config, scale)
-    stages: dict[str, Any] = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    spec = _selected_spec(*arrays, block_indices, config, scale, rounded)
+    widths, fp8 = (spec.D, spec.Dv, spec.block), rounded is not None
+    stages: dict[str, Any] = selected_spec.forward_stages(*widths, fp8=fp8)
     limit = 0
-    if pages is None:
+    if pages is None and not fp8:
         limit = mosaic_gather.gather_limit(*arrays, block_indices, config, layout.packed)
     table = 0 if pages is None else pages.page_table.shape[1]
     return dataclasses.replace(spec, gather_limit=limit, pages=table, **stages)
@@ -254,9 +285,9 @@ def tile_block_lists(
     return mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
 
 
-def _selected_spec(query, key, value, block_indices, config: NSAConfig, scale):
+def _selected_spec(query, key, value, block_indices, config: NSAConfig, scale, rounded=None):
     blocks = block_indices.shape[-1], config.select_block
-    return selected_spec.of_blocks(sizes_of(query, key, value, scale), *blocks)
+    return selected_spec.of_blocks(sizes_of(query, key, value, scale, rounded), *blocks)
 
 
 def select_blocks(
@@ -361,13 +392,13 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
     return *bounds, own, base, ops.to_int32(xp.amax(own, axis=-1) + 1)
 
 
-def sizes_of(query, key, value, scale: float | None) -> dict[str, Any]:
-    """The fields that every kernel of attention has."""
+def sizes_of(query, key, value, scale: float | None, rounded=None) -> dict[str, Any]:
+    """The fields that every kernel of attention has; `rounded`: as of `sliding`."""
     batch, length, heads, width = query.shape
     return {
         "B": batch,
         "T": length,
-        "S": key.shape[1],
+        "S": key.shape[1] if rounded is None else rounded.key.shape[1],
         "H": heads,
         "Hkv": key.shape[2],
         "D": width,
@@ -375,6 +406,7 @@ def sizes_of(query, key, value, scale: float | None) -> dict[str, Any]:
         "dtype": dtype_name(query),
         "scale": scale_of(scale, width),
         "interpret": interpret.get(),
+        **({} if rounded is None else {"fp8": True}),
     }
 
 

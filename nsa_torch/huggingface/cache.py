@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.cache_contents import Contents
-from nsa_core.config import NSAConfig
+from nsa_core.config import SIZES
 from nsa_torch import cache as nsa_cache
 from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig
@@ -36,7 +36,7 @@ CACHED = (
     "kv",
     "phi",
     "phi_hidden",
-    *(field.name for field in dataclasses.fields(NSAConfig)),
+    *SIZES,
 )
 
 

@@ -26,7 +26,6 @@ num_selected * select_block tokens, the model computes what the dense one does, 
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import shutil
@@ -42,7 +41,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from nsa_core.config import NSAConfig
+from nsa_core.config import SIZES
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSAForCausalLM
 from nsa_torch.module import NSAAttention
@@ -56,7 +55,7 @@ STARTS = {
     "shared": ((-100.0, 100.0, -100.0), (1.0,)),
 }
 SETTABLE = (
-    *(field.name for field in dataclasses.fields(NSAConfig)),
+    *SIZES,
     *("phi", "phi_hidden", "gate", "gate_hidden", "gate_temp"),
 )
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -14,6 +14,7 @@ import safetensors
 from torch import nn
 
 from nsa_core import extras
+from nsa_core.config import SIZES
 from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
@@ -100,7 +101,7 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         v_head_dim=spec.d_v,
         rope_parameters=rope,
         attention=found["attention"],
-        **dataclasses.asdict(spec.config),
+        **{name: getattr(spec.config, name) for name in SIZES},
         phi=str(spec.phi),
         phi_hidden=spec.phi_hidden,
         kv=spec.kv,

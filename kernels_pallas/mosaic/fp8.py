@@ -1,0 +1,59 @@
+"""Numbers in e4m3 as operands of products (`wgmma.py`): pairs of them, int16.
+
+A product wants four neighbours of a row of its left operand in a lane, and has two neighbours of
+its result there, and two more eight columns on. So columns that are summed over lie in another
+order in groups of 16, in both operands, and a result becomes a left operand without a shuffle:
+
+    column 8 j + 2 t + e of a group   lies at place 4 t + 2 j + e      t < 4,  j, e < 2
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from kernels_pallas.mosaic import wgmma
+from kernels_pallas.specs.fp8 import LARGEST
+
+MATRIX = plgpu.Layout.WGMMA
+
+
+def pairs(x, interpret: bool):
+    """float32 `[64, n]`, rounded and in the order of operands: int16 `[64, n / 2]`."""
+    rows, columns = x.shape
+    if interpret:
+        x = x.reshape(rows, -1, 2, 4, 2).swapaxes(2, 3).reshape(rows, -1, 2)
+        x = jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        return lax.bitcast_convert_type(x, jnp.int16)
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX,),
+        return_type=plgpu.ShapeDtypeStruct((rows, columns // 2), jnp.int16, layout=MATRIX),
+    )
+    def pack(_, x):
+        # Of each eight columns: two of a row, then two of the row eight below.
+        values, words = wgmma.registers(x), []
+        for first in range(0, len(values), 8):
+            for row in range(2):
+                four = [values[first + 4 * j + 2 * row + e] for j in range(2) for e in range(2)]
+                words.append(_word(four))
+        return wgmma.array_of_pairs(words, ir.IntegerType.get_signless(16))
+
+    return pack(x)
+
+
+def numbers(x):
+    """Pairs `[.., n]` as float32 `[.., 2 n]` (interpret mode)."""
+    x = lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
+    return x.reshape(*x.shape[:-2], -1).astype(jnp.float32)
+
+
+def _word(four):
+    """Four float32 rounded, in a word; beyond the range they are its ends."""
+    text = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+    )
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, four, text, "=r,f,f,f,f", asm_dialect=0)

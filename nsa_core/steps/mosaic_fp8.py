@@ -1,0 +1,94 @@
+"""Keys and values in e4m3 for the forward steps on Mosaic kernels, for either framework."""
+
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.mosaic.capability import interpret
+from kernels_pallas.specs import fp8
+from kernels_pallas.specs.tile import ROWS, cdiv
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
+from nsa_core.steps import key_bounds
+from nsa_core.validate import dtype_name
+
+
+class Rounded(NamedTuple):
+    """Keys and values as `specs.fp8.round_tokens` gives them."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+    key_mean: Any  # what keys are less by, float32 [B, Hkv, D]
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What kernels of attention read."""
+        return self.key, self.value, self.key_scale, self.value_scale
+
+
+class Placed(NamedTuple):
+    """A `QueryLayout` whose keys are places, which is all that bounds and block lists ask."""
+
+    position: Any
+    key_start: Any
+    packed: bool
+    varlen: None = None
+
+
+def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
+    """Of `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, by places.
+
+    Raises:
+      NotImplementedError: a packed row whose sequences have no places.
+    """
+    batch, count, kv_heads, width = key.shape
+    places, tiles = cdiv(count, ROWS) * ROWS, ()
+    if layout.packed:
+        if layout.varlen is None:
+            raise NotImplementedError(
+                "mosaic: compute_dtype='float8_e4m3' takes packed rows whose number of sequences "
+                "is known (varlen_metadata with max_segments), got segment_ids alone"
+            )
+        places, tiles = layout.varlen.capacity.places, layout.varlen.key_tiles
+    spec = fp8.Rounding(
+        B=batch,
+        S=count,
+        Hkv=kv_heads,
+        D=width,
+        Dv=value.shape[-1],
+        places=places,
+        dtype=dtype_name(key),
+        packed=layout.packed,
+        interpret=interpret.get(),
+    )
+    end = ops.derive(_end, key_bounds.causal_end(ops, layout))
+    tokens = key, value, *end
+    sums = ops.run(fp8.sum_tokens(spec), *tokens)
+    return Rounded(*ops.run(fp8.round_tokens(spec), *tokens, *sums, *tiles))
+
+
+@derived(lambda causal_end: [int32(causal_end.shape[0])])
+def _end(ops, causal_end):
+    """The keys that some query sees end here; none is negative."""
+    return [ops.to_int32(ops.xp.amax(causal_end, axis=-1).clip(0, None))]
+
+
+def placed(layout: QueryLayout) -> Any:
+    """The layout of queries to keys that `round_tokens` has put in their places."""
+    if layout.varlen is None:
+        return layout
+    tokens = layout.varlen.tokens
+    return Placed(tokens.position, tokens.place_start, packed=True)
+
+
+def with_mean(ops: ArrayOps, lse, query, key_mean, scale: float):
+    """The log-sum-exp of logits of keys that were not less by their mean."""
+    return ops.derive(_with_mean, lse, query, key_mean, scale=scale)[0]
+
+
+@derived(lambda lse, query, key_mean, *, scale: [Array(tuple(lse.shape), "float32")])
+def _with_mean(ops, lse, query, key_mean, *, scale):
+    batch, length, heads, width = query.shape
+    grouped = ops.to_float32(query).reshape(batch, length, key_mean.shape[1], -1, width)
+    shift = (grouped * key_mean[:, None, :, None]).sum(-1)
+    return [lse + shift.reshape(batch, length, heads) * scale]
