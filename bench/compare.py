@@ -31,7 +31,7 @@ from nsa_core.types import Branches
 from .harness import cli, command, exit_status, peers, problems, records, turns
 from .harness.jobs import Job, explanation, jobs, packed, recomputed
 from .harness.measure import Judged, judge, once
-from .harness.records import Record
+from .harness.records import FP8_RECORDS, Record
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 from .reports import render
@@ -288,9 +288,11 @@ def judged_rows(
 
 
 def _save(done: Sequence[Record]) -> None:
-    """Keeps records where they are asked for."""
+    """Keeps records where they are asked for; of products in 8 bits by themselves."""
     if SAVE.value:
-        records.keep(done, "compare.jsonl")
+        eight = [record for record in done if "compute_dtype" in record.config]
+        records.keep(eight, FP8_RECORDS)
+        records.keep([record for record in done if record not in eight], "compare.jsonl")
 
 
 def _record(mode, runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:

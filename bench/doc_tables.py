@@ -14,6 +14,7 @@ A document names a table between two comments, and this command fills what stand
 | `packed` | packed rows beside rows (`bench.packed`) | `device`, `implementation` |
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
+| `fp8` | products in e4m3 beside those of 16 bits, and their errors | `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
@@ -262,6 +263,26 @@ def branches(mode: str = "forward", framework: str = "torch", device: str = DEVI
         if any(ours):
             rows.append([*described(shape), *map(ms, ours), commits(ours)])
     return table([*SHAPE_HEAD, *BRANCHES, "commit"], rows)
+
+
+def fp8(device: str = DEVICE.name) -> str:
+    """Forward, a row a shape and branch; root of the mean square of errors, and its bound."""
+    eight = records.read(DEVICE.parent / device / records.FP8_RECORDS)
+    timed = sorted((r for r in eight if r.status == "ok"), key=lambda r: r.time)
+    newest, exact = Newest(timed, "forward"), Newest(load(device), "forward")
+    rows = []
+    for branch in ("all", "selected", "sliding"):
+        for framework in ("torch", "jax"):
+            for shape in newest.shapes(branch, "mosaic"):
+                pair = [x.get(shape, branch, framework, "mosaic") for x in (exact, newest)]
+                if (mine := pair[1]) is None:
+                    continue
+                errors = [f"{x:.2g}" for x in (mine.error_rms, mine.error_rms_bound) if x]
+                name = "whole" if branch == "all" else branch
+                cells = [f"{name}, {framework}", *described(shape), *map(ms, pair), *errors]
+                rows.append([*cells, commits(pair)])
+    head = ["", *SHAPE_HEAD, "16 bits", "e4m3", "error", "its bound", "commit"]
+    return table(head, rows)
 
 
 def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
@@ -797,6 +818,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "packed": packed,
     "attention": attention,
     "branches": branches,
+    "fp8": fp8,
     "variants": variants,
     "kernel_times": kernel_times,
     "counters": counters,

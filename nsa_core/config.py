@@ -79,6 +79,14 @@ class NSAConfig:
         """The config of these sizes alone, which says where tokens stand."""
         return dataclasses.replace(self, compute_dtype=None)
 
+    def check_differentiable(self) -> None:
+        """Raises NotImplementedError where nothing has a gradient."""
+        if self.compute_dtype is not None:
+            raise NotImplementedError(
+                f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient: leave it out to "
+                "train"
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """What is stated by name: the sizes, and what is not as in the query's dtype."""
         found = {name: getattr(self, name) for name in SIZES}

@@ -61,7 +61,7 @@ def attention(
       query: `[B, T, H, D]`, float.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
-      config: the sizes; defaults are the paper's.
+      config: the sizes; defaults are the paper's. Its `compute_dtype` is for inference.
       compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None: the mean.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
         from the compressed scores.

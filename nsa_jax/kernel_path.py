@@ -80,11 +80,7 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
 
     @any_rank
     def keep(arrays, integers):
-        if config.compute_dtype is not None:
-            raise NotImplementedError(
-                f"mosaic: compute_dtype={config.compute_dtype!r} has no gradient: leave it out to "
-                "train"
-            )
+        config.check_differentiable()
         arrays = _first_order(arrays)
         output, residuals = _foldable(forward_with_residuals)(arrays, integers)
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)

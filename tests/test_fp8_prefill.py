@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 import nsa_torch
@@ -21,7 +22,9 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import fp8
 from nsa_core.config import FLOAT8
 from nsa_core.dispatch import Problem
+from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
+from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig
 from tests import fp8_model
 from tests.inputs import Case as InputCase
@@ -29,6 +32,7 @@ from tests.inputs import oracle, problem, selection, yardstick
 from tests.test_block_query_lists import needs_gpu
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
+SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
 MIDDLE = NSAConfig(num_selected=6, window=200, compute_dtype=FLOAT8)
 NUMBER = [8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(16)]  # at each place
 
@@ -218,6 +222,33 @@ def test_gradients_are_refused_where_jax_asks_for_them():
         jax.grad(lambda query: run(query, *rest).astype("float32").sum())(query)
 
 
+def test_shard_map_over_batch_and_heads():
+    """Traced and lowered for GPUs: the interpreter knows one device."""
+    config = dataclasses.replace(SMALL, num_selected=4)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
+
+    def attend(query, key, value, gates):
+        each = nsa_jax.Branches.each
+        compressed = [nsa_jax.compress(x, config=config) for x in (key, value)]
+        gates = nsa_jax.Branches(*(gates[..., i] for i in range(3)))
+        rest = {"config": config, "kv_len": 40}
+        return mosaic.attention(query, each(key), each(value), gates, compressed, None, **rest)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+    traced = jax.jit(sharded).trace(*arrays(T=40, B=2, H=4, Hkv=2))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_kernels_are_prepared_without_gradients():
+    heads = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    layer = heads | {"dtype": "bfloat16", "config": PAPER, "scale": None}
+    found = {x.name for x in kernels_of_layer([4096], gradients=False, **layer)}
+    assert found >= {"fp8_sums", "fp8_round", "selected_forward", "interval_forward"}
+    with pytest.raises(NotImplementedError, match="has no gradient: leave it out to train"):
+        kernels_of_layer([4096], gradients=True, **layer)
+
+
 def test_layers_take_it():
     sizes = {"dim": 32, "n_heads": 16, "n_kv_groups": 1, "d_k": 32, "d_v": 32}
     with pytest.raises(ValueError, match="compute_dtype must be one of"):
@@ -235,8 +266,6 @@ def test_layers_take_it():
 
 
 # In the interpreter
-
-SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
 
 
 @pytest.mark.parametrize("branch", ["selected", "sliding"])

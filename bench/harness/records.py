@@ -25,6 +25,7 @@ from ..judge.parity import FLOAT8_SLOPE, SLOPE
 
 SCHEMA = 1
 FOLDER = Path(__file__).parents[1] / "records"
+FP8_RECORDS = "fp8/compare.jsonl"  # in the folder of a device
 Status = Literal["ok", "wrong", "oom", "unsupported", "error"]
 
 

@@ -185,6 +185,7 @@ def forward_with_residuals(
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
     """`(out, residuals)`; arguments as of `forward`."""
+    config.check_differentiable()
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, layout, query, *gates)
     rest = layout, config, scale
