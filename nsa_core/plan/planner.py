@@ -102,13 +102,13 @@ class PlanOps(ArrayOps):
         return found
 
     def part(self, x, index):
-        found = _part(x, index)
+        found = _view_at(x, index)
         if found is not None:
             return found
         return self.derive(_cut, x, index=_numbers(index))[0]
 
     def write(self, x, index, part):
-        place = _part(x, index)
+        place = _view_at(x, index)
         if place is not None and place[:2] == part[:2] and place.bytes == part.bytes:
             return x  # the kernel has written it there
         x = self._writable(x)
@@ -332,7 +332,7 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
     return kept[::-1]
 
 
-def _part(x: View, index: Slices) -> View | None:
+def _view_at(x: View, index: Slices) -> View | None:
     """`x[index]` where it lies row by row, and where kernels can read it."""
     bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
     shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
