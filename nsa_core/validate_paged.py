@@ -93,6 +93,40 @@ def page_numbers(
         )
 
 
+def counted(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> None:
+    """That `lengths` count the rows' tokens of the call: `count`, which begin at `starts`, or are
+    as many in each row.
+    """
+    each = count // lengths.shape[0]
+    new = np.full(lengths.shape, each) if starts is None else np.diff(starts)
+    for (row,) in np.argwhere((lengths > 0) & (lengths < new)):
+        raise ValueError(
+            f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this call, "
+            f"got {lengths[row]}"
+        )
+
+
+def written_once(
+    page_table: np.ndarray,
+    lengths: np.ndarray,
+    starts: np.ndarray | None,
+    count: int,
+    size: int,
+) -> None:
+    """That no two rows write their new tokens, of `counted`, to the same page of `size` tokens."""
+    row_of: dict[int, int] = {}
+    each = count // lengths.shape[0]
+    new = np.full(lengths.shape, each) if starts is None else np.diff(starts)
+    for row in np.flatnonzero((lengths > 0) & (new > 0)):
+        first, end = (lengths[row] - new[row]) // size, -(-lengths[row] // size)
+        for page in page_table[row, first:end]:
+            if page >= 0 and row_of.setdefault(int(page), int(row)) != row:
+                raise ValueError(
+                    f"page_table must give each row pages of its own for new tokens, got page "
+                    f"{page} for rows {row_of[int(page)]} and {row}"
+                )
+
+
 def longest(max_seqlen_q: int, starts: np.ndarray) -> None:
     """That no row of `cu_seqlens_q` is longer."""
     found = int(np.diff(starts).max())

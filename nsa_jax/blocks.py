@@ -224,7 +224,7 @@ def paged_block_attention(
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
     pool, page = key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pool, page, read=True)
-    checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     if all(map(checks.is_read, (block_indices, lengths))):
         named = block_indices[None]
         if include == "tail":

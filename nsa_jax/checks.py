@@ -30,10 +30,16 @@ def distinct(block_indices: Any) -> None:
         block_lists.refuse_repeated(np.asarray(block_indices))
 
 
-def borders(name: str, x: Any, length: int) -> None:
-    """Checks where rows begin, if they say so."""
-    if x is not None and is_read(x):
-        validate.borders(name, np.asarray(x).tolist(), length)
+def rows_of_tokens(lengths: Any, cu_seqlens_q: Any, count: int) -> None:
+    """Checks where the rows of `count` tokens begin, and that `lengths` count them."""
+    starts = None
+    if cu_seqlens_q is not None:
+        if not is_read(cu_seqlens_q):
+            return
+        starts = np.asarray(cu_seqlens_q)
+        validate.borders("cu_seqlens_q", starts.tolist(), count)
+    if is_read(lengths):
+        validate_paged.counted(np.asarray(lengths), starts, count)
 
 
 def page_numbers(page_table: Any, lengths: Any, count: int, size: int, *, read: bool) -> None:
@@ -43,6 +49,16 @@ def page_numbers(page_table: Any, lengths: Any, count: int, size: int, *, read: 
     if is_read(page_table) and is_read(lengths):
         table, tokens = np.asarray(page_table), np.asarray(lengths)
         validate_paged.page_numbers(table, tokens, count, size, read)
+
+
+def written_once(
+    page_table: Any, lengths: Any, cu_seqlens_q: Any, count: int, size: int
+) -> None:
+    """Checks that rows write to pages of their own."""
+    given = page_table, lengths, *(() if cu_seqlens_q is None else (cu_seqlens_q,))
+    if all(map(is_read, given)):
+        table, tokens, *starts = map(np.asarray, given)
+        validate_paged.written_once(table, tokens, *(starts or [None]), count, size)
 
 
 def longest(max_seqlen_q: int | None, cu_seqlens_q: Any) -> None:

@@ -136,7 +136,7 @@ def paged_index_blocks(
     indexing.check_paged(*arrays, cu_seqlens_q, index)
     pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
-    checks.borders("cu_seqlens_q", cu_seqlens_q, index_query.shape[0])
+    checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
     arrays = *lax.stop_gradient(arrays[:2]), *arrays[2:]
     at = {"cu_seqlens_q": cu_seqlens_q, "index": index}
 

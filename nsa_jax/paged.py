@@ -174,7 +174,8 @@ def append(
         validate.phi(one, x.compressed[None], cache.config)
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
-    checks.borders("cu_seqlens_q", cu_seqlens_q, count)
+    checks.rows_of_tokens(lengths, cu_seqlens_q, count)
+    checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
     facts = *made_with, *facts_of(params)
 
     def before():

@@ -88,7 +88,7 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
-    checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

@@ -188,8 +188,7 @@ def paged_block_attention(
     checks.devices(query, given)
     pool, page = key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pool, page, read=True)
-    if cu_seqlens_q is not None:
-        checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     if checks.is_read(block_indices):
         named = block_indices[None]
         if include == "tail":

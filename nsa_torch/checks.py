@@ -106,6 +106,25 @@ def page_numbers(page_table, lengths, count, size, *, read):
         validate_paged.page_numbers(table, tokens, count, size, read)
 
 
+def rows_of_tokens(lengths, cu_seqlens_q, count):
+    """Checks where the rows of `count` tokens begin, and that `lengths` count them, where the host
+    reads it.
+    """
+    if cu_seqlens_q is not None:
+        borders(cu_seqlens_q, count, "cu_seqlens_q")
+    if is_read(lengths) and (cu_seqlens_q is None or is_read(cu_seqlens_q)):
+        starts = None if cu_seqlens_q is None else cu_seqlens_q.detach().cpu().numpy()
+        validate_paged.counted(lengths.detach().cpu().numpy(), starts, count)
+
+
+def written_once(page_table, lengths, cu_seqlens_q, count, size):
+    """Checks that rows write to pages of their own, where the host reads it."""
+    given = page_table, lengths, *(() if cu_seqlens_q is None else (cu_seqlens_q,))
+    if all(map(is_read, given)):
+        table, tokens, *starts = (x.detach().cpu().numpy() for x in given)
+        validate_paged.written_once(table, tokens, *(starts or [None]), count, size)
+
+
 def longest(max_seqlen_q, cu_seqlens_q):
     """Checks that no row has more queries than is said, where the host reads them."""
     if max_seqlen_q is not None:

@@ -163,8 +163,7 @@ def paged_index_blocks(
     checks.devices(index_query, given)
     pool_pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pool_pages, keys * entry, read=True)
-    if cu_seqlens_q is not None:
-        checks.borders(cu_seqlens_q, index_query.shape[0], "cu_seqlens_q")
+    checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(index_query):
         sizes = _paged_sizes(index_query, index_key_pages, index, paged)

@@ -414,10 +414,10 @@ def checked_tokens(
         validate.phi(one, x.compressed[None], cache.config)
     contents = cache.contents.with_facts((*made_with, *facts_of(params)))
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
-    if cu_seqlens_q is not None:
-        checks.borders(cu_seqlens_q, count, "cu_seqlens_q")
+    checks.rows_of_tokens(lengths, cu_seqlens_q, count)
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
+    checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
     if slots is not None:
         checks.devices(key.selected, {"slots": slots})
     if requires_grad(*key, *value):

@@ -297,8 +297,7 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
-    if cu_seqlens_q is not None:
-        checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
     gates = paged_dispatch.joined_gates(OPS, gates, query)

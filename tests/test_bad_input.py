@@ -413,13 +413,13 @@ class Numbers:
         dtype = self.xp.float32
         return self.library.PagedCache(4, 2, 8, 8, config=SMALL, dtype=dtype)
 
-    def attend(self, starts, **options):
+    def attend(self, starts, lengths=(12, 8), **options):
         given = self.zeros(7, 4, 8), self.zeros(7, 4, 3), self.cache
-        at = self.ints([0, 1], [2, 3]), self.ints(12, 8), self.ints(*starts)
+        at = self.ints([0, 1], [2, 3]), self.ints(*lengths), self.ints(*starts)
         return self.library.paged_attention(*given, *at, **options)
 
-    def append(self, starts):
-        new, at = self.zeros(7, 2, 8), (self.ints([0, 1], [2, 3]), self.ints(12, 8))
+    def append(self, starts, lengths=(12, 8), table=([0, 1], [2, 3])):
+        new, at = self.zeros(7, 2, 8), (self.ints(*table), self.ints(*lengths))
         starts = self.ints(*starts)
         return self.library.append(self.cache, new, new, *at, cu_seqlens_q=starts)
 
@@ -476,6 +476,18 @@ BAD_NUMBERS = {
     "no row at all": (
         lambda n: n.attend((0, 4, 7), max_seqlen_q=0),
         "max_seqlen_q must be an int >= 1, got 0",
+    ),
+    "a page of two rows": (
+        lambda n: n.append((0, 4, 7), table=([0, 1], [0, 3])),
+        "page_table must give each row pages of its own .*, got page 0 for rows 0 and 1",
+    ),
+    "a length before the tokens of the call": (
+        lambda n: n.append((0, 0, 7), lengths=(12, 5)),
+        r"lengths\[1\] must be 0 or count the 7 tokens of the row in this call, got 5",
+    ),
+    "a row shorter than its queries": (
+        lambda n: n.attend((0, 0, 7), lengths=(12, 5)),
+        r"lengths\[1\] must be 0 or count the 7 tokens of the row in this call, got 5",
     ),
     "borders of queries": (
         lambda n: n.attend((0, 8, 7)),
