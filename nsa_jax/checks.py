@@ -58,7 +58,7 @@ def written_once(
     given = page_table, lengths, *(() if cu_seqlens_q is None else (cu_seqlens_q,))
     if all(map(is_read, given)):
         table, tokens, *starts = map(np.asarray, given)
-        validate_paged.written_once(table, tokens, *(starts or [None]), count, size)
+        validate_paged.written_once(table, tokens, starts[0] if starts else None, count, size)
 
 
 def longest(max_seqlen_q: int | None, cu_seqlens_q: Any) -> None:

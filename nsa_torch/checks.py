@@ -122,7 +122,7 @@ def written_once(page_table, lengths, cu_seqlens_q, count, size):
     given = page_table, lengths, *(() if cu_seqlens_q is None else (cu_seqlens_q,))
     if all(map(is_read, given)):
         table, tokens, *starts = (x.detach().cpu().numpy() for x in given)
-        validate_paged.written_once(table, tokens, *(starts or [None]), count, size)
+        validate_paged.written_once(table, tokens, starts[0] if starts else None, count, size)
 
 
 def longest(max_seqlen_q, cu_seqlens_q):
