@@ -181,7 +181,7 @@ def best_blocks(
             "NUM_LOCAL": num_local,
             "RAGGED": queries == 0,
         },
-        min(max(held // 4096, 4), 8),  # of few warps sums are soon made
+        min(max(held // 2048, 4), 16),  # of few warps sums are soon made
     )
 
 
