@@ -73,9 +73,9 @@ class DecodeStep:
         work = Work.of(lane, seen)
         queue = Queue(lane, work, arrays, kv_head)
         m.sync_cta()  # the page table
-        queue.fill_before_meeting()
         if spec.append:
             NewTokens(lane, sizes, arrays, token, kv_head).put()
+        queue.fill_before_meeting()
         m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work), spec.append)
         queue.fill()
         step = _Step(lane, work, queue, query, gates)

@@ -1,8 +1,8 @@
 """The new tokens of a decode step: their rows and the means that they finish, put in the pages.
 
-A cluster does it for its key/value head, while its warps already ask for what was there before: of
-all new tokens of the row up to the cluster's own, since clusters do not wait for each other. Those
-of later tokens of the row put the same bits there once more.
+A cluster does it for its key/value head, of all new tokens of the row up to the cluster's own:
+clusters do not wait for each other, so those of later tokens of the row put the same bits there
+once more. It comes before the first strips, so that what it reads does not wait behind them.
 
     token p           every branch's key and value, at p % block of its page: the last CTA, a warp
                       a row
