@@ -12,7 +12,7 @@ from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
 
-AT_ONCE = 4, 2, 1  # partials that are on their way together
+AT_ONCE = 2, 1  # partials that are on their way together
 
 
 def merge(kernel: Kernel):

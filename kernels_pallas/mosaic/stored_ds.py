@@ -2,16 +2,19 @@
 
 `dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq wants dS
 `[64 rows, 64 keys]` as one. A warp holds 16 rows of either, as matrices of 8 x 8. So the 16 keys
-x 8 heads of a warp of `dkv` are two such matrices, which `movmatrix` transposes. Then a lane has
-four numbers that one lane of dq wants, and either moves them by one instruction:
+x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a lane has
+eight numbers that one lane of dq wants, and either moves them by one instruction:
 
-    place of a token and slot   [group_rows / 8, 4, 32, 4]
+    place of a token and slot   [group_rows / 16, 4, 32, 8]
 
     axis   who has it
-    0      8 heads: half of the rows of a warp of dq
+    0      16 heads: a warp of dq
     1      16 keys: a warp of dkv
     2      lane l
-    3      head l / 4 x keys 2 (l % 4) (+ 1, + 8, + 9)
+    3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
+
+Of a group of eight heads, `[4, 32, 4]`: the 16 rows of a warp are two tokens, each with a place of
+its own.
 
 In Pallas' interpreter a place is `[group_rows, 64]` in plain order.
 """
@@ -33,9 +36,7 @@ from kernels_pallas.specs.stored_ds import HEADS, KEYS
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
-LANE_BYTES = 8
-HEADS_KEYS_BYTES = LANES * LANE_BYTES  # of 8 heads and 16 keys
-HEADS_BYTES = KEYS // PART * HEADS_KEYS_BYTES  # of 8 heads and a block
+HALF_BYTES = 8  # of a lane: of 8 heads and 16 keys
 NO_ENTRY = -1  # the place of no entry, and the block of an empty slot
 
 
@@ -80,13 +81,14 @@ class StoredDs:
         def put(ds, *arguments):
             *places, transposed = arguments
             pairs = [Word(x) for x in wgmma.registers(transposed)]
-            for row in range(0, ROWS, HEADS):
-                place, heads = places[row // self.group_rows], warp.word(row // HEADS)
-                # From [keys, rows] by 8: (0, 0), (1, 0), (0, 1), (1, 1).
-                first = row // HEADS * 2
-                two = [warp.transposed(pair) for pair in pairs[first : first + 2]]
-                address = self._address(ds, place, heads, warp.warp())
-                warp.put_two(address, two, place >= 0)
+            rows = HEADS * self._halves
+            for row in range(0, ROWS, rows):
+                place, part = places[row // self.group_rows], warp.word(row // rows)
+                # By 8 of rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
+                of_half = [pairs[i : i + 2] for i in range(row // 4, (row + rows) // 4, 2)]
+                ordered = [x for pair in zip(*of_half, strict=True) for x in pair]
+                address = self._address(ds, place, part, warp.warp())
+                warp.put_several(address, [warp.transposed(x) for x in ordered], place >= 0)
 
         warp.each(put, [ds], places, [transposed], MATRIX)
 
@@ -155,21 +157,19 @@ class StoredDs:
 
         def load(_, ds, blocks, *scalars):
             block, token = map(warp.scalar, scalars)
-            slots, found = [], blocks.registers.flat[0]
+            slots, own = [], blocks.registers.flat[0]
             for i in range(self.tokens_of_warp):
-                own = Word(vector.extract(found, [], [i]))
-                slots.append(warp.first_equal(own, block))
+                slots.append(warp.first_equal(Word(vector.extract(own, [], [i])), block))
             pairs = []
             for keys in range(KEYS // PART):
-                halves = []
-                for half in range(PART // HEADS):
-                    slot = slots[min(half, len(slots) - 1)]
+                found = []
+                for half, slot in enumerate(slots):
                     place = (token + self._token(half)) * self.selection_entries + slot
-                    heads = warp.warp() * (PART // HEADS) + half
-                    address = self._address(ds, place, heads, warp.word(keys))
-                    halves.append(warp.fetch_two(address, slot >= 0))
+                    part = warp.warp() * len(slots) + half
+                    address = self._address(ds, place, part, warp.word(keys))
+                    found.append(warp.fetch_several(address, 2 * self._halves, slot >= 0))
                 # By 8 of rows and keys: (0, 0), (1, 0), (0, 1), (1, 1).
-                pairs += [pair for both in zip(*halves, strict=True) for pair in both]
+                pairs += [pair for both in zip(*found, strict=True) for pair in both]
             dtype = ir.MemRefType(ds.type).element_type
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)
 
@@ -210,9 +210,17 @@ class StoredDs:
         rows = warp.warp() * PART + half * HEADS
         return rows // self.group_rows
 
-    def _address(self, ds, place, heads, keys):
-        """Of a lane's four numbers of 8 heads and 16 keys; `heads`: of the tile, by 8."""
-        parts = self.group_rows // HEADS
-        sizes = parts * HEADS_BYTES, HEADS_BYTES, HEADS_KEYS_BYTES, LANE_BYTES
-        numbers = place, heads % parts, keys, warp.lane()
+    @property
+    def _halves(self) -> int:
+        """How many times 8 heads of a token a lane has numbers of."""
+        return PART // HEADS // self.tokens_of_warp
+
+    def _address(self, ds, place, part, keys):
+        """Of a lane's numbers of 16 keys and 8 or 16 heads; `part`: of the tile, by so many."""
+        lane_bytes = HALF_BYTES * self._halves
+        keys_bytes = LANES * lane_bytes
+        part_bytes = KEYS // PART * keys_bytes
+        parts = max(self.group_rows // PART, 1)
+        sizes = parts * part_bytes, part_bytes, keys_bytes, lane_bytes
+        numbers = place, part % parts, keys, warp.lane()
         return warp.element(ds, *zip(numbers, sizes, strict=True))

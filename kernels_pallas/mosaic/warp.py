@@ -319,33 +319,35 @@ def put(address: Word, x: Number, only: Word) -> None:
     )
 
 
-def put_two(address: Word, values: Sequence[Word], only: Word) -> None:
-    """Puts two integers in global memory, from a multiple of 8, where `only` holds."""
+def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
+    """Puts 2 or 4 integers in global memory, from a multiple of their bytes, where `only` holds."""
+    listed = ", ".join(f"${i + 1}" for i in range(len(values)))
     utils.inline_ptx(
-        "st.global.v2.b32 [$0], {$1, $2};",
+        f"st.global.v{len(values)}.b32 [$0], {{{listed}}};",
         address.value,
         *(x.value for x in values),
         predicate=only.value,
     )
 
 
-def fetch_two(address: Word, only: Word) -> list[Word]:
-    """Two integers from global memory that is read once and not written, from a multiple of 8;
-    zeros where `only` does not hold.
+def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
+    """2 or 4 integers from global memory that is read once and not written, from a multiple of
+    their bytes; zeros where `only` does not hold.
     """
-    load = "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];"
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(2))
-    text = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {zeros} @p {load} }}"
-    result = llvm.StructType.get_literal([_i32()] * 2)
+    listed = ", ".join(f"${i}" for i in range(count))
+    load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {{{listed}}}, [${count}];"
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
+    result = llvm.StructType.get_literal([_i32()] * count)
     found: Any = llvm.inline_asm(
         result,
         [address.value, number(only).value],
         text,
-        "=&r,=&r,l,r",
+        "=&r," * count + "l,r",
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(2)]
+    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(count)]
 
 
 def transposed(pair: Word) -> Word:

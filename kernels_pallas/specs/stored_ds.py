@@ -3,7 +3,7 @@
     ds  [rows * T * n, group_rows, 64]    place (row * T + token) * n + slot: heads of the group x
                                           keys of the block in this slot of the token's selection
 
-`group_rows` is G rounded up to 8, 16, 32 or 64. The numbers of 8 heads and a block, 1 KB, stand in
+`group_rows` is G rounded up to 8, 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, stand in
 the order in which registers hold them (`mosaic/stored_ds.py`). Nothing is written for a slot that
 is empty, or whose block the token does not see. A token must not select a block twice: only one
 of the slots would be written.

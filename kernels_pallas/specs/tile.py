@@ -17,7 +17,7 @@ SMS = 132  # of an H100 SXM; on fewer, some CTAs take turns
 LANES = 32  # of a warp, and bits of a word
 ROW_STATS = 4  # of a query row for the backward pass: shift, delta, first_key, key_end
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
-LANE_COPY_HEADS = 2  # of a group: with so few, too many TMA copies would be started
+LANE_COPY_HEADS = 4  # of a group: with so few, too many TMA copies would be started
 WORK_ITEM_INTS = (
     8  # of a row of a table of work items: 32 bytes, so that no row crosses a sector
 )
