@@ -1,7 +1,7 @@
 """Copies of rows that a list names, by lanes: 16 bytes each, in place of a TMA copy a token.
 
-A multiprocessor starts a TMA copy in 13 to 14 cycles, however little it moves. Of one or two heads
-a token, 64 rows are so many copies that this bounds a step. A warp's instruction of 16 bytes a lane
+A multiprocessor starts a TMA copy in 13 to 14 cycles, however little it moves. Of few heads a
+token, 64 rows are so many copies that this bounds a step. A warp's instruction of 16 bytes a lane
 moves four rows of a slab.
 
     thread t   16 bytes t % 8 of the rows t / 8, t / 8 + 16, ..   of each slab
