@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 import nsa_torch
-from bench.judge.parity import assert_parity
+from bench.judge.parity import assert_parity, check_parity
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import fp8
 from nsa_core.config import FLOAT8
@@ -399,6 +399,18 @@ ON_GPU = (
     Case(1, 1),
     Case(1500, 1500, 32, 2, segments=(700, 1, 33, 1, 500, 200)),
 )
+
+
+def test_the_slope_of_errors_follows_the_yardsticks():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=2 * 10**5)
+    noise = lambda: rng.normal(size=exact.size) * 0.03
+    rough = 0.99 * exact + noise()
+    judge = functools.partial(check_parity, "x", dtype="bfloat16", in_float8=True)
+    assert judge(0.985 * exact + noise(), exact, rough).ok
+    found = judge(0.975 * exact + noise(), exact, rough)
+    assert not found.ok and "slope 0.97" in found.reason
+    assert not check_parity("x", 0.99 * exact, exact, rough, dtype="bfloat16").ok
 
 
 @pytest.mark.gpu

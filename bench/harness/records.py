@@ -21,7 +21,7 @@ from typing import Any, Literal
 from nsa_core import config_files
 from nsa_core.extras import version
 
-from ..judge.parity import FLOAT8_SLOPE, SLOPE
+from ..judge.parity import SLOPE
 
 SCHEMA = 1
 FOLDER = Path(__file__).parents[1] / "records"
@@ -95,12 +95,14 @@ class Record:
         """The part of its bound that the largest error uses up, of the maximum, mean, rms and
         slope; None where there is no bound.
         """
-        slope = FLOAT8_SLOPE if "compute_dtype" in self.config else SLOPE
+        # In 8 bits the yardstick says what the slope may be.
+        judged = "compute_dtype" not in self.config
+        slope = abs(self.slope - 1) if judged and self.slope is not None else None
         pairs = (
             (self.error_max, self.error_bound),
             (self.error_mean, self.error_mean_bound),
             (self.error_rms, self.error_rms_bound),
-            (None if self.slope is None else abs(self.slope - 1), slope),
+            (slope, SLOPE),
         )
         shares = [error / bound for error, bound in pairs if error is not None and bound]
         return max(shares, default=None)

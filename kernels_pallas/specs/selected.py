@@ -156,14 +156,13 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
 
 
-def forward_stages(
-    key_width: int, value_width: int, block: int, fp8: bool = False
-) -> dict[str, int]:
+FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # of `forward` in e4m3
+
+
+def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: a walk
     that overlaps P V gives keys back early and values late.
     """
-    if fp8:
-        return {"key_stages": 2, "value_stages": 2}
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
     return {"key_stages": 2, "value_stages": 1}

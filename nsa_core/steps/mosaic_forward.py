@@ -192,10 +192,11 @@ def _forward_spec(
 ):
     arrays = query, key, value
     spec = _selected_spec(*arrays, block_indices, config, scale, rounded)
-    widths, fp8 = (spec.D, spec.Dv, spec.block), rounded is not None
-    stages: dict[str, Any] = selected_spec.forward_stages(*widths, fp8=fp8)
+    stages: dict[str, Any] = selected_spec.FP8_STAGES
+    if rounded is None:
+        stages = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
     limit = 0
-    if pages is None and not fp8:
+    if pages is None and rounded is None:
         limit = mosaic_gather.gather_limit(*arrays, block_indices, config, layout.packed)
     table = 0 if pages is None else pages.page_table.shape[1]
     return dataclasses.replace(spec, gather_limit=limit, pages=table, **stages)
