@@ -190,16 +190,16 @@ def _forward_spec(
     pages: Pages | None = None,
     rounded=None,
 ):
-    arrays = query, key, value
-    spec = _selected_spec(*arrays, block_indices, config, scale, rounded)
-    stages: dict[str, Any] = selected_spec.FP8_STAGES
+    spec = _selected_spec(query, key, value, block_indices, config, scale, rounded)
+    fields: dict[str, Any] = {"pages": 0 if pages is None else pages.page_table.shape[1]}
     if rounded is None:
-        stages = selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
-    limit = 0
+        fields |= selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
+    else:
+        fields |= selected_spec.FP8_STAGES
     if pages is None and rounded is None:
-        limit = mosaic_gather.gather_limit(*arrays, block_indices, config, layout.packed)
-    table = 0 if pages is None else pages.page_table.shape[1]
-    return dataclasses.replace(spec, gather_limit=limit, pages=table, **stages)
+        gather = query, key, value, block_indices, config, layout.packed
+        fields["gather_limit"] = mosaic_gather.gather_limit(*gather)
+    return dataclasses.replace(spec, **fields)
 
 
 def selected_and_sum(
