@@ -21,6 +21,7 @@ A document names a table between two comments, and this command fills what stand
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
 | `training` | time of a training step of the 124 M model | `device` |
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
+| `cached` | what a cache in fp8 costs trained models (`bench.lm.cached`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
@@ -768,6 +769,18 @@ def converted(device: str = DEVICE.name) -> str:
     return table(["run", "steps after", "loss", "within", "beyond"], rows)
 
 
+def cached(device: str = DEVICE.name) -> str:
+    """Held-out loss by what the cache keeps, and what a passage gains that was read before."""
+    rows = []
+    for line in lines_of("kernel_log/cached.jsonl", device):
+        gain = MISSING if line["copied"] is None else f"{line['copied']:.4f}"
+        cells = [f"{line['loss']:.4f}", f"{line['above']:+.4f}", gain]
+        about = line["model"], str(line["steps"]), line["cache"]
+        rows.append([*about, *cells, (line["commit"] or MISSING)[:7]])
+    head = ["model", "steps", "cache", "loss", "above", "copied", "commit"]
+    return table(head, rows)
+
+
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A column an environment of `tests/versions.py`."""
     names = list(dict.fromkeys(x for each in found for x in each["versions"]))
@@ -825,6 +838,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "memory_check": memory_check,
     "training": training,
     "decode": decode,
+    "cached": cached,
     "host": host,
     "first_call": first_call,
     "installed": installed,
