@@ -182,16 +182,16 @@ class Warps:
         array, index = address
         self._store(array, (self._inside(index, array.size, only),), x, only)
 
-    def put_four(self, address, values, only):
+    def put_several(self, address, values, only):
         array, index = address
-        assert not (index & 3)[np.broadcast_to(only & self.active, self.shape)].any()
+        assert not (index % len(values))[np.broadcast_to(only & self.active, self.shape)].any()
         for i, x in enumerate(values):
             self.put((array, index + i), x, only)
 
-    def fetch_four(self, address, only):
+    def fetch_several(self, address, count, only):
         array, index = address
-        assert not (index & 3)[np.broadcast_to(only & self.active, self.shape)].any()
-        found = [array[self._inside(index + i, array.size, only)] for i in range(4)]
+        assert not (index % count)[np.broadcast_to(only & self.active, self.shape)].any()
+        found = [array[self._inside(index + i, array.size, only)] for i in range(count)]
         return [np.where(only, x, 0) for x in found]
 
     def _shared(self, address, offset, only=True):

@@ -61,7 +61,7 @@ class Sums:
                 outputs[i], (row * CHUNKS + part, SUMS * side.words), (side.column, SUMS)
             )
             exists = side.exists & (part < CHUNKS)
-            warp.put_four(address, [warp.bits(x) for x in (*sums, *largest)], exists)
+            warp.put_several(address, [warp.bits(x) for x in (*sums, *largest)], exists)
 
         on_each_side(warp, self.spec, row, cta, run)
 
@@ -133,7 +133,9 @@ class Round:
             for each in range(BATCH):
                 chunk = side.row * CHUNKS + turn * BATCH + each
                 address = warp.element(sums, (chunk, SUMS * side.words), (side.column, SUMS))
-                loaded.append([warp.real(x) for x in warp.fetch_four(address, side.exists)])
+                loaded.append(
+                    [warp.real(x) for x in warp.fetch_several(address, 4, side.exists)]
+                )
             total, largest = found
             for x in loaded:
                 total = plus(total, x[:2])
@@ -178,7 +180,7 @@ class Round:
             ]
             index = side.row * 2 * side.words + 2 * side.column + column
             group = index * (sizes.places // GROUP) + place // GROUP
-            warp.put_four(warp.element(output, (group, GROUP)), words, exists)
+            warp.put_several(warp.element(output, (group, GROUP)), words, exists)
 
 
 def sum_tokens(kernel: Kernel) -> Callable:
