@@ -12,7 +12,7 @@ from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import as_given, selected_attention
 from nsa_torch.geometry import geometry_of
 from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
-from nsa_torch.operators import requires_grad
+from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
@@ -126,6 +126,7 @@ def _of_long_lists(
         return None
     from nsa_torch.triton_ops import TRITON_OPS
 
+    refuse_transforms(query, key, value)
     checks.distinct(block_indices)
     lengths = torch.as_tensor(kv_len, dtype=torch.int32, device=query.device)
     lengths = lengths.expand(query.shape[0])
@@ -196,6 +197,7 @@ def paged_block_attention(
             tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
             named = block_lists.with_tail(torch, named, tokens.position[None], block_size)
         checks.distinct(named[0])
+    refuse_transforms(query, key_pages, value_pages)
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
             "paged_block_attention has no gradient: call it under no_grad"

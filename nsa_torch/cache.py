@@ -20,7 +20,7 @@ from nsa_core.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description
-from nsa_torch.operators import requires_grad
+from nsa_torch.operators import refuse_transforms, requires_grad
 
 
 @dataclasses.dataclass
@@ -199,6 +199,8 @@ def cached_attention(
     problem = query, cache.selected_key, width, config, False, memory
     new = *key, *value, *(x for params in compress_params for x in params or ())
     chosen = choose(description(*problem, (*gates, *new), cached=True), implementation)
+    if {*chosen[:4]} != {"reference"}:
+        refuse_transforms(query, *gates, *new)
     kv_len = cache.length + num_new
     if requires_grad(*new):
         cache = cache.clone()

@@ -27,7 +27,7 @@ from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
 from nsa_core.types import Branches
 from nsa_torch import checks
 from nsa_torch.compress import apply_phi
-from nsa_torch.operators import requires_grad
+from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import capability_of, readable
 
@@ -420,6 +420,7 @@ def checked_tokens(
     checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
     if slots is not None:
         checks.devices(key.selected, {"slots": slots})
+    refuse_transforms(*key, *value)
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
     return NewTokens(key, value, params, contents)

@@ -26,7 +26,7 @@ from nsa_interop import launch
 from nsa_torch import checks, dispatch, functional, signature
 from nsa_torch.debug import TORCH
 from nsa_torch.gathered_rows import side_by_side
-from nsa_torch.operators import requires_grad
+from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
 from nsa_torch.plans import Cache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -106,6 +106,7 @@ def paged_attention(
         raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     checks.longest(max_seqlen_q, cu_seqlens_q)
+    refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
     decided = _decide(inputs, max_seqlen_q, implementation) if runs is None else None

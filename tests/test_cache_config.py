@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from torch.autograd import forward_ad
 
 import nsa_jax
 import nsa_jax.paged
@@ -400,3 +401,31 @@ def test_a_cache_is_copied_where_phi_alone_learns(phi):
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert empty.longest == 0 and not empty.compressed_key.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+def test_forward_mode_derivatives_of_caches_are_refused():
+    """Pages pass none on, and a cache has no token of a step that is refused."""
+    draw = lambda *shape: torch.randn(*shape)
+    table, lengths = torch.tensor([[0, 1]]).int(), torch.tensor([20]).int()
+    pages = nsa_torch.PagedCache(2, 2, 8, 8, config=SMALL, dtype=torch.float32)
+    cache = nsa_torch.init_cache(1, 30, 2, 8, 8, config=SMALL)
+    of_branches = draw(20, 2, 8)
+    with forward_ad.dual_level():
+        query = forward_ad.make_dual(draw(20, 4, 8), draw(20, 4, 8))
+        key = forward_ad.make_dual(draw(20, 2, 8), draw(20, 2, 8))
+        gates, lists = draw(20, 4, 3), torch.zeros(20, 1, 1).int()
+        for call in (
+            lambda: nsa_torch.append(pages, key, of_branches, table, lengths),
+            lambda: nsa_torch.paged_attention(query, gates, pages, table, lengths),
+            lambda: nsa_torch.paged_block_attention(
+                query, *[pages.selected_key] * 2, table, lengths, lists, block_size=16
+            ),
+            lambda: nsa_torch.cached_attention(
+                *(x[None] for x in (query, of_branches, of_branches, gates)), cache
+            ),
+        ):
+            with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+                call()
+        assert cache.longest == 0
+        assert forward_ad.unpack_dual(pages.selected_key).tangent is None
