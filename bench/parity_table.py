@@ -36,8 +36,9 @@ does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory w
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
 kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed, as is
-`nvidia-h100-80gb-hbm3/kernel_log/cached.jsonl`. `quality/`: every 20th step of runs. `nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism;
-what was tried and not kept, and an older run of one GPU (`log/training_parallel.md`).
+`nvidia-h100-80gb-hbm3/kernel_log/cached.jsonl`. `quality/`: every 20th step of runs.
+`nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism; what was tried and not kept,
+and an older run of one GPU (`log/training_parallel.md`).
 
 """
 COLUMNS = (

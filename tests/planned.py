@@ -3,6 +3,7 @@
 import contextlib
 
 import nsa_interop.launch
+import torch
 
 from kernels_pallas.kernel import Array, Kernel
 from nsa_core.plan.kernels import SEQUENCES
@@ -54,6 +55,14 @@ class Eager(TorchOps):
         return ops.run(kernel, *tensors)
 
 
+def _write(place, found, kernel):
+    """Puts an output in its place; the interpreter has NaN where a kernel wrote nothing."""
+    found = found.reshape(place.shape)
+    if getattr(kernel.spec, "stays", False):
+        found = torch.where(found.isnan(), place, found)
+    return place.copy_(found)
+
+
 @contextlib.contextmanager
 def on_the_cpu(monkeypatch, run):
     """Within: calls on the CPU are decided once, as on a GPU, and kernels are `run`.
@@ -75,7 +84,7 @@ def on_the_cpu(monkeypatch, run):
         results = list(run(kernel, *tensors))
         if out:
             assert kernel.in_place and out[0] is tensors[-1] and len(out) == len(results)
-            results[0] = out[0].copy_(results[0].reshape(out[0].shape))
+            results[0] = _write(out[0], results[0], kernel)
         return tuple(results)
 
     def launcher(kernel, device):
@@ -84,7 +93,7 @@ def on_the_cpu(monkeypatch, run):
             ran.append(kernel)
             inputs, outputs = tensors_at(kernel, addresses)
             for place, x in zip(outputs, run(kernel, *inputs), strict=True):
-                place.copy_(x.reshape(place.shape))
+                _write(place, x, kernel)
 
         return start
 
