@@ -101,10 +101,11 @@ def any_blocks(case: Case) -> np.ndarray:
     token has no number of 32 bits, empty slots anywhere, no block for each seventh query.
     """
     rng = np.random.default_rng(5)
-    blocks = case.config.num_blocks(case.S)
+    blocks, n = case.config.num_blocks(case.S), case.config.num_selected
     shape = (case.B, case.T, case.Hkv, blocks)
     order = rng.permuted(np.broadcast_to(np.arange(blocks), shape), axis=-1)
-    indices = order[..., : case.config.num_selected].astype(np.int32)
+    indices = np.full((*shape[:3], n), -1, np.int32)
+    indices[..., :blocks] = order[..., :n]
     indices[rng.uniform(size=indices.shape) < 0.3] = -1
     indices[:, 1::5, :, 0] = 2**31 - 1
     indices[:, 2::5, :, 0] = 2**32 // case.config.select_block  # 0 in 32 bits
