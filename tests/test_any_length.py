@@ -9,7 +9,7 @@ import torch
 
 import nsa_torch
 from bench.harness.checked_layer import Watch, symbol
-from kernels_pallas.kernel import SCALAR, SIZE
+from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering, sequence
 from nsa_core.config import NSAConfig
@@ -64,9 +64,10 @@ def test_an_operator_of_torch_runs_these_kernels(name, gradients):
 @by_pass
 @by_layer
 def test_one_kernel_serves_lengths_and_batches(name, gradients):
-    first = generic(kernels_of(name, 9000, gradients))
+    """Those of a few lengths serve all."""
+    first = generic([x for length in LENGTHS for x in kernels_of(name, length, gradients)])
     batch = 1 if name == "packed" else 3  # a packed batch is one row
-    assert generic(kernels_of(name, 12001, gradients, batch)) == first
+    assert {*generic(kernels_of(name, 12001, gradients, batch))} <= {*first}
     assert [x.sizes.keys() for x in first] == [x.for_any_length().sizes.keys() for x in first]
     assert len({repr((x.name, x.spec)) for x in first}) == len(first)
 

@@ -59,10 +59,10 @@ def documents(length):
 
 
 def copies(length):
-    """A page copied to one beyond the pool, which is none."""
+    """A page copied to another."""
     cache = nsa_jax.PagedCache(4, HEADS, WIDTH, WIDTH, config=CONFIG, dtype=jnp.float32)
     cache = jax.tree.map(lambda x: drawn(*x.shape), cache)
-    return nsa_jax.PagedCache.copy_pages, (cache,), (jnp.array([1]), jnp.array([length - 11]))
+    return nsa_jax.PagedCache.copy_pages, (cache,), (jnp.array([1]), jnp.array([length % 4]))
 
 
 by_case = pytest.mark.parametrize("case", [pages, rows, documents, copies])
@@ -84,3 +84,10 @@ def test_places_known_to_the_compiler(case, length):
 @by_length
 def test_places_known_on_a_gpu(case, length):
     test_places_known_to_the_compiler(case, length)
+
+
+def test_a_page_beyond_the_pool_is_none():
+    function, (cache,), (source, _) = copies(13)
+    found = jax.jit(function)(cache, source, jnp.array([7]))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)

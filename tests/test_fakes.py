@@ -40,12 +40,22 @@ def arguments(kind, pick):
     indices = array(T, kv_heads, n, dtype=torch.int32)
     query, gate_dtype = array(T, heads, D), pick.choice([dtype, torch.float32])
     gates = [array(T, heads, dtype=gate_dtype) for _ in range(3)]
-    operator, _, name, *_ = (*kind.split("/"), "")
+    operator, _, name, *keeps = (*kind.split("/"), "")
     if operator == "attention":
         mode = MODES[name]
         tokens = pair(S if mode.compresses else C), pair(S), pair(S)
+        if "pages" in keeps:  # of a pool
+            pool = [
+                torch.empty(1, *x.shape[1:], dtype=dtype, device="meta") for x in pair(4096)
+            ]
+            tokens = tokens[0], pool, tokens[2]
         listed = zip(*(tokens[:1] if mode.shared else tokens), strict=True)
         tensors = [query, *(x for each in listed for x in each), *gates]
+        if "pages" in keeps:
+            page = (config.select_block, kv_heads)
+            table = array(-(-S // page[0]), dtype=torch.int32)
+            tensors += [table, lengths, *(array(*page, width) for width in (D, Dv))]
+            packed = False
         tensors.append(pick.choice([None, indices]))
         packed &= not mode.compresses
     else:

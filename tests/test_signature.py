@@ -95,7 +95,7 @@ VARIANTS = {
     "branches": {"gates": None},
     "packed": {"cu_seqlens": torch.tensor([0, 5, 20])},
     "compressed": {"compressed": (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16),) * 2},
-    "indices": {"block_indices": torch.zeros(1, 24, 2, 4, dtype=torch.int32)},
+    "indices": {"block_indices": torch.arange(4, dtype=torch.int32).expand(1, 24, 2, 4)},
 }
 
 

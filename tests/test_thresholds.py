@@ -15,6 +15,7 @@ from nsa_core.dispatch import Problem
 from nsa_jax import NSAConfig, jax_problem
 from nsa_jax import dispatch as jax_dispatch
 from nsa_torch import dispatch as torch_dispatch
+from nsa_torch import operators
 from tests import pretend
 
 GPU = "NVIDIA Test 80GB"
@@ -254,7 +255,7 @@ def test_a_problem_names_its_device(monkeypatch):
     assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
     pretend.gpu(monkeypatch)
     monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
-    numbers = dataclasses.astuple(NSAConfig())
+    numbers = operators.numbers_of(NSAConfig())
     sizes = (1, 8, 8, 2, 1, 4, 4)
     for kind, expected in ((("cuda", 1), f"{GPU} 1"), (("cpu", None), None)):
         at = torch_dispatch._problem(kind, "bfloat16", sizes, numbers, (False,) * 3, None)

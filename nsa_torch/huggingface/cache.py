@@ -265,7 +265,7 @@ class NSAModelCache(Cache):
         Raises:
           ValueError: the last call did not end, so that some layers have tokens that others lack.
         """
-        columns = [layer.get_seq_length() for layer in self.layers]
+        columns = [int(layer.get_seq_length()) for layer in self.layers]
         if len({*columns}) > 1:
             raise ValueError(
                 f"cache must have the same tokens in all layers, got {columns} columns: a call "
