@@ -166,6 +166,7 @@ def test_generate_with_guesses_takes_them_back():
     cache = Watched(model().config, 1, ROOM)
     guessed = generate(prompt_lookup_num_tokens=4, cache=cache)
     assert torch.equal(guessed, generate()) and min(cropped) < 0
+    assert type(cache.get_seq_length()) is int
 
 
 @by_kind

@@ -136,9 +136,9 @@ class RowLayer(ModelLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` columns, in which no row has padding."""
-        check_crop(tokens_to_remove, self.get_seq_length())
+        count = taken_back(tokens_to_remove, self.get_seq_length())
         if self.state is not None:
-            self.take_back(-tokens_to_remove)
+            self.take_back(count)
 
     def take_back(self, count: int) -> None:
         self.state.length = self.state.length - count
@@ -265,7 +265,7 @@ class NSAModelCache(Cache):
         Raises:
           ValueError: the last call did not end, so that some layers have tokens that others lack.
         """
-        columns = [int(layer.get_seq_length()) for layer in self.layers]
+        columns = [layer.get_seq_length() for layer in self.layers]
         if len({*columns}) > 1:
             raise ValueError(
                 f"cache must have the same tokens in all layers, got {columns} columns: a call "
@@ -281,13 +281,18 @@ class NSAModelCache(Cache):
         self.ragged = False
 
 
-def check_crop(tokens_to_remove: int, columns: int) -> None:
-    """Raises ValueError unless it is minus the number of some of the `columns`."""
-    if not -columns <= tokens_to_remove <= 0:
+def taken_back(tokens_to_remove: int | Tensor, columns: int) -> int:
+    """How many of the `columns` go: a number on the host, where transformers may give a tensor.
+
+    Raises:
+      ValueError: `tokens_to_remove` is not minus the number of some of them.
+    """
+    if not -columns <= (removed := int(tokens_to_remove)) <= 0:
         raise ValueError(
             f"tokens_to_remove must be in {-columns}..0, minus the number of "
-            f"tokens to take back, got {tokens_to_remove}"
+            f"tokens to take back, got {removed}"
         )
+    return -removed
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

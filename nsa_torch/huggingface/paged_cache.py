@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_torch.huggingface.cache import NSAModelCache, check_crop
+from nsa_torch.huggingface.cache import NSAModelCache, taken_back
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import PagedLayer, PagedRows, StaticDenseLayer
 
@@ -85,10 +85,10 @@ class NSAPagedModelCache(NSAModelCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` columns, in which no row has padding."""
-        check_crop(tokens_to_remove, self.rows.columns)
-        self.rows.columns += tokens_to_remove
+        count = taken_back(tokens_to_remove, self.rows.columns)
+        self.rows.columns -= count
         if self.rows.lengths is not None:
-            self.rows.lengths += tokens_to_remove
+            self.rows.lengths -= count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` is: its pages in use are copied."""
