@@ -388,10 +388,8 @@ def selected_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    memory, place = (
-        {"query": query, "key": key, "value": value},
-        (config, kv_len, cu_seqlens, scale),
-    )
+    memory = {"query": query, "key": key, "value": value}
+    place = config, kv_len, cu_seqlens, scale
     width = value.shape[-1]
     return _step("selected", implementation, memory, width, place, block_indices)
 
@@ -417,10 +415,8 @@ def sliding_attention(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    memory, place = (
-        {"query": query, "key": key, "value": value},
-        (config, kv_len, cu_seqlens, scale),
-    )
+    memory = {"query": query, "key": key, "value": value}
+    place = config, kv_len, cu_seqlens, scale
     return _step("sliding", implementation, memory, value.shape[-1], place)
 
 

@@ -81,8 +81,8 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
         # Of `out`, not what it began as, which is gone then.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         given = counts, block_indices, layout.position, *extra, segment, *rows
-        spec = dataclasses.replace(kernel, **merges)
-        merge = _staying(ops, gathered.merge, spec) if alone else gathered.merge(spec)
+        merging = dataclasses.replace(kernel, **merges)
+        merge = _staying(ops, gathered.merge, merging) if alone else gathered.merge(merging)
         merged = ops.run(merge, *partials, *given)
         out = ops.write(out, tokens, merged[0])
         if added is None:
