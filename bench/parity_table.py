@@ -35,10 +35,9 @@ a contiguous decode step measured until f764ddc contain a copy of all values, wh
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
-kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed, as is
-`nvidia-h100-80gb-hbm3/kernel_log/cached.jsonl`. `quality/`: every 20th step of runs.
-`nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism; what was tried and not kept,
-and an older run of one GPU (`log/training_parallel.md`).
+kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `quality/`: every 20th step of
+runs. `nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism; what was tried and not
+kept, and an older run of one GPU (`log/training_parallel.md`).
 
 """
 COLUMNS = (
