@@ -1,7 +1,7 @@
 """Decoding in torch: a preallocated cache, and one function for prefill, chunk and token.
 
-The twin of `nsa_jax.cache`. The cache is written in place; where a gradient has to flow
-through the new tokens, into a copy of it. Nothing grows: a write past the capacity is a
+The twin of `nsa_jax.cache`. The cache is written in place; where a gradient is recorded, which
+keeps what it reads, into a copy of it. Nothing grows: a write past the capacity is a
 `ValueError`.
 """
 
@@ -202,7 +202,7 @@ def cached_attention(
     if {*chosen[:4]} != {"reference"}:
         refuse_transforms(query, *gates, *new)
     kv_len = cache.length + num_new
-    if requires_grad(*new):
+    if requires_grad(*memory.values(), *gates, *new):
         cache = cache.clone()
     update(cache, key, value, config, compress_params, new_lengths)
     cache.contents = contents

@@ -221,6 +221,23 @@ def test_tokens_of_a_cache_in_the_same_memory(monkeypatch):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "gates"])
+def test_a_cache_that_a_graph_keeps_is_not_written_to(wanted):
+    """Chunks of which one argument wants a gradient."""
+    shapes = {"query": (4, 16), "key": (2, 16), "value": (2, 16), "gates": (4, 3)}
+    given = {name: torch.randn(1, 24, *shape) for name, shape in shapes.items()}
+    leaf = given[wanted].requires_grad_()
+    whole = nsa_torch.attention(*given.values(), config=SMALL).square().sum()
+    cache = nsa_torch.init_cache(1, 24, 2, 16, 16, config=SMALL)
+    found = []
+    for chunk in (slice(0, 13), slice(13, 20), slice(20, 24)):
+        tokens = (x[:, chunk] for x in given.values())
+        out, cache = nsa_torch.cached_attention(*tokens, cache)
+        found.append(out.square().sum())
+    pair = (torch.autograd.grad(x, leaf)[0] for x in (sum(found), whole))
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("implementation", signature.KERNELS)
