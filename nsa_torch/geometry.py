@@ -56,6 +56,13 @@ class Geometry:
         return (local >= 0) & (last_token <= self.position[:, queries, None])
 
 
+def without_padding(x: Tensor, real: Tensor) -> Tensor:
+    """`x` [B, T, ..], 0 where a token is not `real` [B, T]: zero times NaN is NaN, in the products
+    of attention and in a weight's gradient.
+    """
+    return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
+
+
 def geometry(
     batch: int,
     num_queries: int,

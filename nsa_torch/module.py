@@ -23,6 +23,7 @@ from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, ta
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
+from nsa_torch.geometry import without_padding
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
@@ -72,14 +73,6 @@ class Mark(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing is read."""
-
-
-def without_padding(x: Tensor, real: Tensor) -> Tensor:
-    """`x` [B, T, dim], 0 where a token is not `real` [B, T].
-
-    The gradient of a weight is a product with `x`, in which 0 times NaN is NaN.
-    """
-    return torch.where(real[..., None], x, 0)
 
 
 class NSAAttention(nn.Module):

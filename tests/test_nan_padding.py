@@ -13,7 +13,7 @@ from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
-from nsa_torch.huggingface import NSAModel, NSAModelConfig
+from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
 from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.test_cache_config import MODEL
@@ -74,6 +74,30 @@ def test_a_layer_of_torch_with_a_cache(kind):
         return first[:, :REAL].square().sum() + then[:, : REAL - 20].square().sum()
 
     check(*(of_torch(loss, layer, hidden(x)) for x in (0, np.nan)))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_outputs_after_a_cache(implementation):
+    """What stands behind `new_lengths` is in no product of the function, whoever calls it."""
+
+    def outputs(number):
+        rng = np.random.default_rng(0)
+        shapes = (4, 8), (2, 8), (2, 6), (4, 3)
+        given = [rng.standard_normal((1, LENGTH, *x)).astype(np.float32) for x in shapes]
+        for x in given:
+            x[:, REAL:] = number
+        cache = nsa_torch.init_cache(1, 99, 2, 8, 6, config=SMALL)
+        for _ in range(2):
+            out, cache = nsa_torch.cached_attention(
+                *map(torch.from_numpy, given),
+                cache,
+                new_lengths=torch.tensor([REAL]),
+                implementation=implementation,
+            )
+            yield out[:, :REAL]
+
+    for want, got in zip(outputs(0), outputs(np.nan), strict=True):
+        assert torch.equal(got, want)
 
 
 def masks(layer, x, *cache, **options):
@@ -143,6 +167,28 @@ def test_a_model_of_transformers(rows, use_cache):
 
     assert "embed_tokens.weight" in names
     check(gradients(0), gradients(np.nan))
+
+
+@pytest.mark.parametrize("kind", ["", "grows", "pages"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@torch.no_grad()
+def test_outputs_of_a_model_of_transformers(side, kind):
+    """A row of padding alone too."""
+    torch.manual_seed(0)
+    model = NSAModel(NSAModelConfig(**HYBRID))
+    mask = torch.cat([MASK, torch.zeros_like(MASK)])
+    mask = mask.flip(1) if side == "left" else mask
+
+    def outputs(number):
+        x = torch.from_numpy(np.tile(hidden(0), (2, 1, 1)))
+        x = (x.flip(1) if side == "left" else x).masked_fill(mask[..., None] == 0, number)
+        cache = {"grows": NSAModelCache, "pages": NSAPagedModelCache}.get(kind)
+        sizes = (2, LENGTH) if kind == "pages" else ()
+        given = None if cache is None else cache(model.config, *sizes)
+        out = model(inputs_embeds=x, attention_mask=mask, cache=given, use_cache=bool(kind))
+        return out.last_hidden_state[mask > 0]
+
+    assert torch.equal(outputs(np.nan), outputs(0))
 
 
 PHI = {

@@ -13,6 +13,7 @@ from nsa_core.layer import EXTRA_STATE
 from nsa_core.types import Branches
 from nsa_torch import geometry, heads
 from nsa_torch.gates import Gate, HeadGate
+from nsa_torch.geometry import without_padding
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.compatibility import (
@@ -37,7 +38,7 @@ from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
-from nsa_torch.module import MLP, NSAAttention, Pool, without_padding
+from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
@@ -321,7 +322,9 @@ class NSAModel(NSAPreTrainedModel):
         if cache is not None:
             cache.check_model(self.config)
             cache.begin(x, where.count)
-        if torch.is_grad_enabled() and (real := where.real(x.shape[1])) is not None:
+        if (real := where.real(x.shape[1])) is not None:
+            if where.empty is not None and not torch.is_grad_enabled():
+                real = real | where.empty[:, None]  # the text goes on from such a row's padding
             x = without_padding(x, real)
         position, mask = self._dense_inputs(x, where, cache)
         for layer in self.layers:
