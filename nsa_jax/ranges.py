@@ -12,18 +12,20 @@ def to_ranges(
     """`[start, end)` of each run of selected keys at or before the query, ascending.
 
     Adjacent blocks are merged, ends are cut at `position + 1`, and slots left over are
-    `(0, 0)` at the end. Positions are local to the sequence.
+    `(0, 0)` at the end. Positions are local to the sequence; negative: padding.
     """
-    size = config.select_block
-    valid = block_indices >= 0
-    previous = jnp.pad(block_indices[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=-2)
-    opens = valid & (block_indices != previous + 1)
+    size, last = config.select_block, position[:, :, None, None]
+    # Of a block that is not seen the first token may have no number.
+    valid = (block_indices >= 0) & (block_indices <= last // size)
+    block = jnp.where(valid, block_indices, -2)
+    previous = jnp.pad(block[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=-2)
+    opens = valid & (block != previous + 1)
     # The run that each block belongs to; blocks of no run go to a slot that is cut off.
-    count = block_indices.shape[-1]
+    count = block.shape[-1]
     run = jnp.where(valid, jnp.cumsum(opens, axis=-1) - 1, count)
-    end = jnp.minimum((block_indices + 1) * size, position[:, :, None, None] + 1)
+    end = jnp.minimum((block + 1) * size, last + 1)
     slots = jnp.arange(count, dtype=run.dtype)
     member = run[..., None, :] == slots[:, None]  # [..., slot, block]
-    starts = jnp.where(member & opens[..., None, :], block_indices[..., None, :] * size, 0)
+    starts = jnp.where(member & opens[..., None, :], block[..., None, :] * size, 0)
     ends = jnp.where(member, end[..., None, :], 0)
     return jnp.stack([starts.max(axis=-1), ends.max(axis=-1)], axis=-1).astype(jnp.int32)
