@@ -5,7 +5,7 @@ of the same shapes. Operation by operation each operation would be compiled.
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +27,11 @@ def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **options: P.kwargs) -> R:
         _refuse_tensors(function, args, options)
         with jax.numpy_rank_promotion("allow"):
-            return function(*args, **options)
+            try:
+                return function(*args, **options)
+            except Exception as error:
+                _tell_explicit(error, args, options)
+                raise
 
     return called
 
@@ -43,6 +47,26 @@ def _refuse_tensors(function, args, options) -> None:
                     f"arrays must be of JAX or NumPy, got a torch.Tensor of shape "
                     f"{tuple(x.shape)} in {function.__name__}"
                 )
+
+
+def _tell_explicit(error: Exception, args, options) -> None:
+    """Adds to an error that arrays are sharded over explicit axes, where they are."""
+    for x in jax.tree.leaves((args, options)):
+        sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+        if sharding and set(sharding.mesh.explicit_axes) & {*_names(sharding.spec)}:
+            note = (
+                f"Arrays are sharded over explicit axes of a mesh ({sharding.spec}), which no "
+                "function here takes: call it inside of jax.shard_map or jax.sharding.auto_axes, "
+                "or make the mesh with axes of AxisType.Auto."
+            )
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            return
+
+
+def _names(spec) -> Iterator[str]:
+    for part in spec:
+        yield from part if isinstance(part, tuple) else [part]
 
 
 @functools.lru_cache(1024)

@@ -14,7 +14,6 @@ from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
 
 
-
 def in_jax(blocks, position, config):
     """`nsa_jax.ranges.to_ranges` of tensors."""
     arrays = (jnp.asarray(x.numpy()) for x in (blocks, position))

@@ -59,6 +59,23 @@ def test_shard_map_over_batch_and_heads(axes, budget, monkeypatch):
     chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-7, atol=2e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("spec", [PartitionSpec("rows"), PartitionSpec(None, None, "rows")])
+def test_arrays_over_explicit_axes(spec, wrap):
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    arrays = arrays_of(problem(Case(30, 30, H=4, Hkv=2)))
+    whole = functools.partial(nsa_jax.attention, config=SMALL)
+    want = call(whole, *arrays)
+    arrays = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, spec))
+    with pytest.raises(Exception) as found:
+        wrap(whole)(*arrays)
+    (note,) = [x for x in found.value.__notes__ if "explicit axes" in x]
+    assert "'rows'" in note and "auto_axes" in note
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.sharding.auto_axes(whole, out_sharding=spec))(*arrays)
+    chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-7, atol=1e-6)
+
+
 def compiled_memory(case, function, dtype=jnp.float32):
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
     arrays = (
