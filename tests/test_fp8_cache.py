@@ -512,7 +512,54 @@ def test_the_oracle_tells_rounding_from_none():
         close(found, Expected(rows)([0], [50]))
 
 
+def needle(tokens, implementation, device):
+    """One token of `tokens` that the last query looks for, beyond the window: its value, and what
+    selected attention gives, from a cache of 16 bits and from one in fp8.
+    """
+    config = NSAConfig(num_selected=5)  # two of them are free
+    make = torch.Generator(device).manual_seed(0)
+    draw = lambda *x: torch.randn(x, generator=make, device=device).bfloat16()
+    query, key, value = draw(1, 1, 64), draw(tokens, 1, 64), draw(tokens, 1, 64)
+    place = tokens // 3
+    key[place] = 8 * query[0]
+    pages = -(-tokens // config.select_block)
+    table = torch.randperm(pages, generator=make, device=device).int()[None]
+    at = table, torch.tensor([tokens], device=device).int()
+    starts = torch.tensor([0, tokens], device=device).int()
+    gates = torch.tensor([0.0, 1.0, 0.0], device=device).bfloat16().expand(1, 16, 3)
+    caches = [
+        nsa_torch.PagedCache(pages, 1, 64, 64, config=config, dtype=x, device=device)
+        for x in (torch.bfloat16, FP8)
+    ]
+    how = {} if device == "cpu" else {"implementation": "triton"}  # the same order of sums
+    outs = []
+    for cache in caches:
+        nsa_torch.append(cache, key, value, *at, cu_seqlens_q=starts, **how)
+        given = query.expand(1, 16, 64), gates.contiguous(), cache, *at
+        outs.append(nsa_torch.paged_attention(*given, implementation=implementation)[0])
+    assert torch.equal(*(x.compressed_key for x in caches)), "the blocks are the same"
+    return value[place], outs
+
+
+def check_needle(tokens, implementation, device="cpu"):
+    value, (half, eight) = needle(tokens, implementation, device)
+    torch.testing.assert_close(half, value.expand_as(half), rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(eight, value.expand_as(half), rtol=2**-4, atol=1e-2)
+    assert not torch.equal(half, eight)
+
+
+def test_a_needle_is_found():
+    check_needle(2000, "gathered")
+
+
 # On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
+@torch.no_grad()
+def test_a_needle_is_found_among_64k_tokens(implementation):
+    check_needle(65536, implementation, "cuda")
 
 
 def filled(seed, batch=4, pages=20, kv_heads=2, width=64, around=8):

@@ -228,7 +228,7 @@ def test_rows_of_different_few_tokens_are_one_launch(ran, planned):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
 def test_a_step_appends_and_attends_on_a_gpu(separate):
-    """300 steps of one graph: outputs and pages are those of `append` and `paged_attention`;
+    """500 steps of one graph: outputs and pages are those of `append` and `paged_attention`;
     memory around the pages does not change.
     """
     config, batch, pages = NSAConfig(), 3, 20
@@ -261,7 +261,7 @@ def test_a_step_appends_and_attends_on_a_gpu(separate):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = step()
-        for turn in range(300):
+        for turn in range(500):
             lengths += (lengths > 0).int()
             if turn == 100:
                 lengths[2] = 1  # a row begins

@@ -128,25 +128,20 @@ def main(argv: Sequence[str]) -> int:
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
     about |= records.environment(COMMIT.value)
     print("| cache | loss | above | copied |\n| --- | --- | --- | --- |")
+    tokens = [batch.tokens for batch in held_out]
+    for i, batch in enumerate(held_out):
+        starts = recall.passages(batch, sizes.layer.w, (SEED.value, 2, i))
+        if starts is not None:
+            rows = recall.copies(batch, starts)
+            tokens += [rows.read.tokens, rows.unread.tokens]
+    together = torch.from_numpy(np.concatenate(tokens)).to(device)
     first = None
     for kind in (getattr(torch, dtype), torch.float8_e4m3fn):
-
-        def mean(batch, tokens=0, kind=kind):
-            """Of the last `tokens` of each row; 0: of all."""
-            rows = torch.from_numpy(batch.tokens).to(device)
-            return losses(model, rows, kind)[:, -tokens:].double().mean().item()
-
-        loss = float(np.mean([mean(batch) for batch in held_out]))
+        each = losses(model, together, kind).double().view(len(tokens), BATCH.value, -1)
+        loss, again = each[: len(held_out)].mean().item(), each[len(held_out) :]
         first = loss if first is None else first
-        gains = []
-        for i, batch in enumerate(held_out):
-            starts = recall.passages(batch, sizes.layer.w, (SEED.value, 2, i))
-            if starts is not None:
-                rows = recall.copies(batch, starts)
-                gains.append(
-                    mean(rows.unread, recall.PASSAGE) - mean(rows.read, recall.PASSAGE)
-                )
-        copied = float(np.mean(gains)) if gains else None
+        ends = again[..., -recall.PASSAGE :].mean((1, 2)).tolist()
+        copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
         name = str(kind).removeprefix("torch.")
         line = {"cache": name, "loss": loss, "above": loss - first, "copied": copied}
         shown = (
