@@ -56,7 +56,13 @@ class Cached:
         )
 
     def _copy(self, cache):
-        return cache.clone() if self.torch else jax.tree.map(jnp.copy, cache)
+        """In torch raw tokens, nearly all of its memory, are the same: who appends puts the same
+        ones behind them.
+        """
+        if not self.torch:
+            return jax.tree.map(jnp.copy, cache)
+        names = ("compressed_key", "compressed_value", "recent_key", "recent_value")
+        return dataclasses.replace(cache, **{x: getattr(cache, x).clone() for x in names})
 
     def _without_spare_slots(self, cache):
         """The cache with as many compressed tokens as there are, in memory of their own."""
