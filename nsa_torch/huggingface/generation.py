@@ -102,8 +102,8 @@ class NSAGenerationMixin(GenerationMixin):
                 f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
             )
         rows = batch_size * generation_config.num_return_sequences
-        mask = model_kwargs.get("attention_mask")
-        new = max_cache_length + 1 - (0 if mask is None else mask.shape[1])
+        prompt = model_kwargs.get("position_ids")  # a mask of ones is dropped from 5.19 on
+        new = max_cache_length + 1 - (0 if prompt is None else prompt.shape[-1])
         sizes = rows, max_cache_length, new
         if name is None and goes_on_pages(self, generation_config, generation_mode, *sizes):
             model_kwargs[CACHE] = NSAPagedModelCache(self.config, rows, max_cache_length)
