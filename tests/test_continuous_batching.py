@@ -1,14 +1,18 @@
 """`generate_batch` of transformers over paged caches: text and log probabilities of `generate`."""
 
+import asyncio
 import functools
 import itertools
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving import model_manager
+from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from nsa_core.types import Branches
@@ -21,6 +25,7 @@ from nsa_torch.huggingface import (
     continuous,
     continuous_batching_config,
     paged_layer,
+    serve,
 )
 from nsa_torch.paged import PagedCache
 
@@ -312,12 +317,38 @@ def test_another_manager_is_refused(monkeypatch):
     for call in (
         lambda: lm.generate_batch([[1, 2]]),
         lambda: continuous_batching_config(lm.config),
+        lambda: serve.words(["checkpoint", "--continuous-batching"]),
     ):
         with pytest.raises(
             NotImplementedError, match=r"transformers 5\.19 to 5\.\d+, got 5\.\d"
         ):
             call()
     assert lm.config._attn_implementation == "sdpa" and alone(lm, [1, 2], 1)
+
+
+@served
+def test_a_checkpoint_is_served(tmp_path, monkeypatch):
+    """By the classes of `transformers serve`, without its HTTP."""
+    lm, prompt = model(), prompts()[1]
+    lm.save_pretrained(tmp_path)
+    given = [str(tmp_path), "--continuous-batching"]
+    assert serve.words(given) == ["serve", *given, "--cb-block-size", "16"]
+    for own in ([*given, "--cb-block-size=8"], given[:1], ["--help"]):
+        assert serve.words(own) == ["serve", *own]
+    monkeypatch.setattr(model_manager.transformers, "NSAForCausalLM", None, raising=False)
+    serve.register()
+    models = model_manager.ModelManager(device="cpu")
+    loaded = models._load_model(models.process_model_name(str(tmp_path)))
+    assert type(loaded) is NSAForCausalLM
+    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    manager = CBGenerateManager(ContinuousBatchingConfig(page_size=16, num_blocks=40))
+    manager.init_cb(loaded, greedy)
+    try:
+        raw = SimpleNamespace(decode=lambda tokens, **_: tokens)
+        call = manager.generate_non_streaming(loaded, raw, {"input_ids": prompt}, greedy, "a")
+        assert asyncio.run(call)[0] == alone(lm, prompt)
+    finally:
+        manager.stop()
 
 
 @served

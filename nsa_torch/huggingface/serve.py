@@ -1,0 +1,55 @@
+"""`transformers serve`, a server with the API of OpenAI, of checkpoints with NSA.
+
+    python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
+    python -m nsa_torch.huggingface.serve --help
+
+transformers looks for a model's class among its own, where this puts ours, and hands all options to
+its command. It needs `transformers[serving]`, and 5.19 for `--continuous-batching`. Pages have the
+checkpoint's `select_block` tokens.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from transformers import AutoConfig
+from transformers.cli.serving import model_manager
+
+from nsa_torch.huggingface.compatibility import cache_allocators
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.model import NSAForCausalLM
+
+BATCHES, PAGE = "--continuous-batching", "--cb-block-size"
+
+
+def register() -> None:
+    """`transformers.NSAForCausalLM` is ours from here on, where the server looks for it."""
+    model_manager.transformers.NSAForCausalLM = NSAForCausalLM  # type: ignore[attr-defined]
+
+
+def words(arguments: Sequence[str]) -> list[str]:
+    """Of transformers' command; the first of `arguments` is the checkpoint, or an option.
+
+    Raises:
+      NotImplementedError: `--continuous-batching` with transformers before 5.19.
+    """
+    given = list(arguments)
+    if BATCHES in given:
+        cache_allocators()
+        checkpoint = None if given[0].startswith("-") else AutoConfig.from_pretrained(given[0])
+        named = any(x.split("=")[0] == PAGE for x in given)
+        if isinstance(checkpoint, NSAModelConfig) and not named:
+            given += [PAGE, str(checkpoint.select_block)]
+    return ["serve", *given]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    register()
+    given = words(sys.argv[1:] if arguments is None else arguments)
+    from transformers.cli.transformers import main as command
+
+    sys.argv = ["transformers", *given]
+    command()
+
+
+if __name__ == "__main__":
+    main()
