@@ -449,6 +449,11 @@ def test_a_prompt_that_is_wrong(prompt, found):
     with pytest.raises(ValueError, match=re.escape("inputs[1] must")) as error:
         lm.generate_batch([[1, 2], prompt], **options(lm))
     assert found in str(error.value)
+    manager = lm.init_continuous_batching(**options(lm))
+    with pytest.raises(ValueError, match="input_ids must") as error:
+        manager.add_request(prompt)
+    assert found in str(error.value)
+    manager.stop()
 
 
 @served

@@ -12,6 +12,7 @@ are attended together.
 """
 
 import copy
+import functools
 import itertools
 import numbers
 from collections.abc import Callable, Iterator
@@ -82,19 +83,17 @@ def _check(given: Any, config: NSAModelConfig) -> None:
         )
 
 
-def check_prompts(prompts: Any, vocab_size: int) -> None:
-    """Raises ValueError unless each is a list of tokens, at least one."""
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, list | tuple) or not len(prompt):
+def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
+    """Raises ValueError unless `prompt` is a list of tokens, at least one."""
+    if not isinstance(prompt, list | tuple) or not len(prompt):
+        raise ValueError(f"{name} must be a list of tokens, at least one, got {prompt!r}")
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return
+    for token in prompt:
+        if not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocab_size:
             raise ValueError(
-                f"inputs[{i}] must be a list of tokens, at least one, got {prompt!r}"
+                f"{name} must have tokens in 0..{vocab_size - 1} (vocab_size), got {token!r}"
             )
-        for token in prompt:
-            if not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocab_size:
-                raise ValueError(
-                    f"inputs[{i}] must have tokens in 0..{vocab_size - 1} (vocab_size), "
-                    f"got {token!r}"
-                )
 
 
 def manager_of(
@@ -153,6 +152,15 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
         theirs *= config.num_key_value_heads * config.head_dim
         made.num_blocks = -(-given.num_blocks * ours // theirs)
     manager.batch_processor = manager._create_batch_processor()
+    add = manager.add_request
+
+    @functools.wraps(add)
+    def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """A server's, which has not been through `generate_batch`."""
+        check_tokens("input_ids", input_ids, config.vocab_size)
+        return add(input_ids, *args, **kwargs)
+
+    manager.add_request = add_request
 
 
 def _blocks_of_a_request(given: ContinuousBatchingConfig, config: Any, hints: Any) -> int:

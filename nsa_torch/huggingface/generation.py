@@ -17,7 +17,7 @@ from nsa_torch.huggingface.compatibility import (
     cache_argument,
     cache_named,
 )
-from nsa_torch.huggingface.continuous import check_prompts, manager_of
+from nsa_torch.huggingface.continuous import check_tokens, manager_of
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.paged_layer import decodes_on_pages
 from nsa_torch.huggingface.rows import check_prompt
@@ -64,7 +64,8 @@ class NSAGenerationMixin(GenerationMixin):
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
         if "nsa" in self.config.layer_attention:
-            check_prompts(given.get("inputs", ()), self.config.vocab_size)
+            for i, prompt in enumerate(given.get("inputs", ())):
+                check_tokens(f"inputs[{i}]", prompt, self.config.vocab_size)
             if "warmup" not in given:
                 kwargs["warmup"] = bool(given.get("persistent_manager"))
         return base.generate_batch(*args, **kwargs)
