@@ -20,7 +20,7 @@ A document names a table between two comments, and this command fills what stand
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
 | `training` | time of a training step of the 124 M model | `device` |
-| `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
+| `decode` | a step from pages beside dense attention (`bench.decode`) | `device`, `commit` |
 | `cached` | what a cache in fp8 costs trained models (`bench.lm.cached`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
@@ -401,10 +401,12 @@ def training(device: str = DEVICE.name) -> str:
     return table(["tokens a step", *names, "commit"], rows)
 
 
-def decode(device: str) -> str:
-    """The newest steps from pages, beside dense attention to the same keys."""
+def decode(device: str, commit: str = "") -> str:
+    """The newest steps from pages, beside dense attention to the same keys; `commit`: all of it."""
     newest: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records.read(DEVICE.parent / device / "decode.jsonl"):
+        if not (record.commit or "").startswith(commit):
+            continue
         kind, _, kernel = record.implementation.partition("/")
         if kernel and kind.startswith("paged"):
             newest.setdefault((shape_of(record), record.S), {})[kind] = record
