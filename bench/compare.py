@@ -278,12 +278,12 @@ def judged_rows(
 ) -> Iterator[tuple[str, Any, Job, Judged]]:
     """Mode, runner, job and parity of each row; an array is loaded once for all of them."""
     loads = {id(runner): once(runner.load) for plan in plans.values() for runner, _ in plan}
+    checker = Checker(settings, inputs, backward="fwdbwd" in plans, most_rows=ROWS.value)
     for mode, plan in plans.items():
-        backward = mode == "fwdbwd"
-        checker = Checker(settings, inputs, backward=backward, most_rows=ROWS.value)
+        own = checker if mode == "fwdbwd" else checker.without_gradients()
         for runner, job in plan:
             tell(f"{runner.framework} {job.branch} {job.label}")
-            row = judge(job, runner, settings, inputs, checker, mode, loads[id(runner)])
+            row = judge(job, runner, settings, inputs, own, mode, loads[id(runner)])
             yield mode, runner, job, row
 
 

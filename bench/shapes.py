@@ -4,7 +4,8 @@
     python -m bench.shapes --only 64k --only 8k --input random
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
-Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch.
+Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch; all
+shapes of one input come before those of the next, which find their oracles compiled.
 `--at_once` of them compile and are judged side by side, then each is timed with the GPU to
 itself. Parity looks at `--most_rows` queries of each sequence. The targets and what was measured
 of them are in bench/records/log/calls.md, "Against the targets".
@@ -14,6 +15,7 @@ bench/records/<device>/compare.jsonl too.
 """
 
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ INPUT = flags.DEFINE_multi_enum("input", INPUTS, INPUTS, "Where arrays come from
 PACKED = flags.DEFINE_bool(
     "packed", False, "Beside each its rows as one packed row, whose metadata is there.", **at
 )
-DENSE = flags.DEFINE_bool("dense", False, "Beside each dense attention.", **at)
+DENSE = flags.DEFINE_bool(
+    "dense", False, "Dense attention beside the first input of each.", **at
+)
 KERNELS = flags.DEFINE_string("kernels", "mosaic", "Implementation of all branches.", **at)
 ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, **at)
 AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
@@ -43,10 +47,11 @@ SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
 COMMIT = cli.define_commit(FLAGS)
 
 # JAX only makes inputs and oracles here: it gives back memory that it does not use, and what it
-# compiles runs once.
+# compiles runs once an input. The next input of a shape takes what was compiled for the one before.
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
 
 
@@ -71,17 +76,17 @@ def commands_of(
     """Name and words of each `bench.compare`, which writes into the folder of its name; files of
     their settings are in `folder`.
     """
-    for name in shapes:
-        settings = folder / f"{name}.yaml"
-        settings.write_text(yaml.safe_dump(dict(SHAPES[name])))
-        for source in inputs:
+    for source in inputs:
+        for name in shapes:
+            settings = folder / f"{name}.yaml"
+            settings.write_text(yaml.safe_dump(dict(SHAPES[name])))
             row = f"{name}, {source}"
             words = ["bench.compare", "--framework=torch", f"--config={settings}"]
             words += [f"--input={source}", f"--kernels={KERNELS.value}", "--branch=all"]
             words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={ROWS.value}"]
             words += [f"--out={folder / row}", "--turn", "--nosave_records"]
             words += ["--packed"] if PACKED.value else []
-            words += ["--branch=dense"] if DENSE.value else []
+            words += ["--branch=dense"] if DENSE.value and source == inputs[0] else []
             if COMMIT.value:
                 words.append(f"--commit={COMMIT.value}")
             yield row, words
@@ -96,15 +101,17 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     statuses, kept = [], []
     commands = list(commands_of(shapes, INPUT.value, folder))
-    for wave in itertools.batched(commands, AT_ONCE.value):
-        for row, status in turns.of_names(dict(wave), folder, ENVIRONMENT):
-            statuses.append(status)
-            made = folder / row / "compare.jsonl"
-            done = records.read(made) if made.exists() else []
-            records.append(lines, done)  # at once: what follows may be ended from outside
-            kept += [(row, record) for record in done]
-            if SAVE.value:
-                records.keep(done, "compare.jsonl")
+    with tempfile.TemporaryDirectory() as compiled:
+        environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": compiled}
+        for wave in itertools.batched(commands, AT_ONCE.value):
+            for row, status in turns.of_names(dict(wave), folder, environment):
+                statuses.append(status)
+                made = folder / row / "compare.jsonl"
+                done = records.read(made) if made.exists() else []
+                records.append(lines, done)  # at once: what follows may be ended from outside
+                kept += [(row, record) for record in done]
+                if SAVE.value:
+                    records.keep(done, "compare.jsonl")
     for row, record in kept:
         time = f"{record.time_ms:9.3f} ms" if record.time_ms else record.reason
         print(f"{row:32} {record.mode:8} {record.status:6} {time}")

@@ -1,5 +1,6 @@
 """Whether a path computes what the contract says: its results on the checked rows."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,6 +47,12 @@ class Checker:
         self.cotangent: Any = self.slabs.masked(inputs.cotangent) if backward else None
         self.dtype = settings.runtime.dtype
         self.known: dict[Any, Any] = {}
+
+    def without_gradients(self) -> "Checker":
+        """Of steps that give outputs alone: the same oracle, which is computed once."""
+        other = copy.copy(self)
+        other.backward = False
+        return other
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
         """Runs `step` of one branch and compares everything that it returns; of the whole
@@ -115,13 +122,11 @@ class Checker:
         return self.known[branch, key]
 
     def _reference(self, branch, arguments, low) -> dict[str, np.ndarray]:
-        result = oracle.outputs(branch, arguments, self.config, self.slabs, low=low)
-        if self.backward:
-            grads = oracle.gradients(
-                branch, arguments, self.cotangent, self.config, self.slabs, low=low
-            )
-            result = {"out": result["out"]} | _named(grads)
-        return result
+        of = self.config, self.slabs
+        if self.cotangent is None:
+            return oracle.outputs(branch, arguments, *of, low=low)
+        result, grads = oracle.gradients(branch, arguments, self.cotangent, *of, low=low)
+        return result | _named(grads)
 
     def _compare(self, runner, result, exact, low, branch) -> list[Parity]:
         parts = []

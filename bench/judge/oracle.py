@@ -161,20 +161,23 @@ def gradients(
     slabs: Slabs,
     *,
     low: bool = False,
-) -> dict[str, Any]:
-    """Gradients of `sum(out * cotangent)` over the rows of `slabs`.
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """`outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
     Per query for the arguments with one entry a query, stacked; summed over the slabs in
     float64 for keys and values. Integer arguments have none.
     """
     with jax.enable_x64(True):
-        step, kept, totals = _backward_slab(branch, config, slabs, low), [], None
+        step, totals = _backward_slab(branch, config, slabs, low), None
+        kept = [], []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):
             at = jnp.int32(start), jnp.int32(skip)
-            part, sums = step(dict(arguments), cotangent, *at)
-            kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
+            *parts, sums = step(dict(arguments), cotangent, *at)
+            for found, part in zip(kept, parts, strict=True):
+                found.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
             totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-        return _stacked(kept) | jax.tree.map(np.asarray, totals)
+        out, per_query = map(_stacked, kept)
+        return out, per_query | jax.tree.map(np.asarray, totals)
 
 
 @functools.cache
@@ -186,13 +189,14 @@ def _backward_slab(branch, config, slabs, low):
         fresh = jnp.arange(slabs.size, dtype=jnp.int32)[:, None, None] >= skip
 
         def out_of(diff):
-            return dense(branch, {**diff, **fixed}, config, kv_len, dtype)["out"]
+            found = dense(branch, {**diff, **fixed}, config, kv_len, dtype)
+            return found["out"], found
 
-        out, pull = jax.vjp(out_of, local)
+        out, pull, found = jax.vjp(out_of, local, has_aux=True)
         grads = pull(jnp.where(fresh, weight, 0).astype(out.dtype))[0]
         rows = {name: x for name, x in grads.items() if name in PER_QUERY}
         sums = {name: x for name, x in grads.items() if name not in PER_QUERY}
-        return rows, jax.tree.map(lambda x: x.astype(jnp.float64), sums)
+        return found, rows, jax.tree.map(lambda x: x.astype(jnp.float64), sums)
 
     return compiled(slab)
 
