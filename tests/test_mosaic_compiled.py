@@ -59,7 +59,7 @@ FP8 = {
 }
 # The others are like `SHAPES`.
 EDGES_BACKWARD = ("widest", "widest groups", "longest blocks", "narrowest")
-EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
+EACH_STEP = ("paper", "wide", "fp8 paper")  # where the steps are compiled by themselves too
 # The others are those of "paper" for other counts of heads.
 ONLY = {"long": "best_blocks"}
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three

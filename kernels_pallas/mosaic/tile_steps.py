@@ -80,6 +80,8 @@ def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> Mainloop:
 
     def finish(state):
         inverse, lse = softmax.normalizer(state, offset)  # [64]
+        if spec.fp8 and not spec.added:  # a branch alone, whose keys have their mean again
+            lse += _logit(spec, buffers, refs, at, refs.key_mean)
         rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
         tile_rows.put(refs.lse, lse, *rows)
         if spec.gated:
@@ -97,20 +99,30 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
     rows were divided by, `[64]`.
     """
     interpret, slab = bool(spec.interpret), buffers.slab
-
-    def part(i):
-        query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
-        columns = pl.ds(i * slab, slab)
-        scale = refs.key_scale.at[at.b, at.kv_head, columns]
-        return query * by_column(scale, query.shape, interpret)
-
     slabs = range(spec.D // slab)
+    part = functools.partial(_query_times, spec, buffers, refs, at, refs.key_scale)
     largest = [jnp.abs(part(i)).max(axis=1) for i in slabs]
     divisor = functools.reduce(jnp.maximum, largest) / LARGEST
     divisor = jnp.maximum(divisor, SMALLEST)
     inverse = across(1 / divisor, (ROWS, slab))
     parts = [fp8.pairs(part(i) * inverse, interpret) for i in slabs]
     return side_by_side(parts, interpret), divisor
+
+
+def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
+    """Of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
+    logit = 0.0
+    for i in range(spec.D // buffers.slab):
+        logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
+        plgpu.commit_smem()  # or registers would hold all slabs at once
+    return logit * spec.scale
+
+
+def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns, i):
+    """Slab `i` of the tile's query, each column times its number of `[B, Hkv, D]`; float32."""
+    query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
+    own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]
+    return query * by_column(own, query.shape, bool(spec.interpret))
 
 
 def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> Mainloop:

@@ -65,14 +65,16 @@ class AttentionSizes:
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
-    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`; `more`:
-    outputs.
+    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`; of keys in
+    e4m3, where nothing is added, the mean that they are less by. `more`: outputs.
     """
     out, inputs = spec.rows(spec.Dv), dict(inputs)
     if spec.gated:
         inputs["gate"] = spec.by_head()
     if spec.added:
         inputs["added"] = out
+    elif spec.fp8:
+        inputs["key_mean"] = inputs["key_scale"]
     return Kernel.named(
         f"{branch}_forward",
         spec,

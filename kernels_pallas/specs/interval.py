@@ -128,6 +128,7 @@ def forward(spec: IntervalAttention) -> Kernel:
       first_key, key_end: int32 `[B * tiles, 64]`, the bounds of each row of a tile.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
+      key_mean: float32 `[B, Hkv, D]`, of keys in e4m3 (`specs/fp8.py`) without `added`.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.

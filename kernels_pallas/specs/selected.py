@@ -203,6 +203,7 @@ def forward(spec: SelectedAttention) -> Kernel:
       key_end: int32 `[B * tiles, 64]`, of each row the last key that it may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
+      key_mean: float32 `[B, Hkv, D]`, of keys in e4m3 (`specs/fp8.py`) without `added`.
       gate_0, gate_1, gate_2: float32 `[B, T, H]`, of the compressed, this and the sliding branch;
         out_0, out_2: `[B, T, H, Dv]`, the outputs of the others; if `summed`.
 

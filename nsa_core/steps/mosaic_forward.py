@@ -109,9 +109,9 @@ def _interval(
         **blocks,
     )
     rows = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
-    arrays = query, *operands, *rows, *_gate_and_sum(ops, gate, added)
+    arrays = query, *operands, *rows, *_last_inputs(ops, gate, added, rounded)
     out, lse = ops.run(interval.forward(spec), *arrays)
-    return out, _lse(ops, lse, query, spec, rounded)
+    return out, None if spec.added else lse
 
 
 def _operands(key, value, layout, rounded):
@@ -121,17 +121,12 @@ def _operands(key, value, layout, rounded):
     return rounded.operands, mosaic_fp8.placed(layout)
 
 
-def _lse(ops, lse, query, spec, rounded):
-    """The log-sum-exp that a kernel of `spec` gave, where it is one of a branch."""
-    if spec.added or rounded is None:
-        return None if spec.added else lse
-    return mosaic_fp8.with_mean(ops, lse, query, rounded.key_mean, spec.scale)
-
-
-def _gate_and_sum(ops, gate, added):
-    """The last arguments of a branch's kernel."""
+def _last_inputs(ops, gate, added, rounded):
+    """Those of a branch's kernel that it may not have: what `attention.forward` adds."""
     arrays = [] if gate is None else [ops.to_float32(gate)]
-    return arrays if added is None else [*arrays, added]
+    if added is not None:
+        return [*arrays, added]
+    return arrays if rounded is None else [*arrays, rounded.key_mean]
 
 
 def selected(
@@ -170,9 +165,9 @@ def selected(
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     arrays, kernel = (query, *operands), selected_spec.forward(spec)
     if not spec.gather_limit:
-        extra = _gate_and_sum(ops, gate, added)
+        extra = _last_inputs(ops, gate, added, rounded)
         out, lse = ops.run(kernel, *arrays, *(pages or ()), *block_lists, last, *extra)
-        return out, _lse(ops, lse, query, spec, rounded)
+        return out, None if spec.added else lse
     walked, lse = ops.run(kernel, *arrays, *block_lists, last)
     selection = block_indices, block_lists[-1], layout
     gate = None if gate is None else ops.to_float32(gate)

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import fp8
 from kernels_pallas.specs.tile import ROWS, cdiv
@@ -79,16 +78,3 @@ def placed(layout: QueryLayout) -> Any:
         return layout
     tokens = layout.varlen.tokens
     return Placed(tokens.position, tokens.place_start, packed=True)
-
-
-def with_mean(ops: ArrayOps, lse, query, key_mean, scale: float):
-    """The log-sum-exp of logits of keys that were not less by their mean."""
-    return ops.derive(_with_mean, lse, query, key_mean, scale=scale)[0]
-
-
-@derived(lambda lse, query, key_mean, *, scale: [Array(tuple(lse.shape), "float32")])
-def _with_mean(ops, lse, query, key_mean, *, scale):
-    batch, length, heads, width = query.shape
-    grouped = ops.to_float32(query).reshape(batch, length, key_mean.shape[1], -1, width)
-    shift = (grouped * key_mean[:, None, :, None]).sum(-1)
-    return [lse + shift.reshape(batch, length, heads) * scale]
