@@ -191,39 +191,45 @@ class KeyTile:
             of_single = spec.query_tile.group if spec.single_token else 0
             return operands.column_stats(*stats, interpret, of_single)
 
-        # 1. S^T = K Q^T
-        s = buffers.start_product(key, (refs.query_s, stage))
-        (s,) = buffers.finish(s)
-        # 2. gP^T
-        p = []
-        for j in range(0, ROWS, COLUMNS):
-            shift, _, key_begin, key_end = stats_of_columns(j)
-            if mask.selected is not None:
-                shift = jnp.where(mask.selected(j), shift, jnp.inf)
-            seen = mask.visible and mask.visible(j, key_begin, key_end)
-            part = softmax.probabilities(s[:, j : j + COLUMNS], c, down(shift), seen)
-            if spec.gated:
-                part = operands.with_sign_bit(part, down(shift), interpret)
-            p.append(part)  # [64, 8]
-        sums, dp = list(sums), None
-        if spec.want_dk:  # 3. dP^T = V dO^T
-            dp = buffers.start_product(value, (refs.do_s, stage))
-        if spec.want_dv:  # 4. dV += gP^T dO
-            left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
-            sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage))
-        if dp is not None:
-            (dp,) = buffers.finish(dp, running=int(spec.want_dv))
-            ds = []  # 5. dS^T
-            for j in range(0, ROWS, COLUMNS):
-                # Read again: kept from above they would take 16 registers.
-                delta = stats_of_columns(j)[1]
-                part = dp[:, j : j + COLUMNS] - down(delta)
-                ds.append((p[j // COLUMNS] * part).astype(dtype))
-            ds = operands.side_by_side(ds, interpret)
-            take_ds(ds)
-            # 6. dK += dS^T Q
-            sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage))
-        return tuple(buffers.finish(*sums))
+        sums = list(sums)
+        for first in range(0, ROWS, spec.rows_at_once):
+            rows = first, spec.rows_at_once
+            columns = range(first, sum(rows), COLUMNS)
+            # 1. S^T = K Q^T
+            s = buffers.start_product(key, (refs.query_s, stage), rows)
+            (s,) = buffers.finish(s)
+            # 2. gP^T
+            p = []
+            for j in columns:
+                shift, _, key_begin, key_end = stats_of_columns(j)
+                if mask.selected is not None:
+                    shift = jnp.where(mask.selected(j), shift, jnp.inf)
+                seen = mask.visible and mask.visible(j, key_begin, key_end)
+                part = s[:, j - first : j - first + COLUMNS]
+                part = softmax.probabilities(part, c, down(shift), seen)
+                if spec.gated:
+                    part = operands.with_sign_bit(part, down(shift), interpret)
+                p.append(part)  # [64, 8]
+            dp = None
+            if spec.want_dk:  # 3. dP^T = V dO^T
+                dp = buffers.start_product(value, (refs.do_s, stage), rows)
+            if spec.want_dv:  # 4. dV += gP^T dO
+                left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
+                sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage), rows)
+            if dp is not None:
+                (dp,) = buffers.finish(dp, running=int(spec.want_dv))
+                ds = []  # 5. dS^T
+                for j, of_column in zip(columns, p, strict=True):
+                    # Read again: kept from above they would take 16 registers.
+                    delta = stats_of_columns(j)[1]
+                    part = dp[:, j - first : j - first + COLUMNS] - down(delta)
+                    ds.append((of_column * part).astype(dtype))
+                ds = operands.side_by_side(ds, interpret)
+                take_ds(ds)
+                # 6. dK += dS^T Q
+                sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage), rows)
+            sums = buffers.finish(*sums)
+        return tuple(sums)
 
 
 def scratch(spec: Dkv, buffers: operands.Buffers) -> dict[str, Any]:

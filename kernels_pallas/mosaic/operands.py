@@ -205,22 +205,24 @@ class Buffers:
         parts = [plgpu.load(ref[0].at[copy, i], layout=MATRIX) for i in slabs]
         return side_by_side(parts, interpret=False)
 
-    def start_product(self, left, right):
+    def start_product(self, left, right, some=None):
         """Starts `left @ right.T` of operands `(ref, copy)`, the narrower of which says how many
         columns count; the left one may be in registers. What is returned belongs to `finish`:
         until then it counts as running, and no loop may begin another round (`wgmma.py`).
+
+        `some`: the first row of the right operand that counts and how many do; None: all.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
             left = left if registers else self._matrix(*left)
             left = fp8.numbers(left) if registers and self.is_fp8 else left
-            right = self._matrix(*right)
+            right = self._rows(right, some)
             width = min(left.shape[1], right.shape[1])
             result = jnp.dot(left[:, :width], right[:, :width].T)
             plgpu.commit_smem()  # else the race detector takes these reads for later ones
             return result
         right, copy = right
-        shape = ROWS, right[0].shape[2]
+        shape = ROWS, right[0].shape[2] if some is None else some[1]
 
         @plgpu.inline_mgpu(
             arg_types=(MATRIX if registers else self._matrix_ref, self._matrix_ref),
@@ -229,11 +231,16 @@ class Buffers:
         def start(_, left, right):
             wgmma.fence()
             left = wgmma.registers(left) if registers else wgmma.Operand(left)
-            return wgmma.array(wgmma.product(left, wgmma.Operand(right)))
+            return wgmma.array(wgmma.product(left, wgmma.Operand(right, some=some)))
 
         return start(left if registers else left[0][0].at[left[1]], right[0].at[copy])
 
-    def start_sum(self, total, left, right):
+    def _rows(self, operand, some):
+        """Those of an operand `(ref, copy)` that count (interpret mode)."""
+        matrix = self._matrix(*operand)
+        return matrix if some is None else matrix[some[0] : sum(some)]
+
+    def start_sum(self, total, left, right, some=None):
         """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; in e4m3
         `total + left @ right.T`. As `start_product`.
         """
@@ -241,7 +248,7 @@ class Buffers:
             if self.is_fp8:
                 result = total + jnp.dot(fp8.numbers(left), self._matrix(*right).T)
             else:
-                result = total + jnp.dot(left.astype(jnp.float32), self._matrix(*right))
+                result = total + jnp.dot(left.astype(jnp.float32), self._rows(right, some))
             plgpu.commit_smem()
             return result
         right, copy = right
@@ -252,7 +259,7 @@ class Buffers:
         )
         def start(_, total, left, right):
             total, left = wgmma.fence(wgmma.registers(total), wgmma.registers(left))
-            right = wgmma.Operand(right, transposed=not self.is_fp8)
+            right = wgmma.Operand(right, transposed=not self.is_fp8, some=some)
             return wgmma.array(wgmma.added(total, left, right))
 
         return start(total, left, right[0].at[copy])

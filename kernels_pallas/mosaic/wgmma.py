@@ -45,10 +45,12 @@ class Operand:
     Attributes:
       ref: its memory.
       transposed: read as `[width, rows]`; a right operand only.
+      some: the first of its rows that count and how many do, multiples of 8; None: all.
     """
 
     ref: ir.Value
     transposed: bool = False
+    some: tuple[int, int] | None = None
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -61,7 +63,7 @@ class Operand:
 
     @property
     def rows(self) -> int:
-        return self._shape[1]
+        return self._shape[1] if self.some is None else self.some[1]
 
     @property
     def width(self) -> int:
@@ -80,6 +82,8 @@ class Operand:
         """The lower word of the first step's descriptor."""
         i32 = ir.IntegerType.get_signless(32)
         address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(self.ref))
+        if self.some is not None and self.some[0]:
+            address = arith.addi(address, number(self.some[0] // 8 * self._stride))
         word = arith.shrui(arith.andi(address, number(0x3FFFF)), number(4))
         leading = self._slab_bytes if self.transposed else 0
         return arith.ori(word, number(leading >> 4 << 16)) if leading else word

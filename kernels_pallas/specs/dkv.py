@@ -133,6 +133,14 @@ class Dkv(AttentionSizes):
         return ROWS // self.query_tile.rows
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows of a step that are multiplied together: half where the sums of both gradients
+        leave no more registers.
+        """
+        wide = not self.gathered and self.want_dk and self.want_dv and self.D + self.Dv > 256
+        return ROWS // 2 if wide else ROWS
+
+    @property
     def stats_rows(self) -> int:
         """Rows of statistics that are copied with a query tile."""
         return ROW_STATS_MIN_ROWS if self.single_token else self.query_tile.rows
@@ -151,7 +159,7 @@ class Dkv(AttentionSizes):
     @property
     def passes(self) -> list[Self]:
         """One kernel for dk and dv, or one each; dS is dk's."""
-        if variants.dkv_at_once(self.D, self.Dv, self.gathered):
+        if variants.dkv_at_once(self.D, self.Dv):
             return [self]
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
         return [dataclasses.replace(self, **part) for part in parts]

@@ -16,7 +16,7 @@
 
 MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T
 FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
-INTERVAL_WIDTHS, GATHERED_WIDTHS = 256, 320  # D + Dv at most of both sums
+BOTH_WIDTHS = 320  # D + Dv at most where registers hold the sums of both gradients
 
 
 def scores_swap_ab(group: int) -> bool:
@@ -42,6 +42,6 @@ def dkv_partials(gathered: bool) -> str:
     return f"kernels_pallas.mosaic.dkv_{'gathered' if gathered else 'interval'}:partials"
 
 
-def dkv_at_once(key_width: int, value_width: int, gathered: bool) -> bool:
+def dkv_at_once(key_width: int, value_width: int) -> bool:
     """Whether one kernel makes both dk and dv."""
-    return key_width + value_width <= (GATHERED_WIDTHS if gathered else INTERVAL_WIDTHS)
+    return key_width + value_width <= BOTH_WIDTHS
