@@ -26,6 +26,7 @@ A document names a table between two comments, and this command fills what stand
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
 | `gates` | a training step by the kind of gates, each measured twice in turn | `device` |
+| `experiment` | what came of one of them | `name`, `runs`, `seeds` |
 | `experiments` | questions of `bench.lm.experiments`, and which runs have a record | |
 | `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
 | `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
@@ -704,13 +705,12 @@ def _quality_groups() -> list[quality.Group]:
     return quality.groups({str(path): train_log.read(path) for path in paths})
 
 
-def quality_over_seeds(part: str = "kinds") -> str:
-    """NSA against dense attention; `part`: "places" for losses by the place in the row, "summary"
-    for what has most pairs."""
+def quality_over_seeds(part: str) -> str:
+    """NSA against dense attention; `part`: "summary" for what has most pairs, "bounds",
+    "distances", "found"."""
     head, rows = {
-        "kinds": (quality.HEAD, quality.rows),
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
-        "places": (quality.PART_HEAD, quality.part_rows),
+        "bounds": (quality.BOUNDS_HEAD, quality.bound_rows),
         "distances": (quality.DISTANCE_HEAD, quality.distance_rows),
         "found": (quality.FOUND_HEAD, quality.found_rows),
     }[part]
@@ -730,6 +730,35 @@ def gates(device: str = DEVICE.name) -> str:
     return table(["gates", "ms a step (p20 to p80), in turn", "commit"], rows)
 
 
+def _files(setting: str, variant: str) -> list[Path]:
+    """Of the runs of `bench.lm.experiments` that are recorded."""
+    return sorted(DEVICE.parent.glob(f"*/quality/{setting}/{variant}-*.jsonl"))
+
+
+def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> str:
+    """What came of an experiment: dense attention's means, and what its other runs differ by; of
+    `runs` and `seeds`, with commas between, or of all."""
+    from .lm.experiments import EXPERIMENTS, VARIANTS
+
+    at = EXPERIMENTS[name]
+    found: list[tuple[str, quality.Kind]] = []
+    for run in (at.runs[0], *(at.runs[1:] if runs is None else runs.split(","))):
+        files = [
+            path
+            for path in _files(at.setting, run)
+            if seeds is None or path.stem.rpartition("-")[2] in seeds.split(",")
+        ]
+        kind = quality.kind(run, {str(path): train_log.read(path) for path in files})
+        found.append((VARIANTS[run].what, kind))
+    dense = found[0][1]
+    rows = [
+        [f"`{kind.label}`", what, *quality.answer_row(kind, dense)]
+        for what, kind in found
+        if kind.runs
+    ]
+    return table(["run", "what it is", *quality.ANSWER_HEAD], rows)
+
+
 def experiments() -> str:
     """The questions, and which of their runs have a record, by seed."""
     from .lm.experiments import EXPERIMENTS
@@ -737,13 +766,10 @@ def experiments() -> str:
     rows = []
     for name, at in EXPERIMENTS.items():
         seeds = {
-            variant: sorted(
-                path.stem.rpartition("-")[2]
-                for path in DEVICE.parent.glob(f"*/quality/{at.setting}/{variant}-*.jsonl")
-            )
+            variant: [path.stem.rpartition("-")[2] for path in _files(at.setting, variant)]
             for variant in at.runs
         }
-        there = [f"`{x}` {', '.join(found)}" for x, found in seeds.items() if found]
+        there = [f"`{x}` {', '.join(sorted(found))}" for x, found in seeds.items() if found]
         missing = [f"`{x}`" for x, found in seeds.items() if not found]
         cells = "; ".join(there) or "none", ", ".join(missing) or "none"
         rows.append([f"`{name}`", at.question, f"`{at.setting}`", *cells])
@@ -847,6 +873,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "versions": versions,
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
+    "experiment": experiment,
     "experiments": experiments,
     "gates": gates,
     "showcase": showcase,
@@ -875,7 +902,7 @@ def filled(text: str, name: str) -> str:
             raise ValueError(f"{name}: table must be one of {sorted(TABLES)}, got {kind!r}")
         try:
             body = TABLES[kind](**dict(option.split("=", 1) for option in options))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"{name}: table {match['what']!r}: {error}") from None
         return f"{match[1]}{body}{match[4]}"
 

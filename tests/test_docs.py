@@ -174,12 +174,21 @@ def test_a_typed_figure_in_a_table_is_seen():
         ("attention colour=red", "colour"),
         ("variants kernel=none", "no kernel 'none'"),
         ("kernel_times kernels=scores,none", "none"),
+        ("quality part=none", "none"),
+        ("experiment name=none", "none"),
+        ("experiment name=table_8k runs=none", "none"),
     ],
 )
 def test_markers_that_cannot_be_understood(what, message):
     with pytest.raises(ValueError, match=message) as raised:
         doc_tables.filled(f"<!-- table: {what} -->\n<!-- end table -->", "page.md")
     assert str(raised.value).startswith("page.md: ")
+
+
+def test_runs_and_seeds_of_an_experiment():
+    told = doc_tables.experiment("table_8k", runs="head_shared", seeds="0,1").splitlines()[2:]
+    assert [line.split(" | ")[0] for line in told] == ["| `dense`", "| `head_shared`"]
+    assert all(line.endswith("| 0, 1 |") for line in told)
 
 
 def test_which_fa2_and_whose_kernels(monkeypatch):

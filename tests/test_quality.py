@@ -266,7 +266,7 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="tor
     measured = [held_out + 1.5, held_out - 0.5, held_out + 1]
     header = log.Header(
         **name,
-        model={"layers": 1, "dim": 8, "vocabulary": 256} | model,
+        model={"layers": 1, "dim": 8, "vocabulary": 300} | model,
         training=training,
         dtype="float32",
         parameters=10 * 10**6 + (attention == "nsa"),
@@ -460,6 +460,72 @@ def test_a_row_of_the_summary(runs, cells):
     assert row == ["10M, 10 x 2 x 2k", "-", "10.0; 10.0", *cells]
 
 
+def test_a_row_of_the_bounds():
+    """Losses by their upper bounds, over dense attention's 2.5, 1 and 2; recall by its mean."""
+    (group,) = quality.groups(five(0.05, 0.96))
+    (row,) = quality.bound_rows(group)
+    told = ["no: +2.0%", "no: +5.1%", "no: +2.5%", "no: -0.04"]
+    assert row == ["10M, 10 x 2 x 2k", "-", *told, "5"]
+    assert len(row) == len(quality.BOUNDS_HEAD)
+    assert quality.BOUNDS_HEAD[2:4] == tuple(
+        f"{x}, 95 % bound at most +0.3%" for x in ("new", "end")
+    )
+    (group,) = quality.groups(RUNS)
+    assert quality.bound_rows(group) == []
+
+
+def test_a_row_of_an_experiment():
+    """Of pairs; a run that never copies has no step; hits of the second layer, which are more."""
+    dense = quality.kind("dense", {str(i): lines("dense", i, 1.0, 1.0) for i in range(3)})
+    nsa = quality.kind("nsa", {str(i): lines("nsa", i, 1.1 + i / 10, 2.0) for i in (2, 0)})
+    assert quality.answer_row(dense, dense) == [
+        *("2.500", "2.000", "1.000", "1.000", "8", "-", "-", "0, 1, 2"),
+    ]
+    found = quality.answer_row(nsa, dense)
+    losses = ["+0.200 ± 0.100"] * 3
+    assert found == [*losses, "+1.000 ± 0.000", "8", "0.31 / 0.10", "0.31 / 0.10", "0, 2"]
+    assert len(found) == len(quality.ANSWER_HEAD)
+    measures = {"new": 2.0, "near": 1.0, "far": 2.0}
+    late = [dataclasses.replace(x, measures=measures) if isinstance(x, log.Evaluation) else x
+            for x in lines("nsa", 0, 1.1, 2.0)]  # fmt: skip
+    never = quality.kind("nsa", {"a": late})
+    sometimes = quality.kind("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
+    assert quality.answer_row(never, dense)[4] == "not yet"
+    assert quality.answer_row(sometimes, dense)[4] == "8 (1 of 2 runs)"
+    bytes_ = quality.kind("nsa", {"a": lines("nsa", 0, 1.1, 2.0, vocabulary=256)})
+    assert quality.answer_row(bytes_, dense)[4] == "-"
+    unmeasured = [x for x in late if not isinstance(x, log.Evaluation)]
+    assert quality.answer_row(quality.kind("nsa", {"a": unmeasured}), dense)[4] == "-"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"a": RUNS["a"]}, "a must hold one run"),
+        ({"a": []}, "a must hold one run"),
+        ({"a": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
+        (
+            {x: lines("nsa", 1, 1.0, 1.0) for x in "ab"},
+            "b must have a seed of its own, got 1 again",
+        ),
+    ],
+)
+def test_runs_that_are_no_kind_are_refused(found, message):
+    with pytest.raises(ValueError, match=message):
+        quality.kind("nsa", found)
+
+
+def test_a_text_that_is_seen_again_is_marked():
+    """By the runs that say it: the oldest do not."""
+    again, unsaid = (
+        [dataclasses.replace(x, epochs=epochs) if isinstance(x, log.Header) else x
+         for x in lines(attention, 0, 1.0, 1.0)]
+        for attention, epochs in (("nsa", 4.17), ("dense", None))
+    )  # fmt: skip
+    (group,) = quality.groups({"a": again, "b": unsaid})
+    assert group.name == "10M, 10 x 2 x 2k, text seen 4.2 times"
+
+
 def test_the_summary_leaves_out_what_says_nothing():
     """Fewer pairs than another kind, a single pair, and models that recall nothing yet."""
     few = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
@@ -467,10 +533,10 @@ def test_the_summary_leaves_out_what_says_nothing():
     assert [row[1] for row in quality.summary_rows(group)] == ["-"]
     (group,) = quality.groups({"a": RUNS["a"]})
     assert quality.summary_rows(group) == []
-    early = {str(seed): pair(seed, (1.0, 0.09), (1.0, 0.05)) for seed in range(2)}
+    early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
     (group,) = quality.groups(early)
     assert quality.summary_rows(group) == []
-    (group,) = quality.groups(early | {"2": pair(2, (1.0, 0.2), (1.0, 0.05))})
+    (group,) = quality.groups(early | {"2": pair(2, (1.0, 0.3), (1.0, 0.05))})
     assert len(quality.summary_rows(group)) == 1
 
 

@@ -56,35 +56,53 @@ HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
 KEPT_EVERY = 20  # step lines of a record
 
-# A variant: what is not as in the plain model. Gates of "head" start at (-2, 2, 2).
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model; `what` it is in words, `changes`: what is not as in the plain one."""
+
+    what: str
+    changes: dict[str, Any]
+
+
+# Gates of "head" start at (-2, 2, 2).
 HEAD = {"gate": "head"}
-SHARED = HEAD | {"kv": "shared"}  # new models
-VARIANTS: dict[str, dict[str, Any]] = {
-    "dense": {"attention": "dense"},
-    "dense_wide": {"attention": "dense", "hidden": 184},  # as many parameters as "head"
-    "dense_slow": {"attention": "dense", "lr": 0.7},
-    "dense_fast": {"attention": "dense", "lr": 1.4},
-    "dense_taps": {"attention": "dense", "key_taps": 3},
-    "sigmoid": {"gate": "sigmoid"},
-    "head": HEAD,
-    "head_0": HEAD | {"gate_bias": (0.0, 0.0, 0.0)},
-    "head_022": HEAD | {"gate_bias": (0.0, 2.0, 2.0)},
-    "head_half": HEAD | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},  # as many keys, finer
-    "head_mlp_pe": HEAD | {"phi": "mlp_pe"},
-    "head_mlp_rope": HEAD | {"phi": "mlp_rope"},
-    "head_first_dense": HEAD | {"dense_first": 1},
-    "head_all": HEAD | {"n_sel": 32},
-    "head_win": HEAD | {"shared_window": True},
-    "head_index": HEAD | {"selection_loss": 0.1},
-    "head_win_index": HEAD | {"shared_window": True, "selection_loss": 0.1},
-    "head_taps": HEAD | {"key_taps": 3},
-    "head_shared": SHARED,
-    "shared_022": SHARED | {"gate_bias": (0.0, 2.0, 2.0)},
-    "shared_half": SHARED | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},
-    "shared_taps": SHARED | {"key_taps": 3},
-    "shared_first_dense": SHARED | {"dense_first": 1},
-    "shared_index": SHARED | {"selection_loss": 0.1},
-    "shared_mlp_pe": SHARED | {"phi": "mlp_pe"},
+SHARED = HEAD | {"kv": "shared"}
+DENSE = {"attention": "dense"}
+FINER = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32}  # as many keys
+HALF_OPEN = {"gate_bias": (0.0, 2.0, 2.0)}
+VARIANTS = {
+    "dense": Variant("dense attention", DENSE),
+    "dense_wide": Variant("as many parameters as `head`", DENSE | {"hidden": 184}),
+    "dense_slow": Variant("0.7 times the learning rate", DENSE | {"lr": 0.7}),
+    "dense_fast": Variant("1.4 times the learning rate", DENSE | {"lr": 1.4}),
+    "dense_taps": Variant("keys convolved over three tokens", DENSE | {"key_taps": 3}),
+    "sigmoid": Variant("gates of the mean query, keys of each branch", {"gate": "sigmoid"}),
+    "head": Variant("gates of each head, keys of each branch", HEAD),
+    "head_0": Variant("all gates start at 1/2", HEAD | {"gate_bias": (0.0, 0.0, 0.0)}),
+    "head_022": Variant("the compressed gate starts at 1/2", HEAD | HALF_OPEN),
+    "head_half": Variant("blocks of 32, 32 selected", HEAD | FINER),
+    "head_mlp_pe": Variant("learned compression", HEAD | {"phi": "mlp_pe"}),
+    "head_mlp_rope": Variant(
+        "learned compression, rotated after it", HEAD | {"phi": "mlp_rope"}
+    ),
+    "head_first_dense": Variant("a dense first layer", HEAD | {"dense_first": 1}),
+    "head_all": Variant("every block selected", HEAD | {"n_sel": 32}),
+    "head_win": Variant(
+        "sliding and selected branch share keys", HEAD | {"shared_window": True}
+    ),
+    "head_index": Variant("a loss trains the selection", HEAD | {"selection_loss": 0.1}),
+    "head_win_index": Variant(
+        "both of these", HEAD | {"shared_window": True, "selection_loss": 0.1}
+    ),
+    "head_taps": Variant("keys convolved over three tokens", HEAD | {"key_taps": 3}),
+    "head_shared": Variant("gates of each head, keys for all branches", SHARED),
+    "shared_022": Variant("the compressed gate starts at 1/2", SHARED | HALF_OPEN),
+    "shared_half": Variant("blocks of 32, 32 selected", SHARED | FINER),
+    "shared_taps": Variant("keys convolved over three tokens", SHARED | {"key_taps": 3}),
+    "shared_first_dense": Variant("a dense first layer", SHARED | {"dense_first": 1}),
+    "shared_index": Variant("a loss trains the selection", SHARED | {"selection_loss": 0.1}),
+    "shared_mlp_pe": Variant("learned compression", SHARED | {"phi": "mlp_pe"}),
 }
 
 
@@ -263,7 +281,7 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
       ValueError: the model and its rows do not go together.
     """
     at = job.setting
-    changes = dict(VARIANTS[job.variant])
+    changes = dict(VARIANTS[job.variant].changes)
     attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
     plain = spec.model(at.model, attention)
     hidden = plain.hidden + changes.pop("hidden", 0)

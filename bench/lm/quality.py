@@ -54,7 +54,7 @@ CONFIDENCE = 0.95
 WORSE, FAR_WORSE, RECALL_LESS = 0.003, 0.01, 0.03
 ERRORS, CHANCE = 3, 0.25
 COPIED = 1.5  # nats that near targets cost less than new ones
-LEAST_RECALL = 0.1  # nats
+LEAST_RECALL = 0.2  # nats that counting the window's tokens gains at rows of 8k
 LOSSES = (*KINDS, "end", "area")
 # Of runs that are compared, what may differ: of dense attention, of training.
 OF_DENSE = (
@@ -64,7 +64,9 @@ OF_DENSE = (
 OWN = ("seed", "lr", "warmup")
 NAMED = ("gate", "kv")  # of NSA, always
 # Unnamed.
-USUAL = {name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w", "kv")}
+USUAL = {
+    name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w", "kv", "phi")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,24 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
         for run, header in headers.items():
             grouped.setdefault(_alike(header), []).append((name, _ended(name, run, lines)))
     return [_group(runs) for runs in grouped.values()]
+
+
+def kind(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
+    """The runs of files, one each, that are alike but for the seed.
+
+    Raises:
+      ValueError: a file does not hold one run that ended, or has the seed of another.
+    """
+    runs: dict[int, Ended] = {}
+    for name, lines in found.items():
+        try:
+            (run,) = curves.last(lines, Header)
+        except ValueError:
+            raise ValueError(f"{name} must hold one run") from None
+        ended = _ended(name, run, lines)
+        if runs.setdefault(ended.seed, ended) is not ended:
+            raise ValueError(f"{name} must have a seed of its own, got {ended.seed} again")
+    return Kind(label, dict(sorted(runs.items())))
 
 
 def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
@@ -251,12 +271,15 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
                 f"{sorted(alone)}"
             )
     order = dense + [label for label in kinds if label not in dense]
-    largest = max(run.header.parameters for _, run in runs)
+    size = next(iter(kinds[dense[0]].values())).header.parameters
     length = at["seq_len"]
     row = f"{length // 1024}k" if length % 1024 == 0 else str(length)
-    name = f"{largest / 1e6:.0f}M, {at['steps']} x {at['batch']} x {row}"
+    name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {row}"
     if about.framework != "torch":
         name += f", {about.framework}"
+    seen = max((run.header.epochs or 0 for _, run in runs))
+    if seen > 1:
+        name += f", text seen {seen:.1f} times"
     return Group(name, [Kind(label, dict(sorted(kinds[label].items()))) for label in order])
 
 
@@ -359,7 +382,6 @@ def rows(group: Group) -> list[list[str]]:
         alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
         times = [x.ms for x in runs if x.ms is not None and alike]
         hits = [np.array(x.hits) for x in runs if len(x.hits)]
-        best = [x.found for x in runs if x.found is not None]
         seen = {x.header.epochs for x in runs}
         found.append(
             [
@@ -370,7 +392,7 @@ def rows(group: Group) -> list[list[str]]:
                     for name in (*LOSSES, "copying", "recall", "copied")
                 ),
                 _hits(hits),
-                " / ".join(f"{x:.2f}" for x in np.mean(best, axis=0)) if best else "-",
+                _found(kind),
                 "-" if None in seen else f"{max(x for x in seen if x is not None):.2f}",
                 ", ".join(map(str, kind.runs)),
             ]
@@ -427,7 +449,7 @@ def found_rows(group: Group) -> list[list[str]]:
     enough runs, where chance is low."""
     return [
         [
-            *(group.name, kind.label.removeprefix("nsa").strip() or "-"),
+            *(group.name, _of_nsa(kind)),
             *map(_found_cell, (_over_chance(kind), _over_text(kind))),
         ]
         for kind in group.kinds
@@ -441,6 +463,70 @@ def _found_cell(over: np.ndarray) -> str:
     mean, error = _mean_and_error(over)
     held = "yes" if mean >= ERRORS * error else "no"
     return f"{held}: {mean:+.3f} ± {error:.3f}, {len(over)} seeds"
+
+
+ANSWER = ("new", "far", "end", "recall")
+ANSWER_HEAD = (*ANSWER, "copying", "hit / chance", "found / unread", "seeds")
+
+
+def answer_row(kind: Kind, dense: Kind) -> list[str]:
+    """The cells below `ANSWER_HEAD`: differences from `dense`, the steps of copying as they are,
+    hits of the layer where they are highest."""
+    hits = [np.array(x.hits) for x in kind.runs.values() if len(x.hits)]
+    highest = max(np.mean(hits, axis=0).tolist()) if hits else None
+    return [
+        *(_cell(kind, dense, name).partition(" (t")[0] for name in ANSWER),
+        _copies_from(kind),
+        "-" if highest is None else "{:.2f} / {:.2f}".format(*highest),
+        _found(kind),
+        ", ".join(map(str, kind.runs)),
+    ]
+
+
+def _copies_from(kind: Kind) -> str:
+    """The mean step at which runs begin to copy, of those that do; none of bytes, which cost too
+    little for `COPIED`."""
+    runs = [
+        x.values
+        for x in kind.runs.values()
+        if "near" in x.values and x.header.model["vocabulary"] > 256
+    ]
+    steps = [x["copying"] for x in runs if "copying" in x]
+    if not runs or not steps:
+        return "not yet" if runs else "-"
+    few = "" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} runs)"
+    return f"{np.mean(steps):.0f}{few}"
+
+
+def _found(kind: Kind) -> str:
+    best = [x.found for x in kind.runs.values() if x.found is not None]
+    return " / ".join(f"{x:.2f}" for x in np.mean(best, axis=0)) if best else "-"
+
+
+BOUNDS_HEAD = ("model, steps x rows", "NSA")
+BOUNDS_HEAD += tuple(f"{name}, 95 % bound at most {WORSE:+.1%}" for name in ("new", "end"))
+BOUNDS_HEAD += (f"far, mean at most {FAR_WORSE:+.1%}",)
+BOUNDS_HEAD += (f"recall, mean at least {-RECALL_LESS:+.2f}", "pairs")
+
+
+def bound_rows(group: Group) -> list[list[str]]:
+    """The cells below `BOUNDS_HEAD`, of kinds with enough pairs."""
+    found = []
+    for kind in group.kinds:
+        if kind.label.startswith("dense") or len(kind.runs) < LEAST_PAIRS:
+            continue
+        *losses, recall = verdicts(group, kind)
+        values = [f"{x.value:+.1%}" for x in losses] + [f"{-recall.value:+.2f}"]
+        told = (
+            f"{'yes' if x.ok else 'no'}: {value}"
+            for x, value in zip((*losses, recall), values, strict=True)
+        )
+        found.append([group.name, _of_nsa(kind), *told, str(len(kind.runs))])
+    return found
+
+
+def _of_nsa(kind: Kind) -> str:
+    return kind.label.removeprefix("nsa").strip() or "-"
 
 
 SUMMARY = ("new", "end", "recall")
@@ -467,9 +553,8 @@ def summary_rows(group: Group) -> list[list[str]]:
             "-" if x is None else f"{x.dense:.2f}, {x.mean:+.3f} ± {x.half:.3f}"
             for x in of.values()
         )
-        label = kind.label.removeprefix("nsa").strip() or "-"
-        decided = _decided(group, kind)
-        found.append([group.name, label, "; ".join(sizes), *cells, str(pairs), decided])
+        size, decided = "; ".join(sizes), _decided(group, kind)
+        found.append([group.name, _of_nsa(kind), size, *cells, str(pairs), decided])
     return found
 
 
