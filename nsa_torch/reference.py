@@ -1,8 +1,9 @@
 """The oracle on torch tensors: every branch dense, explicit masks, plain autograd.
 
 It computes in float32 (float64 for float64 input), needs memory for `[T, S]` per head, shares
-no code with the fast paths, and is never chosen for its speed. Source: arXiv 2502.11089 v2,
-Eqs. 5-12. Arguments and shapes as in `nsa_torch.functional`.
+no code with the fast paths, and is never chosen for its speed. With a `compute_dtype` it
+computes in that: the yardstick of the tolerance rule. Source: arXiv 2502.11089 v2, Eqs. 5-12.
+Arguments and shapes as in `nsa_torch.functional`.
 """
 
 import torch
@@ -42,9 +43,10 @@ def _windows(sequence, position, config):
     return torch.where(starts < num_keys, starts, -1)
 
 
-def _attend(query, key, value, mask, scale):
+def _attend(query, key, value, mask, scale, compute_dtype=None):
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = compute_dtype or wide
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = rearrange(query.to(dtype), "b t (k g) d -> b t k g d", k=key.shape[2])
     mask = mask[:, :, None]
@@ -61,10 +63,10 @@ def _attend(query, key, value, mask, scale):
     out = torch.einsum("bkgts,bskd->btkgd", probs, value)
     out = torch.where(rearrange(some, "b k g t 1 -> b t k g 1"), out, 0)
     out = rearrange(out, "b t k g d -> b t (k g) d").to(query.dtype)
-    return out, rearrange(lse, "b k g t -> b t (k g)"), probs
+    return out, rearrange(lse, "b k g t -> b t (k g)").to(wide), probs
 
 
-def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
+def _compressed(query, key, value, config, kv_len, cu_seqlens, scale, compute_dtype=None):
     """`_attend` over the compressed tokens, and the scores `[B, T, Hkv, N]` of Eq. 9."""
     batch, num_queries = query.shape[:2]
     num_keys = kv_len
@@ -84,7 +86,7 @@ def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
         local = position[0, starts]
     mask = own[:, :, None] == owner
     mask = mask & (starts + config.compress_block - 1 <= query_index[:, :, None])
-    out, lse, probs = _attend(query, key, value, mask[:, None], scale)
+    out, lse, probs = _attend(query, key, value, mask[:, None], scale, compute_dtype)
     # Eq. 9, one stride block of every window at a time; the spare block takes the rest.
     num_blocks, ratio = (
         config.num_blocks(num_keys),
@@ -108,10 +110,11 @@ def compressed_attention(
     cu_seqlens=None,
     scale=None,
     with_lse=True,
+    compute_dtype=None,
 ):
-    return _compressed(
-        query, compressed_key, compressed_value, config, kv_len, cu_seqlens, scale
-    )[:2]
+    pair = compressed_key, compressed_value
+    place = config, kv_len, cu_seqlens
+    return _compressed(query, *pair, *place, scale, compute_dtype)[:2]
 
 
 @torch.no_grad()
@@ -162,6 +165,7 @@ def selected_attention(
     cu_seqlens=None,
     scale=None,
     with_lse=True,
+    compute_dtype=None,
 ):
     batch, num_keys = key.shape[:2]
     sequence, position, index = _tokens(
@@ -175,11 +179,20 @@ def selected_attention(
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= torch.arange(num_keys, device=query.device) <= index[:, :, None]
     mask = rearrange(chosen, "b t k s -> b k t s") & mask[:, None]
-    return _attend(query, key, value, mask, scale)[:2]
+    return _attend(query, key, value, mask, scale, compute_dtype)[:2]
 
 
 def sliding_attention(
-    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+    query,
+    key,
+    value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+    compute_dtype=None,
 ):
     batch, num_keys = key.shape[:2]
     sequence, _, index = _tokens(
@@ -189,4 +202,4 @@ def sliding_attention(
     distance = index[:, :, None] - torch.arange(num_keys, device=query.device)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= (distance >= 0) & (distance < config.window)
-    return _attend(query, key, value, mask[:, None], scale)[:2]
+    return _attend(query, key, value, mask[:, None], scale, compute_dtype)[:2]

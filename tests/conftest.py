@@ -55,7 +55,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from kernels_pallas.mosaic import capability, interpreter
 from nsa_core import policy
 from nsa_jax import eager
-from tests import emulated_warps
+from tests import emulated_warps, kept_builders
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 interpreter.use(emulated_warps)
@@ -87,6 +87,24 @@ def part_of(items, part):
     return items[begin:end], items[:begin] + items[end:]
 
 
+def pytest_configure():
+    if torch.cuda.is_available():
+        kept_builders.use()
+
+
+def may_have(marker, path):
+    """Whether tests of a file may carry the marker: it is named there, or their decorator is."""
+    text = path.read_text()
+    return f"mark.{marker}" in text or "interpreted_triton" in text
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What `-m gpu ..` asks for is in the files that name it: others are not imported."""
+    marker = config.option.markexpr.partition(" ")[0]
+    asked = marker in ("gpu", "two_gpus") and collection_path.name.startswith("test_")
+    return True if asked and not may_have(marker, collection_path) else None
+
+
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU are left out, and counted as such, where there is none; those that
@@ -101,6 +119,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for path in {item.path for item in gpu}:
+        assert may_have("gpu", path), f"{path.name} must name the marker of its tests"
     if gpu and config.option.keyword:
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

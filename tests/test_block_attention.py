@@ -22,7 +22,7 @@ from nsa_core import block_lists
 from nsa_core.steps import triton_paged_blocks
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import blocks
-from tests import interpreted_triton, pretend
+from tests import interpreted_triton, pretend, torch_oracle
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
 
@@ -130,7 +130,7 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
 @functools.cache
 def expected(case: Case, dtype=torch.float64) -> list[np.ndarray]:
     """`NAMES` by one dense mask, gradients by autograd."""
-    query, key, value, do, dlse = (x.to(dtype) for x in tensors_of(case))
+    query, key, value, do, dlse = (x.to(torch_oracle.DEVICE, dtype) for x in tensors_of(case))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     sequence, position, at = case.places()
     inside = np.clip(at, 0, None)
@@ -145,7 +145,7 @@ def expected(case: Case, dtype=torch.float64) -> list[np.ndarray]:
         tail = block[:, None] == (mine // case.block)[..., None]
         tail &= (mine % case.block != case.block - 1)[..., None]
         chosen |= tail[:, :, None]
-    mask = torch.tensor(chosen & seen[:, :, None]).transpose(1, 2)
+    mask = torch.tensor(chosen & seen[:, :, None], device=torch_oracle.DEVICE).transpose(1, 2)
     mask = mask.repeat_interleave(case.H // case.G, 1)
     key, value = (x.repeat_interleave(case.H // case.Hkv, 2) for x in (key, value))
     scale = case.D**-0.5 if case.scale is None else case.scale
@@ -155,7 +155,7 @@ def expected(case: Case, dtype=torch.float64) -> list[np.ndarray]:
     out = torch.einsum("bhts,bshd->bthd", low.softmax(-1).masked_fill(~mask, 0), value)
     lse = low.logsumexp(-1).masked_fill(~some, -torch.inf).transpose(1, 2)
     grads = torch.autograd.grad([out, lse], leaves, [do, dlse])
-    return [x.detach().double().numpy() for x in (out, lse, *grads)]
+    return doubles([x.detach().cpu() for x in (out, lse, *grads)])
 
 
 def judge(case: Case, found) -> None:

@@ -21,6 +21,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_backward
 from nsa_core.types import Branches
 from nsa_jax import reference
+from tests import torch_oracle
 from tests.inputs import Case, call, once, problem
 from tests.limits import set_limits
 from tests.test_mosaic import patched, steps_of
@@ -75,22 +76,29 @@ def widened(arrays):
 
 
 @once
-def references(slow, arrays, rest, cotangents, **where):
-    """Gradients of `slow(arrays, *rest, **where)`, exact and in the arrays' own precision."""
+def references(step, arrays, rest, cotangents, **where):
+    """Gradients of `SLOW[step](arrays, *rest, **where)`, exact and in the arrays' own precision."""
+    if torch_oracle.USED:
+        given = {"cotangents": jax.tree.leaves(cotangents), **where}
+        both = (
+            torch_oracle.results(step, arrays + rest, exact=exact, **given)
+            for exact in (True, False)
+        )
+        return tuple(gradients for _, gradients in both)
 
     def attend(dtype):
-        return lambda *arrays: slow(arrays, *rest, compute_dtype=dtype, **where)
+        return lambda *arrays: SLOW[step](arrays, *rest, compute_dtype=dtype, **where)
 
     with jax.enable_x64(True):
         exact = pulled(attend(None), widened(arrays), cotangents)
     return exact, pulled(attend(arrays[0].dtype), arrays, cotangents)
 
 
-def compare(names, fast, slow, arrays, rest, cotangents, **where):
-    """Gradients of `fast(*arrays)` against those of `slow(arrays, *rest, **where)`."""
+def compare(names, fast, step, arrays, rest, cotangents, **where):
+    """Gradients of `fast(*arrays)` against those of `SLOW[step](arrays, *rest, **where)`."""
     got = pulled(fast, arrays, cotangents)
     dtype = arrays[0].dtype
-    found = references(slow, tuple(arrays), tuple(rest), cotangents, **where)
+    found = references(step, tuple(arrays), tuple(rest), cotangents, **where)
     for name, array, *parts in zip(names, arrays, got, *found, strict=True):
         assert parts[0].dtype == array.dtype
         assert_parity(f"d{name}", *parts, dtype=dtype)
@@ -104,9 +112,6 @@ def slow_step(arrays, *rest, name, **options):
     return getattr(reference, name)(*arrays, *rest, **options)
 
 
-SLOW = {name: functools.partial(slow_step, name=name) for name in STEPS}
-
-
 def slow_whole(arrays, indices, **options):
     query, key, sliding_key, value, sliding_value, gates, *compressed = arrays
     parts = (
@@ -116,6 +121,10 @@ def slow_whole(arrays, indices, **options):
     )
     gates = Branches(*jnp.unstack(gates, axis=-1))
     return reference.combine(Branches(*(out for out, _ in parts)), gates)
+
+
+SLOW = {name: functools.partial(slow_step, name=name) for name in STEPS}
+SLOW["whole"] = slow_whole
 
 
 def check_step(p, name, indices=None):
@@ -130,7 +139,7 @@ def check_step(p, name, indices=None):
         return step(*arrays, *rest, implementation="mosaic", **p.where)
 
     names = [f"{part} of {name}" for part in ("query", "key", "value")]
-    compare(names, fast, SLOW[name], arrays, rest, cotangents, **p.where)
+    compare(names, fast, name, arrays, rest, cotangents, **p.where)
 
 
 def arrays_of(p):
@@ -164,7 +173,7 @@ def check_whole(p):
     arrays, indices = arrays_of(p)
     cotangent = normal((*p.query.shape[:3], p.case.Dv), p.query.dtype)
     fast = whole(p, indices)
-    compare(NAMES, fast, slow_whole, arrays, (indices,), cotangent, **p.where)
+    compare(NAMES, fast, "whole", arrays, (indices,), cotangent, **p.where)
 
 
 @pytest.fixture

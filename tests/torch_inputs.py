@@ -20,6 +20,7 @@ from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, fa2
 from nsa_torch import reference as torch_reference
+from tests import torch_oracle
 from tests.inputs import SMALL, problem, selection
 from tests.limits import set_limits
 from tests.reach import NUMBERS
@@ -198,6 +199,8 @@ def expected(case, blocks=None) -> Expected:
     shape = (*p.query.shape[:3], case.Dv)
     normal = np.random.default_rng(1).normal
     weights = {branch: jnp.asarray(normal(size=shape), case.dtype) for branch in BRANCHES}
+    if torch_oracle.USED:
+        return _by_torch(case, blocks, weights)
     options = {"config": case.config, "segment_ids": p.segment_ids}
 
     def make_inputs(query, key, value):
@@ -230,6 +233,27 @@ def expected(case, blocks=None) -> Expected:
         exact = compiled(wide, *jax.tree.map(float64, (inputs, weights)))
         exact, rough = jax.tree.map(np.asarray, (exact, rough))
     return Expected(inputs, weights, exact, rough)
+
+
+def _by_torch(case, blocks, weights) -> Expected:
+    p = problem(case)
+    pair = tuple(torch_oracle.compressed(x, p) for x in (p.key, p.value))
+    indices = selection(p.query, pair[0], **p.where) if blocks is None else blocks(case)
+    inputs = {
+        "compressed": (p.query, *pair),
+        "selected": (p.query, p.key, p.value, jnp.asarray(indices)),
+        "sliding": (p.query, p.key, p.value),
+    }
+
+    def results(exact):
+        run = functools.partial(torch_oracle.results, exact=exact, **p.where)
+        found = {"scores": run("block_scores", inputs["compressed"][:2])[0][0]}
+        for branch, arrays in inputs.items():
+            both = run(f"{branch}_attention", arrays, cotangents=(weights[branch],))
+            found[branch] = (*both[0], *both[1])
+        return found
+
+    return Expected(inputs, weights, results(True), results(False))
 
 
 def check_branch(case, branch, implementation, device="cpu", blocks=None):
@@ -298,18 +322,25 @@ def expected_whole(case, shared=False):
         gates = Branches(*(gates[..., i] for i in range(3)))
         return reference.combine(Branches(*outputs), gates)
 
-    def both(dtype, weight, indices, *inputs):
+    def both_of(dtype, weight, indices, *inputs):
         out, pull = jax.vjp(functools.partial(attention, indices, dtype), *inputs)
         return out, pull(weight)
 
     inputs = (p.query, keys, values, p.gates)
-    indices = compiled(select, p.query, keys)
-    narrow = functools.partial(both, jnp.dtype(case.dtype))
-    rough = compiled(narrow, weight, indices, *inputs)
-    with float64_world():
-        wide = functools.partial(both, jnp.float64)
-        exact = compiled(wide, *jax.tree.map(float64, (weight, indices, *inputs)))
-        exact, rough = jax.tree.map(np.asarray, (exact, rough))
+    if torch_oracle.USED:
+        indices = selection(p.query, torch_oracle.compressed(keys.compressed, p), **p.where)
+        leaves, tree = jax.tree.flatten(inputs)
+        run = functools.partial(torch_oracle.results, cotangents=(weight,), **p.where)
+        both = [run("whole_of_tokens", [*leaves, indices], exact=x) for x in (True, False)]
+        exact, rough = ((out[0], tree.unflatten(gradients)) for out, gradients in both)
+    else:
+        indices = compiled(select, p.query, keys)
+        narrow = functools.partial(both_of, jnp.dtype(case.dtype))
+        rough = compiled(narrow, weight, indices, *inputs)
+        with float64_world():
+            wide = functools.partial(both_of, jnp.float64)
+            exact = compiled(wide, *jax.tree.map(float64, (weight, indices, *inputs)))
+            exact, rough = jax.tree.map(np.asarray, (exact, rough))
     if shared:
         exact, rough = _summed(*exact), _summed(*rough)
     return inputs, weight, indices, exact, rough
