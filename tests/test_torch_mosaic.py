@@ -626,8 +626,9 @@ ON_GPU = (
     Case(299, 299, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="bfloat16"),
     Case(300, 300, B=1, H=64, Hkv=2, D=128, Dv=64, segments=(299, 1), dtype="bfloat16"),
     Case(150, 150, B=1, H=64, Hkv=1, D=256, Dv=256, config=WIDE, dtype="float16"),  # G=64
-    Case(1, 75, D=64, Dv=64, dtype="bfloat16"),
-    Case(5, 5, B=1, dtype="bfloat16"),
+    # The kernels of the second case.
+    Case(1, 75, D=64, Dv=32, config=FEW, dtype="bfloat16"),
+    Case(5, 5, B=1, D=64, Dv=32, config=FEW, dtype="bfloat16"),
     Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
 )
 PACKED_ON_GPU = ON_GPU[4]

@@ -72,7 +72,7 @@ ANY_BLOCKS = (
     Case(140, 140, B=1, H=2, Hkv=2, D=8, Dv=8, config=EIGHT),
     Case(50, 50, B=1, H=4, Hkv=1, D=8, Dv=8, segments=(35, 1, 12, -2)),
 )
-GROUPS = (1, 2, 3, 4, 6, 8, 16, 64)
+GROUPS = (1, 3, 4, 8, 16, 64)
 ON_A_GPU = [
     *(
         Case(300, 300, H=2 * g, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
@@ -514,7 +514,7 @@ def unwritten(self, launch, *arrays):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-@pytest.mark.parametrize("case", [ON_A_GPU[i] for i in (0, 3, 7, 8, 10, 11)], ids=str)
+@pytest.mark.parametrize("case", [ON_A_GPU[i] for i in (0, 2, 5, 6, 8, 9)], ids=str)
 def test_both_frameworks_give_the_same_bits(case):
     """Each tensor of its own for each branch, and compressed tokens given: what the frameworks
     add up themselves, windows and gradients, they add in an order of their own."""
