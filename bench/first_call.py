@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from absl import app, flags
 
+from nsa_torch.installed import seconds
+
 from .harness import cli, exit_status, process, records
 from .harness.attention_calls import Calls
 
@@ -49,15 +51,6 @@ FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **
 
 def calls_of(length: int) -> Calls:
     return Calls.of(1, length, HEADS.value, KV_HEADS.value, WIDTH.value)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Of a call and all that it queued."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def host_us(call: Callable[[], object], times: int = 20) -> float:

@@ -133,42 +133,23 @@ def main(argv: Sequence[str]) -> int:
         {name: value for name, value in given.items() if value is not None},
     )
     chosen = choices(runners, settings)
-    model, run, config = settings.model, settings.runtime, settings.nsa
-    common: dict[str, Any] = {
-        "bench": "indices",
-        "branch": "scores",
-        "mode": "forward",
-        "B": run.batch,
-        "T": run.seq_len,
-        "S": run.seq_len,
-        "H": model.n_heads,
-        "Hkv": model.n_kv_groups,
-        "D": model.d_k,
-        "Dv": model.d_v,
-        "dtype": run.dtype.name,
-        "config": config.as_dict(),
-        **records.environment(COMMIT.value),
-    }
+    config = settings.nsa
     table = [f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
     done, reports = [], []
     for kind in dict.fromkeys(INPUT.value):
         inputs = problems.make(settings, kind, SEED.value)
-        about = {"input_sha256": inputs.sha256, "overlap": inputs.overlap}
         wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
         for runner, choice in chosen:
             fields = measure(
                 runner, choice.implementation, inputs, wanted, config, SECONDS.value
             )
             found = fields.pop("comparison", None)
-            record = Record(
-                framework=runner.framework,
+            fields |= {"branch": "scores", "mode": "forward", "refused": dict(choice.refused)}
+            record = command.record_of(
+                "indices",
+                COMMIT.value,
                 implementation=choice.implementation,
-                refused=dict(choice.refused),
-                input=kind,
-                device=runner.device,
-                time=records.utc_now(),
-                **about,
-                **common,
+                **command.about(runner, settings, inputs),
                 **fields,
             )
             done.append(record)
@@ -179,7 +160,8 @@ def main(argv: Sequence[str]) -> int:
                 reports.append(f"{name}: {record.status}\n{report}")
             if lines is not None:
                 records.append(lines, [record])
-    shape = " ".join(f"{name}={common[name]}" for name in ("B", "T", "H", "Hkv", "D", "dtype"))
+    sizes = ("B", "T", "H", "Hkv", "D", "dtype")
+    shape = " ".join(f"{name}={getattr(done[0], name)}" for name in sizes)
     devices = ", ".join(dict.fromkeys(record.device for record in done))
     print(f"device: {devices}; {shape}; selection of {config}\n")
     print("\n".join(table))

@@ -22,6 +22,7 @@ from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores
 
 from .harness import cli, command, cost, exit_status, problems, records
+from .harness.measure import shape_without_inputs
 from .harness.records import Record
 from .harness.runners import RUNNERS, out_of_memory
 
@@ -197,29 +198,14 @@ def main(argv: Sequence[str]) -> int:
     for config in CONFIG.value or (["tiny"] if runner.device == "cpu" else ["paper", "seed"]):
         settings = problems.settings(config)
         problem = Packing(settings, runner.platform, SEED.value)
-        model, run = settings.model, settings.runtime
-        common: dict[str, Any] = {
-            "bench": "pack",
-            "framework": "torch",
-            "branch": "selected",
-            "B": run.batch,
-            "T": problem.queries.stop,
-            "S": run.seq_len,
-            "H": model.n_heads,
-            "Hkv": model.n_kv_groups,
-            "D": model.d_k,
-            "Dv": model.d_v,
-            "dtype": run.dtype.name,
-            "config": settings.nsa.as_dict(),
-            "input": "random",
-            "device": runner.device,
-            **records.environment(COMMIT.value),
-        }
+        shape = shape_without_inputs(settings, problem.queries.stop)
+        about = command.about_shape(runner, settings, shape) | {"branch": "selected"}
         for mode, names in (("forward", FORWARD), ("backward", BACKWARD)):
             for name in names:
                 row = measure(problem, runner, mode, name, SECONDS.value)
-                row |= {"mode": mode, "implementation": name, "time": records.utc_now()}
-                records.append(lines, [Record(**common, **row)])
+                row |= {"mode": mode, "implementation": name}
+                record = command.record_of("pack", COMMIT.value, **about, **row)
+                records.append(lines, [record])
     done = records.read(lines)
     print(f"device: {runner.device}\n\n{table(done)}\n\nwritten to {lines}")
     if SAVE.value:

@@ -45,16 +45,17 @@ SHOWN = "native-sparse-attention", "torch", "triton", "jax"
 VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """Of a call and all that it queued on the GPU."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def first_calls(preset: str, length: int) -> dict[str, float]:
     """Seconds of the first calls of this process."""
-
-    def seconds(call: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     heads, kv_heads, width, value_width = (

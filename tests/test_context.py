@@ -1,7 +1,6 @@
 """Context parallelism: several ranks equal one device; bad input and faults."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from bench.harness.process import ROOT
 from nsa_core import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
 from nsa_torch.select import select_blocks as sdpa_select
-from tests import context_devices, torch_inputs
+from tests import context_devices, spawned, torch_inputs
 from tests import context_worker as worker
 from tests.context_worker import CASES, MUTATED, Case
 
@@ -26,19 +25,8 @@ TOLERANCE = 2e-6
 def several(tmp_path_factory):
     """What each rank has found, and how it ended."""
     folder = tmp_path_factory.mktemp("context")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.context_worker"])
-    started = [
-        context.Process(target=worker.main, args=(rank, folder)) for rank in range(worker.RANKS)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(180)
-        if process.is_alive():
-            process.kill()
-    found = [torch.load(folder / f"results.{rank}.pt") for rank in range(worker.RANKS)]
-    return found, [process.exitcode for process in started]
+    codes = spawned.run(worker.main, worker.RANKS, folder)
+    return [torch.load(folder / f"results.{rank}.pt") for rank in range(worker.RANKS)], codes
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:

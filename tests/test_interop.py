@@ -261,6 +261,19 @@ def test_call_jax_survives_freed_inputs_and_outputs():
         assert torch.equal(total, expected + i + 2)
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return call_jax(lambda x: x**3, x)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # The gradient of a sum is expanded, strides 0.
+        tensors = (*ctx.saved_tensors, gradient.contiguous())
+        return call_jax(lambda x, g: 3 * x**2 * g, *tensors)[0]
+
+
 def test_call_jax_and_gradients():
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(ValueError, match=r"^tensors\[0\] must not require a gradient"):
@@ -268,17 +281,6 @@ def test_call_jax_and_gradients():
     with torch.no_grad():
         (result,) = call_jax(jnp.exp, x)
     assert not result.requires_grad
-
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return call_jax(lambda x: x**3, x)[0]
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return call_jax(lambda x, g: 3 * x**2 * g, *ctx.saved_tensors, gradient)[0]
-
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32, requires_grad=True)
     Cube.apply(x).backward(torch.ones(3))
     assert x.grad.tolist() == [3, 12, 27]

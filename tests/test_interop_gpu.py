@@ -17,6 +17,7 @@ from nsa_interop.dlpack import call_jax, release_finished, to_jax, to_torch
 
 from nsa_interop import dlpack
 from tests.limits import set_limits
+from tests.test_interop import Cube
 
 pytestmark = pytest.mark.gpu
 
@@ -260,18 +261,6 @@ def test_devices_are_kept_and_not_mixed():
 
 
 def test_gradient_on_a_side_stream():
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return call_jax(lambda x: x**3, x)[0]
-
-        @staticmethod
-        def backward(ctx, gradient):
-            # The gradient of a sum is expanded, strides 0.
-            tensors = (*ctx.saved_tensors, gradient.contiguous())
-            return call_jax(lambda x, g: 3 * x**2 * g, *tensors)[0]
-
     with torch.cuda.stream(torch.cuda.Stream()):
         x = _full(2).requires_grad_()
         torch.cuda._sleep(DELAY)

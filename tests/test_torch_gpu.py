@@ -23,7 +23,7 @@ from tests.torch_inputs import (
     check_selection,
     check_whole,
     poison,
-    run,
+    steps,
 )
 
 pytestmark = pytest.mark.gpu
@@ -122,18 +122,6 @@ def bf16(*shape):
     return x.requires_grad_()
 
 
-def steps(implementation, query, key, value, config, **where):
-    packed = {k: v for k, v in where.items() if k == "cu_seqlens"}
-    pair = [nsa_torch.compress(x, config=config, **packed) for x in (key, value)]
-    indices = run("scores", implementation, query, pair[0], config=config, **where)
-    where |= {"config": config}
-    return {
-        "compressed": run("compressed", implementation, query, *pair, **where),
-        "selected": run("selected", implementation, query, key, value, indices, **where),
-        "sliding": run("sliding", implementation, query, key, value, **where),
-    }
-
-
 @pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
 def test_fa2_gpu_varlen_nan_in_padding_goes_nowhere(implementation):
     leaves = bf16(1, 300, 8, 64), bf16(1, 300, 2, 64), bf16(1, 300, 2, 64)
@@ -142,9 +130,9 @@ def test_fa2_gpu_varlen_nan_in_padding_goes_nowhere(implementation):
     for dirty in (True, False):
         inputs = [poison(x, [249]) if dirty else x for x in leaves]
         found = steps(implementation, *inputs, FEW, cu_seqlens=bounds)
-        outs = [out for out, _ in found.values()]
+        outs, lses = zip(*(found[branch] for branch in BRANCHES), strict=True)
         grads = torch.autograd.grad(sum(x.float().square().sum() for x in outs), leaves)
-        results.append((*outs, *(lse for _, lse in found.values()), *grads))
+        results.append((*outs, *lses, *grads))
         assert all((x[:, 249:] == 0).all() for x in (*outs, *grads))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)  # dq adds up in any order
@@ -179,7 +167,7 @@ def test_fa2_gpu_varlen_never_waits_for_the_device(implementation, packed):
         torch.cuda.set_sync_debug_mode(mode)
         try:
             found = steps(implementation, query, key, value, FEW, **where)
-            sum(out.sum() for out, _ in found.values()).backward()
+            sum(found[branch][0].sum() for branch in BRANCHES).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -47,6 +47,7 @@ from tests.torch_inputs import (
     on_the_cpu,
     poison,
     run,
+    steps,
 )
 
 KINDS = (
@@ -272,28 +273,13 @@ def test_two_ranks_in_one_call_each(interpreted, monkeypatch):
         assert error.square().mean() < 1e-4 * both.float().square().mean()
 
 
-def steps(tensors, config, implementation="mosaic", **where):
-    """Outputs, log-sum-exps and indices of all steps."""
-    query, key, value = tensors
-    packed = {k: v for k, v in where.items() if k == "cu_seqlens"}
-    pair = [nsa_torch.compress(x, config=config, **packed) for x in (key, value)]
-    where |= {"config": config}
-    indices = run("scores", implementation, query, pair[0], **where)
-    return {
-        "compressed": run("compressed", implementation, query, *pair, **where),
-        "selected": run("selected", implementation, query, key, value, indices, **where),
-        "sliding": run("sliding", implementation, query, key, value, **where),
-        "indices": (indices,),
-    }
-
-
 def check_padding(device):
     tensors = inputs(40, 40, 2, 1, 16, 16, device=device)
     bounds = torch.tensor([0, 1, 12, 12, 13, 33], device=device)
     *dirty, gates = (poison(x.detach(), [33]) for x in tensors)
     results = []
     for implementation in ("mosaic", "sdpa"):
-        found = steps(dirty, SMALL, implementation, cu_seqlens=bounds)
+        found = steps(implementation, *dirty, SMALL, cu_seqlens=bounds)
         how = {"config": SMALL, "cu_seqlens": bounds, "implementation": implementation}
         whole = nsa_torch.attention(*dirty, gates, **how)
         results.append([whole, *(x for outputs in found.values() for x in outputs)])
@@ -309,8 +295,8 @@ def check_lengths(device):
     tensors = [x.detach() for x in inputs(7, 50, 6, 2, 16, 32, B=2, device=device)[:3]]
     kv_len = torch.tensor(lengths, device=device)
     dirty = [tensors[0], *(poison(x, lengths) for x in tensors[1:])]
-    got = steps(dirty, SMALL, kv_len=kv_len)
-    want = steps(tensors, SMALL, "sdpa", kv_len=kv_len)
+    got = steps("mosaic", *dirty, SMALL, kv_len=kv_len)
+    want = steps("sdpa", *tensors, SMALL, kv_len=kv_len)
     for branch, found in got.items():
         for a, b in zip(found, want[branch], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -794,7 +780,7 @@ def test_the_host_never_waits(where):
     for mode in ("default", "error"):  # the first call compiles and loads the kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            found = steps(tensors, FEW, **options)
+            found = steps("mosaic", *tensors, FEW, **options)
             loss = sum(found[branch][0].sum() for branch in BRANCHES)
             if where != "kv_len":
                 how = options | {"config": FEW, "implementation": "mosaic"}

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +37,7 @@ from bench.lm.share import Share
 from bench.lm.watchdog import HUNG
 from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
+from tests import spawned
 from tests.parallel_worker import Documents, StopAt, run_of, task
 
 # Of losses over the steps of `worker.TRAINING`, relative.
@@ -82,19 +82,7 @@ def one(tmp_path_factory):
 def several(tmp_path_factory):
     """The folder of what the processes left, and how each ended."""
     folder = tmp_path_factory.mktemp("parallel")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel_worker"])
-    started = [
-        context.Process(target=worker.main, args=(rank, folder))
-        for rank in range(worker.PROCESSES)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(180)
-        if process.is_alive():
-            process.kill()
-    return folder, [process.exitcode for process in started]
+    return folder, spawned.run(worker.main, worker.PROCESSES, folder)
 
 
 def told(several, name: str) -> list:
@@ -143,13 +131,7 @@ def sharded_graphs(rank: int, folder: Path) -> None:
 def test_graphs_of_shards(one, tmp_path):
     """Losses are those of one process. A graph, whose results stand at one place, has the losses
     of its list of operations, and with it what is evaluated between steps."""
-    context = multiprocessing.get_context("forkserver")
-    started = [context.Process(target=sharded_graphs, args=(i, tmp_path)) for i in range(2)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(120)
-    assert [process.exitcode for process in started] == [0, 0]
+    assert spawned.run(sharded_graphs, 2, tmp_path) == [0, 0]
     _, expected, sizes = one["packed"]
     assert apart(losses(tmp_path), expected) < TOLERANCE["float32"]
     assert apart(norms(tmp_path), sizes) < 10 * TOLERANCE["float32"]

@@ -389,23 +389,22 @@ class Inputs:
         self.query, self.gates = normal(B, T, H, D), normal(B, T, H, 3)
         self.key, self.value = normal(B, S, Hkv, D), normal(B, S, Hkv, Dv)
 
-    def steps(self, implementation, query, key, value, **where):
-        """Outputs, lse and indices of all steps; keys beyond `kv_len` are there but hidden."""
-        pair = [
-            nsa_torch.compress(x, config=self.config, **packed(where)) for x in (key, value)
-        ]
-        where = {"config": self.config, **where}
-        indices = run("scores", implementation, query, pair[0], **where)
-        return {
-            "compressed": run("compressed", implementation, query, *pair, **where),
-            "selected": run("selected", implementation, query, key, value, indices, **where),
-            "sliding": run("sliding", implementation, query, key, value, **where),
-            "indices": (indices,),
-        }
+    def steps(self, implementation, *tensors, **where):
+        return steps(implementation, *tensors, self.config, **where)
 
 
-def packed(where):
-    return {"cu_seqlens": where["cu_seqlens"]} if "cu_seqlens" in where else {}
+def steps(implementation, query, key, value, config, **where):
+    """Outputs, lse and indices of all steps; keys beyond `kv_len` are there but hidden."""
+    packed = {name: x for name, x in where.items() if name == "cu_seqlens"}
+    pair = [nsa_torch.compress(x, config=config, **packed) for x in (key, value)]
+    where |= {"config": config}
+    indices = run("scores", implementation, query, pair[0], **where)
+    return {
+        "compressed": run("compressed", implementation, query, *pair, **where),
+        "selected": run("selected", implementation, query, key, value, indices, **where),
+        "sliding": run("sliding", implementation, query, key, value, **where),
+        "indices": (indices,),
+    }
 
 
 def assert_same(got, want, rtol=1e-11):

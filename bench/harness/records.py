@@ -84,11 +84,7 @@ class Record:
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
         """Median, p20 and p80 of a row that counts; None of any other."""
-        if self.status != "ok" or self.time_ms is None:
-            return None
-        if self.p20_ms is None or self.p80_ms is None:
-            return None
-        return self.time_ms, self.p20_ms, self.p80_ms
+        return times_of(self)
 
     @property
     def bound_share(self) -> float | None:
@@ -106,6 +102,12 @@ class Record:
         )
         shares = [error / bound for error, bound in pairs if error is not None and bound]
         return max(shares, default=None)
+
+
+def times_of(row: Any) -> tuple[float, float, float] | None:
+    """`Record.times_ms` of anything that has its times and its status."""
+    times = row.time_ms, row.p20_ms, row.p80_ms
+    return None if row.status != "ok" or None in times else times
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Record)}

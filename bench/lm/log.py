@@ -116,11 +116,7 @@ class Speed(Line):
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
         """Median, p20 and p80, as of `records.Record`."""
-        if self.status != "ok" or self.time_ms is None:
-            return None
-        if self.p20_ms is None or self.p80_ms is None:
-            return None
-        return self.time_ms, self.p20_ms, self.p80_ms
+        return records.times_of(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
