@@ -59,6 +59,8 @@ from tests import emulated_warps, kept_builders
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 interpreter.use(emulated_warps)
+if torch.cuda.is_available():
+    kept_builders.use()
 
 
 def _call_back(*arrays, result_avals, callback, sharding, ordered):
@@ -85,11 +87,6 @@ def part_of(items, part):
         raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {part}")
     begin, end = (len(items) * i // int(n) for i in (int(k) - 1, int(k)))
     return items[begin:end], items[:begin] + items[end:]
-
-
-def pytest_configure():
-    if torch.cuda.is_available():
-        kept_builders.use()
 
 
 def may_have(marker, path):
