@@ -131,11 +131,14 @@ def test_cached_equals_uncached(kind):
         assert cache.get_seq_length() == WIDTH and cache.lengths.tolist() == [WIDTH] * 2
 
 
-def steps(model, ids, mask, splits):
-    """Logits of left-padded `ids` through the cache, chunk after chunk."""
-    cache, begin, parts = NSAModelCache(model.config), 0, []
+def steps(model, ids, mask, splits, cache=None, between=lambda cache: None):
+    """Logits of left-padded `ids` through the cache, chunk after chunk, and `between` them."""
+    cache = NSAModelCache(model.config) if cache is None else cache
+    begin, parts = 0, []
     for size in splits:
         end = begin + size
+        if begin:
+            between(cache)
         options = dict(attention_mask=mask[:, :end], cache=cache)
         parts.append(model(ids[:, begin:end], **options).logits)
         begin = end

@@ -22,6 +22,7 @@ from nsa_torch.huggingface import (
 )
 from nsa_torch.huggingface import rows as rows_module
 from tests.test_huggingface import PADDING, WIDTH, alone, difference, left_padded, model, tokens
+from tests.test_huggingface import steps as through_cache
 
 ROOM = 64
 by_kind = pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
@@ -44,17 +45,9 @@ def poison(cache):
                 row[length * slots // size if "compressed" in name else length :] = torch.nan
 
 
-def steps(made, ids, mask, splits, spoil=False):
+def steps(made, ids, mask, splits, **options):
     """Logits of left-padded `ids` through a paged cache, chunk after chunk."""
-    cache, begin, parts = paged(made, len(ids)), 0, []
-    for size in splits:
-        end = begin + size
-        if spoil and begin:
-            poison(cache)
-        options = dict(attention_mask=mask[:, :end], cache=cache)
-        parts.append(made(ids[:, begin:end], **options).logits)
-        begin = end
-    return torch.cat(parts, dim=1), cache
+    return through_cache(made, ids, mask, splits, paged(made, len(ids)), **options)
 
 
 @by_kind
@@ -93,7 +86,7 @@ def test_what_no_token_wrote_reaches_nothing():
     ids, mask = left_padded()
     splits = [20, 15, 1, 1, 3, 1]
     want, _ = steps(model(), ids, mask, splits)
-    got, cache = steps(model(), ids, mask, splits, spoil=True)
+    got, cache = steps(model(), ids, mask, splits, between=poison)
     own = mask.bool()
     assert torch.equal(got[own], want[own])
     assert any(x.isnan().any() for x in cache.layers[0].pages.tensors().values())
