@@ -28,24 +28,10 @@ from nsa_torch.huggingface import (
     serve,
 )
 from nsa_torch.paged import PagedCache
+from tests.model_sizes import SERVED
 
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    compress_block=8,
-    compress_stride=4,
-    select_block=16,
-    num_selected=3,
-    num_local=1,
-    window=9,
-    kv="separate",
-    initializer_range=0.2,
-    pad_token_id=0,
-)
+SIZES = SERVED | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SIZES |= dict(kv="separate", pad_token_id=0)
 LENGTHS = (5, 40, 23)
 served = pytest.mark.skipif(
     not hasattr(compatibility.FullAttentionCacheAllocator, "layer_type"),

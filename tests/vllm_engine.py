@@ -43,24 +43,11 @@ from nsa_torch.huggingface.convert import convert
 from nsa_torch.vllm import backend
 from nsa_torch.vllm import model as engine_model
 from tests import vllm_steps
+from tests.model_sizes import SERVED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engine's own
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    compress_block=8,
-    compress_stride=4,
-    select_block=16,
-    num_selected=3,
-    num_local=1,
-    window=9,
-    initializer_range=0.2,
-    max_position_embeddings=1024,
-)
+SIZES = SERVED | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+SIZES |= dict(max_position_embeddings=1024)
 NEW = 24
 
 
