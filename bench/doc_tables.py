@@ -15,7 +15,7 @@ A document names a table between two comments, and this command fills what stand
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `fp8` | products in e4m3 beside those of 16 bits, and their errors | `device` |
-| `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
+| `variants` | one kernel's variants that were measured while it was written | `kernel`, `device`, `commit` |
 | `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
@@ -292,10 +292,11 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
     return [data for _, data in records.read_lines(DEVICE.parent / device / name)]
 
 
-def variants(kernel: str, device: str = DEVICE.name) -> str:
-    """A row a variant, a column a shape; the one in use is bold."""
+def variants(kernel: str, device: str = DEVICE.name, commit: str = "") -> str:
+    """A row a variant, a column a shape; the one in use is bold. `commit`: all of it."""
     lines = lines_of("kernel_log/variants.jsonl", device)
     found = [line for line in lines if line["kernel"] == kernel]
+    found = [line for line in found if (line["commit"] or "").startswith(commit)]
     if not found:
         raise ValueError(f"kernel_log/variants.jsonl has no kernel {kernel!r}")
     shapes = list(dict.fromkeys(line["shape"] for line in found))
