@@ -15,7 +15,7 @@ A document names a table between two comments, and this command fills what stand
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `fp8` | products in e4m3 beside those of 16 bits, and their errors | `device` |
-| `variants` | one kernel's variants that were measured while it was written | `kernel`, `device`, `commit` |
+| `variants` | variants of a kernel, measured while it was written | `kernel`, `device`, `commit` |
 | `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
