@@ -535,7 +535,7 @@ def needle(tokens, implementation, device):
     outs = []
     for cache in caches:
         nsa_torch.append(cache, key, value, *at, cu_seqlens_q=starts, **how)
-        given = query.expand(1, 16, 64), gates.contiguous(), cache, *at
+        given = query.repeat(1, 16, 1), gates.contiguous(), cache, *at
         outs.append(nsa_torch.paged_attention(*given, implementation=implementation)[0])
     assert torch.equal(*(x.compressed_key for x in caches)), "the blocks are the same"
     return value[place], outs
