@@ -315,24 +315,37 @@ def test_another_manager_is_refused(monkeypatch):
 @served
 def test_a_checkpoint_is_served(tmp_path, monkeypatch):
     """By the classes of `transformers serve`, without its HTTP."""
-    lm, prompt = model(), prompts()[1]
-    lm.save_pretrained(tmp_path)
+    model().save_pretrained(tmp_path)
     given = [str(tmp_path), "--continuous-batching"]
     assert serve.words(given) == ["serve", *given, "--cb-block-size", "16"]
     for own in ([*given, "--cb-block-size=8"], given[:1], ["--help"]):
         assert serve.words(own) == ["serve", *own]
+    assert_served(tmp_path, monkeypatch, "cpu", prompts()[1])
+
+
+@pytest.mark.gpu
+@served
+def test_a_checkpoint_is_served_on_a_gpu(tmp_path, monkeypatch):
+    sizes = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
+    model(**sizes).save_pretrained(tmp_path)
+    prompt = torch.randint(1, 97, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert_served(tmp_path, monkeypatch, "cuda:0", prompt)
+
+
+def assert_served(folder, monkeypatch, device, prompt):
     monkeypatch.setattr(model_manager.transformers, "NSAForCausalLM", None, raising=False)
     serve.register()
-    models = model_manager.ModelManager(device="cpu")
-    loaded = models._load_model(models.process_model_name(str(tmp_path)))
+    models = model_manager.ModelManager(device=device)
+    loaded = models._load_model(models.process_model_name(str(folder)))
     assert type(loaded) is NSAForCausalLM
     greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    manager = CBGenerateManager(ContinuousBatchingConfig(page_size=16, num_blocks=40))
+    page = loaded.config.select_block
+    manager = CBGenerateManager(ContinuousBatchingConfig(page_size=page, num_blocks=40))
     manager.init_cb(loaded, greedy)
     try:
         raw = SimpleNamespace(decode=lambda tokens, **_: tokens)
         call = manager.generate_non_streaming(loaded, raw, {"input_ids": prompt}, greedy, "a")
-        assert asyncio.run(call)[0] == alone(lm, prompt)
+        assert asyncio.run(call)[0] == alone(loaded, prompt)
     finally:
         manager.stop()
 

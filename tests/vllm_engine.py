@@ -327,12 +327,14 @@ def test_the_server_answers(tmp_path):
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with subprocess.Popen(command, env=environment) as server:
         try:
-            for _ in range(240):
+            for _ in range(600):
                 assert server.poll() is None
                 with contextlib.suppress(urllib.error.URLError):
                     found = json.load(urllib.request.urlopen(request))
                     break
                 time.sleep(0.5)
+            else:
+                pytest.fail("the server did not answer for 300 s")
         finally:
             server.terminate()
     assert found["choices"][0]["token_ids"] == alone(lm, prompt)
