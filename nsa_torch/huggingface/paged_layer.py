@@ -11,7 +11,7 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
-from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
+from nsa_torch.huggingface.cache import ModelLayer, compute_dtype, own_tokens
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
@@ -215,7 +215,7 @@ class StaticDenseLayer(SharedRowsLayer):
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise NotImplementedError("a paged cache passes no gradient on: use no_grad")
         row = torch.arange(key.shape[0], device=key.device)[:, None]
-        for name, x in (("key", key), ("value", value)):
+        for name, x in zip(("key", "value"), own_tokens(count, key, value), strict=True):
             if name not in self.kept:
                 self.kept[name] = x.new_zeros(x.shape[0], capacity, *x.shape[2:])
             self.kept[name][row, call.position] = x
