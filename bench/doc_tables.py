@@ -749,7 +749,7 @@ def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> 
             for path in _files(at.setting, run)
             if seeds is None or path.stem.rpartition("-")[2] in seeds.split(",")
         ]
-        kind = quality.kind(run, {str(path): train_log.read(path) for path in files})
+        kind = quality.kind_of(run, {str(path): train_log.read(path) for path in files})
         found.append((VARIANTS[run].what, kind))
     dense = found[0][1]
     rows = [

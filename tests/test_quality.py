@@ -476,8 +476,8 @@ def test_a_row_of_the_bounds():
 
 def test_a_row_of_an_experiment():
     """Of pairs; a run that never copies has no step; hits of the second layer, which are more."""
-    dense = quality.kind("dense", {str(i): lines("dense", i, 1.0, 1.0) for i in range(3)})
-    nsa = quality.kind("nsa", {str(i): lines("nsa", i, 1.1 + i / 10, 2.0) for i in (2, 0)})
+    dense = quality.kind_of("dense", {str(i): lines("dense", i, 1.0, 1.0) for i in range(3)})
+    nsa = quality.kind_of("nsa", {str(i): lines("nsa", i, 1.1 + i / 10, 2.0) for i in (2, 0)})
     assert quality.answer_row(dense, dense) == [
         *("2.500", "2.000", "1.000", "1.000", "8", "-", "-", "0, 1, 2"),
     ]
@@ -488,14 +488,14 @@ def test_a_row_of_an_experiment():
     measures = {"new": 2.0, "near": 1.0, "far": 2.0}
     late = [dataclasses.replace(x, measures=measures) if isinstance(x, log.Evaluation) else x
             for x in lines("nsa", 0, 1.1, 2.0)]  # fmt: skip
-    never = quality.kind("nsa", {"a": late})
-    sometimes = quality.kind("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
+    never = quality.kind_of("nsa", {"a": late})
+    sometimes = quality.kind_of("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
     assert quality.answer_row(never, dense)[4] == "not yet"
     assert quality.answer_row(sometimes, dense)[4] == "8 (1 of 2 runs)"
-    bytes_ = quality.kind("nsa", {"a": lines("nsa", 0, 1.1, 2.0, vocabulary=256)})
+    bytes_ = quality.kind_of("nsa", {"a": lines("nsa", 0, 1.1, 2.0, vocabulary=256)})
     assert quality.answer_row(bytes_, dense)[4] == "-"
     unmeasured = [x for x in late if not isinstance(x, log.Evaluation)]
-    assert quality.answer_row(quality.kind("nsa", {"a": unmeasured}), dense)[4] == "-"
+    assert quality.answer_row(quality.kind_of("nsa", {"a": unmeasured}), dense)[4] == "-"
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_a_row_of_an_experiment():
 )
 def test_runs_that_are_no_kind_are_refused(found, message):
     with pytest.raises(ValueError, match=message):
-        quality.kind("nsa", found)
+        quality.kind_of("nsa", found)
 
 
 def test_a_text_that_is_seen_again_is_marked():

@@ -159,7 +159,7 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
     return [_group(runs) for runs in grouped.values()]
 
 
-def kind(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
+def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
     """The runs of files, one each, that are alike but for the seed.
 
     Raises:
