@@ -37,7 +37,9 @@ def small(monkeypatch):
 
 
 def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
-    found = {(x["run"], x["step"]): x for x in run(tmp_path, "--preset=tiny", "--seed=1")}
+    lines = run(tmp_path, "--preset=tiny", "--seed=1", "--commit=c0ffee")
+    found = {(x["run"], x["step"]): x for x in lines}
+    assert {x["commit"] for x in lines} == {"c0ffee"}
     assert set(found) == {(x, i) for x in ("dense", *STARTS) for i in range(3)}
     for name in ("loss", "within", "beyond"):
         assert len({found[x, 0][name] for x in STARTS}) == 1

@@ -78,6 +78,7 @@ FOLDER = flags.DEFINE_string(
 )
 STEPS = flags.DEFINE_integer("steps", None, "Of dense training.", lower_bound=1, **_own)
 AFTER = flags.DEFINE_integer("after", None, "Of training after it.", lower_bound=1, **_own)
+COMMIT = cli.define_commit(FLAGS)
 
 
 def rows(
@@ -164,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     path = Path(OUT.value)
     path.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"bench": "converted", "seed": SEED.value, "input_sha256": sha256}
-    about |= {"preset": dataclasses.asdict(preset)} | records.environment()
+    about |= {"preset": dataclasses.asdict(preset)} | records.environment(COMMIT.value)
     print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
