@@ -1,5 +1,6 @@
 """Whether a path computes what the contract says: its results on the checked rows."""
 
+import concurrent.futures
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from ..harness.problems import Inputs, Settings
 from . import oracle, parity
 from .parity import Parity
 
+THREADS = 4  # each looks at an array; NumPy lets them run side by side
 ROUNDED = "selected", "sliding", "all"  # branches that `compute_dtype` is about
 
 
@@ -129,11 +131,13 @@ class Checker:
         return result | _named(grads)
 
     def _compare(self, runner, result, exact, low, branch) -> list[Parity]:
-        parts = []
         in_float8 = self.config.compute_dtype is not None and branch in ROUNDED
         result = dict(result)
         grads = _named(result.pop("gradients", {}))
-        for name, x in (result | grads).items():
+        found = result | grads
+
+        def judged(name: str) -> Parity:
+            x = found[name]
             per_query = name in result or name.removeprefix("d ") in oracle.PER_QUERY
             actual = runner.numpy(x, self.rows if per_query else None)
             # The log-sum-exp is float32 whatever the inputs, and is held to that.
@@ -141,8 +145,10 @@ class Checker:
             arrays = (actual, exact[name], low[name])
             limited = branch == "selected" and name == "out"
             how: Any = {"selection": limited, "in_float8": in_float8}
-            parts += [parity.check_parity(name, *arrays, dtype=dtype, **how)]
-        return parts
+            return parity.check_parity(name, *arrays, dtype=dtype, **how)
+
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(judged, found))
 
 
 def _digest(array: np.ndarray) -> str:
