@@ -166,12 +166,12 @@ def make(
 
     sha256 = None
     if kind == "text":
-        found = text.corpus(batch * length)
-        sha256 = found.sha256
-        tokens = found.tokens.reshape(batch, length)
-        arrays = text.project(tokens, **dataclasses.asdict(model), seed=seed)
-        query, key, value, gates = jax.tree.map(lambda x: x.astype(run.dtype), arrays)
-        query, gates = query[:, -queries:], gates[:, -queries:]
+        corpus = text.corpus(batch * length)
+        sha256 = corpus.sha256
+        tokens = corpus.tokens.reshape(batch, length)
+        options = {"seed": seed, "num_queries": queries, "dtype": run.dtype}
+        arrays = text.project(tokens, **dataclasses.asdict(model), **options)
+        query, key, value, gates = arrays
     elif kind == "random":
         query = normal(model.n_heads, model.d_k, queries)
         key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))

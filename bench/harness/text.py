@@ -11,7 +11,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,11 @@ class Corpus(NamedTuple):
 
 
 class TextInputs(NamedTuple):
-    """What the model makes of the tokens, float32."""
+    """What the model makes of the tokens."""
 
     query: jax.Array  # [B, T, H, D]
-    key: Branches[jax.Array]  # [B, T, Hkv, D]
-    value: Branches[jax.Array]  # [B, T, Hkv, Dv]
+    key: Branches[jax.Array]  # [B, S, Hkv, D]
+    value: Branches[jax.Array]  # [B, S, Hkv, Dv]
     gates: jax.Array  # [B, T, H, 3]
 
 
@@ -73,7 +73,7 @@ def _sources(folder: Path) -> Iterator[Path]:
     yield from (folder / path for path in sorted(kept, key=Path.as_posix))
 
 
-@functools.partial(jax.jit, static_argnames=SIZES)
+@functools.partial(jax.jit, static_argnames=(*SIZES, "num_queries", "dtype"))
 def project(
     tokens: np.ndarray,
     *,
@@ -84,8 +84,14 @@ def project(
     d_v: int,
     rope_base: float,
     seed: int = 0,
+    num_queries: int | None = None,
+    dtype: Any = jnp.float32,
 ) -> TextInputs:
-    """Queries, keys, values and gates of `tokens` [B, T]; nothing reads a later token."""
+    """Keys and values of `tokens` [B, S], queries and gates of the last `num_queries`, by default
+    all; nothing reads a later token. They are computed in float32, and rounded to `dtype`.
+    """
+    length = tokens.shape[1]
+    count = length if num_queries is None else num_queries
     keys = iter(jax.random.split(jax.random.key(seed), 12))
 
     def normal(*shape):
@@ -96,21 +102,24 @@ def project(
 
     embedded = normal(VOCABULARY, dim)[jnp.asarray(tokens, jnp.int32)]  # [B, T, dim]
     hidden = _context(embedded)
+    last = hidden[:, length - count :]
     group = n_heads // n_kv_groups
     base = normal(dim, n_kv_groups, d_k)
     query_weight = mixed(jnp.repeat(base, group, axis=1), normal(dim, n_heads, d_k))
     sharpness = jnp.tile(jnp.linspace(0.5, 1.5, group), n_kv_groups)
     query_weight *= sharpness[:, None]
     root = dim**-0.5
-    query = _rotate(jnp.einsum("btm,mhd->bthd", hidden, query_weight * root), rope_base)
+    query = jnp.einsum("btm,mhd->bthd", last, query_weight * root)
+    query = _rotate(query, rope_base, length - count)
     key, value = [], []
     for _ in Branches._fields:
         weight = mixed(base, normal(*base.shape)) * root
         key.append(_rotate(jnp.einsum("btm,mhd->bthd", hidden, weight), rope_base))
         weight = normal(dim, n_kv_groups, d_v) * root * VALUE_SCALE
         value.append(jnp.einsum("btm,mhd->bthd", hidden, weight))
-    logits = jnp.einsum("btm,mhc->bthc", hidden, normal(dim, n_heads, 3) * root)
-    return TextInputs(query, Branches(*key), Branches(*value), jax.nn.sigmoid(logits))
+    logits = jnp.einsum("btm,mhc->bthc", last, normal(dim, n_heads, 3) * root)
+    found = TextInputs(query, Branches(*key), Branches(*value), jax.nn.sigmoid(logits))
+    return jax.tree.map(lambda x: x.astype(dtype), found)
 
 
 def _norm(x):
@@ -133,11 +142,13 @@ def _context(embedded):
     return _norm(_norm(recent) + TOPIC_WEIGHT * _norm(topic))
 
 
-def _rotate(x, base):
-    """Rotary position embedding of `x` [B, T, heads, D], the halves of `D` as pairs."""
+def _rotate(x, base, first=0):
+    """Rotary position embedding of `x` [B, T, heads, D], tokens from `first` on, the halves of `D`
+    as pairs.
+    """
     half = x.shape[-1] // 2
     rate = base ** (-jnp.arange(half, dtype=x.dtype) / half)
-    position = jnp.arange(x.shape[1], dtype=x.dtype)
+    position = first + jnp.arange(x.shape[1], dtype=x.dtype)
     angle = (position[:, None] * rate)[:, None]  # [T, 1, D/2]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
