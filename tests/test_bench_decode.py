@@ -157,6 +157,19 @@ def test_a_part_copies_no_values(framework, folder, monkeypatch):
     assert code == 0 and set(lengths) == {(61, 61), (61, compressed)}
 
 
+def test_a_step_on_pages_is_given_its_tokens_side_by_side(tmp_path, monkeypatch):
+    """As projections give them: of slices of the rows it would copy each array first."""
+    given, step = [], nsa_torch.paged_attention
+
+    def noted(*arrays, key, value, **options):
+        given.extend((*key, *value))
+        return step(*arrays, key=key, value=value, **options)
+
+    monkeypatch.setattr(nsa_torch, "paged_attention", noted)
+    code, _, _ = run(decode, tmp_path, "--B=2", "--S_list=61", *SMALL)
+    assert code == 0 and given and all(x.is_contiguous() for x in given)
+
+
 def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
     break_sliding(monkeypatch)
     given = ("--framework=jax", "--B=2", "--S_list=61")

@@ -255,7 +255,9 @@ class Paged:
         options: dict[str, Any] = {"implementation": self.implementation}
 
         if self.cached.torch:
-            options |= zip(("key", "value"), map(self._flat, self.cached.last), strict=True)
+            for kind, pair in zip(("key", "value"), self.cached.last, strict=True):
+                # As projections give them: a step would copy slices of the whole rows.
+                options[kind] = Branches(*(x.contiguous() for x in self._flat(pair)))
 
             def run(_):
                 out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
