@@ -47,8 +47,8 @@ def launch(
         shape: contiguous, starting at a multiple of 256 bytes, all on one Hopper GPU. Nothing
         is recorded for autograd.
       out: one tensor for each of `kernel.outputs`, under the same rules, that overlaps no other
-        tensor of the call, but for the first where it is the last input and the kernel works
-        `in_place`; None in place of one, or nothing for all, allocates them.
+        tensor of the call, but for the first where they are the last inputs of a kernel that
+        works `in_place`; None in place of one, or nothing for all, allocates them.
 
     Returns:
       The outputs: those of `out` as they are, or new ones in the shapes of `kernel.outputs`.

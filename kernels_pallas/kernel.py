@@ -62,8 +62,8 @@ class Kernel:
         shaped as `outputs` out. Or that function itself (tests).
       inputs: at least one.
       outputs: at least one.
-      in_place: whether the first output may take the memory of the last input, of which each
-        part is read before the same part of the output is written.
+      in_place: how many of the first outputs may take the memory of as many last inputs, in
+        their order, of which each part is read before the same part of the output is written.
       names: of the inputs, then of the outputs (`Kernel.named`).
       sizes: the numbers of the body that follow from lengths, by name.
       grid: CTAs, at most two axes.
@@ -78,7 +78,7 @@ class Kernel:
     body: str | Callable[..., Any]
     inputs: Sequence[Array]
     outputs: Sequence[Array]
-    in_place: bool = False
+    in_place: int = 0
     names: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     grid: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Kernel:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
-        in_place: bool = False,
+        in_place: int = 0,
         sizes: Mapping[str, int] | None = None,
         grid: tuple[int, ...] = (),
         cluster: int = 1,

@@ -104,13 +104,13 @@ class ArrayOps(Protocol):
     def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
         """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.
 
-        A kernel that is `in_place` may write its first output over the last input.
+        A kernel that is `in_place` may write its first outputs over its last inputs.
         """
         ...
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Whether `run` gives back the memory of the last input as the first output, or a copy, so
-        that what `kernel` does not write has the input's numbers.
+        """Whether `run` gives back the memory of the last inputs as the first outputs, or copies,
+        so that what `kernel` does not write has the inputs' numbers.
         """
         ...
 

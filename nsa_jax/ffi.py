@@ -54,8 +54,8 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
       arrays: as `Kernel.__call__`.
 
     Returns:
-      its outputs; the first may take the memory of the last array, where it is `in_place` and no
-      one else reads that.
+      its outputs; the first may take the memory of the last arrays, where it is `in_place` and no
+      one else reads these.
     """
     text, key = _described(kernel)
     with _lock:
@@ -64,7 +64,8 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
         while len(_prefetch) > PREFETCHED:
             _prefetch.popitem(last=False)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs]
-    aliases = {len(kernel.inputs) - 1: 0} if kernel.in_place else None
+    first = len(kernel.inputs) - kernel.in_place
+    aliases = {first + i: i for i in range(kernel.in_place)} or None
     custom = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     return tuple(custom(*kernel.shaped(arrays), kernel=text, key=key))
 

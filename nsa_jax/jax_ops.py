@@ -24,7 +24,7 @@ class JaxOps(ArrayOps):
         return ffi.call(kernel, *arrays) if ffi.serves(kernel) else kernel(*arrays)
 
     def writes_in_place(self, kernel):
-        return kernel.in_place and ffi.serves(kernel)
+        return bool(kernel.in_place) and ffi.serves(kernel)
 
     def after(self, x, done):
         bits = jax.lax.bitcast_convert_type(done.reshape(-1)[0], jnp.uint16)

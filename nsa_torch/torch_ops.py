@@ -19,11 +19,12 @@ class TorchOps(ArrayOps):
     def run(self, kernel, *tensors):
         tensors = [readable(x) for x in tensors]
         # What a branch is added to is always made here, and read by nothing else afterwards.
-        in_place = [tensors[-1], *[None] * (len(kernel.outputs) - 1)]
-        return launch(kernel, *tensors, out=in_place if kernel.in_place else ())
+        over = tensors[len(tensors) - kernel.in_place :]
+        out = [*over, *[None] * (len(kernel.outputs) - len(over))] if over else ()
+        return launch(kernel, *tensors, out=out)
 
     def writes_in_place(self, kernel):
-        return kernel.in_place
+        return bool(kernel.in_place)
 
     def after(self, x, done):
         return x  # steps are queued one after the other

@@ -28,6 +28,7 @@ LIMITS = {
     "triton_programs": ("kernels_pallas.triton.descriptions.PROGRAMS",),
     "index_segment": ("kernels_pallas.triton.index_descriptions.SEGMENT",),
     "index_part": ("kernels_pallas.triton.paged_blocks_descriptions.PART",),
+    "index_list_part": ("kernels_pallas.triton.paged_blocks_descriptions.LIST_PART",),
     "decode_split": ("kernels_pallas.triton.decode_descriptions.SPLIT",),
     "decode_candidates": ("kernels_pallas.triton.decode_descriptions.CANDIDATES",),
     "decode_gathered": ("kernels_pallas.triton.decode_descriptions.GATHERED",),

@@ -39,8 +39,9 @@ def check(plan):
             assert x.offset % ALIGNMENT == 0 and 0 <= x.offset <= buffer.bytes - x.bytes
             assert x.dtype == buffer.dtype
             touched[x.buffer] = touched.get(x.buffer, (i, i))[0], i
-        if isinstance(step, Launch) and getattr(step.kernel, "in_place", False):
-            assert step.writes[0][:2] == step.reads[-1][:2]
+        over = getattr(step.kernel, "in_place", 0) if isinstance(step, Launch) else 0
+        for read, write in zip(step.reads[len(step.reads) - over :], step.writes, strict=False):
+            assert write[:2] == read[:2]
     results = [x.buffer for x in plan.results]
     assert len({*results}) == len(results)
     for x in plan.results:

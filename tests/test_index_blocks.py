@@ -200,8 +200,17 @@ IN_TRITON = (
 
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @kernel
-@pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
-def test_triton(case, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "of_part"),
+    [
+        *((case, 2048) for case in IN_TRITON),
+        (IN_TRITON[-4], 8),
+        *((x, 64) for x in IN_TRITON[-2:]),
+    ],
+)
+def test_triton(case, of_part, monkeypatch):
+    """Of lists with one program, and with one for each `of_part` of their blocks."""
+    set_limits(monkeypatch, index_list_part=of_part)
     if INTERPRETED:  # it takes tensors on the CPU
         pretend.machine(monkeypatch, indexer_why_not=None)
         monkeypatch.setattr(triton_index, "SCORES_BYTES", 2000)  # several segments of tokens
@@ -243,7 +252,9 @@ ON_A_GPU = (
 @pytest.mark.gpu
 @plain
 @pytest.mark.parametrize("case", ON_A_GPU, ids=range(len(ON_A_GPU)))
-def test_gpu(case):
+@pytest.mark.parametrize("of_part", [2048, 64])
+def test_gpu(case, of_part, monkeypatch):
+    set_limits(monkeypatch, index_list_part=of_part)
     found = on_torch(case, "triton", "cuda")
     judge_fast(case, found)
     assert torch.equal(found, on_torch(case, "triton", "cuda"))
@@ -365,6 +376,7 @@ def test_pages(page, ragged, case, monkeypatch):
 @kernel
 @pytest.mark.parametrize(("page", "ragged", "case"), PAGED, ids=range(len(PAGED)))
 def test_pages_on_triton(page, ragged, case, monkeypatch):
+    set_limits(monkeypatch, index_list_part=8)
     if INTERPRETED:  # it takes tensors on the CPU
         monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
         set_limits(monkeypatch, index_part=16)

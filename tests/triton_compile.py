@@ -234,7 +234,13 @@ def paged_index_launches(sizes: PagedIndex, _) -> list[Launch]:
     """The kernels of an indexer whose keys lie in pages."""
     places = ("int32",) * 3
     arrays = sizes.dtype, sizes.dtype, "int32", *places
-    return [Launch(sizes.scores(), arrays), Launch(sizes.best(), ("float32", *places))]
+    best, scored = sizes.best(), ("float32", *places)
+    found = [Launch(sizes.scores(), arrays), Launch(best.whole(), scored)]
+    if best.parts > 1:
+        counted = ("float32", "int32", "int32", *places)
+        found += [Launch(best.digits(1), counted)]
+        found += [Launch(best.chosen(), (*counted[:3], "int32", *places))]
+    return found
 
 
 NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches, LossSizes: loss_launches}

@@ -14,8 +14,9 @@ Tiles that are not gathered have the walk's. Slots without a far block are passe
 partials hold is undefined. Those before the first and after the last one that a token of the tile
 has are not read.
 
-Loop order: query-stationary, one tile of 64 rows a CTA; the partials of the next slots are in
-flight. Bound: HBM, which reads the partials once (floors: `gathered_forward.py`).
+Loop order: query-stationary, some tiles of 64 rows a CTA, one after the other; the partials of the
+next slots are in flight. Where a row of a segment has no work items, nothing else is read. Bound:
+HBM, which reads the partials once (floors: `gathered_forward.py`).
 """
 
 import functools
@@ -32,7 +33,7 @@ from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 from kernels_pallas.mosaic.selected_walk import list_counts, tile_is_gathered
-from kernels_pallas.specs.gathered import MERGE_STAGES, GatheredAttention
+from kernels_pallas.specs.gathered import MERGE_STAGES, TILES_OF_CTA, GatheredAttention
 from kernels_pallas.specs.tile import ROWS
 
 
@@ -40,22 +41,37 @@ def build_forward(kernel: Kernel):
     """The body of `specs.gathered.merge`."""
     spec = kernel.spec
     lse_ring = {"lse_ring": plgpu.SMEM((_stages(spec), ROWS), jnp.float32)}
-    return _build(kernel, spec.Dv, lambda refs: MergeOutputs(spec, refs, refs.out), lse_ring)
+    return _build(kernel, "out", spec.Dv, lambda *x: MergeOutputs(spec, *x), lse_ring)
 
 
 def build_dq(kernel: Kernel):
     """The body of `specs.gathered.merge_dq`."""
     spec = kernel.spec
-    return _build(kernel, spec.D, lambda refs: Merge(spec, refs, refs.dq), {})
+    return _build(kernel, "dq", spec.D, lambda *x: Merge(spec, *x), {})
 
 
-def _build(kernel: Kernel, width: int, merge, scratch):
+def _build(kernel: Kernel, name: str, width: int, merge, scratch):
     spec, stages = kernel.spec, _stages(kernel.spec)
+
+    def run(refs):
+        out = getattr(refs, name)
+
+        def of_tile(i, nothing):
+            tile = refs.cta.tiles * TILES_OF_CTA + i
+            pl.when(tile < refs.sizes.tiles)(merge(refs, out, tile).run)
+            return nothing
+
+        count = jnp.int32(TILES_OF_CTA)
+        if spec.stays:  # empty work items are the last of a row
+            item = refs.segment[0] * refs.sizes.items + refs.cta.row * refs.sizes.row_items
+            count = jnp.where(refs.items[item, 0] + 0 >= 0, count, 0)
+        lax.fori_loop(0, count, of_tile, None)
+
     buffers, slabs = _buffers(spec), width // spec.tile.slab
     added = {"added_tile": buffers.rows(1, width)} if spec.added else {}
     return build_kernel(
         kernel,
-        lambda refs: merge(refs).run(),
+        run,
         scratch={
             **scratch,
             **added,
@@ -66,7 +82,7 @@ def _build(kernel: Kernel, width: int, merge, scratch):
             ),
             "rows_ready": plgpu.Barrier(num_arrivals=slabs * (1 + len(added))),
         },
-        grid_names=("head", "tile"),
+        grid_names=("row", "tiles"),
         interpret=spec.interpret,
     )
 
@@ -85,12 +101,11 @@ class Merge:
     A result is a list of slabs, float32 `[64, slab]` each.
     """
 
-    def __init__(self, spec: GatheredAttention, refs, out):
-        self.spec, self.refs, self.out = spec, refs, out
+    def __init__(self, spec: GatheredAttention, refs, out, tile):
+        self.spec, self.refs, self.out, self.tile = spec, refs, out, tile
         self.width, self.buffers, self.stages = out.shape[-1], _buffers(spec), _stages(spec)
-        self.b = lax.div(refs.cta.head, jnp.int32(spec.Hkv))
-        self.kv_head = lax.rem(refs.cta.head, jnp.int32(spec.Hkv))
-        self.tile = refs.cta.tile  # of the segment
+        self.b = lax.div(refs.cta.row, jnp.int32(spec.Hkv))
+        self.kv_head = lax.rem(refs.cta.row, jnp.int32(spec.Hkv))
         self.tokens = pl.ds(self.tile * spec.tile.tokens, spec.tile.tokens)
         self.all_tile = refs.segment[2] + self.tile  # of all tokens
 
@@ -120,7 +135,7 @@ class Merge:
 
     def run(self):
         spec, refs, buffers, width = self.spec, self.refs, self.buffers, self.width
-        index = refs.cta.head * refs.sizes.all_tiles + self.all_tile
+        index = refs.cta.row * refs.sizes.all_tiles + self.all_tile
         gathered = tile_is_gathered(refs.block_counts, self.all_tile, index, spec.gather_limit)
         counts = list_counts(refs.block_counts, index)
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
@@ -147,7 +162,6 @@ class Merge:
             rewrite(merge_or_keep)
             return
         pl.when(gathered)(lambda: rewrite(lambda: self._merge(*far_slots)))
-        pl.when(~gathered)(self.keep)
 
     def walked(self):
         """The walk's result."""
@@ -210,8 +224,8 @@ class Merge:
 class MergeOutputs(Merge):
     """Merges outputs by their log-sum-exps; the carry is (row_max, row_sum)."""
 
-    def __init__(self, spec: GatheredAttention, refs, out):
-        super().__init__(spec, refs, out)
+    def __init__(self, spec: GatheredAttention, refs, out, tile):
+        super().__init__(spec, refs, out, tile)
         tile = spec.tile
         self.rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
@@ -222,7 +236,7 @@ class MergeOutputs(Merge):
             buffers.load_rows(rows, refs.added_tile, 0, self.width, refs.rows_ready)
 
     def initial(self):
-        lse = self._of_tile(self.refs.walked_lse) * LOG2E
+        lse = self._walked_lse() * LOG2E
         seen = lse > softmax.EMPTY
         return [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
 
@@ -248,7 +262,7 @@ class MergeOutputs(Merge):
         return self._gated_and_added(acc, inverse)
 
     def keep(self):
-        self._store_lse(self._of_tile(self.refs.walked_lse))
+        self._store_lse(self._walked_lse())
         if self.spec.gated or self.spec.added:
             one = operands.full((ROWS,), 1.0, PER_ROW)
             self.write(self._gated_and_added(self.walked(), one))
@@ -269,7 +283,12 @@ class MergeOutputs(Merge):
         length = self.refs.sizes.T
         return self.rows.values(array, self.b, first, self.kv_head * group, length)
 
+    def _walked_lse(self):
+        return self.rows.values(self.refs.walked_lse, *self._in_segment())
+
     def _store_lse(self, lse):
+        self.rows.put(self.refs.lse, lse, *self._in_segment())
+
+    def _in_segment(self):
         first, group = self.tile * self.spec.tile.tokens, self.spec.group
-        length = self.refs.sizes.segment_tokens
-        self.rows.put(self.refs.lse, lse, self.b, first, self.kv_head * group, length)
+        return self.b, first, self.kv_head * group, self.refs.sizes.segment_tokens

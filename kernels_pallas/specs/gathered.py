@@ -29,6 +29,7 @@ from kernels_pallas.specs.tile import (
 )
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
+TILES_OF_CTA = 4  # that are merged one after the other: few CTAs find that nothing was gathered
 SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
 
 
@@ -40,7 +41,7 @@ class GatheredAttention(AttentionSizes):
     gather_limit: int  # as of `SelectedAttention`
     segment_tokens: int
     segments: int
-    items: int  # work items of a segment
+    items: int  # work items of a segment, as many for each row of [B, Hkv]
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
@@ -83,6 +84,10 @@ class GatheredAttention(AttentionSizes):
         return cdiv(self.T, self.tile.tokens)
 
     @property
+    def tile_grid(self) -> tuple[int, int]:
+        return self.B * self.Hkv, cdiv(self.tiles, TILES_OF_CTA)
+
+    @property
     def sizes(self) -> dict[str, int]:
         return {
             "T": self.T,
@@ -90,6 +95,7 @@ class GatheredAttention(AttentionSizes):
             "tiles": self.tiles,
             "all_tiles": self.all_tiles,
             "items": self.items,
+            "row_items": self.items // (self.B * self.Hkv),
         }
 
     @property
@@ -107,10 +113,14 @@ class GatheredAttention(AttentionSizes):
         return Array((SEGMENT_WORDS,), "int32")
 
     @property
+    def _items(self) -> Array:
+        return Array((self.segments * self.items, WORK_ITEM_INTS), "int32")
+
+    @property
     def _partial_inputs(self) -> dict[str, Array]:
         return {
             **self.operands,
-            "items": Array((self.segments * self.items, WORK_ITEM_INTS), "int32"),
+            "items": self._items,
             "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
             "segment": self._segment,
         }
@@ -122,7 +132,8 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def _selection(self) -> dict[str, Array]:
-        return {
+        items = {"items": self._items} if self.stays else {}
+        return items | {
             "block_counts": Array((self.B * self.Hkv * self.all_tiles, COUNTS), "int32"),
             "indices": Array((self.B, self.T, self.Hkv, self.n), "int32"),
             "position": Array((self.B, self.T), "int32"),
@@ -138,7 +149,8 @@ def partials(spec: GatheredAttention) -> Kernel:
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`, `WorkItem`: a block and some of the entries that chose
-        it. Its tokens see the block to its end. Keys count in `parts`.
+        it; empty ones are the last of their row. Its tokens see the block to its end. Keys count in
+        `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`: its index, first token and first tile.
 
@@ -194,36 +206,38 @@ def merge(spec: GatheredAttention) -> Kernel:
 
     Inputs:
       partials, partial_lse: of `partials`.
+      items: as of `partials`, if it `stays`: a row without any is passed over.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as of `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, of each token among the keys, in `parts`.
-      walked_lse: float32 `[B, T, H]`, natural, of the walk.
       gate: float32 `[B, T, H]`, if `gated`.
       segment: as of `partials`.
       walked: `[B, segment_tokens, H, Dv]`, the output of the walk.
       added: `[B, segment_tokens, H, Dv]`, if `added`.
+      walked_lse: float32 `[B, segment_tokens, H]`, natural, of the walk.
 
-    Outputs:
-      out: `[B, segment_tokens, H, Dv]`, in place of the last input.
+    Outputs, in place of the last two inputs:
+      out: `[B, segment_tokens, H, Dv]`.
       lse: float32 `[B, segment_tokens, H]`, natural.
     """
     tokens, out = spec.segment_tokens, spec.rows(spec.Dv, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.Dv), "partial_lse": spec.partial_lse}
-    inputs |= spec._selection | {"walked_lse": spec.by_head()}
+    inputs |= spec._selection
     if spec.gated:
         inputs["gate"] = spec.by_head()
     inputs |= {"segment": spec._segment, "walked": out}
     if spec.added:
         inputs["added"] = out
+    inputs["walked_lse"] = spec.by_head(tokens)
     return Kernel.named(
         "gathered_merge",
         spec,
         "kernels_pallas.mosaic.gathered_merge:build_forward",
         inputs,
         {"out": out, "lse": spec.by_head(tokens)},
-        in_place=True,
+        in_place=2,
         sizes=spec.sizes,
-        grid=(spec.B * spec.Hkv, spec.tiles),
+        grid=spec.tile_grid,
         source="kernels_pallas.specs.gathered:merge",
     )
 
@@ -234,7 +248,7 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
 
     Inputs:
       partials: of `partial_dq`.
-      block_counts, indices, position, segment: as of `merge`.
+      items, block_counts, indices, position, segment: as of `merge`.
       walked: `[B, segment_tokens, H, D]`, dQ of the walk, plus what that was added to.
 
     Output:
@@ -249,8 +263,8 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
         "kernels_pallas.mosaic.gathered_merge:build_dq",
         inputs,
         {"dq": out},
-        in_place=True,
+        in_place=1,
         sizes=spec.sizes,
-        grid=(spec.B * spec.Hkv, spec.tiles),
+        grid=spec.tile_grid,
         source="kernels_pallas.specs.gathered:merge_dq",
     )

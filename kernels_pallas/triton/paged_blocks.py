@@ -1,10 +1,13 @@
-"""A few queries of rows in pages: the blocks of an indexer, and attention to blocks, two launches
-each.
+"""A few queries of rows in pages: the blocks of an indexer, and attention to blocks.
 
     scores     a program has some keys of one query. Their maxima by block, all that is written,
                are a word for each block, head and query.
     best       a program has one list. It finds the least score that is chosen bit by bit, so that
                the blocks come in their order, and of equal scores the lower ones.
+    digits     the same of few long lists, whose programs would leave most of a GPU idle: a program
+               has a part of one. Launch after launch finds some more bits of that least score,
+               from how often the parts have each of these bits' values, and
+    chosen     writes the blocks of a part, after as many as the parts before it chose.
     partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
     merge      a program adds the parts of one query and key/value head.
 
@@ -204,6 +207,203 @@ def best(
     rest = tl.arange(0, SLOTS)
     none = tl.full([SLOTS], -1, tl.int32)
     tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))
+
+
+@triton.jit
+def _found(counts, item, need, PARTS: tl.constexpr, VALUES: tl.constexpr):
+    """The value of the entry of a list that is number `need` from above, and its number among those
+    of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each.
+    """
+    value = tl.arange(0, VALUES)
+    total = tl.zeros([VALUES], tl.int32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(counts + (item * PARTS + part) * VALUES + value)
+    reached = (
+        tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total
+    )  # by each and all above it
+    last = tl.sum((reached >= need).to(tl.int32), axis=0) - 1
+    return last, need - tl.sum(tl.where(value > last, total, 0), axis=0)
+
+
+@triton.jit
+def _part(
+    scores,
+    lengths,
+    rows,
+    positions,
+    queries,
+    most,
+    blocks,
+    LISTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    NUM_INITIAL: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """The list and the part of it that a program has, its blocks and their order, which grows with
+    their scores, uint32; 0 is no candidate.
+    """
+    program = tl.program_id(0)
+    item, part = program // PARTS, program % PARTS
+    _, at = _place_of(item // LISTS, lengths, rows, positions, queries, most, RAGGED)
+    block = part * PART + tl.arange(0, PART)
+    here = scores + item.to(tl.int64) * blocks
+    order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    return item, part, block, (order ^ LOWEST).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+def digits(
+    scores,
+    counts,
+    known,
+    lengths,
+    rows,
+    positions,
+    queries,
+    most,
+    blocks,
+    out,
+    now_known,
+    before,
+    LISTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    BITS_BEFORE: tl.constexpr,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    NUM_INITIAL: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Programs: tokens * LISTS * PARTS.
+
+    Args:
+      scores: of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and `now_known` of the
+        launch before, whose bits are the `BITS_BEFORE` above, if there is one; the rest as of
+        `scores`.
+      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: how many blocks of a part have each value of
+        the bits from `SHIFT` on, of those whose bits above are those of the least that is chosen.
+      now_known: int32 `[tokens * LISTS, 2]`: these bits above, and of the blocks that have them how
+        many are chosen.
+      before: int32 `[tokens * LISTS, PARTS]`: how many have more in these bits above.
+    """
+    item, part, _, order = _part(
+        scores,
+        lengths,
+        rows,
+        positions,
+        queries,
+        most,
+        blocks,
+        LISTS,
+        PARTS,
+        PART,
+        POOL,
+        ENTRY,
+        NUM_INITIAL,
+        NUM_LOCAL,
+        RAGGED,
+    )
+    VALUES: tl.constexpr = 2**BITS
+    digit = ((order >> SHIFT) & (VALUES - 1)).to(tl.int32, bitcast=True)
+    to = out + (item * PARTS + part) * VALUES + tl.arange(0, VALUES)
+    if BITS_BEFORE == 0:
+        tl.store(to, tl.histogram(digit, VALUES))
+        if part == 0:
+            tl.store(now_known + item * 2, 0)
+            tl.store(now_known + item * 2 + 1, N)
+    else:
+        above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
+        found, need = _found(counts, item, need, PARTS, 2**BITS_BEFORE)
+        above = (above << BITS_BEFORE) + found
+        theirs = (order >> (SHIFT + BITS)).to(tl.int32, bitcast=True)
+        tl.store(to, tl.histogram(digit, VALUES, mask=theirs == above))
+        tl.store(before + item * PARTS + part, tl.sum((theirs > above).to(tl.int32), axis=0))
+        if part == 0:
+            tl.store(now_known + item * 2, above)
+            tl.store(now_known + item * 2 + 1, need)
+
+
+@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+def chosen(
+    scores,
+    counts,
+    known,
+    before,
+    lengths,
+    rows,
+    positions,
+    queries,
+    most,
+    blocks,
+    out,
+    LISTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+    POOL: tl.constexpr,
+    ENTRY: tl.constexpr,
+    NUM_INITIAL: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Programs: tokens * LISTS * PARTS; arguments as of `digits`, of the last launch of it, whose
+    `BITS` are the lowest, and of `best`.
+    """
+    item, part, block, order = _part(
+        scores,
+        lengths,
+        rows,
+        positions,
+        queries,
+        most,
+        blocks,
+        LISTS,
+        PARTS,
+        PART,
+        POOL,
+        ENTRY,
+        NUM_INITIAL,
+        NUM_LOCAL,
+        RAGGED,
+    )
+    VALUES: tl.constexpr = 2**BITS
+    above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
+    found, need = _found(counts, item, need, PARTS, VALUES)
+    least = (above.to(tl.uint32) << BITS) + found.to(tl.uint32)
+    count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # of the parts before
+    value = tl.arange(0, VALUES)
+    for other in range(0, part):
+        of_part = item * PARTS + other
+        theirs = tl.load(counts + of_part * VALUES + value)
+        more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
+        count += more + tl.load(before + of_part)
+        equals += tl.load(counts + of_part * VALUES + found)
+    none = least == 0  # fewer blocks than are wanted: these are no candidates
+    need = tl.where(none, 0, need)
+    left = tl.maximum(need - equals, 0)
+    better = (order > least).to(tl.int32)
+    equal = (order == least).to(tl.int32)
+    both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
+    here = both >> 16
+    taken = (better > 0) | ((equal > 0) & (here <= left))
+    count += tl.minimum(equals, need)
+    slot = count + (both & 0xFFFF) + tl.minimum(here, left) - 1
+    tl.store(out + item * N + slot, block, mask=taken)
+    if part == PARTS - 1:
+        count += tl.sum(taken.to(tl.int32), axis=0)
+        rest = tl.arange(0, SLOTS)
+        empty = tl.full([SLOTS], -1, tl.int32)
+        tl.store(out + item * N + rest, empty, mask=(rest >= count) & (rest < N))
 
 
 @triton.jit(

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array
+from kernels_pallas.specs.tile import SMS
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
 from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power
@@ -13,6 +14,11 @@ CHUNK = 1024  # keys that a program scores
 KEYS = 128  # of a step of it
 PART = 4096  # blocks of a row that are written at a time
 BLOCKS = 2**15  # of a row, whose scores one program holds
+# Where lists are few, their blocks go in parts of so many, and the bits of a score in so many.
+LIST_PART, DIGITS = 2048, (11, 11, 10)
+DIGIT_WARPS = 4
+LEAST_PARTS = 4  # of a list: the launches are not worth fewer
+MOST_PARTS = 8 * SMS  # of all lists: with more, a program for each fills a GPU
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -132,57 +138,117 @@ class PagedIndex(NamedTuple):
             1,  # more programs hide more than more stages
         )
 
-    def best(self) -> TritonKernel:
-        """Of `best_blocks`, from the result of `scores`."""
-        queries, chosen = (
-            self.rows.queries,
-            (self.num_selected, self.num_initial, self.num_local),
-        )
+    def best(self) -> "Best":
+        """From the result of `scores`."""
+        chosen = self.num_selected, self.num_initial, self.num_local
         blocks = self.blocks, self.blocks
         about = self.rows.tokens, self.lists, *blocks, self.pool, self.entry, *chosen
-        return best_blocks(*about, queries, self.rows.most)
+        return Best(*about, self.rows.queries, self.rows.most)
 
 
-def best_blocks(
-    tokens: int,
-    lists: int,
-    blocks: int,
-    most_blocks: int,
-    pool: int,
-    entry: int,
-    num_selected: int,
-    num_initial: int,
-    num_local: int,
-    queries: int = 0,
-    most: int = 0,
-) -> TritonKernel:
-    """Arrays: scores float32 `[tokens, lists, blocks]`, lengths, rows, positions, of which the
-    first is read where rows have the same number of `queries`, the others elsewhere; result: the
-    blocks, int32 `[tokens, lists, num_selected]`.
+class Best(NamedTuple):
+    """The best blocks, int32 `[tokens, lists, num_selected]`, from arrays: scores float32 `[tokens,
+    lists, blocks]`, lengths, rows, positions, of which the first is read where rows have the same
+    number of `queries`, the others elsewhere.
 
-    Args:
+    Attributes:
       most_blocks: that there may be in any call of a problem; most: tokens of a row.
     """
-    held = power(most_blocks)
-    return TritonKernel(
-        f"{HERE}:best",
-        tokens * lists,
-        (max(queries, 1), most, blocks),
-        (Array((tokens, lists, num_selected), "int32"),),
-        {
-            "LISTS": lists,
-            "N": num_selected,
-            "SLOTS": power(num_selected),
-            "BLOCKS": held,
-            "PART": min(held, PART),
-            "POOL": pool,
-            "ENTRY": entry,
-            "NUM_INITIAL": num_initial,
-            "NUM_LOCAL": num_local,
-            "RAGGED": queries == 0,
-        },
-        min(max(held // 2048, 4), 16),  # of few warps sums are soon made
-    )
+
+    tokens: int
+    lists: int
+    blocks: int
+    most_blocks: int
+    pool: int
+    entry: int
+    num_selected: int
+    num_initial: int
+    num_local: int
+    queries: int = 0
+    most: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Of `digits`."""
+        return len(DIGITS)
+
+    @property
+    def held(self) -> int:
+        return power(self.most_blocks)
+
+    @property
+    def parts(self) -> int:
+        """Of a list, which has so many programs."""
+        parts = self.held // LIST_PART
+        few = parts * self.tokens * self.lists <= MOST_PARTS and self.num_selected <= self.held
+        return parts if parts >= LEAST_PARTS and few else 1
+
+    def whole(self) -> TritonKernel:
+        """Where a list has one program. Arrays as above; result: the blocks."""
+        return self._kernel(
+            "best",
+            (Array((self.tokens, self.lists, self.num_selected), "int32"),),
+            {
+                "SLOTS": power(self.num_selected),
+                "BLOCKS": self.held,
+                "PART": min(self.held, PART),
+            },
+            min(max(self.held // 2048, 4), 16),  # of few warps sums are soon made
+        )
+
+    def digits(self, step: int) -> TritonKernel:
+        """Arrays: scores, then counts and known bits of the step before, lengths, rows, positions;
+        results: these of this step, and how many blocks of a part have more in the known bits.
+        """
+        items, bits = self.tokens * self.lists, DIGITS[step]
+        outputs = (items, self.parts, 2**bits), (items, 2), (items, self.parts)
+        return self._kernel(
+            "digits",
+            tuple(Array(x, "int32") for x in outputs),
+            {
+                "PARTS": self.parts,
+                "PART": LIST_PART,
+                "SHIFT": sum(DIGITS[step + 1 :]),
+                "BITS": bits,
+                "BITS_BEFORE": DIGITS[step - 1] if step else 0,
+            },
+            DIGIT_WARPS,
+        )
+
+    def chosen(self) -> TritonKernel:
+        """Arrays: scores, the results of the last step of `digits`, lengths, rows, positions;
+        result: the blocks.
+        """
+        return self._kernel(
+            "chosen",
+            (Array((self.tokens, self.lists, self.num_selected), "int32"),),
+            {
+                "SLOTS": power(self.num_selected),
+                "PARTS": self.parts,
+                "PART": LIST_PART,
+                "BITS": DIGITS[-1],
+            },
+            DIGIT_WARPS,
+        )
+
+    def _kernel(self, name: str, outputs, constants: dict[str, Any], warps: int):
+        return TritonKernel(
+            f"{HERE}:{name}",
+            self.tokens * self.lists * constants.get("PARTS", 1),
+            (max(self.queries, 1), self.most, self.blocks),
+            outputs,
+            {
+                "LISTS": self.lists,
+                "N": self.num_selected,
+                "POOL": self.pool,
+                "ENTRY": self.entry,
+                "NUM_INITIAL": self.num_initial,
+                "NUM_LOCAL": self.num_local,
+                "RAGGED": self.queries == 0,
+            }
+            | constants,
+            warps,
+        )
 
 
 class PagedBlocks(NamedTuple):

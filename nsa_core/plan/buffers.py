@@ -77,7 +77,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel; one that is `in_place` writes first over what it reads last."""
+    """A kernel; one that is `in_place` writes over what it reads last."""
 
     kernel: Kernel | TritonKernel
     reads: tuple[View, ...]

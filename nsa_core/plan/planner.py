@@ -64,10 +64,11 @@ class PlanOps(ArrayOps):
             _check(kernel, arrays)
         reads, writes = list(arrays), []
         outputs = list(kernel.outputs)
-        if getattr(kernel, "in_place", False):
-            reads[-1] = self._writable(reads[-1])
-            writes = [reads[-1]._replace(shape=outputs.pop(0).shape)]
-            self._write_over(reads[-1])
+        over = getattr(kernel, "in_place", 0)
+        for i in range(len(reads) - over, len(reads)):
+            reads[i] = self._writable(reads[i])
+            writes.append(reads[i]._replace(shape=outputs.pop(0).shape))
+            self._write_over(reads[i])
         writes += [self._new(x, own=True) for x in outputs]
         self._steps.append(Launch(kernel, tuple(reads), tuple(writes)))
         return writes
@@ -157,7 +158,7 @@ class PlanOps(ArrayOps):
         return [View(rows.buffer, i * row, tuple(shape), "float32") for i in range(count)]
 
     def writes_in_place(self, kernel):
-        return kernel.in_place
+        return bool(kernel.in_place)
 
     def after(self, x, done):
         return x  # steps are queued one after the other

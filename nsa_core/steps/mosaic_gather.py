@@ -72,7 +72,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     """
     block_indices, counts, layout = selection = _in_parts(ops, spec, *selection)
     lists, segments = _segments(ops, spec, spec.Dv, *selection)
-    extra = [lse] if gate is None else [lse, gate]
+    gates = [] if gate is None else [gate]
     out = walked if added is None else added
     merges = {"gated": gate is not None, "added": added is not None}
     alone = not any(merges.values())
@@ -80,10 +80,11 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
         # Of `out`, not what it began as, which is gone then.
         rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
-        given = counts, block_indices, layout.position, *extra, segment, *rows
         merging = dataclasses.replace(kernel, **merges)
         merge = _staying(ops, gathered.merge, merging) if alone else gathered.merge(merging)
-        merged = ops.run(merge, *partials, *given)
+        items = lists[:1] if merge.spec.stays else ()
+        given = *items, counts, block_indices, layout.position, *gates, segment, *rows
+        merged = ops.run(merge, *partials, *given, ops.part(lse, tokens))
         out = ops.write(out, tokens, merged[0])
         if added is None:
             lse = ops.write(lse, tokens, merged[1])
@@ -104,8 +105,10 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
     for kernel, segment, tokens in segments:
         inputs = *arrays, *lists, segment, do, row_stats
         partials = ops.run(gathered.partial_dq(kernel), *inputs)
-        rows = counts, block_indices, layout.position, segment, ops.part(dq, tokens)
-        (merged,) = ops.run(_staying(ops, gathered.merge_dq, kernel), *partials, *rows)
+        merge = _staying(ops, gathered.merge_dq, kernel)
+        items = lists[:1] if merge.spec.stays else ()
+        rows = *items, counts, block_indices, layout.position, segment, ops.part(dq, tokens)
+        (merged,) = ops.run(merge, *partials, *rows)
         dq = ops.write(dq, tokens, merged)
         del partials, merged
     return dq

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
 from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from nsa_core.array_ops import ArrayOps
-from nsa_core.steps import triton_backward
+from nsa_core.steps import triton_backward, triton_paged_blocks
 from nsa_core.steps.triton_backward import ListSizes
 from nsa_core.validate import dtype_name
 
@@ -101,7 +101,7 @@ def blocks(ops: ArrayOps, sizes: IndexSizes, query, key, position, offset: int |
         (scores,) = ops.run(kernel, query, key, position)
         at = ops.contiguous(position[:, first : first + count])
         about = sizes.B * count, sizes.lists, blocks, sizes.blocks, sizes.pool, sizes.entry
-        kernel = paged_blocks_descriptions.best_blocks(*about, *chosen)
-        (lists,) = ops.run(kernel, scores, at, at, at)
+        best = paged_blocks_descriptions.Best(*about, *chosen)
+        lists = triton_paged_blocks.best(ops, best, scores, at, at, at)
         found.append(lists.reshape(sizes.B, count, sizes.lists, sizes.num_selected))
     return found[0] if len(found) == 1 else ops.xp.concatenate(found, 1)

@@ -5,7 +5,7 @@ framework.
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex, Rows
+from kernels_pallas.triton.paged_blocks_descriptions import Best, PagedBlocks, PagedIndex, Rows
 from nsa_core import paged_layout
 from nsa_core.array_ops import ArrayOps
 from nsa_core.index import Index
@@ -120,4 +120,15 @@ def blocks(ops: ArrayOps, sizes: PagedIndex, query, pages, paged: Paged):
     """int32 `[N, Hi or 1, n]`."""
     lengths, *places = paged.lengths, *paged.places(ops, sizes.rows)
     (scores,) = ops.run(sizes.scores(), query, pages, paged.page_table, lengths, *places)
-    return ops.run(sizes.best(), scores, lengths, *places)[0]
+    return best(ops, sizes.best(), scores, lengths, *places)
+
+
+def best(ops: ArrayOps, sizes: Best, scores, *places):
+    """int32 `[tokens, lists, n]`; arrays as of `Best`."""
+    if sizes.parts == 1:
+        return ops.run(sizes.whole(), scores, *places)[0]
+    counts = known = before = places[0]  # which the first launch does not read
+    for step in range(sizes.steps):
+        kernel = sizes.digits(step)
+        counts, known, before = ops.run(kernel, scores, counts, known, *places)
+    return ops.run(sizes.chosen(), scores, counts, known, before, *places)[0]
