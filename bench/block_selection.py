@@ -25,6 +25,7 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
                 lists and attention of QSA's layer, whatever the other sizes are; `sdpa` is dense
                 attention there, without lists
   peak_gib      the most that was allocated, arguments included
+  extra_gib     the most that a call added to what was allocated before it, results included
   error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
                 twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
@@ -595,18 +596,22 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 def _timed(call: Callable[..., Any]) -> dict[str, Any]:
     """Times, and memory where it can be read."""
     if device() == "cpu":
-        found, peak = timing.time_host(call, lambda x: x, seconds=SECONDS.value), None
+        found = timing.time_host(call, lambda x: x, seconds=SECONDS.value)
+        peak = extra = None
     else:
         call()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         call()
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        most = torch.cuda.max_memory_allocated()
+        peak, extra = most / 2**30, (most - before) / 2**30
         found = timing.time_cuda_events(call, seconds=SECONDS.value)
     return {
         "ms": found.time_ms,
         "p20_ms": found.p20_ms,
         "p80_ms": found.p80_ms,
         "peak_gib": peak,
+        "extra_gib": extra,
     }
 
 
@@ -633,6 +638,7 @@ def line(row: Mapping[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{text} {row['status']}: {row['reason']}"
     peak = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.2f} GiB"
+    peak += "" if row["extra_gib"] is None else f", {row['extra_gib']:.3f} of the call"
     error = max(row["error_rms"].values(), default=float("nan"))
     return f"{text} {row['ms']:9.3f} ms{peak}  error rms {error:.2g}"
 

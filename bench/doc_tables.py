@@ -563,6 +563,7 @@ OF_BLOCKS = (
     ("forward", "flash_msa", "flash-msa, forward, its selection too"),
     ("fwdbwd", "flash_msa", "with backward"),
     ("indexer", "nsa_torch", "**`index_blocks`**"),
+    ("indexer", "eager", "the indexer of transformers, its projections too"),
     ("loss", "nsa_torch", "**`indexer_kl` and its gradients**"),
     ("decode", "nsa_torch", "**a decode step of 8 rows from pages: lists and attention**"),
     ("qsa", "nsa_torch", "**QSA: `index_blocks` and `block_attention`, forward**"),
