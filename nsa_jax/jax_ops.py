@@ -58,7 +58,9 @@ class JaxOps(ArrayOps):
         # Each step of a loop, which is JAX's default, would be four kernels.
         few = rows.shape[-1] * values.size <= COMPARISONS
         options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
-        return jax.vmap(functools.partial(jnp.searchsorted, **options))(rows, values)
+        return jax.vmap(functools.partial(jnp.searchsorted, **options))(
+            rows, values.astype(rows.dtype)
+        )
 
     def sort(self, rows):
         index = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
