@@ -20,7 +20,8 @@ class NSAConfig:
     """Sizes of the three branches; the defaults are the paper's (arXiv 2502.11089, section 4).
 
     `compute_dtype="float8_e4m3"` is for inference on Hopper: the products of the selected and the
-    sliding branch are of numbers in 8 bits (docs/kernels/fp8.md); the selection stays.
+    sliding branch are of numbers in 8 bits (docs/kernels/fp8.md); the selection stays. It is faster
+    for groups of more than 8 query heads.
 
     Raises:
       ValueError: a rule is broken; the message names the field, the rule and the value.
