@@ -108,6 +108,10 @@ class ArrayOps(Protocol):
         """
         ...
 
+    def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
+        """`run` of a kernel whose outputs are alike; they may lie so that `bound` copies once."""
+        return self.run(kernel, *arrays)
+
     def writes_in_place(self, kernel: Kernel) -> bool:
         """Whether `run` gives back the memory of the last inputs as the first outputs, or copies,
         so that what `kernel` does not write has the inputs' numbers.
@@ -207,6 +211,12 @@ class ArrayOps(Protocol):
     def unbound_float32(self, x: Any) -> Sequence[Any]:
         """float32 copies of the parts along the last axis."""
         return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
+
+    def bound(self, arrays: Sequence[Any], dtype: Any) -> Any:
+        """A new array of arrays of one shape along a last axis, in a dtype of `xp`: what
+        `unbound_float32` parts.
+        """
+        return self.copied(self.xp.stack([*arrays], -1), dtype)
 
     def extend(self, x: Any, axis: int, length: int, fill: float | None = None) -> Any:
         """`x` continued along `axis` to `length` by `fill`, or by its last entry for None."""

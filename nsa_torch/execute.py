@@ -22,7 +22,7 @@ from nsa_torch.shared import SHARED, Kept
 from nsa_torch.torch_ops import TORCH_OPS, readable
 
 # Of what may be allocated early or dropped late, so that launches are one row.
-LATE_BYTES = 2**20
+LATE_BYTES = 4 * 2**20
 ROW = 3  # launches that become one step; of fewer a graph would save the host little
 NOTHING = Kept()
 

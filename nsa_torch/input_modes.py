@@ -6,7 +6,7 @@ SHARED_KV        query, tokens that all branches look at
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,23 +17,29 @@ from nsa_torch import operators
 
 
 class InputMode(NamedTuple):
-    """The tensors of a call of all steps: query, keys, values, three gates, `block_indices`.
+    """The tensors of a call of all steps: query, keys, values, gates, `block_indices`.
 
     Attributes:
       name: in the kinds of operators.
       compresses: the compressed branch's keys and values are tokens, of whose windows the means
         are taken.
       shared: the tokens of all branches are the same, given once.
+      joined: the gates are one tensor `[B, T, H, 3]`, not three.
     """
 
     name: str
     compresses: bool = False
     shared: bool = False
+    joined: bool = False
+
+    def with_joined_gates(self) -> "InputMode":
+        """The same of gates in one tensor."""
+        return self._replace(name=f"{self.name}_joined", joined=True)
 
     @property
     def count(self) -> int:
         """Tensors that have a gradient."""
-        return 6 if self.shared else 10
+        return (3 if self.shared else 7) + (1 if self.joined else 3)
 
     def tokens(self, key, value, compressed) -> Sequence[Tensor]:
         """Keys and values of a call, in order."""
@@ -44,16 +50,20 @@ class InputMode(NamedTuple):
         return compressed[0], *key[1:], compressed[1], *value[1:]
 
     def inputs(self, arguments) -> Inputs:
-        """Tensors by branch."""
-        query, *rest = arguments[: self.count]
-        if self.shared:
-            key, value, *gates = rest
-            return Inputs(query, Branches.each(key), Branches.each(value), Branches(*gates))
-        return Inputs(query, *(Branches(*rest[i : i + 3]) for i in (0, 3, 6)))
+        """Tensors by branch, but for gates that are one."""
+        query, *tokens = arguments[: 3 if self.shared else 7]
+        gates = arguments[len(tokens) + 1 : self.count]
+        half = len(tokens) // 2
+        key, value = (
+            Branches.each(x[0]) if self.shared else Branches(*x)
+            for x in (tokens[:half], tokens[half:])
+        )
+        return Inputs(query, key, value, gates[0] if self.joined else Branches(*gates))
 
     def gradients(self, found: Inputs) -> list[Tensor]:
         """Those of the tensors, in order."""
-        listed = found.query, *found.key, *found.value, *found.gates
+        gates: Any = [found.gates] if self.joined else found.gates
+        listed = found.query, *found.key, *found.value, *gates
         return [x for x in listed if x is not None]
 
 

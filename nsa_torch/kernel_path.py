@@ -75,9 +75,9 @@ class KernelPath:
     Attributes:
       planned: functions of all steps, by input mode and what they keep: `FORWARD` nothing, `SAVING`
         what a gradient needs, `RECOMPUTING` what one needs that computes the branches again.
-      alone: what calls of a known signature run that keep nothing, where it is not `planned`: by
-        input mode, and whether of gates `[B, T, H, 3]`, where kernels read them together. Where
-        steps make no means, these do, so that none outlives its last use.
+      alone: what calls of a known signature run that keep nothing, where it is not `planned`, by
+        input mode. Where steps make no means, these do, so that none outlives its last use.
+      joins: whether gates in one tensor stay so: kernels read them together.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class KernelPath:
         self.name, self.steps, self.masks = name, steps, masks
         self.before, self.list_shapes = before, list_shapes
         self.planned: dict[tuple[InputMode, str], Planned] = {}
-        self.alone: dict[tuple[InputMode, bool], Planned] = {}
+        self.alone: dict[InputMode, Planned] = {}
+        self.joins = steps.gates_together
         self._define()
 
     def _layout(self, ops, query, assume_finite, *place):
@@ -150,10 +151,9 @@ class KernelPath:
         out, indices = fused.forward(self.steps, ops, inputs, given, *rest)
         return out, _selection(ops, given, indices), *(means if keep else ())
 
-    def _forward_joined(self, mode, ops, *arguments):
-        """`_forward` of gates `[B, T, H, 3]`, the output alone."""
-        before, (gates, *rest) = _split(arguments, mode.count - 3)
-        return self._forward(mode, ops, *before, *ops.unbound_float32(gates), *rest)[:1]
+    def _forward_alone(self, mode, ops, *arguments):
+        """`_forward`, the output alone."""
+        return self._forward(mode, ops, *arguments)[:1]
 
     def _forward_on_pages(self, ops, *arguments):
         """`_forward` of PRECOMPRESSED, whose selected keys and values are pages; before the block
@@ -192,7 +192,7 @@ class KernelPath:
 
     def _gradients(self, mode, ops, do, residuals, means, arguments):
         inputs, _, layout = self._arguments(mode, ops, arguments)
-        length = inputs.key.compressed.shape[1]
+        length, given = inputs.key.compressed.shape[1], mode.inputs(arguments).gates
         if mode.compresses:
             inputs = inputs.with_compressed(*means)
         else:
@@ -208,8 +208,11 @@ class KernelPath:
         else:
             pair = found.key.compressed, found.value.compressed
             found = found.with_compressed(*layout.of_slots(length, *pair))
-        gates = zip(found.gates, inputs.gates, strict=True)
-        gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in gates))
+        if mode.joined:
+            gates: Any = ops.bound(found.gates, given.dtype)
+        else:
+            pairs = zip(found.gates, given, strict=True)
+            gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in pairs))
         return mode.gradients(found._replace(gates=gates))
 
     def _compressed(self, mode, ops, inputs, layout):
@@ -239,6 +242,8 @@ class KernelPath:
         """`Inputs`, the block indices or None, and the layout, from those of an operator."""
         given, assume_finite, *place = arguments[mode.count :]
         inputs = mode.inputs(arguments)
+        if mode.joined:
+            inputs = inputs._replace(gates=Branches(*ops.unbound_float32(inputs.gates)))
         layout = self._layout(ops, inputs.query, assume_finite, *place)
         if self.masks:  # keys and queries; a gate multiplies what the kernels found
             rows = KernelLayout(ops, inputs.query, *place, assume_finite=assume_finite)
@@ -284,11 +289,12 @@ class KernelPath:
         compressing = SEPARATE_KV, SHARED_KV
         if not self.steps.compression:
             for mode in compressing:
-                self.alone[mode, False] = Planned(functools.partial(self._forward, mode))
-        for mode in (*(compressing if self.steps.compression else ()), PRECOMPRESSED):
-            if self.steps.gates_together:
-                joined = functools.partial(self._forward_joined, mode)
-                self.alone[mode, True] = Planned(joined)
+                self.alone[mode] = Planned(functools.partial(self._forward, mode))
+        modes = [*(compressing if self.steps.compression else ()), PRECOMPRESSED]
+        joined = [mode.with_joined_gates() for mode in modes if self.joins]
+        for mode in joined:
+            self.alone[mode] = Planned(functools.partial(self._forward_alone, mode))
+        for mode in modes + joined:
             for keep, (forward, backward) in whole.items():
                 pull_back = (
                     None if backward is None else Planned(functools.partial(backward, mode))
@@ -426,13 +432,14 @@ class Again:
             compressed, self.phi = (key[0], value[0]), config
         self.mode = mode_of(key, value, compressed)
         self.one_pair = one_pair and self.mode.shared
-        alone = path.alone if keep == FORWARD else {}
-        self.joined = isinstance(gates, Tensor) and (self.mode, True) in alone
-        self.unbinds = isinstance(gates, Tensor) and not self.joined
+        joined = isinstance(gates, Tensor) and path.joins
+        self.unbinds = isinstance(gates, Tensor) and not joined
+        if joined:
+            self.mode = self.mode.with_joined_gates()
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
         self.call: Any = None
-        run: Any = alone.get((self.mode, self.joined))
+        run: Any = path.alone.get(self.mode) if keep == FORWARD else None
         gradient: Any = None
         if run is None:
             call = self.call = operators.call_of(path._kind(self.mode, keep))
@@ -448,7 +455,7 @@ class Again:
         tokens = key, value
         if not self.one_pair:
             tokens = self.mode.tokens(Branches.each(key), Branches.each(value), compressed)
-        gates = (gates,) if self.joined else gates.unbind(-1) if self.unbinds else gates
+        gates = (gates,) if self.mode.joined else gates.unbind(-1) if self.unbinds else gates
         tensors = query, *tokens, *gates, block_indices
         arguments = *tensors, *self.before, cu_seqlens, *self.after
         if self.backward is None:

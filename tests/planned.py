@@ -40,7 +40,7 @@ def described(
     return (
         array(length, heads, key_width),
         *tokens,
-        *[array(length, heads)] * 3,
+        *([array(length, heads, 3)] if mode.joined else [array(length, heads)] * 3),
         None,
         False,
         *place,

@@ -8,8 +8,9 @@ import torch
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
+from nsa_core.plan.buffers import Launch, Place
 from nsa_interop import launch
-from nsa_torch import first_call, mosaic, operators, plans, triton
+from nsa_torch import execute, first_call, mosaic, operators, plans, triton
 from nsa_torch.compress import compress
 from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
@@ -135,8 +136,32 @@ def test_gates_in_one_tensor(dtype, where, path):
     check_all(path, PRECOMPRESSED, arguments)
     *before, a, b, c = arguments[: PRECOMPRESSED.count]
     joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
-    (out,) = both_ways(path.alone[PRECOMPRESSED, True], joined)
+    mode = PRECOMPRESSED.with_joined_gates()
+    (out,) = both_ways(path.alone[mode], joined)
     assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*arguments)[0])
+    check_all(path, mode, joined)
+    for keep in SAVING, RECOMPUTING:
+        apart, together = path.planned[PRECOMPRESSED, keep], path.planned[mode, keep]
+        out, *kept = together(*joined)
+        assert torch.equal(out, apart(*arguments)[0])
+        *grads, dgates = together.backward(out.flip(1), *kept, *joined)
+        want = apart.backward(out.flip(1), *kept, *arguments)
+        assert dgates.dtype is dtype and torch.equal(dgates, torch.stack(want[-3:], -1))
+        assert all(map(torch.equal, grads, want[:-3]))
+
+
+def test_launches_of_a_short_backward_pass_are_two_rows():
+    """Each is one launch of the host. What torch computes first is one copy, so that the GPU has
+    work, behind which the other steps hide; the gradient of the gates is the last.
+    """
+    layer = {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64}
+    mode = SHARED_KV.with_joined_gates()
+    arguments = planned.described(mode, 8, 2048, **layer, config=NSAConfig())
+    _, plan = mosaic.PATH.planned[mode, SAVING].plans(arguments, None)
+    assert [i for i, x in enumerate(plan.steps) if not isinstance(x, Launch)] == [0, 13, 19]
+    for row in slice(1, 12), slice(14, 18):
+        ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
+        assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)
 
 
 @pytest.mark.parametrize("where", ["rows", "packed"])
@@ -144,7 +169,7 @@ def test_gates_in_one_tensor(dtype, where, path):
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
 def test_means_of_a_call_that_keeps_nothing_end_with_their_last_use(mode, where, path):
     arguments = call(mode, ROWS, **WHERE[where])
-    function = path.alone[mode, False]
+    function = path.alone[mode]
     out, _ = both_ways(function, arguments)
     query, key, value, _ = mode.inputs(arguments)
     options = {"config": SMALL, "cu_seqlens": WHERE[where].get("cu_seqlens")}
@@ -243,8 +268,9 @@ IDLE = {
 def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeypatch):
     batch, length, heads, kv_heads, width = sizes
     layer = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
-    arguments = planned.described(SHARED_KV, batch, length, **layer, config=NSAConfig())
-    function = mosaic.PATH.planned[SHARED_KV, SAVING]
+    mode = SHARED_KV.with_joined_gates()
+    arguments = planned.described(mode, batch, length, **layer, config=NSAConfig())
+    function = mosaic.PATH.planned[mode, SAVING]
     with_workspace = function.plans(arguments, None)
     set_limits(monkeypatch, workspace_bytes=0)
     for plan, without in zip(with_workspace, function.plans(arguments, None), strict=True):

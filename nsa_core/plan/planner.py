@@ -73,6 +73,15 @@ class PlanOps(ArrayOps):
         self._steps.append(Launch(kernel, tuple(reads), tuple(writes)))
         return writes
 
+    def run_together(self, kernel, *arrays):
+        _check(kernel, arrays)
+        first, count = kernel.outputs[0], len(kernel.outputs)
+        length = _row_length(first.shape, first.dtype)
+        rows = self._new(Array((count, length), first.dtype), own=True)
+        writes = _rows_in(rows, first.shape)
+        self._steps.append(Launch(kernel, tuple(arrays), writes))
+        return writes
+
     def derive(self, function, *arrays, **static):
         named = tuple(sorted(static.items()))
         versions = tuple(self._written.get(x.buffer, 0) for x in arrays)
@@ -153,9 +162,18 @@ class PlanOps(ArrayOps):
         return self._rows_of(_unbound_rows, [x], x.shape[:-1], x.shape[-1])
 
     def _rows_of(self, function, arrays, shape, count):
-        row = -(-math.prod(shape) * 4 // ALIGNMENT) * ALIGNMENT
-        (rows,) = self.derive(function, *arrays, length=row // 4)
-        return [View(rows.buffer, i * row, tuple(shape), "float32") for i in range(count)]
+        (rows,) = self.derive(function, *arrays, length=_row_length(shape, "float32"))
+        return _rows_in(rows, shape)
+
+    def bound(self, arrays, dtype):
+        first = arrays[0]
+        length = _row_length(first.shape, first.dtype)
+        rows = View(first.buffer, 0, (len(arrays), length), first.dtype)
+        static = (("dtype", str(dtype).removeprefix("torch.")),)
+        if [*arrays] == [*_rows_in(rows, first.shape)]:
+            static += (("shape", first.shape),)
+            return self._derived(_bound_rows, (rows,), static, own=True)[0]
+        return self._derived(_bound, tuple(arrays), static, own=True)[0]
 
     def writes_in_place(self, kernel):
         return bool(kernel.in_place)
@@ -348,6 +366,19 @@ def _view_at(x: View, index: Slices) -> View | None:
     )
 
 
+def _row_length(shape: Sequence[int], dtype: str) -> int:
+    """Of the rows of a buffer that have arrays of a shape at their starts."""
+    size = BYTES[dtype]
+    return -(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT // size
+
+
+def _rows_in(rows: View, shape: Sequence[int]) -> tuple[View, ...]:
+    """Arrays of a shape, each at the start of a row `[count, length]` of a buffer."""
+    count, length = rows.shape
+    row = length * BYTES[rows.dtype]
+    return tuple(View(rows.buffer, i * row, tuple(shape), rows.dtype) for i in range(count))
+
+
 def _numbers(index: Slices) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((each.start, each.stop) for each in index)
 
@@ -408,6 +439,17 @@ def _float32_rows(ops, *arrays, length):
 @derived(lambda x, *, length: [Array((x.shape[-1], length), "float32")])
 def _unbound_rows(ops, x, *, length):
     return [ops.float32_rows(ops.xp.moveaxis(x, -1, 0), length)]
+
+
+@derived(lambda rows, *, dtype, shape: [Array((*shape, rows.shape[0]), dtype)])
+def _bound_rows(ops, rows, *, dtype, shape):
+    arrays = rows[:, : math.prod(shape)].reshape(-1, *shape)
+    return [ops.copied(ops.xp.moveaxis(arrays, 0, -1), getattr(ops.xp, dtype))]
+
+
+@derived(lambda *arrays, dtype: [Array((*arrays[0].shape, len(arrays)), dtype)])
+def _bound(ops, *arrays, dtype):
+    return [ops.bound(arrays, getattr(ops.xp, dtype))]
 
 
 @derived(lambda *arrays: [Array(x.shape, "float32") for x in arrays])

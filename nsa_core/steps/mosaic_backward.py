@@ -45,7 +45,7 @@ MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 def delta_of(ops: ArrayOps, do, *outputs):
     """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
-    deltas = ops.run(combine.deltas(combine_spec(outputs)), do, *outputs)
+    deltas = ops.run_together(combine.deltas(combine_spec(outputs)), do, *outputs)
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
 
