@@ -3,6 +3,7 @@
     python -m bench.host_time
     python -m bench.host_time --rounds 4 --out host.jsonl
     python -m bench.host_time --implementation triton
+    python -m bench.host_time --launch --out variants.jsonl
 
 `nsa_torch.attention` of the same tensors again and again, on `mosaic`, so a Hopper GPU, or on
 `triton`, whose launches are no graphs of ours: both forms are the same there. Machines
@@ -21,6 +22,10 @@ For each shape and pass, ms, median and 20th and 80th percentile of all rounds:
 
 and how many of our own graphs a call launches (`graphs_a_call`).
 
+`--launch` measures one launch in place of calls, us: of torch in both forms, and of a compiled
+program of JAX (`harness/launch_time.py`). Its lines are those of
+`bench/records/<device>/kernel_log/variants.jsonl`.
+
 Beside them stand what this host takes for a million additions in Python and for `add_` of torch
 on eight numbers.
 """
@@ -38,7 +43,7 @@ import numpy as np
 import torch
 from absl import flags
 
-from .harness import cli, exit_status, process, records
+from .harness import cli, exit_status, launch_time, process, records
 from .harness.attention_calls import Calls
 
 FLAGS = flags.FlagValues()
@@ -50,6 +55,7 @@ COMMIT = cli.define_commit(FLAGS)
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
 )
+LAUNCH = flags.DEFINE_bool("launch", False, "One launch, of torch and of JAX.", **at)
 FORMS = ("graphs", "each")
 FORM = flags.DEFINE_enum("form", None, FORMS, "Only this one, in this process.", **at)
 
@@ -171,9 +177,45 @@ def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
     return rows
 
 
+def launches() -> dict[str, float]:
+    """Microseconds of a launch, by who queues it; medians of `--rounds`."""
+    found: dict[str, list[float]] = {}
+    for _ in range(ROUNDS.value):
+        for name, which in ("torch, each by itself", "each"), ("torch, as graphs", "graphs"):
+            with form(which):
+                took = launch_time.microseconds(launch_time.of_torch, CALLS.value)
+            found.setdefault(name, []).append(took)
+        took = launch_time.microseconds(launch_time.of_jax, CALLS.value)
+        found.setdefault("JAX, a compiled program", []).append(took)
+    return {name: float(np.median(each)) for name, each in found.items()}
+
+
+def one_launch() -> int:
+    """Prints and keeps `launches`; the exit status."""
+    commit = records.environment(COMMIT.value)["commit"]
+    rows = [
+        {
+            "kernel": "launch",
+            "shape": "us",
+            "variant": name,
+            "time_ms": round(took, 2),
+            "in_use": False,
+            "commit": commit and commit[:7],
+        }
+        for name, took in launches().items()
+    ]
+    for row in rows:
+        print(f"{row['variant']:24} {row['time_ms']:.2f} us a launch")
+    if OUT.value:
+        records.append_lines(OUT.value, rows)
+    return exit_status.OK
+
+
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
+    if LAUNCH.value:
+        return one_launch()
     if FORM.value:
         print(json.dumps(one_form(FORM.value)), flush=True)
         return exit_status.OK

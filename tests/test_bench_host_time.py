@@ -4,10 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 from absl import flags
 
 from bench import host_time
+from bench.harness import launch_time
 from kernels_pallas.runtime import sequence
+from nsa_torch import plans
 from tests import pretend
 from tests.limits import set_limits
 
@@ -86,3 +89,37 @@ def test_on_a_gpu(tmp_path, capsys):
     assert {(row["commit"], row["implementation"]) for row in rows} == {("abc", "mosaic")}
     for row in rows:
         assert (row["graphs_a_call"] > 0) == (row["form"] == "graphs"), row
+
+
+def test_one_launch(monkeypatch, tmp_path, capsys):
+    """A row of launches is those of one kernel, each on what the last one wrote."""
+    pretend.gpu(monkeypatch)
+    took = iter([3.0, 1.0, 4.0, 5.0, 3.0, 6.0])
+    monkeypatch.setattr(launch_time, "microseconds", lambda row, calls: next(took))
+    out = tmp_path / "variants.jsonl"
+    assert main("--launch", "--rounds=2", f"--out={out}", "--commit=abc") == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["variant"], row["time_ms"]) for row in rows] == [
+        ("torch, each by itself", 4),
+        ("torch, as graphs", 2),
+        ("JAX, a compiled program", 5),
+    ]
+    assert "4.00 us a launch" in capsys.readouterr().out
+    given = []
+    last = launch_time.chain(lambda *x: given.append(x[1:]) or (x[2] + 1,), 3, "gate", 0)
+    assert last == 3 and given == [("gate", 0), ("gate", 1), ("gate", 2)]
+    plan = plans.Planned(lambda ops, *x: [launch_time.chain(ops.run, 5, *x)]).plan(
+        [torch.ones(1, 64, 1), torch.ones(64, 64, dtype=torch.bfloat16)], None
+    )
+    assert [step.name for step in plan.steps] == ["gated_sum"] * 5
+    waited = []
+    assert launch_time.in_a_row(lambda: 7, 10, waited.append) > 0
+    assert waited == [7] * (launch_time.BEFORE + 5)
+
+
+@pytest.mark.gpu
+def test_one_launch_on_a_gpu(tmp_path):
+    out = tmp_path / "variants.jsonl"
+    assert main("--launch", "--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3 and all(0 < row["time_ms"] < 1000 for row in rows)
