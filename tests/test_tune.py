@@ -9,7 +9,7 @@ import yaml
 
 from bench import tune_thresholds
 from bench.harness import records
-from bench.tuners import threshold_check, threshold_evidence
+from bench.tuners import dense_crossover, threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
 from nsa_core.dispatch import Implementation
@@ -152,6 +152,18 @@ def test_thresholds_of_the_committed_records():
     assert made["runtime"] == device.thresholds.given()
     assert made["runtime"]["fa2_min_len_win"] == made["runtime"]["fa2_min_len_cmp"] == "never"
     assert made["evidence"] == device.evidence
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_lengths_of_the_committed_records(name):
+    """From which NSA is faster than dense attention: what `explain` says on these."""
+    device = policy.of(name)
+    path = records.folder_of(name) / "compare.jsonl"
+    again = f"python -m bench.tune_thresholds --dense {path}"
+    found = dense_crossover.lengths(records.read(path))
+    assert device.faster_than_dense == found, again
+    assert device.faster_than_dense["torch 64/4 heads of 128"]["fwdbwd"] == 8192
+    assert device.faster_than_dense["torch 16/16 heads of 128"]["forward"] == policy.NEVER
 
 
 def all_rows():
