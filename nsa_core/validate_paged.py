@@ -1,10 +1,13 @@
 """Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays, dtype_of, shapes
+from nsa_core.paged_runs import Run
 from nsa_core.rounding import DTYPE as FP8
 from nsa_core.types import Branches
 from nsa_core.validate import FLOATS, array, dtype_name, shape
@@ -125,6 +128,35 @@ def written_once(
                     f"page_table must give each row pages of its own for new tokens, got page "
                     f"{page} for rows {row_of[int(page)]} and {row}"
                 )
+
+
+def runs(found: Sequence[Run], rows: int, tokens: int, starts: np.ndarray | None) -> None:
+    """That runs are of a call with so many rows and tokens, and with `cu_seqlens_q` where it is
+    read.
+    """
+    row = token = 0
+    for i, run in enumerate(found):
+        at = f"runs[{i}]"
+        for name, part, before, end in (
+            ("rows", run.rows, row, rows),
+            ("tokens", run.tokens, token, tokens),
+        ):
+            if not before <= part.start <= part.stop <= end:
+                raise ValueError(
+                    f"{at}.{name} must lie within {before} and {end}, behind those of the runs "
+                    f"before and within the call's, got {part.start} to {part.stop}: runs are "
+                    "planned from this call's cu_seqlens_q"
+                )
+        row, token = run.rows.stop, run.tokens.stop
+        if starts is None:
+            continue
+        own = starts[run.rows.start : run.rows.stop + 1]
+        said = int(own[0]), int(own[-1]), int(np.diff(own).max(initial=0))
+        if said != (run.tokens.start, run.tokens.stop, run.queries):
+            raise ValueError(
+                f"{at} must have tokens {said[0]} to {said[1]} and at most {said[2]} of a row, as "
+                f"cu_seqlens_q has, got {run.tokens.start} to {run.tokens.stop} and {run.queries}"
+            )
 
 
 def longest(max_seqlen_q: int, starts: np.ndarray) -> None:

@@ -133,6 +133,12 @@ def longest(max_seqlen_q, cu_seqlens_q):
             validate_paged.longest(max_seqlen_q, cu_seqlens_q.cpu().numpy())
 
 
+def runs(found, rows, tokens, cu_seqlens_q):
+    """Checks runs of a call with so many rows and tokens, by its bounds where they are read."""
+    starts = cu_seqlens_q.cpu().numpy() if is_read(cu_seqlens_q) else None
+    validate_paged.runs(found, rows, tokens, starts)
+
+
 def is_read(x: Tensor) -> bool:
     """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on):

@@ -74,16 +74,17 @@ def paged_attention(
         the tokens are in the cache.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
-      max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them; None:
-        read from the device. Up to 8, rows are padded to it and run on kernels that read pages; a
-        row's bits follow from it too.
+      max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them, and
+        elsewhere an undefined output of such rows; None: read from the device. Up to 8, rows are
+        padded to it and run on kernels that read pages; a row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
         each run are attended together, and nothing is read from the device. None: all rows are.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
         queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, or `runs` without `cu_seqlens_q`.
+      ValueError: shapes or dtypes that do not fit, `runs` without `cu_seqlens_q`, of more rows or
+        tokens than the call has, or, where the host reads it, of another one.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     validate_paged.same_config(cache, config)
@@ -106,6 +107,8 @@ def paged_attention(
         raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     checks.longest(max_seqlen_q, cu_seqlens_q)
+    if runs is not None:
+        checks.runs(runs, page_table.shape[0], query.shape[0], cu_seqlens_q)
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")

@@ -12,7 +12,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from nsa_core import paged_layout
+from nsa_core import paged_layout, validate_paged
 from nsa_core.config import NSAConfig
 from nsa_core.paged_runs import GATHERED_KEYS, plan_runs
 from nsa_core.types import Branches
@@ -474,6 +474,36 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
     assert gathered == [(2, WIDTH), (2, 4)]  # no kernels here; the prompts' pages alone
     with pytest.raises(ValueError, match="runs need cu_seqlens_q"):
         step(paged, rows, table, [37, 44, 0, 60, 19], [38, 45, 1, 61, 20], True, runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([1, 2, 0, 60, 20], r"runs\[0\] must have tokens 0 to 3 and at most 2 of a row"),
+        ([1, 1, 1, 60, 20], r"runs\[1\] must have tokens 3 to 83 and at most 60 of a row"),
+        ([1, 1, 0, 60, 21], r"runs\[1\] must have tokens 2 to 83 and at most 60 of a row"),
+        ([1, 1, 0, 61, 2], r"runs\[1\]\.tokens must lie within 2 and 65, .* got 2 to 83"),
+        ([1, 1, 0, 61], r"runs\[1\]\.rows must lie within 2 and 4, .* got 3 to 5"),
+    ],
+)
+def test_runs_of_another_call_are_refused(counts, message):
+    """Before a token is appended; more rows or tokens than there are also where the host reads
+    nothing.
+    """
+    sizes, last = Sizes(), [38, 45, 1, 61, 30][: len(counts)]
+    rows, paged = Rows(sizes, last), Torch(sizes)
+    table = tables(last, SMALL, POOL, WIDTH)
+    runs = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), [38, 45, 0, 61, 20], 16)
+    begin = [end - count for end, count in zip(last, counts, strict=True)]
+    cut = functools.partial(rows.cut, begin=begin, end=last, as_array=paged.array)
+    lengths = np.array(last, np.int32) * (np.array(counts) > 0)
+    new = {"key": cut("key"), "value": cut("value"), "runs": runs}
+    with pytest.raises(ValueError, match=message):
+        paged.attend(cut("query"), cut("gates"), table, lengths, bounds(counts), **new)
+    assert all(x.isnan().all() for x in paged.cache.tensors().values())
+    backwards = runs[::-1]
+    with pytest.raises(ValueError, match=r"runs\[1\]\.rows must lie within"):
+        validate_paged.runs(backwards, 5, 83, None)
 
 
 @pytest.mark.parametrize("separate", [False, True])
