@@ -149,8 +149,14 @@ def attend(
     scale,
     implementation,
     recompute=False,
+    assume_finite=False,
 ):
-    """`attention` on compressed tokens that are there already (see `cache.py`)."""
+    """`attention` on compressed tokens that are there already (see `cache.py`).
+
+    Args:
+      assume_finite: keys and values behind `kv_len` are finite, and no query is padding, so that
+        kernels need no copies in which these are zero.
+    """
     compressed_key, compressed_value = compressed
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
     if block_indices is not None:
@@ -162,7 +168,8 @@ def attend(
     rest = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
     arrays = query, key, value, gates, compressed
     if chosen.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
-        return chosen.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
+        how = {"recompute": recompute, "assume_finite": assume_finite}
+        return chosen.attention.load()(*arrays, block_indices, **rest, **how)
     if block_indices is None:
         block_indices = chosen.scores.load()(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)

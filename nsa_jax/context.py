@@ -317,6 +317,7 @@ def attention(
                 block_indices=None if indices is None else indices[:, tokens],
                 kv_len=end,
                 implementation=implementation,
+                assume_finite=segment_ids is None,  # behind a chunk are tokens of others
                 **options,
             )
             for tokens, end in shard.calls

@@ -100,10 +100,11 @@ class _Lengths:
 
     Args:
       ops: of kernels that read tables of packed rows (`nsa_core.varlen`); None: they do not.
+      padded: whether queries before the first key are padding; else there are none.
     """
 
-    def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None):
-        self.config, self.ops = config, ops
+    def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):
+        self.config, self.ops, self.padded = config, ops, padded
         self.static = kv_len if isinstance(kv_len, int) else None
         if kv_len is None:
             self.static = num_keys
@@ -124,6 +125,8 @@ class _Lengths:
             segment_ids=segments,
             config=self.config,
         )
+        if segments is None and not self.padded:
+            found = dataclasses.replace(found, padded=False)
         most = getattr(segments, "max_segments", None)
         if self.ops is None or most is None or self.static is None:
             return found
@@ -175,9 +178,9 @@ class KernelPath:
     def __init__(self, steps: Steps, ops: Callable[[], ArrayOps]):
         self.steps, self.ops = steps, ops
 
-    def _lengths(self, query, num_keys, kv_len, segment_ids, config):
+    def _lengths(self, query, num_keys, kv_len, segment_ids, config, padded=True):
         ops = self.ops() if self.steps.reads_places else None
-        return _Lengths(query, num_keys, kv_len, segment_ids, config, ops)
+        return _Lengths(query, num_keys, kv_len, segment_ids, config, ops, padded)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
         """`(out, lse)` of the branch `name`, a function of `steps.forward`, with the gradients of
@@ -262,6 +265,7 @@ class KernelPath:
         segment_ids=None,
         scale=None,
         recompute=False,
+        assume_finite=False,
     ):
         """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, the sum
         comes after the branches.
@@ -272,9 +276,11 @@ class KernelPath:
         Args:
           key, value: the compressed field is not read.
           compressed: `(k_cmp, v_cmp)`.
+          assume_finite: as of `api.attend`.
         """
         ops = self.ops()
-        lengths = self._lengths(query, key.selected.shape[1], kv_len, segment_ids, config)
+        sizes = key.selected.shape[1], kv_len, segment_ids, config
+        lengths = self._lengths(query, *sizes, padded=not assume_finite)
         num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
 
         def run(function, inputs, integers):
@@ -309,6 +315,8 @@ class KernelPath:
             return found._replace(gates=Branches(*gates))
 
         def inputs_of(compressed, branches):
+            if assume_finite:
+                return branches._replace(compressed=compressed)
             padded = (geometry.without_padding(x, kv_len, segment_ids) for x in branches[1:])
             return Branches(compressed, *padded)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
+import nsa_jax
 from kernels_pallas.runtime import description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from nsa_core.config import NSAConfig
@@ -180,6 +183,29 @@ def test_a_program_has_no_loops(length, heads, kv_heads, packed, has, hopper):
     assert "stablehlo.scatter" not in text
     # To compile the work items of intervals takes as long as all the rest.
     assert ("searchsorted" in text) == packed
+
+
+def test_chunks_of_context_parallelism_copy_no_tokens(hopper, monkeypatch):
+    """Tokens behind a chunk are those of other devices: they need not become zeros."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    pretend.machine(monkeypatch, jax_capability=(9, 0), jax_device_name="a GPU")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("context",))
+
+    def loss(*arrays):
+        where = {"context_axis": "context", "implementation": "mosaic", "config": CONFIG}
+        out = nsa_jax.attention(*arrays, **where)
+        return jax.lax.psum(out.astype(jnp.float32).sum(), "context")
+
+    spec = (PartitionSpec(None, "context"),) * 4
+    function = jax.grad(
+        jax.shard_map(loss, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    )
+    shapes = (4, 32), (2, 32), (2, 32), (4, 3)
+    types = [jax.ShapeDtypeStruct((1, 256, *x), jnp.bfloat16) for x in shapes]
+    text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    assert ffi.TARGET in text
+    chosen = re.findall(r"stablehlo.select [^\n]*tensor<(\w+)>$", text, re.MULTILINE)
+    assert not [x for x in chosen if x.count("x") == 4]  # [1, T, heads, D]
 
 
 def call_of(kernel, device=0):
