@@ -62,7 +62,19 @@ class NSACache:
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
-        """Forgets the tokens and what they were made with; the tensors stay where they are."""
+        """Forgets the tokens and what they were made with; the tensors stay where they are, but
+        for those in a graph of autograd's.
+        """
+        for name in (field.name for field in dataclasses.fields(self)):
+            x = getattr(self, name)
+            if x is None or not name.endswith(("_key", "_value")):
+                continue
+            if x.requires_grad:
+                setattr(self, name, torch.zeros_like(x))
+                continue
+            # Kernels multiply a tile whole: behind the last token nothing may be NaN.
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                x.zero_()
         self.length = torch.zeros_like(self.length)
         self.longest, self.contents = 0, UNSAID
         if self.history_key is not None:

@@ -431,3 +431,25 @@ def test_forward_mode_derivatives_of_caches_are_refused():
                 call()
         assert cache.longest == 0
         assert forward_ad.unpack_dual(pages.selected_key).tangent is None
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("wanted", [False, True], ids=["in place", "in a graph"])
+def test_a_cache_that_was_reset_holds_no_nan(wanted, separate):
+    """Kernels multiply whole tiles, of which the next tokens may fill a part."""
+    cache = nsa_torch.init_cache(1, 40, 1, 8, 8, config=SMALL, separate=separate)
+    cache.record()
+    before = cache.selected_key.data_ptr()
+    x = torch.full((1, 30, 1, 8), torch.nan, requires_grad=wanted)
+    tokens = nsa_torch.Branches.each(x) if separate else x
+    query, gates = torch.ones(1, 30, 2, 8), torch.ones(1, 30, 2, 3)
+    out, cache = nsa_torch.cached_attention(query, tokens, tokens, gates, cache)
+    assert out.isnan().any()
+    cache.reset()
+    assert all(
+        bool((x == 0).all()) for x in vars(cache).values() if isinstance(x, torch.Tensor)
+    )
+    if wanted:
+        torch.autograd.grad(out.sum(), x)  # what the graph holds is as it was
+    else:
+        assert cache.selected_key.data_ptr() == before
