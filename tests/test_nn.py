@@ -634,6 +634,31 @@ def test_dense_attention_is_what_a_layer_of_the_selected_branch_computes(d_v, tm
             np.testing.assert_allclose(*found, rtol=0, atol=FLOAT32_MAX)
 
 
+def test_dense_attention_below_a_length_has_the_gradients_of_the_selected_branch():
+    """Of each weight that counts, in both frameworks; the other branches' have none."""
+    (module, twin), (dense, dense_twin) = (
+        modules(gate="selected", dense_below=below) for below in (0, 65)
+    )
+    dense.load_state_dict(module.state_dict())
+    nnx.update(dense_twin, nnx.state(twin, nnx.Param))
+    x = tokens(64)
+    for each in module, dense:
+        each(torch.from_numpy(x))[0].square().sum().backward()
+    loss = lambda layer: jnp.square(layer(jnp.asarray(x))[0]).sum()
+    grads = [nnx.to_flat_state(nnx.grad(loss)(each)) for each in (twin, dense_twin)]
+    for name, weight in module.named_parameters():
+        other = dict(dense.named_parameters())[name].grad
+        if name.endswith(("_cmp.weight", "_win.weight")):
+            assert other is None or not other.any()
+        else:
+            torch.testing.assert_close(other, weight.grad, rtol=1e-4, atol=1e-5)
+            assert other.abs().max() > 0.1
+    for (name, a), (_, b) in zip(*grads, strict=True):
+        counts = not str(name[0]).endswith(("_cmp", "_win"))
+        np.testing.assert_allclose(a[...], b[...], rtol=1e-4, atol=1e-5)
+        assert (np.abs(b[...]).max() > 0.1) == counts, name
+
+
 def test_norms_are_of_each_head_and_before_the_rotation():
     """Queries and keys of one length, whatever the weights' size; values are left alone."""
     module, twin = modules(qk_norm_eps=1e-6)
