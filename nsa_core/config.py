@@ -13,6 +13,7 @@ SEED_NAMES = {
 }
 FLOAT8 = "float8_e4m3"
 COMPUTE_DTYPES = None, FLOAT8
+MAX_SIZE = 2**30  # a position and a size must add up in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class NSAConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int, got {value!r}")
+            if value > MAX_SIZE:
+                raise ValueError(f"{name} must be at most 2**30, got {value}")
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise ValueError(
                 f"compute_dtype must be one of {COMPUTE_DTYPES}, got {self.compute_dtype!r}"

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton.index_descriptions import IndexSizes
-from nsa_core import validate, validate_paged
-from nsa_core.config import NSAConfig
+from kernels_pallas.triton.index_descriptions import POOLS, IndexSizes
+from nsa_core import block_lists, validate, validate_paged
+from nsa_core.config import MAX_SIZE, NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
 
@@ -41,21 +41,29 @@ class Index(NamedTuple):
         return IndexSizes(batch, length, rows, heads, width, dtype, *rest, *how)
 
 
-def _check(index: Index) -> None:
+def _checked(index: Index, keys: int) -> Index:
+    """The index as it counts in 32 bits: a pool beyond all `keys` is all of them."""
     validate.sizes(pool=index.pool, entry=index.entry)
+    # What kernels take for a pool does not follow the number of keys.
+    pool = block_lists.within(index.pool, max(keys, POOLS[-1] - 1))
+    most = MAX_SIZE // max(pool, keys + 1)
+    if index.entry > most:
+        raise ValueError(f"entry must be at most {most} for {keys} keys, got {index.entry}")
+    index = index._replace(pool=pool)
     _ = index.config  # checks the rest
     for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
         if getattr(index, name) not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {getattr(index, name)!r}")
+    return index
 
 
-def check_paged(query, pages, page_table, lengths, starts, index: Index) -> None:
-    """Of `paged_index_blocks`, by shape and dtype alone; `starts`: `cu_seqlens_q`.
+def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Index:
+    """Of `paged_index_blocks`, by shape and dtype alone; `starts`: `cu_seqlens_q`. Returns the
+    index to go on with.
 
     Raises:
       ValueError: an argument that nothing takes.
     """
-    _check(index)
     validate.array("index_query", query, 3)
     if 0 in query.shape:
         raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
@@ -69,15 +77,15 @@ def check_paged(query, pages, page_table, lengths, starts, index: Index) -> None
         )
     validate_paged.table(page_table, lengths)
     validate_paged.rows("index_query", query.shape[0], lengths, starts)
+    return _checked(index, page_table.shape[1] * pages.shape[1])
 
 
-def check(query, key, index: Index, packed: bool) -> None:
-    """Of `index_blocks`, by shape and dtype alone.
+def check(query, key, index: Index, packed: bool) -> Index:
+    """Of `index_blocks`, by shape and dtype alone. Returns the index to go on with.
 
     Raises:
       ValueError: an argument that no implementation takes.
     """
-    _check(index)
     validate.array("index_query", query, 4)
     if 0 in query.shape:
         raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
@@ -96,6 +104,7 @@ def check(query, key, index: Index, packed: bool) -> None:
             "index_key must be as long as index_query in packed rows, "
             f"got {key.shape[1]} and {length}"
         )
+    return _checked(index, key.shape[1])
 
 
 def implementation(asked: str | None, plain: str, why_not: Callable[[], str | None]) -> str:

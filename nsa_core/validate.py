@@ -263,6 +263,17 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     return None if segment_ids is not None else kv_len
 
 
+def pair(compressed) -> tuple[Any, Any]:
+    """`(k_cmp, v_cmp)`, which `compressed` must be."""
+    if not isinstance(compressed, tuple | list) or len(compressed) != 2:
+        got = f"{len(compressed)} of them" if isinstance(compressed, tuple | list) else None
+        raise ValueError(
+            "compressed must be a pair of arrays, compressed keys and values, got "
+            f"{got or type(compressed).__name__}"
+        )
+    return compressed[0], compressed[1]
+
+
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
     """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens.
 

@@ -157,7 +157,7 @@ def attend(
       assume_finite: keys and values behind `kv_len` are finite, and no query is padding, so that
         kernels need no copies in which these are zero.
     """
-    compressed_key, compressed_value = compressed
+    compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
@@ -422,7 +422,8 @@ def explain(
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
     _check(query, key, value, config, geometry.ids_of(rows), None)
     if compressed is not None:
-        validate.compressed(query, *compressed, config, key.selected.shape[1], value.selected)
+        pair = validate.pair(compressed)
+        validate.compressed(query, *pair, config, key.selected.shape[1], value.selected)
     sizes = value.selected.shape[-1], config
     return choices_of(query, key.selected, *sizes, rows, implementation)
 

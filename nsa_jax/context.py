@@ -297,7 +297,7 @@ def attention(
             _compressed_tokens(shard, x.compressed, None, config, segment_ids)
             for x in (key, value)
         )
-    k_cmp, v_cmp = compressed
+    k_cmp, v_cmp = validate.pair(compressed)
     validate.compressed(query, k_cmp, v_cmp, config, shard.length, value.selected)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)

@@ -75,6 +75,7 @@ def indexer_kl(
     """
     given = query, key, lse, index_query, index_key, block_indices
     teacher = index_loss.check(*given, block_size)
+    block_size = block_lists.within(block_size or 1, key.shape[1])
     validate.scaling(scale)
     if index_scale is not None:
         validate.positive("index_scale", index_scale, " or None")
@@ -99,7 +100,7 @@ def indexer_kl(
 
     name = chosen_implementation(implementation, why_not, query)
     run = compiled(_on_triton if name == "triton" else _loss)
-    return run(*given, teacher=teacher, block=block_size or 1, **scales, **at)
+    return run(*given, teacher=teacher, block=block_size, **scales, **at)
 
 
 def _sizes(query, key, index_query, lists, block, scale, index_scale) -> LossSizes:

@@ -75,7 +75,7 @@ def index_blocks(
     """
     forced = num_initial, num_local
     index = Index(pool, num_selected, *forced, activation, reduce, entry)
-    indexing.check(index_query, index_key, index, segment_ids is not None)
+    index = indexing.check(index_query, index_key, index, segment_ids is not None)
     batch, length = index_query.shape[:2]
     validate.length(kv_len, index_query, segment_ids)
     checks.within("kv_len", kv_len, 0, (index_key.shape[1] + 1) * entry - 1)
@@ -133,7 +133,7 @@ def paged_index_blocks(
     chosen = num_selected, num_initial, num_local
     index = Index(pool, *chosen, activation, reduce, entry)
     arrays = index_query, index_key_pages, page_table, lengths
-    indexing.check_paged(*arrays, cu_seqlens_q, index)
+    index = indexing.check_paged(*arrays, cu_seqlens_q, index)
     pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
     checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])

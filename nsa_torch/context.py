@@ -264,7 +264,7 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
     validate.same_in_branches(key, value)
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
     if compressed is not None:
-        k_cmp, v_cmp = compressed
+        k_cmp, v_cmp = validate.pair(compressed)
         checks.compressed(query, k_cmp, v_cmp, config, shards.length, value.selected)
     if indices is not None:
         checks.indices(indices, query, key.selected, config)

@@ -172,7 +172,7 @@ def _check(query, key, value, gates, config, cu_seqlens, scale):
 
 
 def _check_compressed(query, compressed, config, value):
-    compressed_key, compressed_value = compressed
+    compressed_key, compressed_value = validate.pair(compressed)
     checks.compressed(query, compressed_key, compressed_value, config, value.shape[1], value)
 
 

@@ -78,6 +78,7 @@ def indexer_kl(
     teacher = index_loss.check(
         query, key, lse, index_query, index_key, block_indices, block_size
     )
+    block_size = block_lists.within(block_size or 1, key.shape[1])
     validate.scaling(scale)
     if index_scale is not None:
         validate.positive("index_scale", index_scale, " or None")
@@ -88,14 +89,14 @@ def indexer_kl(
         checks.distinct(block_indices)
     options: dict[str, Any] = {"kv_len": length}
     options["cu_seqlens"] = checks.clamped(cu_seqlens, query.shape[1])
-    config = block_lists.config_of(block_size or 1, 1)
+    config = block_lists.config_of(block_size, 1)
     where = geometry(*query.shape[:2], **options, config=config, device=query.device)
     scales = (
         query.shape[-1] ** -0.5 if scale is None else scale,
         index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
     )
     tensors = query.detach(), key.detach(), lse.detach()
-    work = _Work(*tensors, block_indices, block_size or 1, where, teacher, *scales)
+    work = _Work(*tensors, block_indices, block_size, where, teacher, *scales)
     run = _Loss if _implementation(implementation, work, index_query) == PLAIN else _KernelLoss
     with as_given(query):
         return run.apply(index_query, index_key, work)

@@ -77,7 +77,7 @@ def index_blocks(
     checks.tensors(**given)
     forced = num_initial, num_local
     index = Index(pool, num_selected, *forced, activation, reduce, entry)
-    indexing.check(index_query, index_key, index, cu_seqlens is not None)
+    index = indexing.check(index_query, index_key, index, cu_seqlens is not None)
     checks.devices(index_query, given)
     checks.packed(cu_seqlens, index_query, "index_query")
     batch, length = index_query.shape[:2]
@@ -98,7 +98,7 @@ def index_blocks(
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
     """`index_blocks` of queries at any places: `position` `[B or 1, T]`, negative: padding."""
-    indexing.check(query, key, index, False)
+    index = indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
         where = _anywhere(position.expand(query.shape[:2]))
@@ -159,7 +159,7 @@ def paged_index_blocks(
     checks.tensors(**given)
     chosen = num_selected, num_initial, num_local
     index = Index(pool, *chosen, activation, reduce, entry)
-    indexing.check_paged(*tensors, cu_seqlens_q, index)
+    index = indexing.check_paged(*tensors, cu_seqlens_q, index)
     checks.devices(index_query, given)
     pool_pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pool_pages, keys * entry, read=True)

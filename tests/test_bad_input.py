@@ -139,6 +139,10 @@ CASES = {
         lambda: attention(compressed=(SMALL_K[..., :6], SMALL_K[..., :6])),
         "compressed_key must have shape (2, 4, 2, 8), got (2, 4, 2, 6)",
     ),
+    "compressed alone": (
+        lambda: attention(compressed=SMALL_K[:1]),
+        "compressed must be a pair of arrays, compressed keys and values, got ArrayImpl",
+    ),
     "indices dtype": (
         lambda: attention(block_indices=INDICES.astype(jnp.float32)),
         "block_indices must have dtype in ('int32',), got float32",

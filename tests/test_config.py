@@ -22,6 +22,7 @@ BAD_CONFIGS = [
     (dict(num_local=-2), "num_local must be >= 0, got -2"),
     (dict(window=-1), "window must be >= 0, got -1"),
     (dict(window=2.5), "window must be an int, got 2.5"),
+    (dict(window=2**31), "window must be at most 2**30, got 2147483648"),
     (dict(num_selected=True), "num_selected must be an int, got True"),
     (dict(num_selected=0, num_initial=0, num_local=0), "num_selected must be >= 1, got 0"),
 ]

@@ -403,6 +403,27 @@ def test_bad_input(changed, message):
 
 
 @plain
+@pytest.mark.parametrize("entry", [1, 5])
+def test_a_pool_of_more_than_all_keys(entry):
+    """No memory is taken for what it might hold, and its tokens count in 32 bits."""
+    query, key = torch.randn(1, 30, 2, 8), torch.randn(1, 30 // entry, 8)
+    pages, table = key.view(-1, 3, 8), torch.arange(10 // entry).int()[None]
+    given = query[0, -2:], pages, table, torch.tensor([30]).int()
+    options = dict(num_selected=2, num_local=0, entry=entry)
+    arrays = [jnp.asarray(x.numpy()) for x in (query, key)]
+    in_pages = [jnp.asarray(x.numpy()) for x in given]
+    want = nsa_torch.index_blocks(query, key, pool=40, **options)
+    for pool in (2**31, 2**40):
+        assert torch.equal(nsa_torch.index_blocks(query, key, pool=pool, **options), want)
+        found = nsa_torch.paged_index_blocks(*given, pool=pool, **options)
+        assert torch.equal(found, want[0, -2:])
+        found = nsa_jax.index_blocks(*arrays, pool=pool, **options)
+        np.testing.assert_array_equal(found, want)
+        found = nsa_jax.paged_index_blocks(*in_pages, pool=pool, **options)
+        np.testing.assert_array_equal(found, want[0, -2:])
+
+
+@plain
 def test_packed_rows_of_entries_are_refused():
     query, key = torch.zeros(1, 20, 2, 8), torch.zeros(1, 5, 8)
     with pytest.raises(ValueError, match="entry must be 1 in packed rows"):
@@ -420,6 +441,7 @@ BAD_PAGES = (
     (dict(cu_seqlens_q=torch.zeros(2).int()), r"cu_seqlens_q must have shape \(3,\)"),
     (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
     (dict(reduce="mean"), "reduce must be one of"),
+    (dict(entry=2**30), "entry must be at most 8388608 for 12 keys, got 1073741824"),
     (dict(implementation="mosaic"), "implementation must be one of"),
     (dict(implementation="triton"), "needs an NVIDIA GPU"),
 )

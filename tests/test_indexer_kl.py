@@ -164,6 +164,22 @@ def test_jax(case):
         np.testing.assert_allclose(got, exact, atol=2e-5)
 
 
+def test_a_block_of_more_than_all_keys():
+    """No memory is taken for what it might hold."""
+    query, key, index_query, index_key, *_ = inputs(Case(B=1, Hi=1, sparse=False))
+    lists = torch.zeros(1, 30, 1, 1).int()
+    _, lse = nsa_torch.block_attention(
+        query, key, key, lists, block_size=45, return_residual=True
+    )
+    given = query, key, lse, index_query, index_key, lists
+    want = nsa_torch.indexer_kl(*given, block_size=45)
+    torch.testing.assert_close(nsa_torch.indexer_kl(*given, block_size=2**40), want)
+    arrays = [jnp.asarray(x.numpy()) for x in given]
+    np.testing.assert_allclose(
+        nsa_jax.indexer_kl(*arrays, block_size=2**40), want, atol=1e-5, rtol=1e-5
+    )
+
+
 def test_jax_in_chunks(monkeypatch):
     case = CASES[0]
     monkeypatch.setattr("nsa_jax.chunks.BUDGET_BYTES", 30_000)

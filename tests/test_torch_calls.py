@@ -62,6 +62,7 @@ BAD_INPUT = {
         r"block_indices must have shape \(1, 20, 2, 4\)",
     ),
     "compressed": (bad(compressed=(ZERO(1, 3, 2, 8),) * 2), "must have C=4 tokens"),
+    "compressed three": (bad(compressed=(ZERO(1, 4, 2, 8),) * 3), "a pair .* got 3 of them"),
     "device": (bad(value=ZERO(1, 20, 2, 8, device="meta")), "value.* on the device of query"),
     "cu type": (bad(cu_seqlens=ZERO(2)), "cu_seqlens must have dtype"),
     "cu length": (bad(cu_seqlens=ZERO(1, dtype=torch.int32)), "num_seqs \\+ 1 >= 2"),
