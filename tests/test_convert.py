@@ -408,6 +408,21 @@ def a_shard_missing(source):
     next(source.glob("model-00002-of-*.safetensors")).unlink()
 
 
+def in_two_files(source):
+    """Which of the two a reader takes is its own affair."""
+    dense("qwen2").save_pretrained(source, max_shard_size="20KB")
+    (source / "model.safetensors").unlink(missing_ok=True)
+    path = next(source.glob("model-00002-of-*.safetensors"))
+    state = safetensors.torch.load_file(path) | {"model.norm.weight": torch.ones(48)}
+    safetensors.torch.save_file(state, path)
+
+
+def a_file_elsewhere(source):
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (source / "model.safetensors").rename(source.parent / "model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def a_larger_tokenizer(source):
     stated = {"model": {"vocab": {"a": 0, "b": 96}}, "added_tokens": [{"id": 97}]}
     (source / "tokenizer.json").write_text(json.dumps(stated))
@@ -469,6 +484,8 @@ REFUSED = {
         {},
         "index.json must have a weight_map, got None",
     ),
+    "index of a file elsewhere": (a_file_elsewhere, {}, "must name files .* beside it"),
+    "weight twice": (in_two_files, {}, "model.norm.weight must stand in one file"),
     "cut index": (
         with_file("model.safetensors.index.json", "{"),
         {},
@@ -517,6 +534,8 @@ REFUSED = {
         "tokenizer.json must hold names and values",
     ),
     "check": (nothing, dict(check=65), r"check must be in 1..64 tokens .*got 65"),
+    "check as a text": (nothing, dict(check="9"), "check must be an int >= 1, got '9'"),
+    "dtype of integers": (nothing, dict(dtype=torch.int8), "dtype must be one of .*torch.int8"),
     "size": (nothing, dict(num_selected=1), "num_selected"),
     "softmax": (nothing, dict(gate="softmax"), "gate must not be 'softmax'"),
     "no gates": (nothing, dict(gate="selected"), "gate must not be 'selected' where start="),
@@ -544,8 +563,24 @@ def test_what_is_refused_leaves_nothing_behind(what, source, tmp_path):
     change(source)
     with pytest.raises((ValueError, OSError), match=message):
         convert(source, tmp_path / "made" / "target", **NSA | options)
-    assert not [x for x in tmp_path.rglob("*") if x.suffix and tmp_path / "made" in x.parents]
-    assert not (tmp_path / "made" / "target").exists()
+    assert not (tmp_path / "made").exists()
+
+
+def test_weights_keep_their_dtypes(source, tmp_path):
+    """Norms of float32 among weights in 16 bits, as some are kept."""
+
+    def narrowed(state):
+        state |= {name: x.bfloat16() for name, x in state.items() if "norm" not in name}
+
+    changed_weights(narrowed)(source)
+    convert(source, tmp_path / "target", **NSA)
+    found = safetensors.torch.load_file(tmp_path / "target" / "model.safetensors")
+    for name, x in found.items():
+        assert x.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+    theirs = safetensors.torch.load_file(source / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(found["model.norm.weight"], theirs)
+    made = NSAForCausalLM.from_pretrained(tmp_path / "target")
+    assert made.dtype == torch.bfloat16
 
 
 def test_the_command(source, tmp_path, capsys):

@@ -26,6 +26,7 @@ num_selected * select_block tokens, the model computes what the dense one does, 
 """
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -41,6 +42,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from nsa_core import validate
 from nsa_core.config import SIZES
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSAForCausalLM
@@ -236,8 +238,10 @@ def convert(
         (`eager`, `sdpa`) by more than a factor of 4.
     """
     target = Path(target)
-    if start not in STARTS:
+    if start not in tuple(STARTS):
         raise ValueError(f"start must be one of {tuple(STARTS)}, got {start!r}")
+    if dtype not in (None, *WORDS.values()):
+        raise ValueError(f"dtype must be one of {tuple(WORDS.values())} or None, got {dtype!r}")
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
             "gate must not be 'selected' where start='values', whose gates are 1/2"
@@ -250,7 +254,9 @@ def convert(
     kv = "shared" if start == "shared" else "separate"
     config = configuration(theirs, dense_layers, kv, **nsa)
     reach = config.num_selected * config.select_block
-    if check is not None and not 1 <= check <= reach:
+    if check is not None:
+        validate.sizes(check=check)
+    if check is not None and check > reach:
         raise ValueError(
             f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA is "
             f"dense attention, got {check}"
@@ -267,9 +273,10 @@ def convert(
         "start": start,
     }
     scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    scratch.mkdir(parents=True)
+    made = [parent for parent in scratch.absolute().parents if not parent.exists()]
     try:
-        _write(scratch, folder, files, config, start)
+        scratch.mkdir(parents=True)
+        _write(scratch, folder, files, config, start, dtype)
         config.save_pretrained(scratch)
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
             if path.is_file():
@@ -281,6 +288,9 @@ def convert(
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of a folder that is not empty
+            for parent in made:
+                parent.rmdir()
     return config
 
 
@@ -307,6 +317,10 @@ def _files(folder: Path) -> list[str]:
         if not isinstance(places, dict):
             raise ValueError(f"{folder / INDEX} must have a weight_map, got {places!r:.60}")
         found = sorted(set(map(str, places.values())))
+        if outside := [x for x in found if not re.fullmatch(r"[\w.-]+\.safetensors", x)]:
+            raise ValueError(
+                f"{folder / INDEX} must name files of safetensors beside it, got {outside[0]!r}"
+            )
         missing = [name for name in found if not (folder / name).exists()]
         if missing:
             raise FileNotFoundError(
@@ -343,6 +357,10 @@ def _checked(folder: Path, files: Sequence[str], theirs) -> torch.dtype:
         try:
             with safetensors.safe_open(folder / file, framework="pt") as weights:
                 for name in weights.keys():
+                    if name in found:
+                        raise ValueError(
+                            f"{folder}: {name} must stand in one file, got several"
+                        )
                     slices = weights.get_slice(name)
                     found[name] = slices.get_shape(), slices.get_dtype()
         except safetensors.SafetensorError as error:
@@ -395,7 +413,12 @@ def _ids(stated: Mapping[str, Any]) -> list[int]:
 
 
 def _write(
-    scratch: Path, folder: Path, files: Sequence[str], config: NSAModelConfig, start: str
+    scratch: Path,
+    folder: Path,
+    files: Sequence[str],
+    config: NSAModelConfig,
+    start: str,
+    dtype: torch.dtype | None,
 ) -> None:
     """The weights of `files`, a file for each; what is added stands in the last."""
     places: dict[str, str] = {}
@@ -405,15 +428,16 @@ def _write(
         made: dict[str, Tensor] = {}
         for name, x in _read(folder / file, config):
             names.add(name)
-            made |= converted(name, x, config, start)
+            each = converted(name, x, config, start)
+            made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
         if file == files[-1]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # of what does not start as a constant
-                made |= added(config, names, start)
-        made = {name: x.to(config.dtype) for name, x in made.items()}
+                extra = added(config, names, start)
+            made |= {name: x.to(config.dtype) for name, x in extra.items()}
         for name, x in made.items():
             if not x.isfinite().all():
-                raise ValueError(f"{name} must be finite in {config.dtype} (start {start!r})")
+                raise ValueError(f"{name} must be finite in {x.dtype} (start {start!r})")
         safetensors.torch.save_file(made, scratch / file, {"format": "pt"})
         places |= dict.fromkeys(made, file)
         size += sum(x.nbytes for x in made.values())
