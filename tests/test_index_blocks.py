@@ -317,7 +317,7 @@ def judge_paged(case: Case, found, taken) -> None:
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 def test_jax_kernels_are_lowered(monkeypatch):
     """A decode step of an indexer and its attention, for a GPU that need not be there."""
-    for module in ("indexer", "blocks"):
+    for module in ("blocks", "indexer"):  # whose import is of the other's own
         name = f"nsa_jax.{module}.chosen_implementation"
         monkeypatch.setattr(name, lambda *_: "triton")
     table, lengths = jnp.zeros((2, 6), jnp.int32), jnp.array([90, 50], jnp.int32)
