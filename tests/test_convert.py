@@ -457,6 +457,21 @@ REFUSED = {
         {},
         "model_type must be one of",
     ),
+    "no configuration": (
+        with_file("config.json", "[]"),
+        {},
+        "source must have a config.json that transformers reads, got TypeError: list indices",
+    ),
+    "a size that is none": (
+        with_config(hidden_size="wide"),
+        {},
+        "config.json that transformers reads, got .*'hidden_size' expected int, got str",
+    ),
+    "no heads": (
+        with_config(num_attention_heads=0),
+        {},
+        "num_attention_heads must be an int >= 1, got 0",
+    ),
     "activation": (with_config(hidden_act="gelu"), {}, "hidden_act must be 'silu'"),
     "dropout": (with_config(attention_dropout=0.1), {}, "attention_dropout must be 0.0"),
     "sliding": (
@@ -604,6 +619,9 @@ def test_the_command(source, tmp_path, capsys):
     assert main([str(source), str(target), *options]) == 2
     assert "must not be there before" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source", "target"}
+    edited(source, hidden_size="wide")
+    assert main([str(source), str(tmp_path / "other")]) == 2
+    assert "'hidden_size' expected int" in capsys.readouterr().err
     for words, message in (
         (["hidden_size=4"], "hidden_size"),
         (["window=4", "window=8"], "window must be set once"),

@@ -106,7 +106,10 @@ def test_a_run_that_breaks_leaves_nothing_and_others_go_on(command, tmp_path, ca
     [
         ((), ("large",), "experiment must be one of"),
         (("--runs=fast",), ("small",), "--runs must be of"),
-        (("--seeds=a",), ("small",), "--seeds must be integers"),
+        (("--runs=",), ("small",), r"--runs must be of .*, got \[\]"),
+        (("--seeds=a",), ("small",), r"--seeds must be integers from 0 on, got \['a'\]"),
+        (("--seeds=0,-1",), ("small",), "--seeds must be integers from 0 on"),
+        (("--seeds=",), ("small",), r"--seeds must be integers from 0 on, got \[\]"),
         (("--corpus=nowhere",), ("small",), "--corpus must be what bench.lm.corpus built"),
     ],
 )

@@ -32,7 +32,9 @@ from ..harness import cli, records, text
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 OUT = flags.DEFINE_string("out", "runs/converted", "Folder of the lines.", **_own)
-SEED = flags.DEFINE_integer("seed", 0, "Of the weights and of the order of rows.", **_own)
+SEED = flags.DEFINE_integer(
+    "seed", 0, "Of the weights and of the order of rows.", lower_bound=0, **_own
+)
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),

@@ -93,7 +93,7 @@ def wheels(path: str | Path) -> Wheels:
     """
     try:
         found = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     fields = {field.name: field for field in dataclasses.fields(Wheels)}
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}

@@ -410,12 +410,14 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         at = EXPERIMENTS[name]
         setting = dataclasses.replace(SETTINGS[at.setting], **given)
         wanted = at.runs if RUNS.value is None else RUNS.value
-        if set(wanted) - VARIANTS.keys():
+        if not wanted or set(wanted) - VARIANTS.keys():
             raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
         try:
             seeds = at.seeds if SEEDS.value is None else [int(x) for x in SEEDS.value]
         except ValueError:
-            raise ValueError(f"--seeds must be integers, got {SEEDS.value}") from None
+            seeds = (-1,)
+        if min(seeds, default=-1) < 0:
+            raise ValueError(f"--seeds must be integers from 0 on, got {SEEDS.value}")
         text = setting.text or CORPUS.value
         if text != data.TEXT and not corpus.is_corpus(text):
             raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")

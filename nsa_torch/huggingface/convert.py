@@ -137,7 +137,6 @@ def configuration(
     dense_layers = set(dense_layers)
     if outside := sorted(dense_layers - set(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
-    head_dim = getattr(source, "head_dim", None)
     own: dict[str, Any] = {"kv": kv, "gate": "sigmoid"} | nsa
     attention = ["dense" if i in dense_layers else "nsa" for i in layers]
     return NSAModelConfig(
@@ -147,7 +146,7 @@ def configuration(
         num_hidden_layers=source.num_hidden_layers,
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads,
-        head_dim=head_dim or source.hidden_size // source.num_attention_heads,
+        head_dim=getattr(source, "head_dim", None),
         max_position_embeddings=source.max_position_embeddings,
         rms_norm_eps=source.rms_norm_eps,
         rope_parameters=dict(source.rope_parameters),
@@ -250,7 +249,7 @@ def convert(
         raise FileExistsError(f"{target} must not be there before")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"{source} must be a folder, or a name on the Hugging Face Hub")
-    theirs = transformers.AutoConfig.from_pretrained(source)
+    theirs = _theirs(source)
     kv = "shared" if start == "shared" else "separate"
     config = configuration(theirs, dense_layers, kv, **nsa)
     reach = config.num_selected * config.select_block
@@ -292,6 +291,24 @@ def convert(
             for parent in made:
                 parent.rmdir()
     return config
+
+
+def _theirs(source: str | Path) -> transformers.PreTrainedConfig:
+    """The dense model's configuration.
+
+    Raises:
+      OSError: there is none.
+      ValueError: it is none of transformers; of its checks some raise other kinds of errors.
+    """
+    try:
+        return transformers.AutoConfig.from_pretrained(source)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{source} must have a config.json that transformers reads, got "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _folder(source: str | Path) -> Path:
