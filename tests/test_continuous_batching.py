@@ -310,6 +310,8 @@ def test_another_manager_is_refused(monkeypatch):
         ):
             call()
     assert lm.config._attn_implementation == "sdpa" and alone(lm, [1, 2], 1)
+    with pytest.raises(SystemExit, match=r"transformers 5\.19 to 5\.\d+, got 5\.\d"):
+        serve.main(["checkpoint", "--continuous-batching"])
 
 
 @served
@@ -320,6 +322,8 @@ def test_a_checkpoint_is_served(tmp_path, monkeypatch):
     assert serve.words(given) == ["serve", *given, "--cb-block-size", "16"]
     for own in ([*given, "--cb-block-size=8"], given[:1], ["--help"]):
         assert serve.words(own) == ["serve", *own]
+    with pytest.raises(SystemExit, match="missing"):
+        serve.main([str(tmp_path / "missing"), "--continuous-batching"])
     assert_served(tmp_path, monkeypatch, "cpu", prompts()[1])
 
 

@@ -31,6 +31,7 @@ def words(arguments: Sequence[str]) -> list[str]:
 
     Raises:
       NotImplementedError: `--continuous-batching` with transformers before 5.19.
+      OSError: there is no such checkpoint.
     """
     given = list(arguments)
     if BATCHES in given:
@@ -44,7 +45,10 @@ def words(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     register()
-    given = words(sys.argv[1:] if arguments is None else arguments)
+    try:
+        given = words(sys.argv[1:] if arguments is None else arguments)
+    except (NotImplementedError, OSError) as error:
+        sys.exit(f"{error}")
     from transformers.cli.transformers import main as command
 
     sys.argv = ["transformers", *given]
