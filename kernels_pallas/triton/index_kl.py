@@ -49,6 +49,13 @@ def _part_of(
     return row, row // INDEX_HEADS, row % INDEX_HEADS, tile, begin, end
 
 
+@triton.jit
+def _entries(order, at, end, COUNT: tl.constexpr, EACH: tl.constexpr):
+    """The entries from `at` on, each `EACH` times; 0 past the end."""
+    place = at + tl.arange(0, COUNT * EACH) // EACH
+    return tl.load(order + place, mask=place < end, other=0)
+
+
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
 def kl_targets(
     query,
@@ -100,21 +107,31 @@ def kl_targets(
         kv_head = head * HEADS // INDEX_HEADS
         keys = load_rows(key, (batch * S + token) * HEADS + kv_head, token < S, WIDTH, COLUMNS)
         row = tl.arange(0, TOKENS * GROUP_ROWS)
+        member = row % GROUP_ROWS
+        # What a step needs after its product is asked for a step before, its entries before that.
+        # The queries' own entries are loaded again: Triton asks for both ahead by itself.
+        mine = _entries(order, begin, end, TOKENS, GROUP_ROWS)
+        following = _entries(order, begin + TOKENS, end, TOKENS, GROUP_ROWS)
+        entry = _entries(order, begin, end, TOKENS, 1)
+        next_entry = _entries(order, begin + TOKENS, end, TOKENS, 1)
+        number = ((batch * T + mine // N) * INDEX_HEADS + head) * GROUP + member
+        natural = tl.load(lse + number, mask=member < GROUP, other=NEGATIVE_INFINITY)
+        upto = tl.load(position + batch * T + entry // N)
         for at in range(begin, end, TOKENS):
-            place = at + row // GROUP_ROWS
-            real = (place < end) & (row % GROUP_ROWS < GROUP)
-            chosen = tl.load(order + place, mask=place < end, other=0) // N
-            number = (batch * T + chosen) * INDEX_HEADS + head
-            number = number * GROUP + row % GROUP_ROWS
+            later = ((batch * T + following // N) * INDEX_HEADS + head) * GROUP + member
+            next_natural = tl.load(lse + later, mask=member < GROUP, other=NEGATIVE_INFINITY)
+            next_upto = tl.load(position + batch * T + next_entry // N)
+            following = _entries(order, at + 2 * TOKENS, end, TOKENS, GROUP_ROWS)
+            next_entry = _entries(order, at + 2 * TOKENS, end, TOKENS, 1)
+            entry = _entries(order, at, end, TOKENS, 1)
+            chosen = _entries(order, at, end, TOKENS, GROUP_ROWS) // N
+            number = ((batch * T + chosen) * INDEX_HEADS + head) * GROUP + member
+            real = (at + row // GROUP_ROWS < end) & (member < GROUP)
             rows = load_columns(query, number, real, WIDTH, COLUMNS)
-            natural = tl.load(lse + number, mask=real, other=NEGATIVE_INFINITY)
             # Of what sees nothing every probability is exp2(-inf).
             lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
-            place = at + tl.arange(0, TOKENS)
-            here = place < end
-            entry = tl.load(order + place, mask=here, other=0)
+            here = at + tl.arange(0, TOKENS) < end
             item = batch * T + entry // N
-            upto = tl.load(position + item, mask=here, other=-1)
 
             logits = tl.dot(keys, rows, input_precision=PRECISION) * log2_scale
             t = tl.exp2(logits - lse_log2[None, :])
@@ -125,6 +142,7 @@ def kl_targets(
             tl.store(masses + to, tl.sum(t, axis=0), mask=here)
             put = targets + to[None, :] * BLOCK + inside[:, None]
             tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
+            natural, upto = next_natural, next_upto
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
@@ -169,16 +187,24 @@ def kl_entries(
         order += at_row * entries
         token = tile * BLOCK + tl.arange(0, BLOCK)
         columns = load_columns(index_key, batch * S + token, token < S, WIDTH, COLUMNS)
-        for at in range(begin, end, ROWS):
-            place = at + tl.arange(0, ROWS)
-            here = place < end
-            entry = tl.load(order + place, mask=here, other=0)
-            item = batch * T + entry // N
-            number = item * INDEX_HEADS + head
+        step = tl.arange(0, ROWS)
+        entry = _entries(order, begin, end, ROWS, 1)
+        following = _entries(order, begin + ROWS, end, ROWS, 1)
+        to = ((batch * T + entry // N) * INDEX_HEADS + head) * N + entry % N
+        kept = load_rows(targets, to, begin + step < end, BLOCK, BLOCK)
+        upto = tl.load(position + batch * T + entry // N)
+        for at in range(begin, end, ROWS):  # asked for ahead as in `kl_targets`
+            item = batch * T + following // N
+            later = (item * INDEX_HEADS + head) * N + following % N
+            next_kept = load_rows(targets, later, at + ROWS + step < end, BLOCK, BLOCK)
+            next_upto = tl.load(position + item)
+            after = _entries(order, at + 2 * ROWS, end, ROWS, 1)
+            here = at + step < end
+            chosen = _entries(order, at, end, ROWS, 1)
+            number = (batch * T + chosen // N) * INDEX_HEADS + head
             rows = load_rows(index_query, number, here, WIDTH, COLUMNS)
-            to = number * N + entry % N
-            t = load_rows(targets, to, here, BLOCK, BLOCK).to(tl.float32)
-            upto = tl.load(position + item, mask=here, other=-1)
+            to = number * N + chosen % N
+            t = kept.to(tl.float32)
             z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             # t is 0 where nothing is seen.
@@ -189,6 +215,7 @@ def kl_entries(
             tl.store(maxima + to, top, mask=here)
             tl.store(sums + to, tl.sum(tl.exp(z - base[:, None]), axis=1), mask=here)
             tl.store(crosses + to, tl.sum(t * apart, axis=1), mask=here)
+            following, kept, upto = after, next_kept, next_upto
 
 
 @triton.jit
