@@ -9,14 +9,13 @@ from kernels_pallas.triton.kernel import TritonKernel
 from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power
 
 HERE = "kernels_pallas.triton.paged_blocks"
-SPLIT = 256  # keys of a part of a list
-CHUNK = 1024  # keys that a program scores
+SPLIT = 256  # keys of a part of a list; of wide heads half as many
+CHUNK = 1024  # keys that a program scores; half as many where programs are few
 KEYS = 128  # of a step of it
 PART = 4096  # blocks of a row that are written at a time
 BLOCKS = 2**15  # of a row, whose scores one program holds
 # Where lists are few, their blocks go in parts of so many, and the bits of a score in so many.
-LIST_PART, DIGITS = 2048, (11, 11, 10)
-DIGIT_WARPS = 4
+LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
 LEAST_PARTS = 4  # of a list: the launches are not worth fewer
 MOST_PARTS = 8 * SMS  # of all lists: with more, a program for each fills a GPU
 GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
@@ -106,9 +105,12 @@ class PagedIndex(NamedTuple):
         columns = power(self.width)
         # As many as `index.index_blocks` has at least, so that scores have the same bits.
         rows = max(power(self.heads), 64 if wide else LEAST)
+        chunk = (
+            CHUNK if sizes.tokens * cdiv(self.keys, CHUNK) > 4 * SMS else max(CHUNK // 2, keys)
+        )
         return TritonKernel(
             f"{HERE}:scores",
-            sizes.tokens * cdiv(self.keys, CHUNK),
+            sizes.tokens * cdiv(self.keys, chunk),
             (
                 sizes.tokens,
                 max(sizes.queries, 1),
@@ -128,7 +130,7 @@ class PagedIndex(NamedTuple):
                 "ENTRY": self.entry,
                 "PER_PAGE": sizes.page // self.entry,
                 "KEYS": keys,
-                "CHUNK": CHUNK,
+                "CHUNK": chunk,
                 "RELU": self.relu,
                 "SUM": self.sums,
                 "RAGGED": sizes.queries == 0,
@@ -212,7 +214,7 @@ class Best(NamedTuple):
                 "BITS": bits,
                 "BITS_BEFORE": DIGITS[step - 1] if step else 0,
             },
-            DIGIT_WARPS,
+            4,
         )
 
     def chosen(self) -> TritonKernel:
@@ -228,7 +230,7 @@ class Best(NamedTuple):
                 "PART": LIST_PART,
                 "BITS": DIGITS[-1],
             },
-            DIGIT_WARPS,
+            4,
         )
 
     def _kernel(self, name: str, outputs, constants: dict[str, Any], warps: int):
@@ -288,11 +290,16 @@ class PagedBlocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        return 1 if self.whole else cdiv(self.listed, SPLIT)
+        return 1 if self.whole else cdiv(self.listed, self.split)
+
+    @property
+    def split(self) -> int:
+        """Keys of a part."""
+        return SPLIT if self.D + self.Dv <= 256 else SPLIT // 2
 
     def _tiling(self) -> Tiling | None:
         widths, itemsize = (self.D, self.Dv), 4 if self.dtype == "float32" else 2
-        keys, rows = min(power(self.listed), 64, SPLIT), power(self.group)
+        keys, rows = min(power(self.listed), 64, self.split), power(self.group)
         found = choose("forward", rows, keys, *widths, itemsize, self.capability)
         small = self.whole or self.D + self.Dv > 256  # gathers of many programs hide each other
         if found is None or not small or rows > LEAST or itemsize == 4:
@@ -346,7 +353,9 @@ class PagedBlocks(NamedTuple):
                 "BLOCK": self.block,
                 "TAIL": self.tail,
                 "PAGE": sizes.page,
-                "SPLIT": cdiv(self.listed, tiling.keys) * tiling.keys if self.whole else SPLIT,
+                "SPLIT": cdiv(self.listed, tiling.keys) * tiling.keys
+                if self.whole
+                else self.split,
                 "KEYS": tiling.keys,
                 "RAGGED": sizes.queries == 0,
                 "BY_PAIR": self.whole,
