@@ -48,6 +48,18 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def parsed(text: str) -> Any:
+    """What a text in YAML says.
+
+    Raises:
+      ValueError: it is no YAML, or has a key twice.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"is not YAML: {error}") from None
+
+
 def load(name: str | Path) -> dict[str, Any]:
     """The mapping in `configs/<name>.yaml`, or in the YAML or JSON file at `name` when that is
     a path.
@@ -68,13 +80,17 @@ def load(name: str | Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
     else:
-        try:
-            data = yaml.load(path.read_text(), _Loader)
-        except (yaml.YAMLError, ValueError) as error:
-            raise ValueError(f"{path} is not YAML: {error}") from None
+        data = _parsed(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
     return data
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return parsed(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
 
 
 def sequence(path: str | Path) -> list[Any]:
@@ -82,9 +98,9 @@ def sequence(path: str | Path) -> list[Any]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no list, or a key twice.
+      ValueError: it holds no YAML, no list, or a key twice.
     """
-    data = yaml.load(Path(path).read_text(), _Loader)
+    data = _parsed(Path(path))
     if not isinstance(data, list):
         raise ValueError(f"{path} must hold a list, got {type(data).__name__}")
     return data

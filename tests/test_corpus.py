@@ -183,6 +183,10 @@ def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
         ({"held_out": {}}, "held_out must name wheels"),
         ({"held_out": {"x": "0" * 64}}, "must be of name==version: SHA-256"),
         ({"file_bytes": 3}, "file_bytes must be two sizes"),
+        ({"file_bytes": [500, 200]}, "file_bytes must be two sizes, the lesser first"),
+        ({"package_bytes": True}, "package_bytes and tokenizer_bytes one each, got .*True"),
+        ({"held_out": {"x==1": "g" * 64}}, "must be of name==version: SHA-256"),
+        ({"tokens": 3}, "tokens must be a SHA-256, got 3"),
         ({"extra": 1}, "must have the keys"),
         ({"file_bytes": [10**4, 10**5]}, "must each have a document, got 0 and 0"),
     ],
@@ -193,11 +197,18 @@ def test_lists_that_are_refused(given, tmp_path, changes, message):
     assert not (tmp_path / "corpus").exists()
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("content", [b"train: [", bytes(range(256))])
 def test_a_list_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{path} is not YAML"):
+=======
+def test_a_list_with_a_key_twice(given, tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump(given[1]) + "vocabulary: 400\n")
+    with pytest.raises(ValueError, match=f"{path} is not YAML: key 'vocabulary' stands twice"):
+>>>>>>> 0b47404 (A key twice, and YAML that is none, are named in lists of wheels, of skips and in --set too; sizes and hashes of a list are checked)
         corpus.wheels(path)
 
 

@@ -125,6 +125,7 @@ def test_faults_name_file_and_key(text, message, tmp_path):
         ("train.lr=fast", "--set: train.lr must be of type float"),
         ("train.lr", "--set must be key=value, got 'train.lr'"),
         ("train.lr=[", "--set train.lr must have a value in YAML"),
+        ("train={lr: 1, lr: 2}", "--set train must have .* key 'lr' stands twice"),
         ("train.accumulate=3", "tiny and --set: train.batch must be a multiple"),
     ],
 )

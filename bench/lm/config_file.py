@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from absl import flags
 
 from nsa_core import config_files
@@ -115,9 +114,11 @@ def read(
         if not equals or not key.strip():
             raise ValueError(f"--set must be key=value, got {change!r}")
         try:
-            given = {key.strip(): yaml.safe_load(text)}
-        except yaml.YAMLError:
-            raise ValueError(f"--set {key} must have a value in YAML, got {text!r}") from None
+            given = {key.strip(): config_files.parsed(text)}
+        except ValueError as error:
+            raise ValueError(
+                f"--set {key} must have a value in YAML, got {text!r}: it {error}"
+            ) from None
         one = _renamed(_flat(given), "--set", told)
         _built(one, "--set")
         for key in one:

@@ -25,6 +25,7 @@ import hashlib
 import io
 import json
 import lzma
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import yaml
 from absl import flags
 
 from nsa_core import config_files, extras
@@ -56,6 +56,7 @@ NAMES = flags.DEFINE_string("list", str(LIST), "The list of wheels.", **_own)
 ABOUT, TOKENIZER, TOKENS = "corpus.json", "tokenizer.json", "tokens.xz"
 BEGIN = "<|document|>"  # token 0
 SCHEMA = 1
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +93,9 @@ def wheels(path: str | Path) -> Wheels:
       ValueError: it lacks a key, or has one too many, or a value is none; the message names both.
     """
     try:
-        found = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+        found = config_files.parsed(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
     fields = {field.name: field for field in dataclasses.fields(Wheels)}
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if not isinstance(found, dict) or not needed <= found.keys() <= fields.keys():
@@ -104,7 +105,7 @@ def wheels(path: str | Path) -> Wheels:
         if not isinstance(found[part], dict) or not found[part]:
             raise ValueError(f"{path}: {part} must name wheels, got {found[part]!r:.60}")
         for name, sha256 in found[part].items():
-            if "==" not in str(name) or len(str(sha256)) != 64:
+            if "==" not in str(name) or not SHA256.fullmatch(str(sha256)):
                 raise ValueError(
                     f"{path}: {part} must be of name==version: SHA-256, got {name!r}: {sha256!r}"
                 )
@@ -113,11 +114,19 @@ def wheels(path: str | Path) -> Wheels:
         raise ValueError(f"{path}: {min(both)} must be of train or of held_out, got both")
     sizes = found["file_bytes"], found["package_bytes"], found["tokenizer_bytes"]
     numbers = [*(sizes[0] if isinstance(sizes[0], list) else [None]), *sizes[1:]]
-    if len(numbers) != 4 or not all(isinstance(x, int) and x > 0 for x in numbers):
+    if (
+        len(numbers) != 4
+        or not all(type(x) is int and x > 0 for x in numbers)
+        or numbers[0] > numbers[1]
+    ):
         raise ValueError(
-            f"{path}: file_bytes must be two sizes, package_bytes and tokenizer_bytes one each, "
-            f"got {sizes}"
+            f"{path}: file_bytes must be two sizes, the lesser first, package_bytes and "
+            f"tokenizer_bytes one each, got {sizes}"
         )
+    for part in ("tokenizer", "tokens"):
+        sha256 = found.get(part)
+        if sha256 is not None and not SHA256.fullmatch(str(sha256)):
+            raise ValueError(f"{path}: {part} must be a SHA-256, got {sha256!r}")
     if not isinstance(found["vocabulary"], int) or not 256 < found["vocabulary"] <= 2**16:
         raise ValueError(
             f"{path}: vocabulary must be over the 256 bytes and at most 65536, got "
