@@ -187,25 +187,29 @@ def segments(segment_ids, batch: int, length: int) -> None:
     shape("segment_ids", segment_ids, (batch, length))
 
 
-def length(kv_len, query, segment_ids, capacity: int | None = None) -> None:
-    """`kv_len`: T <= kv_len <= capacity where it is an int; `[]` or `[B]` otherwise."""
+def length(
+    kv_len, query, segment_ids, capacity: int | None = None, name="kv_len", least=None
+) -> None:
+    """`kv_len`: from T (or `least`) to capacity where it is an int; `[]` or `[B]` otherwise."""
     if kv_len is None:
         return
     if segment_ids is not None:
-        raise ValueError("kv_len must be None where segment_ids are given, got both")
+        raise ValueError(f"{name} must be None where segment_ids are given, got both")
     if isinstance(kv_len, bool) or not isinstance(kv_len, int):
         if not hasattr(kv_len, "shape"):
-            raise ValueError(f"kv_len must be an integer or an array of them, got {kv_len!r}")
+            raise ValueError(f"{name} must be an integer or an array of them, got {kv_len!r}")
         if tuple(kv_len.shape) not in ((), (query.shape[0],)):
             raise ValueError(
-                f"kv_len must have shape () or ({query.shape[0]},), got {tuple(kv_len.shape)}"
+                f"{name} must have shape () or ({query.shape[0]},), got {tuple(kv_len.shape)}"
             )
-        array("kv_len", kv_len, len(kv_len.shape), ("int32", "int64"))
+        array(name, kv_len, len(kv_len.shape), ("int32", "int64"))
         return
-    if kv_len < query.shape[1]:
-        raise ValueError(f"kv_len must be at least T={query.shape[1]}, got {kv_len}")
+    if least is None and kv_len < query.shape[1]:
+        raise ValueError(f"{name} must be at least T={query.shape[1]}, got {kv_len}")
+    if least is not None and kv_len < least:
+        raise ValueError(f"{name} must be at least {least}, got {kv_len}")
     if capacity is not None and kv_len > capacity:
-        raise ValueError(f"kv_len must be at most the keys there are, {capacity}, got {kv_len}")
+        raise ValueError(f"{name} must be at most the keys there are, {capacity}, got {kv_len}")
 
 
 def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:

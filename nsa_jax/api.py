@@ -270,7 +270,9 @@ def select_blocks(
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
     checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
     arrays = query, compressed_key
-    return _step("scores", implementation, arrays, query.shape[-1], config, kv_len, rows, scale)
+    return one_step(
+        "scores", implementation, arrays, query.shape[-1], config, kv_len, rows, scale
+    )
 
 
 @any_rank
@@ -299,7 +301,7 @@ def compressed_attention(
     checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
     arrays, width = (query, compressed_key, compressed_value), compressed_value.shape[-1]
-    return _step("compressed", implementation, arrays, width, config, kv_len, rows, scale)
+    return one_step("compressed", implementation, arrays, width, config, kv_len, rows, scale)
 
 
 @any_rank
@@ -329,34 +331,14 @@ def selected_attention(
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
-    at = {"kv_len": kv_len, "segment_ids": segment_ids, "varlen": varlen}
-    how = {"config": config, "scale": scale, "implementation": implementation}
-    return selected_beyond(query, key, value, block_indices, padding=0, **at, **how)
-
-
-def selected_beyond(
-    query,
-    key,
-    value,
-    block_indices,
-    *,
-    config,
-    kv_len,
-    segment_ids,
-    varlen=None,
-    scale,
-    implementation,
-    padding,
-) -> OutLse:
-    """`selected_attention`, where up to `padding` queries stand behind the last key."""
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
     validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, rows, key.shape[1])
-    checks.within("kv_len", kv_len, 0, key.shape[1] + padding)
+    checks.within("kv_len", kv_len, 0, key.shape[1])
     checks.distinct(block_indices)
     arrays, width = (query, key, value, block_indices), value.shape[-1]
-    return _step("selected", implementation, arrays, width, config, kv_len, rows, scale)
+    return one_step("selected", implementation, arrays, width, config, kv_len, rows, scale)
 
 
 @any_rank
@@ -383,10 +365,10 @@ def sliding_attention(
     validate.length(kv_len, query, rows, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])
     arrays, width = (query, key, value), value.shape[-1]
-    return _step("sliding", implementation, arrays, width, config, kv_len, rows, scale)
+    return one_step("sliding", implementation, arrays, width, config, kv_len, rows, scale)
 
 
-def _step(step, implementation, arrays, value_width, config, kv_len, rows, scale):
+def one_step(step, implementation, arrays, value_width, config, kv_len, rows, scale):
     """One step alone, chosen and run; `arrays`: the query, the keys, and what else it reads."""
     query, key, *_ = arrays
     chosen = choices_of(query, key, value_width, config, rows, implementation, step)

@@ -11,7 +11,7 @@ from nsa_core import block_lists, paged_layout, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
-from nsa_jax.api import OutLse, selected_beyond
+from nsa_jax.api import OutLse, one_step
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
@@ -80,8 +80,10 @@ def block_attention(
     block_size = block_lists.within(block_size, key.shape[1])
     validate.segments(segment_ids, *key.shape[:2])
     (batch, length), keys, kv_heads = query.shape[:2], *key.shape[1:3]
-    kv_len, there, padding = key_value_seq_lengths, None, 0
-    checks.within("key_value_seq_lengths", kv_len, 0, keys)
+    kv_len, there = key_value_seq_lengths, None
+    least, name = None if query_seq_lengths is None else 0, "key_value_seq_lengths"
+    validate.length(kv_len, query, segment_ids, keys, name, least)
+    checks.within(name, kv_len, 0, keys)
     if query_seq_lengths is not None:
         if segment_ids is not None:
             raise ValueError(
@@ -96,7 +98,6 @@ def block_attention(
         there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
         query = jnp.where(there[..., None, None], query, 0)
         block_indices = jnp.where(there[..., None, None], block_indices, -1)
-        padding = length
         # Of padding behind the queries: it names nothing.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
     entries = block_indices.shape[-1]
@@ -129,18 +130,10 @@ def block_attention(
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    out, lse = selected_beyond(
-        query,
-        key,
-        value,
-        found,
-        config=block_lists.config_of(block_size // parts, entries * parts),
-        kv_len=kv_len,
-        segment_ids=segment_ids,
-        scale=scale,
-        implementation=implementation,
-        padding=padding,
-    )
+    config = block_lists.config_of(block_size // parts, entries * parts)
+    place = config, kv_len, segment_ids, scale
+    given = query, key, value, found
+    out, lse = one_step("selected", implementation, given, value.shape[-1], *place)
     return (out, lse) if return_residual else out
 
 

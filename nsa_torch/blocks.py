@@ -9,7 +9,7 @@ from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.functional import as_given, selected_attention
+from nsa_torch.functional import as_given, one_step
 from nsa_torch.geometry import geometry_of
 from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
 from nsa_torch.operators import refuse_transforms, requires_grad
@@ -72,6 +72,7 @@ def block_attention(
     block_lists.check(query, key, value, block_indices, block_size, include, scale)
     block_size = block_lists.within(block_size, key.shape[1])
     checks.devices(query, given)
+    checks.packed_keys(cu_seqlens, query, key)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     entries, kv_heads = block_indices.shape[-1], key.shape[2]
     if cu_seqlens is None and entries > block_lists.MAX_ENTRIES:
@@ -84,7 +85,6 @@ def block_attention(
             return found if return_residual else found[0]
     if include == "tail":
         config = block_lists.config_of(block_size, entries)
-        checks.packed(cu_seqlens, query, "query")
         position = _positions(query, config, kv_len, cu_seqlens)
         block_indices = block_lists.with_tail(torch, block_indices, position, block_size)
         entries += 1
@@ -96,17 +96,10 @@ def block_attention(
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    out, lse = selected_attention(
-        query,
-        key,
-        value,
-        found,
-        config=block_lists.config_of(block_size // parts, entries * parts),
-        kv_len=None if cu_seqlens is not None else kv_len,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        implementation=implementation,
-    )
+    config = block_lists.config_of(block_size // parts, entries * parts)
+    memory = {"query": query, "key": key, "value": value}
+    place = config, kv_len, cu_seqlens, scale
+    out, lse = one_step("selected", implementation, memory, value.shape[-1], place, found)
     return (out, lse) if return_residual else out
 
 

@@ -41,6 +41,11 @@ def tokens(
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
     devices(query, {"query": query})
     devices(query, {key_name: key, value_name: value})
+    packed_keys(cu_seqlens, query, key, length)
+
+
+def packed_keys(cu_seqlens, query, key, length=None):
+    """`cu_seqlens` of queries and keys; `length`: as of `tokens`."""
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
             "query must be as long as key where cu_seqlens are given, "

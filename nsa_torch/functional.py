@@ -326,7 +326,7 @@ def select_blocks(
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     memory = {"query": query, "compressed_key": compressed_key}
     place = config, kv_len, cu_seqlens, scale
-    return _step("scores", implementation, memory, query.shape[-1], place)
+    return one_step("scores", implementation, memory, query.shape[-1], place)
 
 
 def compressed_attention(
@@ -355,7 +355,7 @@ def compressed_attention(
     memory = {"query": query, "compressed_key": compressed_key}
     memory["compressed_value"] = compressed_value
     place = config, kv_len, cu_seqlens, scale
-    return _step("compressed", implementation, memory, compressed_value.shape[-1], place)
+    return one_step("compressed", implementation, memory, compressed_value.shape[-1], place)
 
 
 def selected_attention(
@@ -391,7 +391,7 @@ def selected_attention(
     memory = {"query": query, "key": key, "value": value}
     place = config, kv_len, cu_seqlens, scale
     width = value.shape[-1]
-    return _step("selected", implementation, memory, width, place, block_indices)
+    return one_step("selected", implementation, memory, width, place, block_indices)
 
 
 def sliding_attention(
@@ -417,10 +417,10 @@ def sliding_attention(
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     memory = {"query": query, "key": key, "value": value}
     place = config, kv_len, cu_seqlens, scale
-    return _step("sliding", implementation, memory, value.shape[-1], place)
+    return one_step("sliding", implementation, memory, value.shape[-1], place)
 
 
-def _step(step, implementation, memory, value_width, place, *lists):
+def one_step(step, implementation, memory, value_width, place, *lists):
     """One step alone, chosen and run.
 
     Args:

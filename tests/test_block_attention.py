@@ -414,6 +414,29 @@ def test_bad_input(changed, message):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("queries", [None, [3]])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (4.0, "an integer or an array of them, got 4.0"),
+        (True, "an integer or an array of them, got True"),
+        (-3, "at least .*, got -3"),
+        (41, "at most the keys there are, 40, got 41"),
+        (jnp.array([7.0]), "have dtype in .'int32', 'int64'., got float32"),
+        (jnp.array([41]), "in 0..40, got 41"),
+        (jnp.array([7, 7]), r"shape \(\) or \(1,\), got \(2,\)"),
+    ],
+    ids=str,
+)
+def test_lengths_that_are_refused(keys, message, queries):
+    shapes = (1, 20, 4, 8), (1, 40, 2, 8), (1, 40, 2, 8)
+    arrays = *(jnp.zeros(x) for x in shapes), jnp.zeros((1, 20, 1, 1), jnp.int32)
+    lengths = dict(zip(LENGTHS, (queries and jnp.array(queries), keys), strict=True))
+    with pytest.raises(ValueError, match=f"key_value_seq_lengths must .*{message}"):
+        nsa_jax.block_attention(*arrays, block_size=16, **lengths)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
 def test_a_block_named_twice():
     x = torch.zeros(1, 20, 2, 8)
     lists = torch.tensor([3, -1, 0, 3, -1]).int().expand(1, 20, 1, 5)
