@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers as kinds
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,8 +160,12 @@ def _same_tokens(query, key, value, key_name: str, value_name: str) -> None:
     )
 
 
-def gates(gates, query) -> Branches:
-    """`Branches` of `[B, T, H]` from themselves or from one `[B, T, H, 3]`."""
+def gates(
+    gates,
+    query,
+    apart: Callable[[Any], Sequence[Any]] = lambda x: [x[..., i] for i in range(3)],
+) -> Branches:
+    """`Branches` of `[B, T, H]` from themselves, or from one `[B, T, H, 3]` by `apart`."""
     queries(query)
     expected = tuple(query.shape[:3])
     if isinstance(gates, Branches):
@@ -175,9 +179,7 @@ def gates(gates, query) -> Branches:
             f"gates must have shape {(*expected, 3)} for query {tuple(query.shape)}, "
             f"got {tuple(gates.shape)}; {LAYOUT}"
         )
-    if hasattr(gates, "unbind"):  # torch: the gradient is one stack
-        return Branches(*gates.unbind(-1))
-    return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
+    return Branches(*apart(gates))
 
 
 def segments(segment_ids, batch: int, length: int) -> None:

@@ -186,7 +186,7 @@ def cached_attention(
     """
     checks.tensors(query=query, key=key, value=value, gates=gates)
     key, value = Branches.each(key), Branches.each(value)
-    gates = validate.gates(gates, query)
+    gates = checks.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     contents = cache.contents.with_facts((*made_with, *facts_of(compress_params)))

@@ -54,6 +54,15 @@ def packed_keys(cu_seqlens, query, key, length=None):
     packed(cu_seqlens, query, "query", length)
 
 
+def gates(gates, query) -> Branches:
+    """`validate.gates`. The gradient of `unbind` is one stack; but what is compiled keeps its views
+    beside the gates, and Inductor's backward pass then writes over gates that it still reads.
+    """
+    if torch.compiler.is_compiling():
+        return validate.gates(gates, query)
+    return validate.gates(gates, query, lambda x: x.unbind(-1))
+
+
 def packed(cu_seqlens, x, name, length=None):
     if cu_seqlens is None:
         return

@@ -118,7 +118,7 @@ def attention(
     decided: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)
-    gates = validate.gates(gates, query)
+    gates = checks.gates(gates, query)
     options = decided | {
         "compressed": compressed,
         "block_indices": block_indices,
@@ -463,7 +463,7 @@ def explain(
     """
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)
-    each = () if gates is None else validate.gates(gates, query)
+    each = () if gates is None else checks.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     _check(query, key, value, each, config, cu_seqlens, None)
     if compressed is not None:

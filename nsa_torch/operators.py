@@ -386,7 +386,7 @@ def _run_backward(kind, grad, kept, tensors, *rest):
     # What it calls need not be traceable. An autograd kernel, and that of torch.library.custom_op,
     # would keep autograd from working inside.
     backward: Any = _calls[kind].backward
-    return list(backward(grad, *kept, *tensors, *rest))
+    return [x.contiguous() for x in backward(grad, *kept, *tensors, *rest)]
 
 
 def _backward_shapes(kind, grad, kept, tensors, *rest):

@@ -3,13 +3,19 @@
 No compilation, and errors near 1e-15; `test_torch.py` ties that reference to JAX's.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
-from nsa_torch import Branches, NSAConfig, chunks, fa2, sdpa
+from nsa_torch import Branches, NSAConfig, chunks, fa2, operators, sdpa
 from tests.limits import set_limits
 from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu, poison
 
@@ -313,3 +319,54 @@ def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
     assert got[:, -1].eq(2).all()
     with pytest.raises((NotImplementedError, RuntimeError), match="no gradient of its log-sum"):
         torch.autograd.grad(lse(query), query)
+
+
+def test_what_a_compiled_layer_keeps_lies_apart():
+    """Inductor writes over what was kept and is read no more, and looks for no other tensor in the
+    same memory.
+    """
+    kept = []
+
+    def forward(graph, example):
+        def run(*given):
+            found = graph(*given)
+            memory = [x.untyped_storage() for x in found if isinstance(x, torch.Tensor)]
+            kept.append([x.data_ptr() for x in memory if x.nbytes()])
+            return found
+
+        return make_boxed_func(run)
+
+    sizes = dict(
+        dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=9
+    )
+    layer = nsa_torch.NSAAttention(**sizes, kv="shared", gate="head")
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, example: make_boxed_func(graph.forward),
+        partition_fn=functools.partial(
+            min_cut_rematerialization_partition, compiler="inductor"
+        ),
+        decompositions=select_decomp_table(),
+    )
+    x = torch.randn(2, 40, 16)
+    torch.compile(layer, fullgraph=True, backend=backend)(x)[0].sum().backward()
+    assert len(kept[0]) > 5 and len(set(kept[0])) == len(kept[0])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_gradients_lie_as_compiled_programs_are_told(branch):
+    """Of inputs whose axes are in another order in memory."""
+    x = Inputs(40, 40, B=2)
+    keys = [nsa_torch.compress(y, config=x.config) for y in (x.key, x.value)]
+    given = [x.query, *(keys if branch == "compressed" else (x.key, x.value))]
+    turned = [y.detach().transpose(1, 2).contiguous().transpose(1, 2) for y in given]
+    if branch == "selected":
+        turned.append(nsa_torch.select_blocks(x.query, keys[0], config=x.config))
+    grad = torch.randn(*x.query.shape[:3], x.value.shape[-1], dtype=x.query.dtype)
+    kind = f"branch_attention/sdpa/{branch}/without_lse"
+    given = kind, grad, [], turned, False, *operators.arguments(x.config, 40, None, None)
+    operator = torch.ops.nsa.branch_attention_backward
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told = operator(*given)
+    for got, want in zip(operator(*given), told, strict=True):
+        assert (got.shape, got.stride()) == (want.shape, want.stride())
