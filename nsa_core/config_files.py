@@ -48,7 +48,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str | bytes) -> Any:
     """What a text in YAML says.
 
     Raises:

@@ -93,7 +93,7 @@ def wheels(path: str | Path) -> Wheels:
       ValueError: it lacks a key, or has one too many, or a value is none; the message names both.
     """
     try:
-        found = config_files.parsed(Path(path).read_text())
+        found = config_files.parsed(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
     fields = {field.name: field for field in dataclasses.fields(Wheels)}
