@@ -514,7 +514,7 @@ def unwritten(self, launch, *arrays):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-@pytest.mark.parametrize("case", [ON_A_GPU[i] for i in (0, 2, 5, 6, 8, 9)], ids=str)
+@pytest.mark.parametrize("case", [ON_A_GPU[i] for i in (0, 5, 6, 8, 9)], ids=str)
 def test_both_frameworks_give_the_same_bits(case):
     """Each tensor of its own for each branch, and compressed tokens given: what the frameworks
     add up themselves, windows and gradients, they add in an order of their own."""
