@@ -197,18 +197,18 @@ def test_lists_that_are_refused(given, tmp_path, changes, message):
     assert not (tmp_path / "corpus").exists()
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("content", [b"train: [", bytes(range(256))])
 def test_a_list_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{path} is not YAML"):
-=======
+        corpus.wheels(path)
+
+
 def test_a_list_with_a_key_twice(given, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text(yaml.safe_dump(given[1]) + "vocabulary: 400\n")
     with pytest.raises(ValueError, match=f"{path} is not YAML: key 'vocabulary' stands twice"):
->>>>>>> 0b47404 (A key twice, and YAML that is none, are named in lists of wheels, of skips and in --set too; sizes and hashes of a list are checked)
         corpus.wheels(path)
 
 
