@@ -269,15 +269,20 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     return None if segment_ids is not None else kv_len
 
 
-def pair(compressed) -> tuple[Any, Any]:
-    """`(k_cmp, v_cmp)`, which `compressed` must be."""
-    if not isinstance(compressed, tuple | list) or len(compressed) != 2:
-        got = f"{len(compressed)} of them" if isinstance(compressed, tuple | list) else None
-        raise ValueError(
-            "compressed must be a pair of arrays, compressed keys and values, got "
-            f"{got or type(compressed).__name__}"
-        )
-    return compressed[0], compressed[1]
+def pair(
+    given, name: str = "compressed", what: str = "arrays, compressed keys and values"
+) -> tuple[Any, Any]:
+    """`given`, which must be two, for keys and for values."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        got = f"{len(given)} of them" if isinstance(given, tuple | list) else None
+        raise ValueError(f"{name} must be a pair of {what}, got {got or type(given).__name__}")
+    return given[0], given[1]
+
+
+def phi_pair(params, key, value, config, name: str) -> None:
+    """Parameters of `compress`, for keys and for values, as `phi`."""
+    for one, x in zip(pair(params, name, "parameters of compress"), (key, value), strict=True):
+        phi(one, x, config)
 
 
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
@@ -320,6 +325,9 @@ def phi(params, x, config) -> None:
     if params is None:
         return
     window = (config.compress_block, x.shape[3])
+    if isinstance(params, PoolParams | MLPParams | RopeMLPParams):
+        for name, rank in zip(params._fields, (2, 2, 1, 2, 1, 1), strict=False):
+            array(f"params.{name}", getattr(params, name), rank)
     if isinstance(params, PoolParams):
         shape("params.weight", params.weight, window)
     elif isinstance(params, MLPParams | RopeMLPParams):
@@ -351,6 +359,12 @@ def sizes(**values: int) -> None:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
 
 
+def float_dtype(name: str) -> None:
+    """Of a cache, by the name that `dtype_name` gives."""
+    if name not in FLOATS:
+        raise ValueError(f"dtype must be one of {FLOATS}, got {name}")
+
+
 def count(name: str, value: Any) -> None:
     """An int >= 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -375,6 +389,8 @@ def layer_input(x, width: int, kv, kind: type) -> None:
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     """`config`, None: the cache's. What the cache holds must be what it asks for."""
+    if not hasattr(cache, "recent_key"):
+        raise ValueError(f"cache must be one of init_cache, got {type(cache).__name__}")
     if config is None:
         return cache.config
     configuration(config)
@@ -406,5 +422,4 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
             "key and value must be one array for the selected and sliding branches of this "
             "cache, got Branches; make it with init_cache(separate=True)"
         )
-    phi(compress_params[0], key.compressed, config)
-    phi(compress_params[1], value.compressed, config)
+    phi_pair(compress_params, key.compressed, value.compressed, config, "compress_params")

@@ -78,7 +78,8 @@ def init_cache(
       An `NSACache` of arrays that are 0.
 
     Raises:
-      ValueError: a size that is no positive integer, or no configuration.
+      ValueError: a size that is no positive integer, no configuration, or no floating dtype of
+        `attention`.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -89,6 +90,7 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
+    validate.float_dtype(jnp.dtype(dtype).name)
 
     def zeros(length, width):
         return jnp.zeros((batch, length, kv_heads, width), dtype)

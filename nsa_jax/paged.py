@@ -170,8 +170,9 @@ def append(
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
     validate_paged.slots(cache, slots, lengths)
     params = (None, None) if params is None else params
-    for one, x in zip(params, (key, value), strict=True):
-        validate.phi(one, x.compressed[None], cache.config)
+    validate.phi_pair(
+        params, key.compressed[None], value.compressed[None], cache.config, "params"
+    )
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
     checks.rows_of_tokens(lengths, cu_seqlens_q, count)

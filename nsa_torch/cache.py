@@ -112,7 +112,8 @@ def init_cache(
       An `NSACache` of tensors that are 0.
 
     Raises:
-      ValueError: a size that is no positive integer, or no configuration.
+      ValueError: a size that is no positive integer, no configuration, or no floating dtype of
+        `attention`.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -123,6 +124,7 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
+    validate.float_dtype(str(dtype).removeprefix("torch."))
 
     def zeros(length, width):
         return torch.zeros(batch, length, kv_heads, width, dtype=dtype, device=device)

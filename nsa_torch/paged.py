@@ -410,8 +410,9 @@ def checked_tokens(
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
     validate_paged.slots(cache, slots, lengths)
     params = (None, None) if params is None else params
-    for one, x in zip(params, (key, value), strict=True):
-        validate.phi(one, x.compressed[None], cache.config)
+    validate.phi_pair(
+        params, key.compressed[None], value.compressed[None], cache.config, "params"
+    )
     contents = cache.contents.with_facts((*made_with, *facts_of(params)))
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
     checks.rows_of_tokens(lengths, cu_seqlens_q, count)

@@ -252,6 +252,50 @@ def test_bad_input(name):
     assert message in str(error.value)
 
 
+def paged_step(library, zeros, params):
+    lengths = np.array([20], np.int32)
+    table, lengths = map(zeros.asarray, (np.arange(2, dtype=np.int32)[None], lengths))
+    cache = library.PagedCache(2, 2, 8, 8, config=SMALL, dtype=zeros.float32)
+    x = zeros.zeros((20, 2, 8))
+    return library.append(cache, x, x, table, lengths, params=params)
+
+
+BAD_CACHES = {
+    "cache must be one of init_cache, got NoneType": lambda api, xp, x: api.cached_attention(
+        *x, None
+    ),
+    "cache must be one of init_cache, got str": lambda api, xp, x: api.cached_attention(
+        *x, "cache", config=SMALL
+    ),
+    "compress_params must be a pair of parameters of compress, got NoneType": (
+        lambda api, xp, x: api.cached_attention(
+            *x, api.init_cache(1, 30, 2, 8, 8, config=SMALL), compress_params=None
+        )
+    ),
+    "params must be a pair of parameters of compress, got 1 of them": (
+        lambda api, xp, x: paged_step(api, xp, (None,))
+    ),
+    "params.weight must be an array, got NoneType": lambda api, xp, x: api.compress(
+        x[1], api.PoolParams(None), config=SMALL
+    ),
+    "params.weight must have dtype in .*, got int32": lambda api, xp, x: api.compress(
+        x[1], api.PoolParams(xp.ones((8, 8), dtype=xp.int32)), config=SMALL
+    ),
+    "dtype must be one of .*, got int32": lambda api, xp, x: api.init_cache(
+        1, 30, 2, 8, 8, config=SMALL, dtype=xp.int32
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CACHES)
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_bad_caches_and_parameters(library, message):
+    xp = torch if library is nsa_torch else jnp
+    given = [xp.zeros((1, 20, *shape)) for shape in ((4, 8), (2, 8), (2, 8), (4, 3))]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        BAD_CACHES[message](library, xp, given)
+
+
 TORCH = [torch.from_numpy(np.array(x)) for x in (Q, K, V, GATES)]
 
 
