@@ -437,6 +437,12 @@ def with_file(name, text):
     return lambda source: (source / name).write_text(text)
 
 
+def a_folder_for_a_file(source):
+    (source / "d.safetensors").mkdir()
+    stated = {"weight_map": {"a": "model.safetensors", "b": "d.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(stated))
+
+
 def a_cut_file(source):
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
@@ -501,6 +507,12 @@ REFUSED = {
     ),
     "index of a file elsewhere": (a_file_elsewhere, {}, "must name files .* beside it"),
     "weight twice": (in_two_files, {}, "model.norm.weight must stand in one file"),
+    "index of a folder": (a_folder_for_a_file, {}, "got no d.safetensors"),
+    "generation": (
+        with_file("generation_config.json", "[]"),
+        {},
+        "generation_config.json must hold names and values",
+    ),
     "cut index": (
         with_file("model.safetensors.index.json", "{"),
         {},
@@ -576,9 +588,11 @@ def source(folders, tmp_path):
 def test_what_is_refused_leaves_nothing_behind(what, source, tmp_path):
     change, options, message = REFUSED[what]
     change(source)
+    before = {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
     with pytest.raises((ValueError, OSError), match=message):
         convert(source, tmp_path / "made" / "target", **NSA | options)
     assert not (tmp_path / "made").exists()
+    assert before == {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
 
 
 def test_weights_keep_their_dtypes(source, tmp_path):

@@ -76,9 +76,10 @@ IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 BESIDE = (  # files that go with the weights as they are
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+    "chat_template*", "additional_chat_templates/*", GENERATION,
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 TIMES_YARDSTICK = 4  # that the logits of `--check` may be apart
@@ -264,6 +265,8 @@ def convert(
     files = _files(folder)
     kept = _checked(folder, files, theirs)
     _check_tokenizer(folder, config.vocab_size)
+    if (folder / GENERATION).exists():
+        _stated(folder / GENERATION)
     config.architectures = [NSAForCausalLM.__name__]
     config.dtype = dtype or kept
     config.converted_from = {
@@ -327,7 +330,7 @@ def _files(folder: Path) -> list[str]:
 
     Raises:
       FileNotFoundError: there is none of safetensors, or one of several is missing.
-      ValueError: the index of several does not name them.
+      ValueError: the index of several does not name them, or names other places.
     """
     if (folder / INDEX).exists():
         places = _stated(folder / INDEX).get("weight_map")
@@ -338,7 +341,7 @@ def _files(folder: Path) -> list[str]:
             raise ValueError(
                 f"{folder / INDEX} must name files of safetensors beside it, got {outside[0]!r}"
             )
-        missing = [name for name in found if not (folder / name).exists()]
+        missing = [name for name in found if not (folder / name).is_file()]
         if missing:
             raise FileNotFoundError(
                 f"{folder} must have all files that {INDEX} names, got no {missing[0]}"
