@@ -191,8 +191,7 @@ class Registry:
 
         Raises:
           ValueError: no implementation has this name.
-          NotImplementedError: the named one refuses, and `on_unsupported` is "error".
-          ExceptionGroup: automatic choice was refused by all.
+          NotImplementedError: the named one refuses, and `on_unsupported` is "error"; or all do.
         """
         entries = {entry.name: entry for entry in self.table[problem.step]}
         refused: dict[str, str] = {}
@@ -224,9 +223,9 @@ class Registry:
                     _log_once(str(choice))
                 return choice
             refused[entry.name] = reason
-        raise ExceptionGroup(
-            f"no implementation of {problem.step} can run this problem",
-            [NotImplementedError(f"{key}: {reason}") for key, reason in refused.items()],
+        reasons = "; ".join(f"{key}: {reason}" for key, reason in refused.items())
+        raise NotImplementedError(
+            f"no implementation of {problem.step} can run this: {reasons}"
         )
 
     def choices(

@@ -59,10 +59,9 @@ def test_a_named_implementation_never_falls_back(caplog):
             table.choose(PROBLEM, name)
 
 
-def test_all_refused_is_a_group_of_reasons():
-    with pytest.raises(ExceptionGroup) as error:
+def test_all_refused_names_each_reason():
+    with pytest.raises(NotImplementedError, match=r"can run this: a: no GPU; b: wrong dtype$"):
         registry("no GPU", "wrong dtype").choose(PROBLEM)
-    assert [str(e) for e in error.value.exceptions] == ["a: no GPU", "b: wrong dtype"]
 
 
 def test_kernels_say_why_they_refuse():

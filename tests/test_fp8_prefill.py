@@ -151,9 +151,9 @@ def test_other_implementations_refuse():
 @pytest.mark.parametrize("framework", [nsa_torch, nsa_jax])
 def test_without_a_hopper_gpu_nothing_runs(framework):
     given = tensors() if framework is nsa_torch else arrays()
-    with pytest.raises(ExceptionGroup, match="no implementation of selected") as found:
+    message = "no implementation of selected can run this: mosaic: needs a Hopper GPU"
+    with pytest.raises(NotImplementedError, match=message):
         framework.attention(*given, config=PAPER)
-    assert any("mosaic: needs a Hopper GPU" in str(x) for x in found.value.exceptions)
 
 
 SHAPES = {
@@ -255,7 +255,8 @@ def test_layers_take_it():
         nsa_torch.NSAAttention(**sizes, compute_dtype="float16")
     layer = nsa_torch.NSAAttention(**sizes, compute_dtype=FLOAT8, dtype=torch.bfloat16)
     x = torch.zeros(1, 70, 32, dtype=torch.bfloat16)
-    with torch.no_grad(), pytest.raises(ExceptionGroup, match="no implementation of selected"):
+    message = "no implementation of selected"
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
         layer(x)
     layer.compute_dtype = None
     assert layer(x)[0].shape == x.shape

@@ -1,5 +1,6 @@
 """The seed system's templates, filled in from the files of one run."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from bench import compare, oneshot, seed_report
 from bench.harness import records
 from bench.harness.jobs import jobs
 from bench.harness.runners import TorchRunner, problem
+from nsa_core.config import FLOAT8
 from nsa_core.types import Branches
 from tests.measured import GPU, record
 
@@ -79,6 +81,19 @@ def test_only_what_is_chosen_is_compared():
         ("sliding", "sdpa"), ("all", "sdpa"), ("dense", "flash")
     ]  # fmt: skip
     assert not any(job.unsupported for job in found)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_nothing_can_run_is_a_row(chosen):
+    """8 bits without a Hopper GPU: no row but the dense one can be measured, and each says why."""
+    settings = compare.problems.settings("tiny")
+    runner = TorchRunner("cpu")
+    asked = problem(settings, "torch", "cpu")
+    asked = asked._replace(config=dataclasses.replace(asked.config, compute_dtype=FLOAT8))
+    branches = ("sliding", "all", "dense")
+    found = list(jobs(runner, asked, Branches.each(None), "error", branches, chosen=chosen))
+    assert [job.label for job in found if not job.unsupported] == ["flash"]
+    assert "auto" in found[-2].label and "in the dtype of the query" in found[-2].unsupported
 
 
 def test_the_plan_names_hoppers_kernels_on_hopper_only():

@@ -65,7 +65,8 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
     try:
         choice = registry.choose(question, name, on_unsupported)
     except (NotImplementedError, ValueError) as error:
-        yield Job(branch, name, None, {}, str(error), name in registry.names() or None)
+        known = name is None or name in registry.names() or None
+        yield Job(branch, name or "auto", None, {}, str(error), known)
     else:
         name = choice.implementation
         yield Job(branch, name, name, dict(choice.refused), asked=True)
@@ -83,7 +84,11 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
         names = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
         yield Job("all", label(chosen), names, refusals(chosen), asked=True)
         return
-    automatic = registry.choices(question)
+    automatic, refused = None, ""
+    try:
+        automatic = registry.choices(question)
+    except NotImplementedError as error:
+        refused = str(error)
     seen = False
     for name in registry.names():
         try:
@@ -91,10 +96,12 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
         except NotImplementedError as error:
             yield Job("all", name, None, {}, str(error))
             continue
-        same = label(chosen) == label(automatic)
+        same = automatic is not None and label(chosen) == label(automatic)
         seen = seen or same
-        yield Job("all", label(chosen), name, refusals(automatic) if same else {})
-    if not seen:
+        yield Job("all", label(chosen), name, refusals(automatic) if automatic and same else {})
+    if automatic is None:
+        yield Job("all", "auto", None, {}, refused)
+    elif not seen:
         yield Job("all", label(automatic), None, refusals(automatic))
 
 
