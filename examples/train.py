@@ -43,11 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     if len(texts) < 16:
         parser.error(f"--texts must give 16 documents, got {len(texts)} of {flags.texts}")
     held_out, gpu = min(len(texts) // 16, 32), torch.cuda.is_available()
-    config = NSAModelConfig(
-        vocab_size=256, hidden_size=flags.hidden, intermediate_size=3 * flags.hidden,
-        num_hidden_layers=flags.layers, num_attention_heads=flags.heads,
-        num_key_value_heads=flags.kv_heads, num_selected=flags.num_selected, window=flags.window,
-    )  # fmt: skip
+    try:
+        config = NSAModelConfig(
+            vocab_size=256, hidden_size=flags.hidden, intermediate_size=3 * flags.hidden,
+            num_hidden_layers=flags.layers, num_attention_heads=flags.heads,
+            num_key_value_heads=flags.kv_heads, num_selected=flags.num_selected,
+            window=flags.window,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
     how = TrainingArguments(
         flags.out, max_steps=flags.steps, learning_rate=flags.lr, warmup_steps=flags.steps // 10,
         per_device_train_batch_size=rows, per_device_eval_batch_size=rows, save_strategy="no",

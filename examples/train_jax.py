@@ -71,8 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     if flags.tokens >= len(tokens):
         parser.error(f"--tokens must be below the text's {len(tokens)}, got {flags.tokens}")
     segments = np.repeat(np.arange(len(data), dtype=np.int32), [len(x) for x in data])
+    if flags.dim % flags.heads:
+        parser.error(f"--dim must be a multiple of --heads={flags.heads}, got {flags.dim}")
     heads, width = (flags.heads, flags.heads // 2 or 1), flags.dim // flags.heads
-    spec = LayerSpec(flags.dim, *heads, width, width, gate="head", kv="shared")
+    try:
+        spec = LayerSpec(flags.dim, *heads, width, width, gate="head", kv="shared")
+    except ValueError as error:
+        parser.error(str(error))
     model = LM(spec, flags.layers, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     random = np.random.default_rng(0)

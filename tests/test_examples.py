@@ -66,7 +66,14 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
         ("train", "--texts none/*.txt", "--texts must give 16 documents, got 0 of none"),
         ("train", "--steps 0", "--steps must be at least 1, got 0"),
         ("train", "--document_tokens 2048", "--document_tokens must fit in a row, got 2048"),
+        ("train", "--heads 3", "num_attention_heads must be a multiple of"),
         ("train_jax", "--steps 0", "--steps must be at least 1, got 0"),
+        ("train_jax", "--heads 3", "--dim must be a multiple of --heads=3, got 64"),
+        (
+            "train_jax",
+            "--dim 36 --heads 12",
+            "d_k must be even for the rotary embedding, got 3",
+        ),
         ("train_jax", "--tokens 999999999", "--tokens must be below the text's"),
     ],
 )
