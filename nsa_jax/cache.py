@@ -152,10 +152,11 @@ def cached_attention(
     validate.cached(query, key, value, cache, config, compress_params, scale)
     facts = *made_with, *facts_of(compress_params)
     contents, mixed = known_contents(cache.contents, facts, lambda: cache.length)
+    longest = query.shape[1]
     if not isinstance(cache.length, jax.core.Tracer):
-        longest = int(np.max(np.asarray(cache.length))) + query.shape[1]  # inside of jit too
-        if longest > cache.capacity:
-            raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
+        longest += int(np.max(np.asarray(cache.length)))  # inside of jit too
+    if longest > cache.capacity:
+        raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
     before = cache._replace(contents=contents)
     cache = compiled(update)(before, key, value, config, compress_params)
     shared = cache.sliding_key is None

@@ -148,6 +148,8 @@ def test_full_cache_is_an_error_or_nan():
     with pytest.raises(ValueError, match="capacity is 62 tokens, got 63"):
         nsa_jax.cached_attention(p.query, p.key, p.value, p.gates, cache, config=SMALL)
     step = jax.jit(functools.partial(nsa_jax.cached_attention, config=SMALL))
+    with pytest.raises(ValueError, match="capacity is 62 tokens, got 63"):
+        step(p.query, p.key, p.value, p.gates, cache)
     out, cache = step(p.query[:, :60], p.key[:, :60], p.value[:, :60], p.gates[:, :60], cache)
     assert np.isfinite(np.asarray(out)).all()
     out, _ = step(p.query[:, 60:], p.key[:, 60:], p.value[:, 60:], p.gates[:, 60:], cache)
