@@ -4,10 +4,11 @@ A line for each thing: `ok`; `note`, where something is slower or missing withou
 `broken`, where something that is installed cannot run. The exit status is 1 where one is broken.
 """
 
+import argparse
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -156,7 +157,10 @@ def _extra(name: str) -> str:
     return {"transformers": "hf", "flax": "nnx"}.get(name, name)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    how = argparse.RawDescriptionHelpFormatter
+    about = {"description": __doc__, "formatter_class": how}
+    argparse.ArgumentParser("python -m nsa_torch.doctor", **about).parse_args(arguments)
     found = list(findings())
     for each in found:
         print(f"{each.state:6} {each.what:12} {each.words}")
@@ -164,4 +168,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -48,6 +48,15 @@ def test_this_installation(capsys):
     assert status == any(line.startswith("broken") for line in lines)
 
 
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--jax", 2)])
+def test_arguments(argument, status, capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([argument])
+    assert ended.value.code == status
+    said = capsys.readouterr()
+    assert "What is installed here" in said.out or "unrecognized arguments: --jax" in said.err
+
+
 def test_a_torch_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "this torch is a CPU build" in doctor.gpu().words
