@@ -198,13 +198,17 @@ IN_TRITON = (
 )
 
 
+# A row that has fewer blocks than are wanted.
+FEW = dataclasses.replace(IN_TRITON[-4], lengths=(90, 12))
+
+
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @kernel
 @pytest.mark.parametrize(
     ("case", "of_part"),
     [
         *((case, 2048) for case in IN_TRITON),
-        (IN_TRITON[-4], 8),
+        (FEW, 8),
         *((x, 64) for x in IN_TRITON[-2:]),
     ],
 )
