@@ -5,7 +5,9 @@ tests on a GPU build hundreds of times.
 """
 
 import atexit
+import functools
 import itertools
+import os
 import tempfile
 from pathlib import Path
 
@@ -44,10 +46,24 @@ class Kept(build._Child):
         self._reap()
 
 
+@functools.cache
+def _recorder():
+    """The folder of a recorder that outlives the build which wants it first: a process whose first
+    kernel is refused loads it with a later one, and one that ended starts again.
+    """
+    folder = Path(_logs.name) / "recorder"
+    folder.mkdir()
+    build.environment(folder)
+    return folder
+
+
 def child(variables, log):
     """One that is idle, else a new one."""
-    idle = _idle.get(tuple(PLACES))
-    return idle.pop() if idle else Kept(variables, Path(_logs.name) / f"{next(_count)}.log")
+    if idle := _idle.get(tuple(PLACES)):
+        return idle.pop()
+    found = f"{_recorder()}{os.pathsep}{variables['LD_LIBRARY_PATH']}"
+    kept = variables | {"LD_LIBRARY_PATH": found}
+    return Kept(kept, Path(_logs.name) / f"{next(_count)}.log")
 
 
 @atexit.register

@@ -18,7 +18,7 @@ from kernels_pallas.runtime.cubin import Cubin, Pointer, Size, TensorMaps
 from kernels_pallas.runtime.description import canonical, describe, described, modules
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
-from tests import cross_compile
+from tests import cross_compile, kept_builders
 from tests.runtime_kernels import Broken, Copy, Pair, Paired, broken, copy, ending, paired
 
 ANY_LENGTH = copy(Copy(2, 128, any_length=True))
@@ -137,6 +137,15 @@ def test_the_working_directory_lends_no_modules(tmp_path, monkeypatch):
     other.write_text("raise ImportError('of another checkout')")
     monkeypatch.chdir(tmp_path)
     ((_, built),) = building.build([ANY_LENGTH])
+    assert isinstance(built, building.Built), built
+
+
+def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatch):
+    """Kept processes are of tests on a GPU; this is one of them without it."""
+    monkeypatch.setattr(building, "_Child", kept_builders.child)
+    ((_, refused),) = building.build([broken(Broken("too wide"))], 1)
+    ((_, built),) = building.build([ANY_LENGTH], 1)
+    assert str(refused) == "broken could not be built:\ntoo wide"
     assert isinstance(built, building.Built), built
 
 

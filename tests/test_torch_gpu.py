@@ -23,6 +23,7 @@ from tests.torch_inputs import (
     check_selection,
     check_whole,
     poison,
+    run,
     steps,
 )
 

@@ -3,6 +3,7 @@ torch. Rank 0 prints a line of JSON a measurement.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import statistics
@@ -92,7 +93,7 @@ class Measured:
 
     def row(self) -> dict[str, Any]:
         tensors = self.tensors()
-        call = lambda: self.call(tensors, self.place)
+        call = functools.partial(self.call, tensors, self.place)
         call()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
