@@ -762,7 +762,7 @@ def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> 
 
 
 def experiments() -> str:
-    """The questions, and which of their runs have a record, by seed."""
+    """The questions, which of their runs have a record, by seed, and which were planned besides."""
     from .lm.experiments import EXPERIMENTS
 
     rows = []
@@ -772,10 +772,11 @@ def experiments() -> str:
             for variant in at.runs
         }
         there = [f"`{x}` {', '.join(sorted(found))}" for x, found in seeds.items() if found]
-        missing = [f"`{x}`" for x, found in seeds.items() if not found]
-        cells = "; ".join(there) or "none", ", ".join(missing) or "none"
+        wanted = {x: sorted({str(s) for s in at.seeds} - set(found)) for x, found in seeds.items()}
+        missing = [f"`{x}` {', '.join(left)}" for x, left in wanted.items() if left]
+        cells = "; ".join(there) or "none", "; ".join(missing) or "none"
         rows.append([f"`{name}`", at.question, f"`{at.setting}`", *cells])
-    return table(["experiment", "question", "setting", "recorded: seeds", "not run"], rows)
+    return table(["experiment", "question", "setting", "recorded: seeds", "planned, not run"], rows)
 
 
 def converted(device: str = DEVICE.name) -> str:

@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+import torch
 
 import nsa_jax
 import nsa_torch
@@ -57,6 +58,18 @@ def test_an_example_that_fails_is_seen():
 
 def test_every_document_with_examples_is_run():
     assert {name(path) for path in EXAMPLES} >= {"README.md", "docs/quickstart.md"}
+
+
+def test_adapters_name_every_projection():
+    """The names for peft, which passes over those that are not there."""
+    text = (ROOT / "docs" / "convert.md").read_text()
+    lists = [re.findall(r'"(\w+)"', x) for x in re.findall(r"target_modules=(\[.*?\])", text)]
+    for names, kv in zip(lists, ("separate", "shared"), strict=True):
+        layer = nsa_torch.NSAAttention(
+            dim=8, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, gate="head", kv=kv
+        )
+        found = {x for x, y in layer.named_modules() if isinstance(y, torch.nn.Linear)}
+        assert {*names, "gate"} == found
 
 
 # A page that needs more says too much, or is two.

@@ -65,6 +65,8 @@ TESTS = (
     "test_huggingface_compatibility.py",
     "test_huggingface_paged.py",
     "test_block_selection.py",
+    "test_llama_nsa.py",
+    "test_qsa.py",
     "test_continuous_batching.py",
     "test_convert.py",
 )
