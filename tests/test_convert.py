@@ -466,7 +466,7 @@ REFUSED = {
     "no configuration": (
         with_file("config.json", "[]"),
         {},
-        "source must have a config.json that transformers reads, got TypeError: list indices",
+        "source must have a config.json that transformers reads, got (Type|Value)Error: ",
     ),
     "a size that is none": (
         with_config(hidden_size="wide"),

@@ -19,7 +19,11 @@ CONFIGS = (
     NSAConfig(num_selected=4, window=64),
 )
 KINDS = [x for x in operators._calls if x.split("/")[1] in ("mosaic", "triton")]
-MODES = {mode.name: mode for mode in (PRECOMPRESSED, SEPARATE_KV, SHARED_KV)}
+MODES = {
+    x.name: x
+    for mode in (PRECOMPRESSED, SEPARATE_KV, SHARED_KV)
+    for x in (mode, mode.with_joined_gates())
+}
 
 
 def arguments(kind, pick):
@@ -43,6 +47,8 @@ def arguments(kind, pick):
     operator, _, name, *keeps = (*kind.split("/"), "")
     if operator == "attention":
         mode = MODES[name]
+        if mode.joined:
+            gates = [array(T, heads, 3, dtype=gate_dtype)]
         tokens = pair(S if mode.compresses else C), pair(S), pair(S)
         if "pages" in keeps:  # of a pool
             pool = [
