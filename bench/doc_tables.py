@@ -772,11 +772,15 @@ def experiments() -> str:
             for variant in at.runs
         }
         there = [f"`{x}` {', '.join(sorted(found))}" for x, found in seeds.items() if found]
-        wanted = {x: sorted({str(s) for s in at.seeds} - set(found)) for x, found in seeds.items()}
+        wanted = {
+            x: sorted({str(s) for s in at.seeds} - set(found)) for x, found in seeds.items()
+        }
         missing = [f"`{x}` {', '.join(left)}" for x, left in wanted.items() if left]
         cells = "; ".join(there) or "none", "; ".join(missing) or "none"
         rows.append([f"`{name}`", at.question, f"`{at.setting}`", *cells])
-    return table(["experiment", "question", "setting", "recorded: seeds", "planned, not run"], rows)
+    return table(
+        ["experiment", "question", "setting", "recorded: seeds", "planned, not run"], rows
+    )
 
 
 def converted(device: str = DEVICE.name) -> str:
