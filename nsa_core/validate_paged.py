@@ -100,8 +100,7 @@ def counted(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> None:
     """That `lengths` count the rows' tokens of the call: `count`, which begin at `starts`, or are
     as many in each row.
     """
-    each = count // lengths.shape[0]
-    new = np.full(lengths.shape, each) if starts is None else np.diff(starts)
+    new = _new_of_rows(lengths, starts, count)
     for (row,) in np.argwhere((lengths > 0) & (lengths < new)):
         raise ValueError(
             f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this call, "
@@ -118,8 +117,7 @@ def written_once(
 ) -> None:
     """That no two rows write their new tokens, of `counted`, to the same page of `size` tokens."""
     row_of: dict[int, int] = {}
-    each = count // lengths.shape[0]
-    new = np.full(lengths.shape, each) if starts is None else np.diff(starts)
+    new = _new_of_rows(lengths, starts, count)
     for row in np.flatnonzero((lengths > 0) & (new > 0)):
         first, end = (lengths[row] - new[row]) // size, -(-lengths[row] // size)
         for page in page_table[row, first:end]:
@@ -128,6 +126,13 @@ def written_once(
                     f"page_table must give each row pages of its own for new tokens, got page "
                     f"{page} for rows {row_of[int(page)]} and {row}"
                 )
+
+
+def _new_of_rows(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> np.ndarray:
+    """How many of the call's `count` tokens each row has."""
+    if starts is None:
+        return np.full(lengths.shape, count // lengths.shape[0])
+    return np.diff(starts)
 
 
 def runs(found: Sequence[Run], rows: int, tokens: int, starts: np.ndarray | None) -> None:

@@ -20,7 +20,7 @@ from nsa_core.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description
-from nsa_torch.geometry import without_padding
+from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
 
 
@@ -203,9 +203,8 @@ def cached_attention(
         validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
         checks.devices(query, {"new_lengths": new_lengths})
         checks.within("new_lengths", new_lengths, 0, num_new)
-        real = torch.arange(num_new, device=query.device) < new_lengths[:, None]
         each = {id(x): x for x in (query, *key, *value, *gates)}
-        own = {name: without_padding(x, real) for name, x in each.items()}
+        own = dict(zip(each, own_tokens(new_lengths, *each.values()), strict=True))
         query = own[id(query)]
         key, value, gates = (
             Branches(*(own[id(x)] for x in given)) for given in (key, value, gates)

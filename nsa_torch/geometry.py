@@ -5,6 +5,7 @@ query; nothing here waits for it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,14 @@ def without_padding(x: Tensor, real: Tensor) -> Tensor:
     of attention and in a weight's gradient.
     """
     return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
+
+
+def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
+    """Tensors [B, T, ..], 0 behind the first `count` [B] tokens of each row; None: all are."""
+    if count is None:
+        return tensors
+    real = torch.arange(tensors[0].shape[1], device=count.device) < count[:, None]
+    return [without_padding(x, real) for x in tensors]
 
 
 def geometry(

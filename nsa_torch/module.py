@@ -23,7 +23,7 @@ from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, ta
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
-from nsa_torch.geometry import without_padding
+from nsa_torch.geometry import own_tokens, without_padding
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
@@ -364,8 +364,8 @@ class NSAAttention(nn.Module):
         zeroes_padding = self.zeroes_padding and torch.is_grad_enabled()
         if kv is not None:
             steps = torch.arange(length, device=x.device)
-            if zeroes_padding and new_lengths is not None:
-                x = without_padding(x, steps < new_lengths[:, None])
+            if zeroes_padding:
+                (x,) = own_tokens(new_lengths, x)
             query, key, value, gates = self.project(x, kv.length[:, None] + steps)
             out, kv = cache.cached_attention(
                 query,

@@ -7,7 +7,7 @@ Tensors have room for `capacity` tokens; what is written where follows from leng
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa_core.cache_contents import Contents
 from nsa_core.config import SIZES
 from nsa_torch import cache as nsa_cache
-from nsa_torch.geometry import without_padding
+from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
@@ -77,14 +77,6 @@ class ModelLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
-
-
-def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """Keys and values `[B, T, Hkv, .]` of a dense layer, 0 behind the first `count` [B] of each."""
-    if count is None:
-        return tensors
-    real = torch.arange(tensors[0].shape[1], device=count.device) < count[:, None]
-    return [without_padding(x, real) for x in tensors]
 
 
 class RowLayer(ModelLayer):

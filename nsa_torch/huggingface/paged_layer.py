@@ -11,7 +11,8 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
-from nsa_torch.huggingface.cache import ModelLayer, compute_dtype, own_tokens
+from nsa_torch.geometry import own_tokens
+from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
