@@ -50,8 +50,10 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """The cache without tokens, which knows nothing of what they were made with."""
-        return self._replace(length=jnp.zeros_like(self.length), contents=UNSAID)
+        """The cache without tokens, which knows nothing of what they were made with: zeros, since
+        kernels multiply a tile whole, and behind the last token nothing may be NaN.
+        """
+        return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
 
 def init_cache(

@@ -434,6 +434,18 @@ def test_forward_mode_derivatives_of_caches_are_refused():
 
 
 @pytest.mark.parametrize("separate", [False, True])
+def test_a_cache_of_jax_that_was_reset_holds_no_nan(separate):
+    cache = nsa_jax.init_cache(1, 40, 1, 8, 8, config=SMALL, separate=separate)
+    x = jnp.full((1, 30, 1, 8), jnp.nan)
+    tokens = nsa_jax.Branches.each(x) if separate else x
+    query, gates = jnp.ones((1, 30, 2, 8)), jnp.ones((1, 30, 2, 3))
+    out, cache = nsa_jax.cached_attention(query, tokens, tokens, gates, cache)
+    assert jnp.isnan(out).any()
+    fresh = cache.reset()
+    assert all((x == 0).all() for x in jax.tree.leaves(fresh)) and fresh.config == SMALL
+
+
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("wanted", [False, True], ids=["in place", "in a graph"])
 def test_a_cache_that_was_reset_holds_no_nan(wanted, separate):
     """Kernels multiply whole tiles, of which the next tokens may fill a part."""

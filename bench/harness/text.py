@@ -142,13 +142,13 @@ def _context(embedded):
     return _norm(_norm(recent) + TOPIC_WEIGHT * _norm(topic))
 
 
-def _rotate(x, base, first=0):
-    """Rotary position embedding of `x` [B, T, heads, D], tokens from `first` on, the halves of `D`
+def _rotate(x, base, begin=0):
+    """Rotary position embedding of `x` [B, T, heads, D], tokens from `begin` on, the halves of `D`
     as pairs.
     """
     half = x.shape[-1] // 2
     rate = base ** (-jnp.arange(half, dtype=x.dtype) / half)
-    position = first + jnp.arange(x.shape[1], dtype=x.dtype)
+    position = begin + jnp.arange(x.shape[1], dtype=x.dtype)
     angle = (position[:, None] * rate)[:, None]  # [T, 1, D/2]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

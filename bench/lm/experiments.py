@@ -412,17 +412,14 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         wanted = at.runs if RUNS.value is None else RUNS.value
         if not wanted or set(wanted) - VARIANTS.keys():
             raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
-        try:
-            seeds = at.seeds if SEEDS.value is None else [int(x) for x in SEEDS.value]
-        except ValueError:
-            seeds = (-1,)
-        if min(seeds, default=-1) < 0:
+        named = [*map(str, at.seeds)] if SEEDS.value is None else SEEDS.value
+        if not named or not all(x.isdecimal() for x in named):
             raise ValueError(f"--seeds must be integers from 0 on, got {SEEDS.value}")
         text = setting.text or CORPUS.value
         if text != data.TEXT and not corpus.is_corpus(text):
             raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
         end = math.inf if LIMIT.value is None else began + LIMIT.value
-        for seed, variant in itertools.product(seeds, wanted):
+        for seed, variant in itertools.product(map(int, named), wanted):
             path = Path(OUT.value) / at.setting / f"{variant}-{seed}.jsonl"
             job = Job(setting, variant, seed, text, path, COMMIT.value, JOBS.value == 1, end)
             task(job, 256, "float32")

@@ -1,11 +1,12 @@
 """One step of dk and dv, which the bodies for intervals and for gathered queries share.
 
 A step brings Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) to a
-warpgroup's 64 keys. Products are transposed, keys x queries:
+warpgroup's 64 keys. Products are transposed, keys x queries, of all rows or of half of them at
+once (`Dkv.rows_at_once`), the other half after it:
 
-    1. S^T   = K Q^T                                       [64 keys, 64 rows]
+    1. S^T   = K Q^T                                       [64 keys, rows at once]
     2. gP^T  = +-exp2(scale * log2(e) * S^T - shift)
-    3. dP^T  = V dO^T                                      [64, 64]
+    3. dP^T  = V dO^T                                      [64, rows at once]
     4. dV   += gP^T dO                                     [64, Dv]
     5. dS^T  = gP^T * (dP^T - delta)
     6. dK   += dS^T Q                                      [64, D], times scale at the end

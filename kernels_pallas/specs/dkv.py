@@ -137,8 +137,9 @@ class Dkv(AttentionSizes):
         """Rows of a step that are multiplied together: half where the sums of both gradients
         leave no more registers.
         """
-        wide = not self.gathered and self.want_dk and self.want_dv and self.D + self.Dv > 256
-        return ROWS // 2 if wide else ROWS
+        both = not self.gathered and self.want_dk and self.want_dv
+        wide = self.D + self.Dv > variants.WHOLE_STEP_WIDTHS
+        return ROWS // 2 if both and wide else ROWS
 
     @property
     def stats_rows(self) -> int:

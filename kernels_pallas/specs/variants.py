@@ -17,6 +17,7 @@
 MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T
 FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 BOTH_WIDTHS = 320  # D + Dv at most where registers hold the sums of both gradients
+WHOLE_STEP_WIDTHS = 256  # and, beside these, the products of all 64 rows of a step
 
 
 def scores_swap_ab(group: int) -> bool:
