@@ -247,3 +247,17 @@ def test_arguments_in_the_same_memory_on_gpu(kind, implementation, monkeypatch):
     for _ in range(5):
         problem = Problem(kind, draw, "cuda", nsa_torch.NSAConfig(), 300, 2, 64, implementation)
         check_calls(problem, CALLS, monkeypatch)
+
+
+def test_a_chunk_without_gradients_leaves_what_a_graph_keeps():
+    """The cache of a chunk that wanted gradients, and a later one that wants none."""
+    query, gates = torch.randn(1, 20, 4, 16), torch.randn(1, 20, 4, 3)
+    key, value = (torch.randn(1, 20, 2, 16) for _ in range(2))
+    leaf = key[:, :13].clone().requires_grad_()
+    parts = query[:, :13], leaf, value[:, :13], gates[:, :13]
+    whole = nsa_torch.attention(*parts, config=SMALL).square().sum()
+    cache = nsa_torch.init_cache(1, 24, 2, 16, 16, config=SMALL)
+    out, cache = nsa_torch.cached_attention(*parts, cache)
+    nsa_torch.cached_attention(*(x[:, 13:] for x in (query, key, value, gates)), cache)
+    pair = (torch.autograd.grad(x, leaf)[0] for x in (out.square().sum(), whole))
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)

@@ -337,6 +337,7 @@ def test_a_checkpoint_is_served_on_a_gpu(tmp_path, monkeypatch):
 
 
 def assert_served(folder, monkeypatch, device, prompt):
+    # So that what `register` sets in transformers is undone afterwards.
     monkeypatch.setattr(model_manager.transformers, "NSAForCausalLM", None, raising=False)
     serve.register()
     models = model_manager.ModelManager(device=device)
