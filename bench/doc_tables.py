@@ -415,15 +415,19 @@ def decode(device: str, commit: str = "") -> str:
         elif record.branch == "dense":
             newest.setdefault((shape_of(record), record.S), {})[record.implementation] = record
     rows, eight = [], ["paged_fp8"] if any("paged_fp8" in x for x in newest.values()) else []
+    kept = [r for x in newest.values() for r in x.values() if "host_ms" in r.extra]
+    hosts = len(eight) + 1 if kept else 0
     for (shape, tokens), found in newest.items():
         new, *sizes, _ = described(shape)
         cells = [found.get(name) for name in ("paged", *eight, *USUAL)]
         times = [x.time_ms if x is not None else None for x in cells]
+        times += [x.extra.get("host_ms") if x is not None else None for x in cells[:hosts]]
         shown = [MISSING if time is None else f"{time:.3f}" for time in times]
         rows.append([new, length(tokens), *sizes, *shown, commits(cells[:1])])
     head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
     head += ["in fp8"] * len(eight)
-    return table([*head, *map(kernel_name, USUAL), "commit"], rows)
+    eager = ["eager: host", "eager in fp8: host"][:hosts]
+    return table([*head, *map(kernel_name, USUAL), *eager, "commit"], rows)
 
 
 def host(device: str, implementation: str = "mosaic") -> str:
@@ -592,19 +596,21 @@ def block_attention(device: str) -> str:
     return table(["ms", *kinds, "commit"], rows)
 
 
-def serving(device: str) -> str:
-    """The lines of `examples/serve.py --gpu_time`."""
+def serving(device: str, commit: str = "") -> str:
+    """The lines of `examples/serve.py`; `commit`: all of it."""
     cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
     cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
     rows = [
         [
             line["attention"],
-            *(f"{line[cell]:.4g}" for cell in cells),
+            line.get("transformers", MISSING),
+            *(f"{line[cell]:.4g}" if cell in line else MISSING for cell in cells),
             (line["commit"] or MISSING)[:7],
         ]
         for line in lines_of("kernel_log/serve.jsonl", device)
+        if (line["commit"] or "").startswith(commit)
     ]
-    return table(["attention", *cells, "commit"], rows)
+    return table(["served", "transformers", *cells, "commit"], rows)
 
 
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
