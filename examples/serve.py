@@ -1,15 +1,18 @@
-"""Serves prompts of real text by continuous batching over a paged cache: NSA, dense, NSA by vLLM.
+"""Serves prompts of text: NSA and dense by continuous batching, NSA by vLLM and by `generate`.
 
     python examples/serve.py                                    # small, runs on a CPU in seconds
     python examples/serve.py --serve nsa,dense,vllm             # beside vLLM's CPU build
+    python examples/serve.py --serve generate,generate_dynamic  # one batch, no manager
     python examples/serve.py --layers 12 --heads 64 --kv_heads 4 --head_dim 128 --hidden 2048 \
         --prompt_tokens 32768 --requests 8 --dtype bfloat16     # a GPU
 
 The manager of `nsa` and `dense` is transformers' (`generate_batch`): it shares out pages, shares
-prefixes, mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process. Weights are
-random and texts are the standard library's source as bytes: what is measured is speed. All
-requests come at once. Needs the extra `hf` and transformers 5.19; `vllm` needs the extra `vllm`,
-and ran on a CPU alone.
+prefixes, mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process. `generate` is
+NSA with all requests as rows of one batch, padded on the left: on a GPU their cache lies on pages
+and a step is a CUDA graph; `generate_dynamic` has the cache that grows. Weights are random and
+texts are the standard library's source as bytes: what is measured is speed. All requests come at
+once. Needs the extra `hf`, and transformers 5.19 for `nsa`; `vllm` needs the extra `vllm`, and ran
+on a CPU alone.
 
     start         of the manager, with the CUDA graphs that it captures; other requests follow, of
                   the same lengths, so that kernels are built before the clock begins
@@ -35,11 +38,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-SERVED = "nsa", "dense", "vllm"
+SERVED = "nsa", "dense", "vllm", "generate", "generate_dynamic"
 
 # vLLM in one process, with 1 GiB for its blocks.
 VLLM = {
@@ -106,6 +110,13 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return found
 
 
+def greedy(flags: argparse.Namespace) -> GenerationConfig:
+    """All requests have as many new tokens."""
+    return GenerationConfig(
+        max_new_tokens=flags.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+
+
 def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
     config = NSAModelConfig(
         vocab_size=256,
@@ -129,9 +140,7 @@ def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
     page = lm.config.select_block
     pages = [-(-(len(x) + flags.new_tokens) // page) for x in texts]
     options = {
-        "generation_config": GenerationConfig(
-            max_new_tokens=flags.new_tokens, do_sample=False, eos_token_id=-1
-        ),
+        "generation_config": greedy(flags),
         "continuous_batching_config": continuous_batching_config(
             lm.config,
             num_blocks=sum(pages) + flags.requests,
@@ -156,6 +165,47 @@ def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
         again = functools.partial(lm.generate_batch, texts, warmup=False, **options)
         found["GPU seconds"] = gpu_seconds(again)
     return found | {"start s": start}
+
+
+def serve_by_generate(flags: argparse.Namespace, cache: str | None) -> dict[str, float]:
+    """The same as one batch; `cache`: its `cache_implementation`, None: pages on a GPU."""
+    lm = model(flags, "nsa")
+    texts = prompts(2 * flags.requests, flags.prompt_tokens)
+    given = greedy(flags)
+    given.cache_implementation = cache
+    given.eos_token_id = lm.generation_config.eos_token_id = None
+    texts, others = texts[: flags.requests], texts[flags.requests :]
+    generate(lm, others, given)  # kernels are built
+    begin = time.perf_counter()
+    times = generate(lm, texts, given)
+    found = measures(begin, time.perf_counter() - begin, texts, [times] * len(texts))
+    if flags.gpu_time:
+        found["GPU seconds"] = gpu_seconds(lambda: generate(lm, texts, given))
+    return found | {"start s": 0.0}
+
+
+class Clock(transformers.generation.BaseStreamer):
+    """When `generate` gave the prompts back, then each step's tokens."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def generate(lm: Any, texts: list[list[int]], given: GenerationConfig) -> list[float]:
+    """When each new token of all rows was there."""
+    rows = [torch.tensor(text, device=lm.device) for text in texts]
+    pad = functools.partial(
+        torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left"
+    )
+    mask, clock = pad([torch.ones_like(row) for row in rows]), Clock()
+    lm.generate(pad(rows), attention_mask=mask, generation_config=given, streamer=clock)
+    return clock.times[1:]
 
 
 def serve_by_vllm(flags: argparse.Namespace) -> dict[str, float]:
@@ -195,11 +245,11 @@ def token_times(
     """When vLLM's engine gave each new token of each request."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     times: dict[str, list[float]] = {}
     for i, text in enumerate(texts):
         times[f"{name} {i}"] = []
-        engine.add_request(f"{name} {i}", {"prompt_token_ids": text}, greedy)
+        engine.add_request(f"{name} {i}", {"prompt_token_ids": text}, given)
     while engine.has_unfinished_requests():
         results, now = engine.step(), time.perf_counter()
         for each in results:
@@ -254,19 +304,26 @@ def percentile(values: list[float], percent: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     flags = arguments(argv)
     names = flags.serve.split(",")
-    rows = {x: serve_by_vllm(flags) if x == "vllm" else serve(flags, x) for x in names}
+    by = {
+        "vllm": lambda: serve_by_vllm(flags),
+        "generate": lambda: serve_by_generate(flags, None),
+        "generate_dynamic": lambda: serve_by_generate(flags, "dynamic"),
+    }
+    rows = {x: by[x]() if x in by else serve(flags, x) for x in names}
     where = torch.cuda.get_device_name() if flags.device.startswith("cuda") else flags.device
     print(f"{flags.requests} requests, prompts up to {flags.prompt_tokens} tokens, on {where}")
-    print("".ljust(16) + "".join(name.rjust(12) for name in names))
+    width = max(12, 2 + max(map(len, names)))
+    print("".ljust(16) + "".join(name.rjust(width) for name in names))
     if flags.out:
         about = {name: x for name, x in vars(flags).items() if name not in ("serve", "out")}
         about |= {"device": where, "torch": torch.__version__}
+        about |= {"transformers": transformers.__version__}
         with flags.out.open("a") as file:
             for name, row in rows.items():
                 line = {"attention": name} | about | row
                 file.write(json.dumps(line) + "\n")
     for measure in rows[names[0]]:
-        print(measure.ljust(16) + "".join(f"{rows[x][measure]:12.2f}" for x in names))
+        print(measure.ljust(16) + "".join(f"{rows[x][measure]:{width}.2f}" for x in names))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from nsa_torch.huggingface import NSAForCausalLM
 from tests.test_continuous_batching import served
@@ -23,21 +24,30 @@ def serve(*flags):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@served
-def test_serve_prints_a_row_a_measure(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("nsa", "dense"), marks=served),
+        ("generate", "generate_dynamic"),
+    ],
+)
+def test_serve_prints_a_row_a_measure(names, tmp_path):
     path = tmp_path / "rows.jsonl"
-    kept = "--out", str(path), "--commit", "c0ffee"
+    kept = "--out", str(path), "--commit", "c0ffee", "--serve", ",".join(names)
     done = serve(*SMALL.split(), "--kv_heads", "1", "--head_dim", "16", *kept)
     assert not done.returncode, done.stderr
     about, head, *rows = done.stdout.splitlines()
     assert about == "2 requests, prompts up to 70 tokens, on cpu"
-    assert head.split() == ["attention", "nsa", "dense"]
+    assert head.split() == list(names)
     assert [row[:16].strip() for row in rows][:2] == ["seconds", "new tokens/s"]
-    assert all(float(x) > 0 for row in rows for x in row[16:].split())
+    started = names == ("nsa", "dense")  # `generate` has no manager
+    measured = rows if started else rows[:-1]
+    assert all(float(x) > 0 for row in measured for x in row[16:].split())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["attention"] for line in lines] == ["nsa", "dense"]
+    assert [line["attention"] for line in lines] == list(names)
     for line in lines:
         assert (line["commit"], line["device"], line["layers"]) == ("c0ffee", "cpu", 1)
+        assert line["transformers"] == transformers.__version__
         assert {row[:16].strip() for row in rows} <= line.keys()
 
 
@@ -98,7 +108,7 @@ def test_train_jax_learns(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--serve", "fast"], "--serve must be of nsa, dense, vllm, got 'fast'"),
+        (["--serve", "fast"], "--serve must be of nsa, dense, vllm, generate"),
         (["--gpu_time", "--device", "cpu"], "--gpu_time needs a GPU, got --device cpu"),
         (["--requests", "0"], "--requests must be at least 1, got 0"),
     ],
