@@ -20,7 +20,8 @@ own, one after the other: they need not add up to the whole, and where something
 machine meanwhile a part's median can be above the whole's. Such a time has a `*` and stands in the
 column `above_whole`; one that is longer by more than noise is refused. Dense attention to all of
 the cache stands beside them. In torch on CUDA a CUDA graph replays the step where it can be
-captured (`graph`).
+captured (`graph`). `ms_host` and `ms_paged_host` are what an eager step takes of the host there,
+until its call returns.
 
 Reads are key rows, raw or compressed, that the last query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
@@ -116,6 +117,7 @@ COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"
 COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
 COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
 COLUMNS += ("ms_paged", "paged_kernel", "paged_graph", "q_len", "above_whole", "cache_dtype")
+COLUMNS += ("ms_host", "ms_paged_host")
 COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
 
 
@@ -242,7 +244,8 @@ class Case:
         shape = shape_of(self.settings, self.inputs)
         done = work(branch, shape, self.config)
         found = timed(found, done, self.runner.device, shape.itemsize)
-        return found | {"extra": {"graph": graph}}
+        host = step.host_ms() if branch == "all" else None
+        return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
 
     def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses the times where a part takes longer than the whole by more than noise, which
@@ -282,6 +285,7 @@ class Case:
             "reads_expected_decode": expected,
             "kernel": self.kernel,
             "graph": whole.extra.get("graph"),
+            "ms_host": whole.extra.get("host_ms"),
             "status": worst.status,
             "reason": worst.reason,
         }
@@ -301,6 +305,7 @@ class Case:
         if paged := self.records.get("paged"):
             cells["ms_paged"], cells["paged_kernel"] = paged.time_ms, self.paged_kernel
             cells["paged_graph"] = paged.extra.get("graph")
+            cells["ms_paged_host"] = paged.extra.get("host_ms")
             if cells["status"] == "ok" and paged.status != "ok":
                 cells |= {"status": paged.status, "reason": f"paged: {paged.reason}"}
         same = ("B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit")

@@ -12,8 +12,8 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from bench import decode, summarize
-from bench.harness import decode_steps, exit_status, turns
+from bench import decode, doc_tables, summarize
+from bench.harness import decode_steps, exit_status, records, turns
 from nsa_core.config import NSAConfig
 from nsa_torch import paged_attend
 from tests import pretend
@@ -99,6 +99,7 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         beside = {("all", "paged/gathered"), ("dense", dense)}
         assert set(own) == {(step, portable) for step in steps} | beside
         assert float(row["ms_paged"]) > 0 and row["paged_kernel"] == "gathered"
+        assert row["ms_host"] == row["ms_paged_host"] == ""  # of a GPU's host
         assert all((r.T, r.mode, r.status) == (1, "decode", "ok") for r in own.values())
         for branch, name in decode.TIMES.items():
             record = own[branch, portable]
@@ -121,6 +122,26 @@ def test_several_new_tokens(framework, tmp_path):
     assert float(row["reads_actual_decode"]) == sum(actual(61))
     with pytest.raises(ValueError, match="S_list must be at least q_len=8, got 5"):
         run(decode, tmp_path / "few", "--S_list=5,61", "--q_len=8", *SMALL)
+
+
+def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
+    """Of the device and commit that are asked for."""
+    kinds = "paged/mosaic", "paged_fp8/mosaic", "cudnn"
+    host = {"extra": {"host_ms": 0.0512}}, {"extra": {"host_ms": 0.0649}}, {}
+    rows = [
+        record("dense" if kind == "cudnn" else "all", kind, 0.1, **more, commit="beef")
+        for kind, more in zip(kinds, host, strict=True)
+    ]
+    rows.append(record("all", "paged/mosaic", 0.3, commit="c0de"))
+    monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
+    (tmp_path / "card").mkdir()
+    records.append(tmp_path / "card/decode.jsonl", rows)
+    head, _, row = doc_tables.decode("card", "beef").splitlines()
+    assert head.count("host") == 2 and row.endswith(
+        "| 0.100 | 0.100 | 0.100 | - | 0.051 | 0.065 | beef |"
+    )
+    head, _, row = doc_tables.decode("card", "c0de").splitlines()
+    assert "host" not in head and row.endswith("| 0.300 | - | - | c0de |")
 
 
 def test_a_part_longer_than_the_whole_is_refused():
@@ -321,6 +342,8 @@ def test_decode_on_a_gpu(framework, tmp_path):
     status, _, (row,) = run(decode, tmp_path, *given)
     assert status == 0 and row["status"] == "ok", row["reason"]
     assert np.isfinite(float(row["ms_total"])) and row["graph"]
+    hosts = [row[name] for name in ("ms_host", "ms_paged_host")]
+    assert hosts == ["", ""] if framework == "jax" else all(0 < float(x) < 50 for x in hosts)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

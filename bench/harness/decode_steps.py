@@ -312,6 +312,14 @@ class Step:
         found = timing.time_cuda_events(lambda _: replay(), **how, timer="cuda_events/graph")
         return found, "yes"
 
+    def host_ms(self) -> float | None:
+        """Until an eager call returns, the GPU idle before: median; None where no call is eager on
+        a GPU.
+        """
+        if self.runner.framework == "jax" or self.runner.platform != "cuda":
+            return None
+        return timing.host_ms(lambda: self.at(0))
+
 
 def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
     """A step that leaves its arguments as they are."""

@@ -118,6 +118,20 @@ def time_cuda_events(
     return Timing.of(samples_ms, timer)
 
 
+def host_ms(call: Callable[[], Any], calls: int = 200) -> float:
+    """Until `call` returns, torch's device idle before each: median of `calls`."""
+    import torch
+
+    found = []
+    for _ in range(WARMUP + calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return float(np.median(found[WARMUP:]))
+
+
 def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:
     """`call`, captured on torch's current device: what replays its kernels, and where they
     write their results.
