@@ -69,6 +69,7 @@ TESTS = (
     "test_qsa.py",
     "test_continuous_batching.py",
     "test_convert.py",
+    "test_examples.py",
 )
 SHOWN = "torch", "triton", "jax", "jaxlib", "jax-triton", "flax", "transformers", "numpy"
 
