@@ -93,16 +93,17 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """The windows of `block` tokens that begin at `starts`.
+    """The windows of `block` tokens that begin at `starts`, zeros in unused slots: what padding
+    holds there would be multiplied with a gradient of zero in those of parameters.
 
     The gradient of a token is the sum over the windows that have it, in their order: a scatter,
     which is what JAX makes of a gather, adds in any order on a GPU.
 
     Args:
-      starts: ascending, `stride` apart or more; -1: an unused slot, only behind the others,
-        which has any tokens.
+      starts: ascending, `stride` apart or more; -1: an unused slot, only behind the others.
     """
-    return _rows(x, jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32))
+    taps = jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32)
+    return jnp.where(starts[..., None, None, None] >= 0, _rows(x, taps), 0)
 
 
 @any_rank

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
+from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
 from nsa_jax import checks, geometry
@@ -108,6 +109,12 @@ def _sizes(query, key, index_query, lists, block, scale, index_scale) -> LossSiz
     return triton_index.sizes_of(query, key, index_query, lists, block, scales)
 
 
+def _real(index_query, index_key, where: geometry.QueryLayout, at):
+    """What an indexer makes, with zeros for padding: its gradients are products of both."""
+    (index_query,) = zero_padding(jnp, where, index_query)
+    return index_query, geometry.without_padding(index_key, **at)
+
+
 def _on_triton(
     query,
     key,
@@ -131,7 +138,8 @@ def _on_triton(
     lists = triton_index.lists_for(JAX_OPS, block_indices, sizes)
     position = jnp.asarray(where.position, jnp.int32)
     frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
-    return _kernel_loss(sizes, lists, position, *frozen, index_query, index_key)
+    real = _real(index_query, index_key, where, at)
+    return _kernel_loss(sizes, lists, position, *frozen, *real)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,6 +184,7 @@ def _loss(
     keys = key.shape[1]
     at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.query_layout(batch, length, **at, config=block_lists.config_of(block, 1))
+    index_query, index_key = _real(index_query, index_key, where, at)
     repeats, listed = teacher.pairs // teacher.kv_heads, block_indices is not None
     exact = {
         "precision": precision_of(jnp.float32),

@@ -53,7 +53,17 @@ def compress(
         at = first + torch.arange(count, device=x.device)[None] * stride
         return apply_phi(torch.cat(windows, dim=2), params, at)
     taps, unused, at = packed_windows(cu_seqlens, length, config)
-    return apply_phi(x[:, taps], params, at).masked_fill(unused, 0)
+    return used_windows(x, taps, unused, params, at)
+
+
+def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
+    """`apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is `unused`
+    `[C, 1, 1]`: what padding holds there reaches no gradient of parameters either.
+    """
+    windows = x[:, taps]
+    if params is not None:
+        windows = windows.masked_fill(unused[..., None], 0)
+    return apply_phi(windows, params, first).masked_fill(unused, 0)
 
 
 def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 from nsa_torch.chunks import wide
-from nsa_torch.compress import apply_phi, compress
+from nsa_torch.compress import compress, used_windows
 from nsa_torch.context_ranks import Ranks
 from nsa_torch.context_shards import Shards
 from nsa_torch.first_order import first_order
@@ -174,8 +174,8 @@ class PackedWindows:
         made = []
         for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
             tokens = torch.cat([tokens, following[:, place]], dim=1)
-            found = apply_phi(tokens[:, self.taps[place]], params, self.first[place, None])
-            made.append(found.masked_fill(self.unused[place], 0))
+            places = self.taps[place], self.unused[place]
+            made.append(used_windows(tokens, *places, params, self.first[place, None]))
         return torch.cat(made, dim=1).transpose(0, 1)
 
     def gradients_of_tokens(self, grad, dtype) -> list[Tensor]:

@@ -9,6 +9,7 @@ from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core import index as indexing
+from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
 from nsa_core.steps.triton_index import Kept
@@ -16,7 +17,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.first_order import first_order
 from nsa_torch.functional import as_given
-from nsa_torch.geometry import Geometry, geometry
+from nsa_torch.geometry import Geometry, geometry, own_tokens
 from nsa_torch.indexer import PLAIN, device_why_not
 
 
@@ -95,11 +96,26 @@ def indexer_kl(
         query.shape[-1] ** -0.5 if scale is None else scale,
         index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
     )
+    index_query, index_key = _real(index_query, index_key, where, length)
     tensors = query.detach(), key.detach(), lse.detach()
     work = _Work(*tensors, block_indices, block_size, where, teacher, *scales)
     run = _Loss if _implementation(implementation, work, index_query) == PLAIN else _KernelLoss
     with as_given(query):
         return run.apply(index_query, index_key, work)
+
+
+def _real(index_query, index_key, where: Geometry, length: int | Tensor):
+    """What an indexer makes, with zeros for padding: its gradients are products of both."""
+    (index_query,) = zero_padding(torch, where, index_query)
+    if where.cu_seqlens is not None:
+        count = where.cu_seqlens[-1:]
+    elif isinstance(length, Tensor):
+        count = length.reshape(-1)
+    elif length == index_key.shape[1]:
+        count = None
+    else:
+        count = torch.full((1,), length, device=index_key.device)
+    return index_query, *own_tokens(count, index_key)
 
 
 def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> str:

@@ -43,6 +43,7 @@ CASES = (
     Case(Hi=1, G=1, Hkv=4, S=30),  # key heads share an index head
     Case(sparse=False),
     Case(sparse=False, Hi=1, kv_len=40),
+    Case(kv_len=40),
     Case(B=1, T=40, S=40, segments=(17, 1, 0, 15)),
     Case(B=1, T=40, S=40, segments=(17, 1, 0, 15), sparse=False),
     Case(other_lse=True),
@@ -67,6 +68,22 @@ def inputs(case):
     lists[:, ::5] = -1
     lists[:, 1::5, :, 0] = 2**31 - 1
     return *found, lists
+
+
+def spoiled(case):
+    """query, key, lse, index_query, index_key, the gradient and lists, with NaN for padding."""
+    query, key, iq, ik, grad, lists = inputs(case)
+    end = case.S if case.kv_len is None else case.kv_len
+    if case.segments is not None:
+        end = sum(case.segments)
+    position = torch.arange(case.T) + (case.S - case.T if case.segments else end - case.T)
+
+    def without(x, real):
+        return torch.where(real.reshape(-1, *[1] * (x.ndim - 2)), x, torch.nan)
+
+    query, lse, iq = (without(x, position < end) for x in (query, expected(case)[0], iq))
+    key, ik = (without(x, torch.arange(case.S) < end) for x in (key, ik))
+    return query, key, lse, iq, ik, grad, lists
 
 
 def visible(case):
@@ -128,8 +145,8 @@ def options_of(case):
 def test_torch(case, chunk, monkeypatch):
     """In float64, and twice the same bits."""
     set_limits(monkeypatch, torch_chunk_bytes=chunk)
-    query, key, iq, ik, grad, lists = inputs(case)
-    lse, *want = expected(case)
+    query, key, lse, iq, ik, grad, lists = spoiled(case)
+    _, *want = expected(case)
     options = options_of(case)
     if case.segments is not None:
         options["cu_seqlens"] = torch.tensor(np.cumsum([0, *case.segments]))
@@ -145,8 +162,8 @@ def test_torch(case, chunk, monkeypatch):
 
 @by_case
 def test_jax(case):
-    query, key, iq, ik, grad, lists = inputs(case)
-    lse, *want = expected(case)
+    query, key, lse, iq, ik, grad, lists = spoiled(case)
+    _, *want = expected(case)
     options = options_of(case)
     if case.segments is not None:
         ids = np.repeat(np.arange(len(case.segments)), case.segments)
@@ -346,7 +363,7 @@ def test_nsa_that_selects_by_an_indexer():
 
 
 IN_TRITON = (
-    Case(block=16, n=3, T=5, S=45, B=1),
+    Case(block=16, n=3, T=5, S=45, B=1, kv_len=42),
     Case(block=16, G=1, Hi=4, Hkv=2, n=2, T=4, S=60, other_lse=True),
 )
 
@@ -366,8 +383,7 @@ def test_triton(case, monkeypatch):
 
 def on_triton(case, dtype):
     """Loss and gradients on `DEVICE`, brought back."""
-    query, key, iq, ik, grad, lists = inputs(case)
-    lse = expected(case)[0]
+    query, key, lse, iq, ik, grad, lists = spoiled(case)
     query, key, iq, ik = (x.to(DEVICE, dtype) for x in (query, key, iq, ik))
     leaves = [x.requires_grad_() for x in (iq, ik)]
     given = query, key, lse.to(DEVICE).float(), *leaves, lists.to(DEVICE)

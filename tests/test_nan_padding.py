@@ -209,22 +209,27 @@ PHI = {
 @pytest.mark.parametrize("kind", PHI)
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_parameters_of_compression(framework, kind):
-    """Of packed rows."""
+    """Of packed rows: padding behind the sequences, before them, and alone."""
     rng = np.random.default_rng(0)
     params = PHI[kind](lambda *shape: rng.standard_normal(shape).astype(np.float32))
+    rows = np.concatenate([SEGMENTS, SEGMENTS[:, ::-1], np.full_like(SEGMENTS, -1)])
     found = []
     for number in (0, np.nan):
-        x = np.random.default_rng(1).standard_normal((1, LENGTH, 2, 8)).astype(np.float32)
-        x[:, REAL:] = number
-        if framework == "torch":
+        x = np.random.default_rng(1).standard_normal((3, LENGTH, 2, 8)).astype(np.float32)
+        x[rows < 0] = number
+        if framework == "torch":  # whose padding stands behind
             leaves = [torch.from_numpy(p).requires_grad_() for p in params]
-            given = dict(config=SMALL, cu_seqlens=BORDERS)
-            y = nsa_torch.compress(torch.from_numpy(x), type(params)(*leaves), **given)
-            found.append([g.numpy() for g in torch.autograd.grad(y.square().sum(), leaves)])
+            own = type(params)(*leaves)
+            parts = (
+                nsa_torch.compress(torch.from_numpy(row[None]), own, config=SMALL, cu_seqlens=x)
+                for row, x in ((x[0], BORDERS), (x[2], 0 * BORDERS))
+            )
+            loss = sum(y.square().sum() for y in parts)
+            found.append([g.numpy() for g in torch.autograd.grad(loss, leaves)])
         else:
 
             def loss(params, x=x):
-                y = nsa_jax.compress(x, params, config=SMALL, segment_ids=jnp.asarray(SEGMENTS))
+                y = nsa_jax.compress(x, params, config=SMALL, segment_ids=jnp.asarray(rows))
                 return (y**2).sum()
 
             found.append(jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
