@@ -13,6 +13,7 @@ from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
 from nsa_jax.api import OutLse, one_step
 from nsa_jax.chunks import over_queries
+from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
 from nsa_jax.jax_ops import JAX_OPS as OPS
@@ -191,7 +192,7 @@ def paged_block_attention(
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 
-    Reads the named blocks alone, and has no gradient.
+    Reads the named blocks alone.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
@@ -210,7 +211,7 @@ def paged_block_attention(
     Raises:
       ValueError: shapes or dtypes that do not fit; a block that is named twice or a page that does
         not exist, where the host reads them.
-      NotImplementedError: the named implementation cannot run this.
+      NotImplementedError: a gradient is wanted; the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
@@ -234,7 +235,11 @@ def paged_block_attention(
     name = chosen_implementation(implementation, why_not, query)
     run = compiled(_paged_on_triton if name == "triton" else _paged)
     how = {"block_size": block_size, "include": include, "scale": scale}
-    found = run(*arrays, **how, cu_seqlens_q=cu_seqlens_q)
+    no_gradient = (
+        "paged_block_attention has no gradient: give it jax.lax.stop_gradient of arrays"
+    )
+    floats = refuse_derivatives(no_gradient, arrays[:3])
+    found = run(*floats, *arrays[3:], **how, cu_seqlens_q=cu_seqlens_q)
     return found if return_residual else found[0]
 
 
@@ -307,7 +312,7 @@ def _paged(
 
     row_bytes = number * lists.shape[2] * block_size * (query.shape[-1] + value_pages.shape[-1])
     per_token = [x[None] for x in (query, lists, tokens.row, tokens.position)]
-    shared = [jax.lax.stop_gradient(x) for x in (page_table, key_pages, value_pages)]
+    shared = page_table, key_pages, value_pages
     found = over_queries(chunk, per_token, shared, row_bytes * 4)
     out, lse = (x[0] for x in found)
     return out, lse

@@ -1,5 +1,7 @@
-"""Steps of public calls where no `jax.jit` is around: one program each, compiled once for calls
-of the same shapes. Operation by operation each operation would be compiled.
+"""Steps of public calls, one program each, traced and compiled once for calls of the same shapes.
+
+Without `jax.jit` around the call each operation would be compiled; inside of it each layer of a
+model would be traced (12 layers, forward and backward, on a CPU: 2.4 s, as programs 0.8).
 """
 
 import dataclasses
@@ -9,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
@@ -71,20 +74,20 @@ def _names(spec) -> Iterator[str]:
 
 @functools.lru_cache(1024)
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled for its arrays where they have values; other arguments must be hashable.
+    """`function`, compiled for its arrays; other arguments must be hashable.
 
-    Under `jax.jit`, or where kernels are interpreted, it is the function as it is.
+    Where kernels are interpreted, it is the function as it is.
     """
 
     @functools.wraps(function)
     def called(*args, **options):
-        leaves, tree = jax.tree.flatten((args, options))
-        is_array = [hasattr(x, "dtype") for x in leaves]
-        pairs = [*zip(leaves, is_array, strict=True)]
-        arrays = [x for x, is_one in pairs if is_one]
-        if interpret.get() is not False or any(map(_is_staged, arrays)):
+        if interpret.get() is not False:
             return function(*args, **options)
-        constants = tuple(_ARRAY if is_one else x for x, is_one in pairs)
+        leaves, tree = jax.tree.flatten((args, options))
+        # A scale may be a number of NumPy, which has a dtype too.
+        leaves = [float(x) if isinstance(x, np.floating) else x for x in leaves]
+        arrays = [x for x in leaves if hasattr(x, "dtype")]
+        constants = tuple(_ARRAY if hasattr(x, "dtype") else x for x in leaves)
         return _program(function, tree, constants, policy.in_force())(*arrays)
 
     return called
@@ -114,14 +117,6 @@ def _program(
 
     program.__name__ = getattr(function, "__name__", "program")
     return jax.jit(program)
-
-
-def _is_staged(x: Any) -> bool:
-    """Whether nobody has a value for `x`: `jax.jit` traces it, below `grad` and `vmap` perhaps."""
-    while isinstance(x, jax.core.Tracer):
-        inside = (getattr(x, name, None) for name in ("primal", "val"))
-        x = next((each for each in inside if each is not None), None)
-    return x is None
 
 
 def forget() -> None:

@@ -6,6 +6,7 @@ log-sum-exp are kept, and the selection.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,7 @@ from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax import geometry, select
+from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank
 
 
@@ -52,18 +54,11 @@ def _foldable(function):
     return folded
 
 
-@jax.custom_jvp
-def _first_order(arrays):
-    """`arrays`, of which kernels make gradients that have none themselves."""
-    return arrays
-
-
-@_first_order.defjvp
-def _refuse(primals, tangents):
-    raise NotImplementedError(
-        "implementations 'xla' and 'reference' alone have second derivatives (Hessians, gradient "
-        "penalties): the gradients of kernels have none"
-    )
+_first_order = functools.partial(
+    refuse_derivatives,
+    "implementations 'xla' and 'reference' alone have second derivatives (Hessians, gradient "
+    "penalties): the gradients of kernels have none",
+)
 
 
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers, config):

@@ -519,6 +519,23 @@ def test_pages(page, block, scopes, same, include):
     judge_rows(of_jax, rows)
 
 
+@pytest.mark.parametrize("wanted", range(3), ids=["query", "key_pages", "value_pages"])
+def test_pages_have_no_gradient(wanted):
+    """It is an error in JAX too, no zeros; what stops it may be in a function that has one."""
+    given, *_ = pages_of(32, 16, 2, True, "selected")
+    floats = list(map(jnp.asarray, given[:3]))
+
+    def loss(x, stop=lambda x: x):
+        arrays = *floats[:wanted], stop(x), *floats[wanted + 1 :], *given[3:]
+        return x[0].sum() + nsa_jax.paged_block_attention(*arrays, block_size=16).sum()
+
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(NotImplementedError, match="paged_block_attention has no gradient"):
+            transform(loss)(floats[wanted])
+    stopped = functools.partial(loss, stop=jax.lax.stop_gradient)
+    assert jax.jit(jax.grad(stopped))(floats[wanted])[0].all()
+
+
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @kernel
 @pytest.mark.parametrize(

@@ -60,6 +60,30 @@ def test_shard_map_over_batch_and_heads(axes, budget, monkeypatch):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])
+def test_a_scale_of_numpy(kind, wrap):
+    """Is a number as Python's is, whatever is differentiated."""
+    p = problem(Case(40, 40, H=4, Hkv=2))
+    lists = jnp.zeros((*p.query.shape[:2], 1, 1), jnp.int32)
+    scale, found = kind(0.25), []
+
+    def losses(query, scale):
+        arrays = p.key, p.value
+        out = nsa_jax.attention(query, *arrays, p.gates, config=SMALL, scale=scale)
+        by_list, lse = nsa_jax.block_attention(
+            query, *arrays, lists, block_size=16, scale=scale, return_residual=True
+        )
+        index = query[:, :, :2], p.key[:, :, 0]
+        scales = {"scale": scale, "index_scale": scale}
+        kl = nsa_jax.indexer_kl(query, p.key, lse, *index, lists, block_size=16, **scales)
+        return out.sum() + by_list.sum() + kl.sum()
+
+    for each in (0.25, scale):
+        found.append(wrap(jax.grad(functools.partial(losses, scale=each)))(p.query))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("spec", [PartitionSpec("rows"), PartitionSpec(None, None, "rows")])
 def test_arrays_over_explicit_axes(spec, wrap):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))

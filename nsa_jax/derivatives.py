@@ -1,0 +1,17 @@
+"""Derivatives that nothing computes: an error in place of zeros."""
+
+import functools
+
+import jax
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def refuse_derivatives(message: str, arrays):
+    """`arrays`, a pytree; what differentiates by one of them raises NotImplementedError."""
+    del message
+    return arrays
+
+
+@refuse_derivatives.defjvp
+def _refuse(message: str, primals, tangents):
+    raise NotImplementedError(message)
