@@ -92,6 +92,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("layers", "requests", "prompt_tokens", "new_tokens", "step_tokens"):
         if getattr(found, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(found, name)}")
+    if found.out and not found.out.absolute().parent.is_dir():
+        parser.error(f"--out must lie in a folder that is there, got {found.out}")
+    try:
+        configuration(found, "nsa")
+    except ValueError as error:
+        parser.error(str(error))
     return found
 
 
@@ -117,8 +123,8 @@ def greedy(flags: argparse.Namespace) -> GenerationConfig:
     )
 
 
-def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
-    config = NSAModelConfig(
+def configuration(flags: argparse.Namespace, attention: str) -> NSAModelConfig:
+    return NSAModelConfig(
         vocab_size=256,
         hidden_size=flags.hidden,
         intermediate_size=3 * flags.hidden,
@@ -128,6 +134,10 @@ def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
         head_dim=flags.head_dim,
         attention=attention,
     )
+
+
+def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
+    config = configuration(flags, attention)
     torch.manual_seed(0)
     return NSAForCausalLM(config).to(flags.device, getattr(torch, flags.dtype)).eval()
 

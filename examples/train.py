@@ -6,7 +6,7 @@
         --texts 'texts/*.txt'                                               # a GPU
 
 Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as fit, each
-attends to itself alone. The model is saved to --out. Needs the extra `hf`.
+attends to itself alone. The model is saved to --out, a new folder. Needs the extra `hf`.
 """
 
 import argparse
@@ -30,15 +30,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
-    parser.add_argument("--out", required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     flags = parser.parse_args(argv)
     for name in SIZES:
-        if getattr(flags, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(flags, name)}")
+        least = (
+            2 if name == "document_tokens" else 1
+        )  # the first of a document is not predicted
+        if getattr(flags, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(flags, name)}")
+    if not 0 < flags.lr < float("inf"):
+        parser.error(f"--lr must be a positive number, got {flags.lr}")
+    if flags.out.exists() and not (flags.out.is_dir() and not any(flags.out.iterdir())):
+        parser.error(f"--out must be a new or an empty folder, got {flags.out}")
     most, rows = flags.document_tokens, flags.row_tokens // flags.document_tokens
     if not rows:
         parser.error(f"--document_tokens must fit in a row, got {most}")
-    data = [Path(x).read_bytes() for x in sorted(glob.glob(flags.texts, recursive=True))]
+    paths = map(Path, sorted(glob.glob(flags.texts, recursive=True)))
+    data = [x.read_bytes() for x in paths if x.is_file()]
     texts = [{"input_ids": list(x[i : i + most])} for x in data for i in range(0, len(x), most)]
     if len(texts) < 16:
         parser.error(f"--texts must give 16 documents, got {len(texts)} of {flags.texts}")

@@ -76,6 +76,9 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
         ("train", "--texts none/*.txt", "--texts must give 16 documents, got 0 of none"),
         ("train", "--steps 0", "--steps must be at least 1, got 0"),
         ("train", "--document_tokens 2048", "--document_tokens must fit in a row, got 2048"),
+        ("train", "--document_tokens 1", "--document_tokens must be at least 2, got 1"),
+        ("train", "--lr nan", "--lr must be a positive number, got nan"),
+        ("train", f"--texts {ROOT}", "--texts must give 16 documents, got 0 of"),
         ("train", "--heads 3", "num_attention_heads must be a multiple of"),
         ("train_jax", "--steps 0", "--steps must be at least 1, got 0"),
         ("train_jax", "--heads 3", "--dim must be a multiple of --heads=3, got 64"),
@@ -96,6 +99,19 @@ def test_what_training_refuses(script, flags, message, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("there", ["file", "folder"])
+def test_training_writes_over_nothing(there, tmp_path, capsys):
+    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
+    out = tmp_path / "model"
+    kept = out if there == "file" else out / "model.safetensors"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("weights")
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", str(out)])
+    assert ended.value.code == 2 and "--out must be a new or an" in capsys.readouterr().err
+    assert kept.read_text() == "weights"
+
+
 def test_train_jax_learns(capsys):
     main = runpy.run_path(str(ROOT / "examples/train_jax.py"))["main"]
     sizes = "--layers 1 --dim 32 --heads 2 --tokens 128 --batch 2 --steps 10"
@@ -111,6 +127,8 @@ def test_train_jax_learns(capsys):
         (["--serve", "fast"], "--serve must be of nsa, dense, vllm, generate"),
         (["--gpu_time", "--device", "cpu"], "--gpu_time needs a GPU, got --device cpu"),
         (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--heads", "3"], "num_attention_heads must be a multiple of num_key_value_heads=2"),
+        (["--out", "none/x.jsonl"], "--out must lie in a folder that is there, got none"),
     ],
 )
 def test_bad_flags_end_with_status_2(flags, message, capsys):
