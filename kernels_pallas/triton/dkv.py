@@ -31,35 +31,35 @@ def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
 
 @triton.jit
 def _step(
-    keys,
-    values,
-    query,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
+    tile,
+    arrays,
     row,
     there,
     seen,
     scale,
-    dk,
-    dv,
-    dk_lost,
-    dv_lost,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    sums,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
+    GIVEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds one tile of query rows; `seen`: `[KEYS, ROWS]`, read if `MASKED`."""
-    rows = load_rows(query, row, there, WIDTH, COLUMNS)
-    do_rows = load_rows(do, row, there, VALUE_WIDTH, VALUE_COLUMNS)
-    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, GATED, LSE_GRAD)
+    """Adds one tile of query rows to `sums`: dk, dv and what rounding added to both.
+
+    Args:
+      tile: keys and values `[KEYS, .]`.
+      arrays: query, do, lse, delta, gate, dlse.
+      seen: `[KEYS, ROWS]`, read if `MASKED`.
+      KEY, VALUE: width and columns; GIVEN: `GATED` and `LSE_GRAD`.
+    """
+    keys, values = tile
+    query, do, lse, delta, gate, dlse = arrays
+    dk, dv, dk_lost, dv_lost = sums
+    rows = load_rows(query, row, there, KEY[0], KEY[1])
+    do_rows = load_rows(do, row, there, VALUE[0], VALUE[1])
+    lse_log2, gates, shift = row_statistics(
+        lse, delta, gate, dlse, row, there, GIVEN[0], GIVEN[1]
+    )
     logits = tl.dot(keys, tl.trans(rows), input_precision=PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[None, :])
     if MASKED:
@@ -75,15 +75,17 @@ def _step(
 
 
 @triton.jit
+def _no_sums(KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr):
+    """`sums` of `_step` before the first."""
+    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+    dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    return dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
+
+
+@triton.jit
 def _interval_walk(
-    keys,
-    values,
-    query,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
+    tile,
+    arrays,
     first,
     last,
     item,
@@ -92,21 +94,15 @@ def _interval_walk(
     end,
     stop,
     scale,
-    dk,
-    dv,
-    dk_lost,
-    dv_lost,
+    sums,
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
+    GIVEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     for start in range(begin, end, ROWS):
@@ -120,33 +116,10 @@ def _interval_walk(
             there &= low < high
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
         place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        dk, dv, dk_lost, dv_lost = _step(
-            keys,
-            values,
-            query,
-            do,
-            lse,
-            delta,
-            gate,
-            dlse,
-            place,
-            there,
-            seen,
-            scale,
-            dk,
-            dv,
-            dk_lost,
-            dv_lost,
-            WIDTH,
-            VALUE_WIDTH,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            GATED,
-            LSE_GRAD,
-            MASKED,
+        sums = _step(
+            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
         )
-    return dk, dv, dk_lost, dv_lost
+    return sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
@@ -214,46 +187,19 @@ def of_intervals(
     plain = tl.minimum(tl.maximum(plain, start), last_row)
     tail = tl.minimum(tl.load(edges + 3) * GROUP, stop)
     tail = tl.maximum(tail - plain, 0) // ROWS * ROWS + plain
-    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-    dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
-    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)
+    arrays = query, do, lse, delta, gate, dlse
+    sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
+    KEY: tl.constexpr = (WIDTH, COLUMNS)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
+    GIVEN: tl.constexpr = (GATED, LSE_GRAD)
     for part in tl.static_range(3):
         begin = start if part == 0 else (plain if part == 1 else tail)
         end = plain if part == 0 else (tail if part == 1 else last_row)
-        dk, dv, dk_lost, dv_lost = _interval_walk(
-            keys,
-            values,
-            query,
-            do,
-            lse,
-            delta,
-            gate,
-            dlse,
-            first,
-            last,
-            batch * T,
-            at,
-            begin,
-            end,
-            stop,
-            scale,
-            dk,
-            dv,
-            dk_lost,
-            dv_lost,
-            head,
-            HEADS,
-            GROUP,
-            WIDTH,
-            VALUE_WIDTH,
-            ROWS,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            GATED,
-            LSE_GRAD,
-            part != 1,
-        )
+        sums = _interval_walk(
+            (keys, values), arrays, first, last, batch * T, at, begin, end, stop, scale, sums,
+            head, HEADS, GROUP, ROWS, KEY, VALUE, PRECISION, GIVEN, part != 1,
+        )  # fmt: skip
+    dk, dv, _, _ = sums
     dk *= scale_dk
     if DIRECT:
         row = beyond
@@ -266,14 +212,8 @@ def of_intervals(
 
 @triton.jit
 def _list_walk(
-    keys,
-    values,
-    query,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
+    tile,
+    arrays,
     order,
     indices,
     position,
@@ -284,24 +224,18 @@ def _list_walk(
     end,
     stop,
     scale,
-    dk,
-    dv,
-    dk_lost,
-    dv_lost,
+    sums,
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     N: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
+    GIVEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     for start in range(begin, end, ROWS):
@@ -321,33 +255,10 @@ def _list_walk(
                     at[:, None] < (begins + BLOCK)[None, :]
                 )
         place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        dk, dv, dk_lost, dv_lost = _step(
-            keys,
-            values,
-            query,
-            do,
-            lse,
-            delta,
-            gate,
-            dlse,
-            place,
-            there,
-            seen,
-            scale,
-            dk,
-            dv,
-            dk_lost,
-            dv_lost,
-            WIDTH,
-            VALUE_WIDTH,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            GATED,
-            LSE_GRAD,
-            MASKED,
+        sums = _step(
+            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
         )
-    return dk, dv, dk_lost, dv_lost
+    return sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
@@ -433,49 +344,21 @@ def of_blocks(
         plain = tl.maximum((own * GROUP - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
         plain = tl.minimum(plain, last_row)
         tail = tl.maximum(stop - plain, 0) // ROWS * ROWS + plain
-        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-        dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
-        dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)
+        arrays = query, do, lse, delta, gate, dlse
+        sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
+        KEY: tl.constexpr = (WIDTH, COLUMNS)
+        VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
+        GIVEN: tl.constexpr = (GATED, LSE_GRAD)
+        order += list_row * entries
         for walk in tl.static_range(3):
-            dk, dv, dk_lost, dv_lost = _list_walk(
-                keys,
-                values,
-                query,
-                do,
-                lse,
-                delta,
-                gate,
-                dlse,
-                order + list_row * entries,
-                indices,
-                position,
-                key_start,
-                batch * T,
-                at,
-                begin if walk == 0 else (plain if walk == 1 else tail),
-                plain if walk == 0 else (tail if walk == 1 else last_row),
-                stop,
-                scale,
-                dk,
-                dv,
-                dk_lost,
-                dv_lost,
-                head,
-                HEADS,
-                GROUP,
-                WIDTH,
-                VALUE_WIDTH,
-                N,
-                COPIES,
-                BLOCK,
-                ROWS,
-                COLUMNS,
-                VALUE_COLUMNS,
-                PRECISION,
-                GATED,
-                LSE_GRAD,
-                walk != 1,
-            )
+            here = begin if walk == 0 else (plain if walk == 1 else tail)
+            end = plain if walk == 0 else (tail if walk == 1 else last_row)
+            sums = _list_walk(
+                (keys, values), arrays, order, indices, position, key_start, batch * T, at,
+                here, end, stop, scale, sums, head, HEADS, GROUP, N, COPIES, BLOCK, ROWS,
+                KEY, VALUE, PRECISION, GIVEN, walk != 1,
+            )  # fmt: skip
+        dk, dv, _, _ = sums
         row = tl.cast(program, tl.int64) * KEYS + tl.arange(0, KEYS)
         store_rows(dk_out, row, dk * scale_dk, inside >= 0, WIDTH, COLUMNS)
         store_rows(dv_out, row, dv, inside >= 0, VALUE_WIDTH, VALUE_COLUMNS)

@@ -63,37 +63,35 @@ def _forward_walk(
     rows,
     key,
     value,
-    low,
-    high,
-    least,
-    beyond,
+    bounds,
     begin,
     end,
     scale,
-    most,
-    total,
-    acc,
+    state,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`; KEY, VALUE:
+    width and columns.
+    """
+    low, high, least, beyond = bounds
+    most, total, acc = state
     inside = tl.arange(0, KEYS)
     for block in range(begin, end, KEYS):
         skip = tl.cast(block, tl.int64) * HEADS
-        keys_at, values_at = key + skip * WIDTH, value + skip * VALUE_WIDTH
+        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * HEADS, inner, WIDTH, COLUMNS)
-            values = load_rows(values_at, inside * HEADS, inner, VALUE_WIDTH, VALUE_COLUMNS)
+            keys = load_columns(keys_at, inside * HEADS, inner, KEY[0], KEY[1])
+            values = load_rows(values_at, inside * HEADS, inner, VALUE[0], VALUE[1])
         else:
-            keys = load_all_columns(keys_at, inside * HEADS, WIDTH, COLUMNS)
-            values = load_all_rows(values_at, inside * HEADS, VALUE_WIDTH, VALUE_COLUMNS)
+            keys = load_all_columns(keys_at, inside * HEADS, KEY[0], KEY[1])
+            values = load_all_rows(values_at, inside * HEADS, VALUE[0], VALUE[1])
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
         if MASKED:
             at = block + inside
@@ -146,46 +144,17 @@ def forward(
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    bounds = low, high, least, beyond
+    KEY: tl.constexpr = (WIDTH, COLUMNS)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
+    state = most, total, acc
     for part in tl.static_range(3):
         start = begin if part == 0 else (plain if part == 1 else tail)
         stop = plain if part == 0 else (tail if part == 1 else end)
-        most, total, acc = _forward_walk(
-            rows,
-            key,
-            value,
-            low,
-            high,
-            least,
-            beyond,
-            start,
-            stop,
-            scale,
-            most,
-            total,
-            acc,
-            HEADS,
-            WIDTH,
-            VALUE_WIDTH,
-            KEYS,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            part != 1,
-        )
+        of_part = rows, key, value, bounds, start, stop, scale, state
+        state = _forward_walk(*of_part, HEADS, KEYS, KEY, VALUE, PRECISION, part != 1)
     store_attention(
-        out,
-        lse,
-        gate,
-        added,
-        row,
-        there,
-        most,
-        total,
-        acc,
-        VALUE_WIDTH,
-        VALUE_COLUMNS,
-        GATED,
-        ADDED,
+        out, lse, gate, added, row, there, state, VALUE_WIDTH, VALUE_COLUMNS, GATED, ADDED
     )
 
 
@@ -195,38 +164,33 @@ def _dq_walk(
     do_rows,
     key,
     value,
-    low,
-    high,
-    least,
-    beyond,
+    bounds,
     begin,
     end,
     scale,
-    lse_log2,
-    gates,
-    shift,
+    statistics,
     acc,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    low, high, least, beyond = bounds
+    lse_log2, gates, shift = statistics
     inside = tl.arange(0, KEYS)
     for block in range(begin, end, KEYS):
         skip = tl.cast(block, tl.int64) * HEADS
-        keys_at, values_at = key + skip * WIDTH, value + skip * VALUE_WIDTH
+        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * HEADS, inner, WIDTH, COLUMNS)
-            values = load_columns(values_at, inside * HEADS, inner, VALUE_WIDTH, VALUE_COLUMNS)
+            keys = load_columns(keys_at, inside * HEADS, inner, KEY[0], KEY[1])
+            values = load_columns(values_at, inside * HEADS, inner, VALUE[0], VALUE[1])
         else:
-            keys = load_all_columns(keys_at, inside * HEADS, WIDTH, COLUMNS)
-            values = load_all_columns(values_at, inside * HEADS, VALUE_WIDTH, VALUE_COLUMNS)
+            keys = load_all_columns(keys_at, inside * HEADS, KEY[0], KEY[1])
+            values = load_all_columns(values_at, inside * HEADS, VALUE[0], VALUE[1])
         ds = logits_gradient(
             rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION
         )
@@ -282,37 +246,17 @@ def dq(
     sees = low < high
     rows = load_rows(query, row, sees, WIDTH, COLUMNS)
     do_rows = load_rows(do, row, sees, VALUE_WIDTH, VALUE_COLUMNS)
-    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, sees, GATED, LSE_GRAD)
+    statistics = row_statistics(lse, delta, gate, dlse, row, sees, GATED, LSE_GRAD)
     key += (batch * S * HEADS + head) * WIDTH
     value += (batch * S * HEADS + head) * VALUE_WIDTH
     least, beyond, begin, plain, tail, end = _borders(low, high, S, KEYS)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    bounds = low, high, least, beyond
+    KEY: tl.constexpr = (WIDTH, COLUMNS)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
     for part in tl.static_range(3):
         start = begin if part == 0 else (plain if part == 1 else tail)
         stop = plain if part == 0 else (tail if part == 1 else end)
-        acc = _dq_walk(
-            rows,
-            do_rows,
-            key,
-            value,
-            low,
-            high,
-            least,
-            beyond,
-            start,
-            stop,
-            scale,
-            lse_log2,
-            gates,
-            shift,
-            acc,
-            HEADS,
-            WIDTH,
-            VALUE_WIDTH,
-            KEYS,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            part != 1,
-        )
+        of_part = rows, do_rows, key, value, bounds, start, stop, scale, statistics, acc
+        acc = _dq_walk(*of_part, HEADS, KEYS, KEY, VALUE, PRECISION, part != 1)
     store_dq(out, added, row, there, acc, scale_dq, WIDTH, COLUMNS, ADDED)

@@ -32,8 +32,11 @@ LOWEST = tl.constexpr(-(2**31))  # the order of what is no candidate
 
 
 @triton.jit
-def _place_of(token, lengths, rows, positions, queries, most, RAGGED: tl.constexpr):
-    """Row and position of a token; a negative position: padding."""
+def _place_of(token, places, RAGGED: tl.constexpr):
+    """Row and position of a token; a negative position: padding. `places`: the arguments of the
+    kernels that say so.
+    """
+    lengths, rows, positions, queries, most = places
     if RAGGED:
         return tl.load(rows + token).to(tl.int64), tl.load(positions + token)
     row = token // queries
@@ -95,7 +98,7 @@ def scores(
     program = tl.program_id(0)
     token = program % tokens  # those of a row read its keys at about the same time
     first = program // tokens * CHUNK
-    row, at = _place_of(token, lengths, rows, positions, queries, most, RAGGED)
+    row, at = _place_of(token, (lengths, rows, positions, queries, most), RAGGED)
     seen = (at + 1) // ENTRY
     head = tl.arange(0, ROWS)
     inside = tl.arange(0, KEYS)
@@ -130,23 +133,28 @@ def scores(
 
 
 @triton.jit
-def _order(
-    scores,
-    block,
-    blocks,
-    at,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-):
-    """int32 in the order of the blocks' scores for a query at `at`."""
+def _order(scores, block, blocks, at, SIZES: tl.constexpr):
+    """int32 in the order of the blocks' scores for a query at `at`; `SIZES`: `POOL`, `ENTRY`,
+    `NUM_INITIAL`, `NUM_LOCAL`.
+    """
+    POOL: tl.constexpr = SIZES[0]
+    ENTRY: tl.constexpr = SIZES[1]
+    NUM_INITIAL: tl.constexpr = SIZES[2]
+    NUM_LOCAL: tl.constexpr = SIZES[3]
     own = tl.where(at >= 0, at // (POOL * ENTRY), -1)
     written = (block < blocks) & (block * POOL < (at + 1) // ENTRY)
     score = tl.load(scores + block, mask=written, other=NEGATIVE_INFINITY)
     forced = (block < NUM_INITIAL) | (block > own - NUM_LOCAL)
     candidate = (forced | (score > NEGATIVE_INFINITY)) & (block <= own)
     return tl.where(candidate, tl.where(forced, HIGHEST, ordered(score)), LOWEST)
+
+
+@triton.jit
+def _write_empty(out, count, N: tl.constexpr, SLOTS: tl.constexpr):
+    """Writes -1 behind the `count` blocks of a list."""
+    rest = tl.arange(0, SLOTS)
+    none = tl.full([SLOTS], -1, tl.int32)
+    tl.store(out + rest, none, mask=(rest >= count) & (rest < N))
 
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
@@ -177,10 +185,12 @@ def best(
       out: int32 `[tokens, LISTS, N]`, ascending, -1 behind.
     """
     program = tl.program_id(0)
-    _, at = _place_of(program // LISTS, lengths, rows, positions, queries, most, RAGGED)
+    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    places = lengths, rows, positions, queries, most
+    _, at = _place_of(program // LISTS, places, RAGGED)
     here = scores + program.to(tl.int64) * blocks
     everything = tl.arange(0, BLOCKS)
-    orders = _order(here, everything, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    orders = _order(here, everything, blocks, at, SIZES)
     enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= N
     least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
     bit = tl.full([], 2**30, tl.int32)
@@ -193,7 +203,7 @@ def best(
     count, left = tl.zeros([], tl.int32), need
     for first in range(0, blocks, PART):
         block = first + tl.arange(0, PART)
-        order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+        order = _order(here, block, blocks, at, SIZES)
         better = (order > least).to(tl.int32)
         equal = ((order == least) & (order > LOWEST)).to(tl.int32)
         both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
@@ -204,9 +214,7 @@ def best(
         taken = tl.minimum(tl.sum(equal, axis=0), left)
         count += tl.sum(better, axis=0) + taken
         left -= taken
-    rest = tl.arange(0, SLOTS)
-    none = tl.full([SLOTS], -1, tl.int32)
-    tl.store(out + program * N + rest, none, mask=(rest >= count) & (rest < N))
+    _write_empty(out + program * N, count, N, SLOTS)
 
 
 @triton.jit
@@ -228,19 +236,12 @@ def _found(counts, item, need, PARTS: tl.constexpr, VALUES: tl.constexpr):
 @triton.jit
 def _part(
     scores,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
     blocks,
+    places,
     LISTS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
+    SIZES: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """The list and the part of it that a program has, its blocks and their order, which grows with
@@ -248,10 +249,10 @@ def _part(
     """
     program = tl.program_id(0)
     item, part = program // PARTS, program % PARTS
-    _, at = _place_of(item // LISTS, lengths, rows, positions, queries, most, RAGGED)
+    _, at = _place_of(item // LISTS, places, RAGGED)
     block = part * PART + tl.arange(0, PART)
     here = scores + item.to(tl.int64) * blocks
-    order = _order(here, block, blocks, at, POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    order = _order(here, block, blocks, at, SIZES)
     return item, part, block, (order ^ LOWEST).to(tl.uint32, bitcast=True)
 
 
@@ -294,23 +295,9 @@ def digits(
         many are chosen.
       before: int32 `[tokens * LISTS, PARTS]`: how many have more in these bits above.
     """
-    item, part, _, order = _part(
-        scores,
-        lengths,
-        rows,
-        positions,
-        queries,
-        most,
-        blocks,
-        LISTS,
-        PARTS,
-        PART,
-        POOL,
-        ENTRY,
-        NUM_INITIAL,
-        NUM_LOCAL,
-        RAGGED,
-    )
+    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    places = lengths, rows, positions, queries, most
+    item, part, _, order = _part(scores, blocks, places, LISTS, PARTS, PART, SIZES, RAGGED)
     VALUES: tl.constexpr = 2**BITS
     digit = ((order >> SHIFT) & (VALUES - 1)).to(tl.int32, bitcast=True)
     to = out + (item * PARTS + part) * VALUES + tl.arange(0, VALUES)
@@ -359,23 +346,9 @@ def chosen(
     """Programs: tokens * LISTS * PARTS; arguments as of `digits`, of the last launch of it, whose
     `BITS` are the lowest, and of `best`.
     """
-    item, part, block, order = _part(
-        scores,
-        lengths,
-        rows,
-        positions,
-        queries,
-        most,
-        blocks,
-        LISTS,
-        PARTS,
-        PART,
-        POOL,
-        ENTRY,
-        NUM_INITIAL,
-        NUM_LOCAL,
-        RAGGED,
-    )
+    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
+    places = lengths, rows, positions, queries, most
+    item, part, block, order = _part(scores, blocks, places, LISTS, PARTS, PART, SIZES, RAGGED)
     VALUES: tl.constexpr = 2**BITS
     above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
     found, need = _found(counts, item, need, PARTS, VALUES)
@@ -401,9 +374,7 @@ def chosen(
     tl.store(out + item * N + slot, block, mask=taken)
     if part == PARTS - 1:
         count += tl.sum(taken.to(tl.int32), axis=0)
-        rest = tl.arange(0, SLOTS)
-        empty = tl.full([SLOTS], -1, tl.int32)
-        tl.store(out + item * N + rest, empty, mask=(rest >= count) & (rest < N))
+        _write_empty(out + item * N, count, N, SLOTS)
 
 
 @triton.jit(
@@ -466,7 +437,7 @@ def partials(
         tokens = tl.num_programs(0) // (PAIRS * PARTS)
         token, pair = item % tokens, item // tokens
         item = token * PAIRS + pair
-    row, at = _place_of(token, lengths, rows, positions, queries, most, RAGGED)
+    row, at = _place_of(token, (lengths, rows, positions, queries, most), RAGGED)
     head = pair * HEADS // PAIRS
     mine = lists + (token.to(tl.int64) * SCOPES + pair * SCOPES // PAIRS) * N
     member = tl.arange(0, ROWS)
@@ -537,18 +508,7 @@ def merge(
         rows = load_rows(outputs, at, real, VALUE_WIDTH, VALUE_COLUMNS)
         acc = acc * less[:, None] + rows * weight[:, None]
         top = larger
+    state = top, total, acc
     store_attention(
-        out,
-        lse,
-        lse,
-        out,
-        number,
-        real,
-        top,
-        total,
-        acc,
-        VALUE_WIDTH,
-        VALUE_COLUMNS,
-        False,
-        False,
+        out, lse, lse, out, number, real, state, VALUE_WIDTH, VALUE_COLUMNS, False, False
     )

@@ -92,15 +92,16 @@ def store_attention(
     added,
     row,
     mask,
-    most,
-    total,
-    acc,
+    state,
     VALUE_WIDTH: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l)."""
+    """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: what
+    `softmax_step` returns.
+    """
+    most, total, acc = state
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     acc = acc / total[:, None]

@@ -164,6 +164,35 @@ def _tile(position, key_start, T, HEADS, GROUP, TOKENS: tl.constexpr, ROWS, CHUN
 
 
 @triton.jit
+def _lists_of(
+    place,
+    arrays,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Of a tile: where its sequence begins, its block list and the length of it, and where the
+    blocks begin that each row chose, `[ROWS, SLOTS]`, which one token's rows do not read.
+    """
+    token, tile, item, there, head = place
+    indices, key_start, lists, counts = arrays
+    if TOKENS == 1:
+        start = tl.load(key_start + token)
+        lists = indices + (token * HEADS + head) * N
+        count = N
+        chosen = item[:, None]
+    else:
+        start = 0
+        lists += tl.cast(tile, tl.int64) * ENTRIES
+        count = tl.load(counts + tile)
+        chosen = _starts(indices, key_start, item, there, head, HEADS, N, SLOTS, BLOCK)
+    return start, lists, count, chosen
+
+
+@triton.jit
 def _block(
     lists, i, PARTS: tl.constexpr, N: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start
 ):
@@ -229,17 +258,11 @@ def forward(
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    if TOKENS == 1:
-        token = batch * T + tile % T
-        start = tl.load(key_start + token)
-        lists = indices + (token * HEADS + head) * N
-        count = N
-        chosen = item[:, None]  # not read: all rows have these blocks
-    else:
-        start = 0
-        lists += tl.cast(tile, tl.int64) * ENTRIES
-        count = tl.load(counts + tile)
-        chosen = _starts(indices, key_start, item, there, head, HEADS, N, SLOTS, BLOCK)
+    place = batch * T + tile % T, tile, item, there, head
+    arrays = indices, key_start, lists, counts
+    start, lists, count, chosen = _lists_of(
+        place, arrays, HEADS, N, SLOTS, BLOCK, TOKENS, ENTRIES
+    )
     for i in range(count * PARTS):
         found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
         at = found + inside
@@ -256,20 +279,9 @@ def forward(
             seen &= (row_mask > 0)[:, None]
         logits = tl.where(seen, logits, NEGATIVE_INFINITY)
         most, total, acc = softmax_step(logits, values, most, total, acc, PRECISION)
+    state = most, total, acc
     store_attention(
-        out,
-        lse,
-        gate,
-        added,
-        row,
-        there,
-        most,
-        total,
-        acc,
-        VALUE_WIDTH,
-        VALUE_COLUMNS,
-        GATED,
-        ADDED,
+        out, lse, gate, added, row, there, state, VALUE_WIDTH, VALUE_COLUMNS, GATED, ADDED
     )
 
 
@@ -326,17 +338,11 @@ def dq(
     value += (batch * S * HEADS + head) * VALUE_WIDTH
     beyond = tl.minimum(tl.max(end, axis=0), S)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if TOKENS == 1:
-        token = batch * T + tile % T
-        start = tl.load(key_start + token)
-        lists = indices + (token * HEADS + head) * N
-        count = N
-        chosen = item[:, None]  # not read: all rows have these blocks
-    else:
-        start = 0
-        lists += tl.cast(tile, tl.int64) * ENTRIES
-        count = tl.load(counts + tile)
-        chosen = _starts(indices, key_start, item, there, head, HEADS, N, SLOTS, BLOCK)
+    place = batch * T + tile % T, tile, item, there, head
+    arrays = indices, key_start, lists, counts
+    start, lists, count, chosen = _lists_of(
+        place, arrays, HEADS, N, SLOTS, BLOCK, TOKENS, ENTRIES
+    )
     for i in range(count * PARTS):
         found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
         at = found + inside
