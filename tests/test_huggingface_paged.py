@@ -273,6 +273,30 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(as_on_a_gpu):
 
 
 @torch.no_grad()
+def test_a_capture_that_fails_appends_nothing(as_on_a_gpu, monkeypatch):
+    made = model("pooled")
+    cache, new = paged(made, 2), torch.ones(2, 1, dtype=torch.int64)
+    as_on_a_gpu(cache)
+    graph = StepGraph(made, cache)
+    for _ in range(step_graph.WARMUP):
+        graph(new)
+    trace = step_graph.capture
+
+    def failing(call, device):
+        trace(call, device)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(step_graph, "capture", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graph(new)
+    assert cache.get_seq_length() == step_graph.WARMUP
+    monkeypatch.setattr(step_graph, "capture", trace)
+    graph(new)
+    assert cache.get_seq_length() == step_graph.WARMUP + 1
+    assert cache.lengths.tolist() == [step_graph.WARMUP + 1] * 2
+
+
+@torch.no_grad()
 def test_a_step_that_keeps_a_length_of_the_host_is_seen(as_on_a_gpu, monkeypatch):
     made, cache, plain = model(), *(paged(model(), 1) for _ in range(2))
     as_on_a_gpu(cache)

@@ -71,8 +71,10 @@ class StepGraph:
             return self._step()
         if self.replay is None or self.lengths is not rows.lengths:
             columns, self.lengths = rows.columns, rows.lengths
-            self.replay, self.logits = capture(self._step, self.input_ids.device)
-            rows.columns = columns  # nothing ran yet
+            try:
+                self.replay, self.logits = capture(self._step, self.input_ids.device)
+            finally:
+                rows.columns = columns  # nothing ran yet
         self.replay()
         rows.columns += 1
         assert self.logits is not None
