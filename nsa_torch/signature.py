@@ -60,7 +60,8 @@ def signature_of(
         elif kind is tuple or kind is Branches:
             each = x
             # Where all branches have the same tokens, an operator takes them once.
-            key += (len(x), kind is Branches and x[0] is x[1] is x[2])
+            branches = kind is Branches
+            key += (branches, len(x), branches and x[0] is x[1] is x[2])
         elif x is None:
             key.append(None)
             continue

@@ -390,6 +390,11 @@ def test_bad_input_is_refused_after_a_good_call():
         nsa_torch.attention(**arguments | {"gates": arguments["gates"].float().numpy()})
     with pytest.raises(NotImplementedError, match=r"needs key\.selected contiguous"):
         nsa_torch.attention(**CHANGES["strides"](arguments))
+    arguments = variant("branches")
+    nsa_torch.attention(**arguments)
+    for name in ("gates", "key", "value"):
+        with pytest.raises(ValueError, match="must be an array, got tuple"):
+            nsa_torch.attention(**arguments | {name: tuple(arguments[name])})
 
 
 class Watching(torch.utils._python_dispatch.TorchDispatchMode):
