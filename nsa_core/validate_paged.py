@@ -33,6 +33,13 @@ def dtypes(dtype: str, compressed_dtype: str) -> None:
         )
 
 
+def copied(source, target) -> None:
+    """Numbers of what is copied, and of where to: integers `[K]`, as many of both."""
+    for name, x in (("source", source), ("target", target)):
+        array(name, x, 1, ("int32", "int64"))
+    shape("target", target, tuple(source.shape))
+
+
 def pages(cache: PagedArrays) -> None:
     """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
     config = cache.config

@@ -96,7 +96,8 @@ class PagedCache(PagedArrays):
         return cache
 
     def copy_pages(self, source, target) -> Self:
-        """The cache with whole pages copied, as where a row forks within one: `[K]` each.
+        """The cache with whole pages copied, as where a row forks within one: int32 or int64
+        `[K]` each.
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
@@ -107,6 +108,7 @@ class PagedCache(PagedArrays):
         return self._copied(("recent_key", "recent_value"), source, target)
 
     def _copied(self, names, source, target) -> Self:
+        validate_paged.copied(source, target)
         kept = {name: x for name in names if (x := getattr(self, name)) is not None}
         for x in kept.values():
             for name, index in (("source", source), ("target", target)):

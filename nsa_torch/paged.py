@@ -218,13 +218,13 @@ class PagedCache(PagedArrays):
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, as where a row forks within one: `[K]` integers each, from 0 on.
+        """Copies whole pages, as where a row forks within one: int32 or int64 `[K]` each, from
+        0 on.
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
         count = -(-self.num_pages // self.apart)
-        for name, pages in (("source", source), ("target", target)):
-            checks.within(name, pages, 0, count - 1)
+        _check_numbers(source, target, count)
         for name, x in self.tensors().items():
             if name in PAGES:
                 x[target * self.apart] = x[source * self.apart]
@@ -246,8 +246,7 @@ class PagedCache(PagedArrays):
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
-                for name, slots in (("source", source), ("target", target)):
-                    checks.within(name, slots, 0, x.shape[0] - 1)
+                _check_numbers(source, target, x.shape[0])
                 x[target] = x[source]
 
     def first_slots(self, rows: int) -> Tensor:
@@ -277,6 +276,14 @@ class PagedCache(PagedArrays):
         codes, new_scale = rounding.rounded(OPS, new)
         write(pages.view(torch.uint8), at, codes.view(torch.uint8))
         write(scale.transpose(1, 2), at, new_scale)
+
+
+def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
+    """Of what is copied, among `count`."""
+    checks.tensors(source=source, target=target)
+    validate_paged.copied(source, target)
+    for name, numbers in (("source", source), ("target", target)):
+        checks.within(name, numbers, 0, count - 1)
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:

@@ -569,6 +569,18 @@ BAD_NUMBERS = {
         lambda n: n.cache.copy_pages(n.ints(4), n.ints(0)),
         r"source must be in 0\.\.3, got 4",
     ),
+    "a copy by truth values": (
+        lambda n: n.cache.copy_pages(n.ints(0, 1) == 1, n.ints(2, 3)),
+        r"source must have dtype in \('int32', 'int64'\), got bool",
+    ),
+    "a copy to a list": (
+        lambda n: n.cache.copy_pages(n.ints(0), [1]),
+        "target must be an array, got list",
+    ),
+    "a copy of one to two": (
+        lambda n: n.cache.copy_pages(n.ints(0), n.ints(1, 2)),
+        r"target must have shape \(1,\), got \(2,\)",
+    ),
 }
 
 

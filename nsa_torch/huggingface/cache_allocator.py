@@ -107,7 +107,8 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
         """Copies whole blocks, as where a request forks within one."""
         device = self.cache_tensor.device
         source, target = (
-            torch.tensor(x, device=device) for x in (source_block_ids, dest_block_ids)
+            torch.tensor(x, dtype=torch.int64, device=device)
+            for x in (source_block_ids, dest_block_ids)
         )
         for pages in self.pages.values():
             if isinstance(pages, PagedCache):
