@@ -35,6 +35,10 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
         self._gaps: dict[int, Tensor] = {}
 
+    def __reduce__(self):
+        """A copy of the borders' tensor has none of the arrays yet."""
+        return Tables, self.sizes
+
     def with_gap(self, borders: Tensor, gap: int) -> Tensor:
         """`borders` for calls whose queries have a gap; the same tensor each time."""
         if gap not in self._gaps:

@@ -115,6 +115,12 @@ class VarlenMetadata:
         names = "max_seqlen", "total", "padded", "max_sequences", "device"
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
+    def __reduce__(self):
+        """A copy, or one in another process, makes what follows from the borders anew."""
+        self.check()
+        sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
+        return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
+
     def update(self, cu_seqlens: Tensor) -> None:
         """Other sequences, in the same memory: of CUDA graphs, or one object for all batches.
 

@@ -1,6 +1,8 @@
 """Packed rows whose metadata is made once a batch (`nsa_torch.varlen_metadata`)."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -669,3 +671,30 @@ def test_bad_borders_on_a_gpu():
     with refused("varlen must be on the device of query, cuda:0, got one on cpu"):
         cpu = nsa_torch.varlen_metadata(borders([0, 640]), config=CONFIG)
         nsa_torch.attention(*inputs, config=CONFIG, varlen=cpu)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda meta: pickle.loads(pickle.dumps(meta))],
+    ids=["a copy", "a pickle"],
+)
+def test_metadata_is_copied_and_pickled(copied, used):
+    """As workers of a DataLoader do; a copy has its own memory."""
+    numbers = borders(BATCHES["documents"])
+    numbers += 0  # its version is not the first
+    meta = nsa_torch.varlen_metadata(numbers, total=T, max_sequences=7, config=SMALL)
+    inputs = leaves()
+    wanted = with_gradients(inputs, varlen=meta)
+    if not used:
+        meta = nsa_torch.varlen_metadata(numbers, total=T, max_sequences=7, config=SMALL)
+    other = copied(meta)
+    assert repr(other) == repr(meta) and other.config == meta.config
+    assert torch.equal(other.cu_seqlens, meta.cu_seqlens)
+    assert same(with_gradients(inputs, varlen=other), wanted)
+    other.update(borders([0, 30, 60]))
+    assert same(with_gradients(inputs, varlen=meta), wanted)
+    assert torch.equal(copy.deepcopy(meta.cu_seqlens), meta.cu_seqlens)
+    numbers[1] = 11
+    with refused("must not be written to after varlen was made"):
+        copied(meta)
