@@ -67,14 +67,8 @@ class NSACache:
         """
         for name in (field.name for field in dataclasses.fields(self)):
             x = getattr(self, name)
-            if x is None or not name.endswith(("_key", "_value")):
-                continue
-            if x.requires_grad:
-                setattr(self, name, torch.zeros_like(x))
-                continue
-            # Kernels multiply a tile whole: behind the last token nothing may be NaN.
-            with torch.inference_mode(x.is_inference()), torch.no_grad():
-                x.zero_()
+            if x is not None and name.endswith(("_key", "_value")):
+                setattr(self, name, zeroed(x))
         self.length = torch.zeros_like(self.length)
         self.longest, self.contents = 0, UNSAID
         if self.history_key is not None:
@@ -306,6 +300,37 @@ def crop(cache: NSACache, count: int) -> None:
     cache.record()
     cache.length = cache.length - count
     cache.longest -= count
+    for name in ("selected_key", "selected_value", "sliding_key", "sliding_value"):
+        if (x := getattr(cache, name)) is not None:
+            setattr(cache, name, zero_behind(x, cache.length, count))
+    # Tokens that ended among them, and the slot of what is not complete.
+    ended = -(-count // cache.config.compress_stride)
+    slots = _compressed(cache.length, cache.config)
+    last = torch.full_like(slots, cache.compressed_key.shape[1] - 1)
+    for name in ("compressed_key", "compressed_value"):
+        x = zero_behind(getattr(cache, name), slots, ended)
+        setattr(cache, name, zero_behind(x, last, 1))
+
+
+def zeroed(x: Tensor) -> Tensor:
+    """Zeros in `x`: attention multiplies tiles whole, and behind the last token zero times NaN is
+    NaN. In place, but where a graph of autograd's has `x`.
+    """
+    if x.requires_grad:
+        return torch.zeros_like(x)
+    with torch.inference_mode(x.is_inference()), torch.no_grad():
+        return x.zero_()
+
+
+def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
+    """As `zeroed`, of `count` entries of `x` [B, M, ...] behind the first `used` [B] ones; in place
+    of what would be beyond the last one, that.
+    """
+    place = used[:, None] + torch.arange(count, device=used.device)
+    row = torch.arange(used.shape[0], device=used.device)[:, None]
+    x = x.clone() if x.requires_grad else x
+    x[row, place.clamp(max=x.shape[1] - 1)] = 0
+    return x
 
 
 def _last(raw, kept, new_lengths, count):
@@ -326,6 +351,11 @@ def _recorded(history, new, new_lengths):
     return _last(raw, history.shape[1], new_lengths, raw.shape[1])
 
 
+def _compressed(length: Tensor, config: NSAConfig) -> Tensor:
+    """Compressed tokens of rows of `length` tokens: token `i` ends at `i*d + l - 1`."""
+    return (-((config.compress_block - 1 - length) // config.compress_stride)).clamp(min=0)
+
+
 def _emit(buffer, recent, new, start, new_lengths, config, params):
     """Writes the compressed tokens whose last raw token is among `new`.
 
@@ -334,9 +364,9 @@ def _emit(buffer, recent, new, start, new_lengths, config, params):
     block, stride = config.compress_block, config.compress_stride
     num_new, spare = new.shape[1], buffer.shape[1] - 1
     raw = torch.cat([recent, new], dim=1)
-    # Token i ends at i*d + l - 1; the first to end at or after `start`, and its followers.
-    first = (-((block - 1 - start) // stride)).clamp(min=0)
-    index = first[:, None] + torch.arange(-(-num_new // stride), device=new.device)
+    index = _compressed(start, config)[:, None] + torch.arange(
+        -(-num_new // stride), device=new.device
+    )
     begin = index * stride - start[:, None] + block - 1
     taps = begin[..., None] + torch.arange(block, device=new.device)
     row = torch.arange(new.shape[0], device=new.device)[:, None]

@@ -19,6 +19,7 @@ from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
+from nsa_torch.cache import crop
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelCache,
@@ -463,5 +464,41 @@ def test_a_cache_that_was_reset_holds_no_nan(wanted, separate):
     )
     if wanted:
         torch.autograd.grad(out.sum(), x)  # what the graph holds is as it was
+    else:
+        assert cache.selected_key.data_ptr() == before
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("wanted", [False, True], ids=["in place", "in a graph"])
+def test_tokens_that_were_taken_back_leave_no_nan(wanted, separate):
+    """Rows of different lengths, whose compressed tokens end at other tokens."""
+    cache = nsa_torch.init_cache(2, 40, 1, 8, 8, config=SMALL, separate=separate)
+    query, gates = torch.ones(2, 21, 2, 8), torch.ones(2, 21, 2, 3)
+    tokens = torch.ones(2, 21, 1, 8, requires_grad=wanted)
+    given = nsa_torch.Branches.each(tokens) if separate else tokens
+    lengths = torch.tensor([21, 14])
+    first, cache = nsa_torch.cached_attention(
+        query, given, given, gates, cache, new_lengths=lengths
+    )
+    cache.record()
+    clean = cache.clone()
+    count, before = 9, cache.selected_key.data_ptr()
+    x = torch.full((2, count, 1, 8), torch.nan)
+    given = nsa_torch.Branches.each(x) if separate else x
+    out, cache = nsa_torch.cached_attention(
+        query[:, :count], given, given, gates[:, :count], cache
+    )
+    assert out.isnan().any()
+    crop(cache, count)
+    names = [
+        f"{x}_{y}" for x in ("selected", "sliding", "compressed") for y in ("key", "value")
+    ]
+    for name in names:
+        x, y = getattr(cache, name), getattr(clean, name)
+        for row, length in enumerate(() if x is None else (21, 14)):
+            used = SMALL.num_compressed(length) if "compressed" in name else length
+            assert torch.equal(x[row, :used], y[row, :used]) and x.isfinite().all(), name
+    if wanted:
+        torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
     else:
         assert cache.selected_key.data_ptr() == before

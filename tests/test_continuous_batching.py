@@ -108,6 +108,23 @@ def replaced(monkeypatch, name, own):
 
 @served
 @pytest.mark.parametrize(
+    "attention", ["nsa", ("nsa", "dense")], ids=["nsa", "with a dense layer"]
+)
+def test_what_lies_in_the_managers_memory_reaches_nothing(attention, monkeypatch):
+    """NaN of a request before, or of whoever had the memory."""
+
+    def spoiled(register, sector, count, memory, *rest):
+        memory.view(torch.float32).fill_(torch.nan)
+        return register(sector, count, memory, *rest)
+
+    replaced(monkeypatch, "register_cache_tensor", spoiled)
+    lm = model(attention=attention)
+    for prompt, result in zip(prompts(), generated(lm, prompts()), strict=True):
+        same_as_alone(lm, prompt, result)
+
+
+@served
+@pytest.mark.parametrize(
     "changes",
     [
         {},

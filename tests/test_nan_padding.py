@@ -173,11 +173,13 @@ def test_a_model_of_transformers(rows, use_cache):
 @pytest.mark.parametrize("side", ["right", "left"])
 @torch.no_grad()
 def test_outputs_of_a_model_of_transformers(side, kind):
-    """A row of padding alone too."""
+    """A row of padding alone too; on the left one whose tokens begin in a last, short chunk."""
     torch.manual_seed(0)
     model = NSAModel(NSAModelConfig(**HYBRID))
     mask = torch.cat([MASK, torch.zeros_like(MASK)])
     mask = mask.flip(1) if side == "left" else mask
+    if side == "left":
+        mask[1, -2:] = 1
 
     def outputs(number):
         x = torch.from_numpy(np.tile(hidden(0), (2, 1, 1)))
@@ -187,7 +189,7 @@ def test_outputs_of_a_model_of_transformers(side, kind):
         given = None if cache is None else cache(model.config, *sizes)
         given, found, end = {"cache": given, "use_cache": bool(kind)}, [], 0
         # The first chunk of a cache may be padding alone.
-        chunks = [LENGTH - REAL, 5, REAL - 5] if kind and side == "left" else [LENGTH]
+        chunks = [LENGTH - REAL, REAL - 5, 5] if kind and side == "left" else [LENGTH]
         for part in x.split(chunks, dim=1):
             end += part.shape[1]
             out = model(inputs_embeds=part, attention_mask=mask[:, :end], **given)
@@ -195,6 +197,29 @@ def test_outputs_of_a_model_of_transformers(side, kind):
         return torch.cat(found, dim=1)[mask > 0]
 
     assert torch.equal(outputs(np.nan), outputs(0))
+
+
+@pytest.mark.parametrize("kind", ["grows", "pages"])
+@torch.no_grad()
+def test_a_cache_of_transformers_that_was_reset(kind):
+    """Of NaN before, which dense layers would multiply with behind a shorter row's tokens."""
+    torch.manual_seed(0)
+    model = NSAModel(NSAModelConfig(**HYBRID))
+    make = {"grows": NSAModelCache, "pages": lambda x: NSAPagedModelCache(x, 2, 99)}[kind]
+    x, mask = torch.randn(2, 30, 16), torch.ones(2, 22, dtype=torch.int64)
+    mask[1, :15] = 0
+
+    def outputs(cache):
+        for part in (slice(0, 20), slice(20, 21), slice(21, 22)):
+            yield model(
+                inputs_embeds=x[:, part], attention_mask=mask[:, : part.stop], cache=cache
+            ).last_hidden_state[mask[:, part] > 0]
+
+    cache = make(model.config)
+    model(inputs_embeds=torch.full_like(x, torch.nan), cache=cache)
+    cache.reset()
+    for want, got in zip(outputs(make(model.config)), outputs(cache), strict=True):
+        assert torch.equal(got, want)
 
 
 PHI = {

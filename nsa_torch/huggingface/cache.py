@@ -59,6 +59,18 @@ class DenseCache:
         tensors = {name: function(getattr(self, name)) for name in ("key", "value", "length")}
         return dataclasses.replace(self, **tensors)
 
+    def reset(self) -> None:
+        """As of `nsa_torch.NSACache`."""
+        self.key, self.value = map(nsa_cache.zeroed, (self.key, self.value))
+        self.length, self.longest = torch.zeros_like(self.length), 0
+
+    def take_back(self, count: int) -> None:
+        """Forgets the last `count` tokens of every row."""
+        self.length, self.longest = self.length - count, self.longest - count
+        self.key, self.value = (
+            nsa_cache.zero_behind(x, self.length, count) for x in (self.key, self.value)
+        )
+
 
 class ModelLayer(CacheLayerMixin):
     """A layer's cache, to which the attention layers of an nsa model append."""
@@ -117,10 +129,11 @@ class RowLayer(ModelLayer):
         return -1 if self.limit is None else self.limit
 
     def reset(self) -> None:
-        """Forgets the tokens; the tensors stay where they are."""
+        """Forgets the tokens; the tensors stay where they are, but for those in a graph of
+        autograd's.
+        """
         if self.state is not None:
-            self.state.length = torch.zeros_like(self.state.length)
-            self.state.longest = 0
+            self.state.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are."""
@@ -141,9 +154,9 @@ class RowLayer(ModelLayer):
         if self.state is not None:
             self.take_back(count)
 
+    @abc.abstractmethod
     def take_back(self, count: int) -> None:
-        self.state.length = self.state.length - count
-        self.state.longest -= count
+        """Forgets the last `count` tokens of every row."""
 
 
 class NSALayer(RowLayer):
@@ -168,10 +181,6 @@ class NSALayer(RowLayer):
 
     def grow(self, capacity: int) -> None:
         self.state = nsa_cache.grow(self.state, capacity)
-
-    def reset(self) -> None:
-        if self.state is not None:
-            self.state.reset()
 
     def activate_past_recording(self) -> None:
         """From now on keeps what `crop` needs to take tokens back."""
@@ -215,6 +224,9 @@ class DenseLayer(RowLayer):
         )
         self.state = dataclasses.replace(self.state, key=key, value=value)
 
+    def take_back(self, count: int) -> None:
+        self.state.take_back(count)
+
 
 class NSAModelCache(Cache):
     """The past of a batch, for `NSAForCausalLM`.
@@ -234,6 +246,7 @@ class NSAModelCache(Cache):
         super().__init__(layers=[self.make_layer(kind, config, capacity) for kind in kinds])
         self.config = config
         self.ragged = False  # whether rows may have different lengths
+        self.begun: int | None = None  # columns before a call that has not ended
 
     def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:
         """The cache of a layer of this kind, "nsa" or "dense"."""
@@ -265,22 +278,32 @@ class NSAModelCache(Cache):
         """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`.
 
         Raises:
-          ValueError: the last call did not end, so that some layers have tokens that others lack.
+          ValueError: the last call did not end, and some layers have its tokens.
         """
         columns = [layer.get_seq_length() for layer in self.layers]
-        if len({*columns}) > 1:
+        before = columns[0] if self.begun is None else self.begun
+        if {*columns} != {before}:
             raise ValueError(
-                f"cache must have the same tokens in all layers, got {columns} columns: a call "
-                "ended with an error; reset() it and begin anew"
+                "cache must have the same tokens in all layers, of calls that ended, got "
+                f"{columns} columns: a call ended with an error; reset() it and begin anew"
             )
+        self.begun = before
 
     def end(self, count: Tensor | None) -> None:
         """After a call's last layer."""
-        self.ragged = self.ragged or count is not None
+        self.ragged, self.begun = self.ragged or count is not None, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` columns, in which no row has padding; of all
+        layers or, where that is an error, of none.
+        """
+        # Layers with NSA know how far back they can go.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, DenseLayer)):
+            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         super().reset()
-        self.ragged = False
+        self.ragged, self.begun = False, None
 
 
 def taken_back(tokens_to_remove: int | Tensor, columns: int) -> int:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig
 
 from nsa_core import paged_layout
 from nsa_core.paged_runs import Run, plan_runs
+from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface import cache_allocator
 from nsa_torch.huggingface.compatibility import cache_allocators
 from nsa_torch.huggingface.configuration import NSAModelConfig
@@ -303,7 +304,9 @@ def dense_attention(
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     for rows, tokens, columns, length in batch.even_rows():
         table, lengths = batch.page_table[rows, :columns].clamp(min=0), batch.lengths[rows]
-        keys, values = (x[table].flatten(1, 2).transpose(1, 2) for x in pages)
+        # In pages behind a row's tokens may be anything, and zero times NaN is NaN.
+        keys, values = own_tokens(lengths, *(x[table].flatten(1, 2) for x in pages))
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         queries = query[tokens].unflatten(0, (table.shape[0], -1)).transpose(1, 2)
         width = queries.shape[2]
         if length is not None:

@@ -89,6 +89,8 @@ class NSAPagedModelCache(NSAModelCache):
         self.rows.columns -= count
         if self.rows.lengths is not None:
             self.rows.lengths -= count
+        for layer in self.layers:
+            layer.take_back(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` is: its pages in use are copied."""

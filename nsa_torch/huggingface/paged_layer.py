@@ -11,6 +11,7 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
+from nsa_torch.cache import zero_behind, zeroed
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
@@ -150,6 +151,9 @@ class SharedRowsLayer(ModelLayer):
             used = x[:, : self.used]
             used.copy_(used.index_select(0, beam_idx.to(x.device)))
 
+    def take_back(self, count: int) -> None:
+        """The rows' last `count` tokens are gone."""
+
     @property
     def used(self) -> int:
         """Entries of the second axis of `tensors` in which tokens may be."""
@@ -202,7 +206,7 @@ class PagedLayer(SharedRowsLayer):
 class StaticDenseLayer(SharedRowsLayer):
     """That of a layer with dense attention, which reads no pages: `[B, capacity, Hkv, .]`.
 
-    Behind a row's tokens stand zeros and what was taken back, which attention masks.
+    Behind a row's tokens stand zeros, which attention masks.
     """
 
     def __init__(self, rows: PagedRows):
@@ -231,7 +235,12 @@ class StaticDenseLayer(SharedRowsLayer):
     def reset(self) -> None:
         """What is masked must be a number."""
         for x in self.kept.values():
-            x.zero_()
+            zeroed(x)
+
+    def take_back(self, count: int) -> None:
+        for x in self.kept.values():
+            assert self.rows.lengths is not None
+            zero_behind(x, self.rows.lengths, count)
 
 
 def attend_pages(
