@@ -41,24 +41,23 @@ def build_forward(kernel: Kernel):
     """The body of `specs.gathered.merge`."""
     spec = kernel.spec
     lse_ring = {"lse_ring": plgpu.SMEM((_stages(spec), ROWS), jnp.float32)}
-    return _build(kernel, "out", spec.Dv, lambda *x: MergeOutputs(spec, *x), lse_ring)
+    merge = lambda refs, tile: MergeOutputs(spec, refs, refs.out, tile)
+    return _build(kernel, spec.Dv, merge, lse_ring)
 
 
 def build_dq(kernel: Kernel):
     """The body of `specs.gathered.merge_dq`."""
     spec = kernel.spec
-    return _build(kernel, "dq", spec.D, lambda *x: Merge(spec, *x), {})
+    return _build(kernel, spec.D, lambda refs, tile: Merge(spec, refs, refs.dq, tile), {})
 
 
-def _build(kernel: Kernel, name: str, width: int, merge, scratch):
+def _build(kernel: Kernel, width: int, merge, scratch):
     spec, stages = kernel.spec, _stages(kernel.spec)
 
     def run(refs):
-        out = getattr(refs, name)
-
         def of_tile(i, nothing):
             tile = refs.cta.tiles * TILES_OF_CTA + i
-            pl.when(tile < refs.sizes.tiles)(merge(refs, out, tile).run)
+            pl.when(tile < refs.sizes.tiles)(merge(refs, tile).run)
             return nothing
 
         count = jnp.int32(TILES_OF_CTA)
