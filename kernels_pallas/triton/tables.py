@@ -57,8 +57,11 @@ def _last_before(starts, at, inside, count, steps):
 
 
 @triton.jit
-def _of_token(sequences, pitch, count, query, offset, half, gap, inside, steps):
-    """Position of a query, the first key and the place of its sequence."""
+def _of_token(rows, query, inside):
+    """Position of a query, the first key and the place of its sequence. `rows`: what `sequences`
+    wrote, and the arguments of `tables` that say how it is read.
+    """
+    sequences, pitch, count, offset, half, gap, steps = rows
     key = query + offset + tl.where(query >= half, gap, 0)
     at = _last_before(sequences, key, inside, count, steps)
     start = tl.load(sequences + at, mask=inside, other=0)
@@ -68,16 +71,9 @@ def _of_token(sequences, pitch, count, query, offset, half, gap, inside, steps):
 
 
 @triton.jit
-def _column(
-    column,
-    position,
-    start,
-    place,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """One of `Tokens`; `WIDTH`, `STRIDE`: of compressed tokens."""
+def _column(column, token, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """One of `Tokens` of what `_of_token` says; `WIDTH`, `STRIDE`: of compressed tokens."""
+    position, start, place = token
     slot = place // STRIDE
     seen = tl.maximum(position + 1 + STRIDE - WIDTH, 0) // STRIDE
     end = start + position + 1
@@ -100,16 +96,10 @@ def _queries_before(key, T, half, gap):
 def _tokens_below(
     value,
     column,
-    sequences,
-    pitch,
-    count,
+    rows,
     T,
-    offset,
-    half,
-    gap,
     token_steps,
     inside,
-    steps,
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -120,10 +110,8 @@ def _tokens_below(
     for _ in range(token_steps):
         middle = (low + high) // 2
         unknown = inside & (low < high)
-        position, start, place = _of_token(
-            sequences, pitch, count, middle, offset, half, gap, unknown, steps
-        )
-        smaller = _column(column, position, start, place, WIDTH, STRIDE, WINDOW) < value
+        of_token = _of_token(rows, middle, unknown)
+        smaller = _column(column, of_token, WIDTH, STRIDE, WINDOW) < value
         low = tl.where(unknown & smaller, middle + 1, low)
         high = tl.where(unknown & (smaller == 0), middle, high)
     return low
@@ -218,6 +206,7 @@ def tables(
       token_steps, steps: of a search among tokens, among sequences.
       FIXED, ITEM_INTS: columns of a work item before those of parts, and all.
     """
+    rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)
     begins = tl.load(sections + tl.arange(0, MOST) * INTS + BEGIN)
     section = sections + (tl.sum((begins <= program).to(tl.int32), 0) - 1) * INTS
@@ -246,20 +235,19 @@ def tables(
         token = begin + tl.minimum(row, tokens * group - 1) // group
         token = tl.where(kind == OF_CANDIDATE_SPANS, end - 1, token)
         near = tl.minimum(tl.maximum(tl.minimum(token, end - 1), 0), T - 1)
-        position, start, place = _of_token(
-            out, pitch, count, near, offset, half, gap, inside, steps
-        )
+        of_token = _of_token(rows_of, near, inside)
+        position, start, place = of_token
         if kind == OF_TOKENS:
             for column in tl.static_range(7):
-                found = _column(column, position, start, place, WIDTH, STRIDE, WINDOW)
+                found = _column(column, of_token, WIDTH, STRIDE, WINDOW)
                 tl.store(at + column * tl.load(section + PITCH), found, mask=inside)
         elif kind == OF_QUERY_TILES:
             tl.store(at, begin, mask=inside)
             tl.store(second, end, mask=inside)
         elif kind <= OF_CANDIDATE_ROWS:
-            found = _column(first, position, start, place, WIDTH, STRIDE, WINDOW)
+            found = _column(first, of_token, WIDTH, STRIDE, WINDOW)
             tl.store(at, found, mask=inside)
-            found = _column(last, position, start, place, WIDTH, STRIDE, WINDOW)
+            found = _column(last, of_token, WIDTH, STRIDE, WINDOW)
             tl.store(second, found, mask=inside & (last >= 0))
         else:
             block = tl.load(section + BLOCK)
@@ -290,21 +278,7 @@ def tables(
             key = i * PART_KEYS + tl.where(number % 2 == 0, 1, PART_KEYS)
             column = tl.where(number < 2, last, first)
             token = _tokens_below(
-                key,
-                column,
-                out,
-                pitch,
-                count,
-                T,
-                offset,
-                half,
-                gap,
-                token_steps,
-                inside,
-                steps,
-                WIDTH,
-                STRIDE,
-                WINDOW,
+                key, column, rows_of, T, token_steps, inside, WIDTH, STRIDE, WINDOW
             )
             tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
             # A tile behind all that is seen has no queries, not the last one's.
@@ -326,10 +300,8 @@ def tables(
         segment = tl.where(in_order, rest % segments, segments - 1 - rest // segment_tiles)
         n = tl.where(in_order, rest // segments, rest % segment_tiles)
         token = tl.minimum(tl.maximum(segment * (span * tokens), 0), T - 1)
-        position, start, place = _of_token(
-            out, pitch, count, token, offset, half, gap, inside, steps
-        )
-        tile = _column(first, position, start, place, WIDTH, STRIDE, WINDOW) // keys + n
+        of_token = _of_token(rows_of, token, inside)
+        tile = _column(first, of_token, WIDTH, STRIDE, WINDOW) // keys + n
         exists = tile < tiles
         tile = tl.minimum(tile, tiles - 1)
         part = out + tl.load(section + PARTS_AT) + tile * columns
