@@ -20,8 +20,8 @@ own, one after the other: they need not add up to the whole, and where something
 machine meanwhile a part's median can be above the whole's. Such a time has a `*` and stands in the
 column `above_whole`; one that is longer by more than noise is refused. Dense attention to all of
 the cache stands beside them. In torch on CUDA a CUDA graph replays the step where it can be
-captured (`graph`). `ms_host` and `ms_paged_host` are what an eager step takes of the host there,
-until its call returns.
+captured (`graph`). `ms_host` and `ms_paged_host` are what an eager step takes of the host there, of
+steps that follow each other.
 
 Reads are key rows, raw or compressed, that the last query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the

@@ -139,7 +139,8 @@ def configuration(flags: argparse.Namespace, attention: str) -> NSAModelConfig:
 def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
     config = configuration(flags, attention)
     torch.manual_seed(0)
-    return NSAForCausalLM(config).to(flags.device, getattr(torch, flags.dtype)).eval()
+    with torch.device(flags.device):
+        return NSAForCausalLM(config).to(getattr(torch, flags.dtype)).eval()
 
 
 def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:

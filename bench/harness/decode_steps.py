@@ -313,9 +313,7 @@ class Step:
         return found, "yes"
 
     def host_ms(self) -> float | None:
-        """Until an eager call returns, the GPU idle before: median; None where no call is eager on
-        a GPU.
-        """
+        """What an eager call takes of the host; None where no call is eager on a GPU."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
         return timing.host_ms(lambda: self.at(0))

@@ -118,16 +118,17 @@ def time_cuda_events(
     return Timing.of(samples_ms, timer)
 
 
-def host_ms(call: Callable[[], Any], calls: int = 200) -> float:
-    """Until `call` returns, torch's device idle before each: median of `calls`."""
+def host_ms(call: Callable[[], Any], calls: int = 100) -> float:
+    """Until `call` returns, where calls follow each other and none waits for torch's device."""
     import torch
 
     found = []
-    for _ in range(WARMUP + calls):
+    for _ in range(WARMUP + MIN_SAMPLES):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - start) * 1e3)
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) * 1e3 / calls)
     torch.cuda.synchronize()
     return float(np.median(found[WARMUP:]))
 
