@@ -14,6 +14,7 @@ A document names a table between two comments, and this command fills what stand
 | `packed` | packed rows beside rows (`bench.packed`) | `device`, `implementation` |
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
+| `targets` | the newest times beside what was wanted (`bench/targets.yaml`) | `device` |
 | `fp8` | products in e4m3 beside those of 16 bits, and their errors | `device` |
 | `variants` | variants of a kernel, measured while it was written | `kernel`, `device`, `commit` |
 | `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
@@ -53,6 +54,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from absl import flags
 
 from .harness import cli, records, seed_env, seed_names
@@ -68,6 +70,7 @@ FLAGS = flags.FlagValues()
 WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)
 
 ROOT = records.FOLDER.parents[1]
+TARGETS = Path(__file__).parent / "targets.yaml"
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
 DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/log/*.md")
 MARKER = re.compile(
@@ -267,11 +270,16 @@ def branches(mode: str = "forward", framework: str = "torch", device: str = DEVI
     return table([*SHAPE_HEAD, *BRANCHES, "commit"], rows)
 
 
+def _in_fp8(device: str) -> Newest:
+    eight = records.read(DEVICE.parent / device / records.FP8_RECORDS)
+    return Newest(
+        sorted((r for r in eight if r.status == "ok"), key=lambda r: r.time), "forward"
+    )
+
+
 def fp8(device: str = DEVICE.name) -> str:
     """Forward, a row a shape and branch; root of the mean square of errors, and its bound."""
-    eight = records.read(DEVICE.parent / device / records.FP8_RECORDS)
-    timed = sorted((r for r in eight if r.status == "ok"), key=lambda r: r.time)
-    newest, exact = Newest(timed, "forward"), Newest(load(device), "forward")
+    newest, exact = _in_fp8(device), Newest(load(device), "forward")
     rows = []
     for branch in ("all", "selected", "sliding"):
         for framework in ("torch", "jax"):
@@ -285,6 +293,54 @@ def fp8(device: str = DEVICE.name) -> str:
                 rows.append([*cells, commits(pair)])
     head = ["", *SHAPE_HEAD, "16 bits", "e4m3", "error", "its bound", "commit"]
     return table(head, rows)
+
+
+def targets(device: str = DEVICE.name) -> str:
+    """Forward / with backward, a row a target; a call by itself, and calls in a row."""
+    newest, eight = {mode: Newest(load(device), mode) for mode in PASSES}, _in_fp8(device)
+    packed_rows = {
+        (_documents(documents), mode): forms["varlen"]
+        for (documents, mode), forms in _of_packed(device, "mosaic").items()
+    }
+    calls = {
+        (line["variant"], line["shape"]): line
+        for line in lines_of("kernel_log/variants.jsonl", device)
+        if line["kernel"] == "whole_calls"
+    }
+    rows = []
+    for row in yaml.safe_load(TARGETS.read_text()):
+        found: list[Record] = []
+
+        def both(each: Sequence[Record | None], found=found) -> str:
+            found += [x for x in each if x is not None]
+            return " / ".join(map(ms, each)) if any(each) else MISSING
+
+        def shape(sizes: Mapping[str, int], source: str) -> tuple[Any, ...]:
+            p = {"B": 1, "H": 64, "Hkv": 4, "D": 128, "Dv": 128} | sizes
+            return *(p[name] for name in ("H", "Hkv", "D", "Dv", "B", "T")), source
+
+        cells = [MISSING, MISSING]
+        for i, source in enumerate(("random", "text")):
+            if "problem" in row or "e4m3" in row:
+                at = shape(row.get("problem") or row["e4m3"], source), "all", "torch", "mosaic"
+                of_each = [eight] if "e4m3" in row else newest.values()
+                cells[i] = both([x.get(*at) for x in of_each])
+        if "packed" in row:
+            cells[0] = both([packed_rows.get((row["packed"], mode)) for mode in PASSES])
+        made = [calls.get((row.get("calls"), x)) for x in ("forward", "with backward")]
+        rested = f"{row.get('calls')}, after 50 ms of rest"
+        rested = [calls.get((rested, x)) for x in ("forward", "with backward")]
+        in_a_row = [
+            " / ".join(f"{x['time_ms']:.3g}" for x in each)
+            for each in (made, rested)
+            if None not in each
+        ]
+        names = [*commits(found).split(", "), *(x["commit"] for x in (*made, *rested) if x)]
+        names = ", ".join(x for x in dict.fromkeys(names) if x != MISSING) or MISSING
+        cells.append("; ".join(in_a_row) or MISSING)
+        rows.append([row["shape"], row["target"], *cells, row["bound"], names])
+    head = ["shape", "target", "random", "text", "calls in a row; after 50 ms of rest"]
+    return table([*head, "what bounds it", "commit"], rows)
 
 
 def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
@@ -873,6 +929,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "attention": attention,
     "branches": branches,
     "fp8": fp8,
+    "targets": targets,
     "variants": variants,
     "kernel_times": kernel_times,
     "counters": counters,
