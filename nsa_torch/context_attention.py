@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from nsa_core import context_layout as layouts
 from nsa_core.types import Branches
-from nsa_torch import batch_tables, functional, operators
+from nsa_torch import batch_tables, early_release, functional, operators
 from nsa_torch.batch_tables import tables_of
 from nsa_torch.chunks import wide
 from nsa_torch.first_order import first_order
@@ -181,15 +181,16 @@ class LocalGraph:
         self._edge = get_gradient_edge(out)
         self.results = [out.detach()]
 
-    def gradients(self, leaves, kept, do) -> list[Tensor | None]:
-        """Of each leaf, from that of the output; once.
+    def gradients(self, leaves, kept, do, *, retain: bool = False) -> list[Tensor | None]:
+        """Of each leaf, from that of the output.
 
         Args:
           leaves: as the graph was made of.
           kept: as it left them there.
+          retain: whether this is not the last time.
         """
         self._leaves, self._kept = leaves, kept
-        torch.autograd.grad(self._edge, self._token, do, allow_unused=True)
+        torch.autograd.grad(self._edge, self._token, do, retain, allow_unused=True)
         found = list(self._gradients)
         self._leaves, self._kept = [], []
         self._gradients.clear()
@@ -248,7 +249,7 @@ class _Attention(torch.autograd.Function):
         grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
         first = 4 + len(compressed)
         widths = [x.shape[-1] for x in keys_values]
-        graphs, sums = iter(ctx.graphs), []
+        graphs, sums, retain = iter(ctx.graphs), [], not early_release.is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
             for unit, wait in call.units(given):
                 whole, heads, row = wait(), call.query_heads(given, unit), unit.row
@@ -266,8 +267,9 @@ class _Attention(torch.autograd.Function):
                         function = call.local(given, unit, tokens, options)
                         graph = LocalGraph(function, leaves, again)
                         graph.results.clear()
+                    part = do[row : row + 1, tokens, heads].contiguous()
                     grads = graph.gradients(
-                        leaves, again, do[row : row + 1, tokens, heads].contiguous()
+                        leaves, again, part, retain=retain and not call.recompute
                     )
                     for target, grad in zip(own, grads[:4], strict=True):
                         target.put(grad, row, tokens, heads)
@@ -286,7 +288,8 @@ class _Attention(torch.autograd.Function):
                             elif seen:
                                 target += grad[0, keys]
                 sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
-        ctx.graphs = []
+        if not retain:
+            ctx.graphs = []
         batch = keys_values[0].shape[0]
         found = [wait() for wait in sums]  # [T, h, W] a unit
         each = len(found) // batch

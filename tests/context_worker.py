@@ -273,6 +273,20 @@ def second_derivatives(mesh: DeviceMesh) -> list[str]:
     ]
 
 
+def twice(mesh: DeviceMesh) -> bool:
+    """Whether a graph that is retained gives the same gradients again, and those of one pass."""
+    found = []
+    for retain in (True, False):
+        x = mine(Case(48), mesh)
+        wanted = [x[name].requires_grad_() for name in ("query", "key", "gates")]
+        out = plain(mesh, x)
+        for keep in (True, False) if retain else (False,):
+            found.append(torch.autograd.grad(out, wanted, x["do"], retain_graph=keep))
+    return all(
+        torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True)
+    )
+
+
 def by_kv_head() -> dict[str, torch.Tensor]:
     """Two ranks a sequence, two a key/value head, through a checkpoint."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
@@ -381,6 +395,7 @@ def main(rank: int, folder: Path) -> None:
     results["scale"] = scaling(mesh)
     results["nan"] = with_nan(mesh)
     results["second derivatives"] = second_derivatives(mesh)
+    results["twice"] = twice(mesh)
     results["errors"] = bad_input(mesh)
     if rank == 3:
         torch.save(results, folder / f"results.{rank}.pt")

@@ -123,6 +123,10 @@ def test_second_derivatives_are_refused(several):
             )
 
 
+def test_a_graph_that_is_retained(several):
+    assert all(found["twice"] for found in several[0])
+
+
 ERRORS = {
     "length": "arguments must have the same sizes on all ranks of context_mesh, got "
     "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 4, 4, 8) float32 on rank 2",
