@@ -75,13 +75,13 @@ def packed(cu_seqlens, x, name, length=None):
     borders(cu_seqlens, x.shape[1] if length is None else length)
 
 
-def borders_array(cu_seqlens):
+def borders_array(cu_seqlens, name="cu_seqlens"):
     """That they are borders, whatever their numbers."""
-    tensors(cu_seqlens=cu_seqlens)
-    validate.array("cu_seqlens", cu_seqlens, 1, ("int32", "int64"))
+    tensors(**{name: cu_seqlens})
+    validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"cu_seqlens must have num_seqs + 1 >= 2 entries, got {cu_seqlens.shape[0]}"
+            f"{name} must have num_seqs + 1 >= 2 entries, got {cu_seqlens.shape[0]}"
         )
 
 

@@ -311,7 +311,10 @@ def test_packed_rows(kind):
         dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)),
         collated,
     ):
-        torch.testing.assert_close(run(**options).logits, want, rtol=0, atol=FLOAT32_MAX)
+        for more in ({}, {"use_cache": None}):  # a cache is made of other rows alone
+            found = run(**options | more)
+            torch.testing.assert_close(found.logits, want, rtol=0, atol=FLOAT32_MAX)
+            assert found.get(CACHE) is None
 
 
 def test_packed_rows_are_found_once(monkeypatch):
@@ -1036,10 +1039,20 @@ def test_calls_that_are_refused():
         ("position_ids must count", dict(position_ids=ones, attention_mask=ones)),
         ("cu_seq_lens_q must not decrease", dict(cu_seq_lens_q=torch.tensor([0, 5, 3, 6]))),
         ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=ones[0, :2], attention_mask=ones)),
+        ("cu_seq_lens_q must be an array, got list", dict(cu_seq_lens_q=[0, 6])),
+        ("cu_seq_lens_q must have dtype", dict(cu_seq_lens_q=ones[0] * 1.0)),
+        (r"must have shape \(1, 6\).* got dict", dict(attention_mask={"full_attention": ones})),
+        (
+            r"must have shape \(1, 6\).* got \(1, 1, 6, 6\)",
+            dict(attention_mask=ones.expand(1, 1, 6, 6)),
+        ),
     ):
         step = ids[:, :1] if options.get("cache") is cache else ids
         with pytest.raises(ValueError, match=message):
             made(step, **options)
+    for kind in ("nsa", "dense"):
+        with pytest.raises(ValueError, match="input_ids must be one row where cu_seq_lens_q"):
+            model(kind)(tokens(2, 6), cu_seq_lens_q=torch.tensor([0, 3, 6]))
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
     for options in (dict(attention_mask=right), dict()):  # the second from pad_token_id
         with pytest.raises(

@@ -276,8 +276,8 @@ class NSAModel(NSAPreTrainedModel):
             start anew is a packed one.
           cache: an `NSAModelCache`, to which the tokens are appended; also as `past_key_values`,
             its name before transformers 5.24.
-          use_cache: makes a cache where none is given. None: the configuration's outside
-            training.
+          use_cache: makes a cache where none is given, but of a packed row. None: the
+            configuration's outside training.
           cu_seq_lens_q: int `[sequences + 1]`, a packed row, as of transformers'
             `DataCollatorWithFlattening`. What follows from it is made once for all layers.
           max_length_q: its longest sequence's tokens; the last one then ends with the row.
@@ -311,14 +311,12 @@ class NSAModel(NSAPreTrainedModel):
                     "cache must be None where gradient checkpointing trains, got one: call eval()"
                 )
             use_cache = False
-        if cache is None and use_cache and cu_seq_lens_q is None:
-            cache = NSAModelCache(self.config)
         given = attention_mask, position_ids, cu_seq_lens_q, cache
         longest = max_length_q if isinstance(max_length_q, int) else None
         config = self.config.layer_spec.config
         where = rows(x.shape[0], x.shape[1], *given, config, longest)
-        if where.cu_seqlens is not None:
-            cache = None
+        if cache is None and use_cache and where.cu_seqlens is None:
+            cache = NSAModelCache(self.config)
         if cache is not None:
             cache.check_model(self.config)
             cache.begin(x, where.count)

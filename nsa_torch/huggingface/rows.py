@@ -78,6 +78,11 @@ def rows(
             raise ValueError(
                 "cu_seq_lens_q must be None where attention_mask or a cache is given, got both"
             )
+        checks.borders_array(cu_seqlens, "cu_seq_lens_q")
+        if batch != 1:
+            raise ValueError(
+                f"input_ids must be one row where cu_seq_lens_q is given, got {batch} rows"
+            )
         checks.borders(cu_seqlens, length, "cu_seq_lens_q")
         padded = None if max_length is None else False
         sizes = {"max_seqlen": max_length, "total": length, "padded": padded}
@@ -88,15 +93,16 @@ def rows(
     if attention_mask is None and position_ids is None:
         return Rows()
     mask, step = attention_mask, length == 1 and isinstance(cache, NSAPagedModelCache)
-    if step and mask is not None and tuple(mask.shape) == (batch, 1):
+    if step and isinstance(mask, Tensor) and tuple(mask.shape) == (batch, 1):
         return Rows(count=(mask[:, 0] != 0).long())
     if mask is None:
         mask = torch.ones(batch, past + length, dtype=torch.bool)
         mask = mask if position_ids is None else mask.to(position_ids.device)
-    if mask.ndim != 2 or tuple(mask.shape) != (batch, past + length):
+    found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if found != (batch, past + length):
         raise ValueError(
             f"attention_mask must have shape {(batch, past + length)}, a number for each column "
-            f"of the cache and of the input, got {tuple(mask.shape)}"
+            f"of the cache and of the input, got {found}"
         )
     if step and not free_to_read(mask):
         return Rows(count=(mask[:, -1] != 0).long())
