@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import threading
 
 import pytest
 import torch
@@ -649,3 +650,26 @@ def test_adapters_and_hooks_on_a_gpu():
     assert len(calls) == 12 and torch.equal(hooked, logits(disable_compile=True))
     handle.remove()
     assert torch.equal(logits(), found[-1]) and not torch.equal(hooked, found[-1])
+
+
+@pytest.mark.gpu
+def test_a_capture_goes_on_beside_other_threads():
+    """One of which needs memory of the driver, as servers do that load, answer or log."""
+    x, failed = torch.ones(8, device="cuda"), []
+    torch.cuda.empty_cache()
+
+    def elsewhere():
+        try:
+            torch.empty(2**31, dtype=torch.uint8, device="cuda")
+        except RuntimeError as error:
+            failed.append(error)
+
+    def call():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    replay, found = step_graph.capture(call, x.device)
+    replay()
+    assert not failed and bool((found == 2).all())

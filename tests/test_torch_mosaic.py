@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import threading
 
 import jax
 import pytest
@@ -32,6 +33,7 @@ from nsa_torch import (
     plans,
 )
 from nsa_torch.operators import REST_COUNT, arguments
+from nsa_torch.shared import SHARED
 from tests import planned, pretend
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.limits import set_limits
@@ -768,6 +770,42 @@ def test_the_current_stream_is_followed(packed):
         out = attend(tensors, packed, cu_seqlens=bounds)
         assert not stream.query(), "the host waited"
         assert torch.equal(out, want)
+
+
+@gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_threads_on_streams_of_their_own(implementation):
+    """Lengths change from call to call, and what they share is made by whichever comes first."""
+    lengths, wrong = (300, 64, 511), []
+    given = {n: inputs(n, n, 8, 2, 64, 32, device="cuda") for n in lengths}
+
+    def gradients(tensors):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = nsa_torch.attention(*leaves, config=FEW, implementation=implementation)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    wanted = {n: gradients(given[n]) for n in lengths}
+    torch.cuda.synchronize()
+    plans.forget()
+    SHARED.clear()
+
+    def work(number):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(24):
+                    n = lengths[(i * (number + 1) + number) % 3]
+                    for x, y in zip(gradients(given[n]), wanted[n], strict=True):
+                        if not torch.equal(x, y):
+                            wrong.append((number, i, n))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @gpu

@@ -123,7 +123,9 @@ def capture(
     # Weights that autocast has cast are freed when it ends: the graph casts its own.
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.cuda.device(device), torch.cuda.graph(graph):
+        # What other threads do, such as asking the driver for memory, ends no capture.
+        mode = {"capture_error_mode": "thread_local"}
+        with torch.cuda.device(device), torch.cuda.graph(graph, **mode):
             found = call()
     finally:
         torch.set_autocast_cache_enabled(casts)
