@@ -31,7 +31,19 @@ from nsa_core.layer import GATES
 from nsa_core.layer import PHI as PHIS
 
 from .harness import cli, command, exit_status, heartbeat, records
-from .lm import config_file, curves, data, log, loop, spec, speed, spread, variants, watched
+from .lm import (
+    checkpoint,
+    config_file,
+    curves,
+    data,
+    log,
+    loop,
+    spec,
+    speed,
+    spread,
+    variants,
+    watched,
+)
 from .lm.config import TrainConfig
 from .lm.data import CORPUS_BYTES, Batches
 from .lm.ranks import LostError, Ranks
@@ -353,7 +365,9 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     ended = curves.last(log.read(path), log.Summary) if path.exists() else {}
     with loop.Stop() as stop:
         for run in plan:
-            if run.checkpoint() and run.name in ended and ended[run.name].status == "ok":
+            last = run.checkpoint()
+            if last and run.name in ended and ended[run.name].status == "ok":
+                checkpoint.check_settings(last, run.settings())
                 continue
             heartbeat.say(run.name)
             summary = loop.run(run, stop)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import resource
 import time
 
 import jax
@@ -121,6 +122,20 @@ class TestRecords:
         with pytest.raises(ValueError, match="truncated"):
             records.append(path, [OK])
         assert path.read_text() == '{"schema": 1'
+
+    def test_a_full_disk_leaves_whole_lines(self, tmp_path):
+        """As far as a limit of this process is one: a write takes what fits."""
+        path = tmp_path / "x.jsonl"
+        records.append(path, [OK])
+        before = path.read_text()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                records.append(path, [OK])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_text() == before
 
     def test_an_invalid_record_is_not_written(self, tmp_path):
         for field, value in (("time_ms", float("nan")), ("status", "fine")):

@@ -6,6 +6,7 @@ that a damaged file is reported with its name and line instead of becoming a num
 
 import dataclasses
 import datetime
+import errno
 import functools
 import json
 import math
@@ -125,16 +126,24 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Adds one JSON line a mapping, all in one write, to the file at `path`."""
+    """Adds one JSON line a mapping, all in one write, to the file at `path`.
+
+    Raises:
+      OSError: there is no room for all of them; the file is as before.
+      ValueError: its last line is truncated.
+    """
     path = Path(path)
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
-        if file.seek(0, os.SEEK_END):
+        if end := file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 raise ValueError(f"{path}: the last line is truncated; nothing appended")
-        file.write(text.encode())
+        data = text.encode()
+        if file.write(data) < len(data):  # a full disk takes what fits, without an error
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
 
 

@@ -145,15 +145,8 @@ def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises as `load` does.
     """
-    try:
-        progress = json.loads((path / PROGRESS).read_text())
-        written, sums = progress["settings"], progress.get("files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path}: {PROGRESS} is damaged: {error}") from None
-    for name in sorted(settings.keys() | written.keys()):
-        ours, theirs = settings.get(name), written.get(name)
-        if ours != theirs:
-            raise ValueError(f"{path}: {name} must be {theirs!r} as it was, got {ours!r}")
+    progress = check_settings(path, settings)
+    sums = progress.get("files")
     if sums is None:  # written before there were checksums
         return progress
     for name, expected in sums.items():
@@ -161,6 +154,20 @@ def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
             raise DamagedError(f"{path}: {name} is missing")
         if _checksum(path / name) != expected:
             raise DamagedError(f"{path}: {name} is damaged: its checksum is another")
+    return progress
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """`check`, but of the files of tensors, which are not read."""
+    try:
+        progress = json.loads((path / PROGRESS).read_text())
+        written = progress["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: {PROGRESS} is damaged: {error}") from None
+    for name in sorted(settings.keys() | written.keys()):
+        ours, theirs = settings.get(name), written.get(name)
+        if ours != theirs:
+            raise ValueError(f"{path}: {name} must be {theirs!r} as it was, got {ours!r}")
     return progress
 
 
