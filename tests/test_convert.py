@@ -437,10 +437,20 @@ def with_file(name, text):
     return lambda source: (source / name).write_text(text)
 
 
+def with_index(text):
+    """In place of the one file of weights, which is then one of several."""
+
+    def edit(source):
+        (source / "model.safetensors").rename(source / "a.safetensors")
+        (source / "model.safetensors.index.json").write_text(text)
+
+    return edit
+
+
 def a_folder_for_a_file(source):
     (source / "d.safetensors").mkdir()
-    stated = {"weight_map": {"a": "model.safetensors", "b": "d.safetensors"}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(stated))
+    stated = {"weight_map": {"a": "a.safetensors", "b": "d.safetensors"}}
+    with_index(json.dumps(stated))(source)
 
 
 def a_cut_file(source):
@@ -501,7 +511,7 @@ REFUSED = {
     "shard": (a_shard_missing, {}, "got no model-00002-of"),
     "cut file": (a_cut_file, {}, "model.safetensors must be a whole file"),
     "index of no files": (
-        with_file("model.safetensors.index.json", "{}"),
+        with_index("{}"),
         {},
         "index.json must have a weight_map, got None",
     ),
@@ -514,7 +524,7 @@ REFUSED = {
         "generation_config.json must hold names and values",
     ),
     "cut index": (
-        with_file("model.safetensors.index.json", "{"),
+        with_index("{"),
         {},
         "index.json must be JSON, got",
     ),
@@ -673,6 +683,21 @@ def test_files_are_read_and_written_one_at_a_time(source, tmp_path, folders):
     other = NSAForCausalLM.from_pretrained(tmp_path / "target").state_dict()
     assert one.keys() == other.keys()
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_of_one_file_and_several_transformers_chooses(source, tmp_path):
+    """As where a model was trained further and saved over its shards."""
+    kept = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").unlink()
+    other = dense("qwen2")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    other.save_pretrained(source, max_shard_size="40KB")
+    (source / "model.safetensors").write_bytes(kept)
+    convert(source, tmp_path / "target", check=64, **NSA)
+    made = NSAForCausalLM.from_pretrained(tmp_path / "target")
+    theirs = safetensors.torch.load_file(source / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(made.model.norm.weight, theirs)
 
 
 @pytest.mark.gpu

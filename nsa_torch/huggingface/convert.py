@@ -326,12 +326,14 @@ def _folder(source: str | Path) -> Path:
 
 
 def _files(folder: Path) -> list[str]:
-    """The files of weights.
+    """The files of weights: those that transformers reads, one before several.
 
     Raises:
       FileNotFoundError: there is none of safetensors, or one of several is missing.
       ValueError: the index of several does not name them, or names other places.
     """
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
     if (folder / INDEX).exists():
         places = _stated(folder / INDEX).get("weight_map")
         if not isinstance(places, dict):
@@ -347,8 +349,6 @@ def _files(folder: Path) -> list[str]:
                 f"{folder} must have all files that {INDEX} names, got no {missing[0]}"
             )
         return found
-    if (folder / SINGLE).exists():
-        return [SINGLE]
     others = sorted(x.name for x in folder.iterdir() if x.suffix in (".bin", ".pt", ".pth"))
     raise FileNotFoundError(
         f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, got "
