@@ -338,6 +338,21 @@ def test_a_checkpoint_that_breaks_off_leaves_the_last_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
+def test_what_a_killed_process_had_written_is_removed(tmp_path):
+    class Whole:
+        def save(self, folder):
+            (folder / "weights").write_bytes(b"whole")
+
+        def load(self, folder, step):
+            raise AssertionError
+
+    (tmp_path / ".step-000004.1f").mkdir()
+    (tmp_path / ".step-000004.1f" / "weights").write_bytes(b"half")
+    for step in (4, 5, 6):
+        checkpoint.save(tmp_path, Whole(), step, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"]
+
+
 def test_batches_follow_from_seed_and_step():
     one, same, other = (Batches(3, 40, seed, CORPUS) for seed in (1, 1, 2))
     first, fifth = one.train(0).tokens, one.train(5).tokens

@@ -95,7 +95,8 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
     _sync(scratch)
     os.replace(scratch, target)
     _sync(folder)
-    for path in found(folder)[KEPT:]:
+    # With those that a process was killed within.
+    for path in [*found(folder)[KEPT:], *folder.glob(".step-*")]:
         shutil.rmtree(path)
 
 
