@@ -161,6 +161,7 @@ def test_gradients_reach_every_weight():
         (dict(block_counts=3), "as many blocks of a query as a chunk has"),
         (dict(block_size=0, selection="exact"), "compress_stride must be >= 1"),
         (dict(window_size=-1), "window must be >= 0"),
+        (dict(attention_dropout=0.1), "attention_dropout must be 0, got 0.1"),
     ],
 )
 def test_bad_configurations(changed, message):
@@ -174,3 +175,18 @@ def test_padding_is_refused():
     with pytest.raises(NotImplementedError, match="takes no padding"):
         model("exact")(torch.arange(9)[None], attention_mask=mask)
     assert nsa_torch.huggingface.LlamaNSAForCausalLM is LlamaNSAForCausalLM
+
+
+def test_what_would_attend_to_other_tokens_is_refused():
+    """Packed rows, whose documents would see each other, and a cache with room behind them."""
+    made, ids = model("exact"), torch.arange(12)[None]
+    starts = torch.tensor([0, 7, 12]).int()
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    for packed in ({"position_ids": positions}, {"cu_seq_lens_q": starts}):
+        with pytest.raises(NotImplementedError, match="takes no packed rows"):
+            made(ids, **packed)
+    cache = transformers.StaticCache(config=made.config, max_cache_len=32)
+    with pytest.raises(NotImplementedError, match="got StaticCache of 32"):
+        made(ids, **{CACHE: cache})
+    later = made(ids, position_ids=torch.arange(5, 17)[None]).logits
+    torch.testing.assert_close(later, made(ids).logits)  # a product follows from distances

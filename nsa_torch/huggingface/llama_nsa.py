@@ -42,8 +42,8 @@ class LlamaNSAConfig(LlamaConfig):
       selection: of `SELECTIONS`.
 
     Raises:
-      ValueError: a size that NSA refuses, another selection, or a trained one whose chunk of
-        `block_size` blocks is not `block_counts`.
+      ValueError: a size that NSA refuses, another selection, a trained one whose chunk of
+        `block_size` blocks is not `block_counts`, or dropout of the attention.
     """
 
     model_type = "llama-nsa"
@@ -63,6 +63,8 @@ class LlamaNSAConfig(LlamaConfig):
                 "selection='trained' needs as many blocks of a query as a chunk has, "
                 f"block_counts={self.block_counts}, got block_size={self.block_size}"
             )
+        if self.attention_dropout:
+            raise ValueError(f"attention_dropout must be 0, got {self.attention_dropout}")
 
     @property
     def sizes(self) -> NSAConfig:
@@ -102,6 +104,11 @@ class LlamaNSAAttention(nn.Module):
         if cache is not None:
             pair = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
+            if cache.get_seq_length(self.layer_idx) != key.shape[1]:
+                raise NotImplementedError(
+                    f"{CACHE} must hold the tokens alone, as a dynamic cache does, got "
+                    f"{type(cache).__name__} of {key.shape[1]}"
+                )
         config, chosen = self.config.sizes, None
         if self.config.selection == "trained":
             chosen = trained_blocks(query, key, config)
@@ -154,7 +161,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     """`from_pretrained(path, selection="exact")` or `"trained"`; no remote code is involved.
 
     Raises:
-      NotImplementedError: padding. Caches are transformers' dynamic ones.
+      NotImplementedError: padding, packed rows, a cache that is none of transformers' dynamic ones.
     """
 
     config_class = LlamaNSAConfig
@@ -172,6 +179,13 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
                 "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
+            )
+        borders, positions = rest.get("cu_seq_lens_q"), rest.get("position_ids")
+        several = positions is not None and positions.shape[-1] > 1
+        if borders is not None or (several and not bool((positions.diff() == 1).all())):
+            raise NotImplementedError(
+                "position_ids must follow each other, and cu_seq_lens_q be None: "
+                "LlamaNSAForCausalLM takes no packed rows"
             )
         return super().forward(input_ids, **rest)
 
