@@ -74,7 +74,9 @@ CHOSEN = flags.DEFINE_integer("n_sel", 16, "Blocks of a query.", lower_bound=1, 
 DTYPE = flags.DEFINE_enum(
     "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Precision.", **at
 )
-DEVICE = flags.DEFINE_string("device", None, "cuda or cpu; default: a GPU if any.", **at)
+DEVICE = flags.DEFINE_enum(
+    "device", None, ["cuda", "cpu"], "Where it runs; default: a GPU if any.", **at
+)
 MODE = flags.DEFINE_multi_enum("mode", list(MODES), MODES, "Repeatable.", **at)
 NAMES = flags.DEFINE_multi_enum(
     "implementation", list(IMPLEMENTATIONS), IMPLEMENTATIONS, "Repeatable.", **at
@@ -82,8 +84,8 @@ NAMES = flags.DEFINE_multi_enum(
 OVERLAP = flags.DEFINE_float(
     "overlap", 0.0, "Of a query's blocks with the ones before it.", 0.0, 1.0, **at
 )
-CHECKED = flags.DEFINE_integer("checked", 256, "Queries that are judged.", **at)
-SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", **at)
+CHECKED = flags.DEFINE_integer("checked", 256, "Queries that are judged.", lower_bound=1, **at)
+SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", lower_bound=0, **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
 COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
@@ -298,7 +300,7 @@ class Problem:
             other = HAS[self.mode][1]
             return {"nsa_torch": error, other: dict.fromkeys(error, 0.0)}
         if self.mode == "loss":
-            loss = Loss(self, CHECKED.value)
+            loss = Loss(self, min(CHECKED.value, self.length))
             pairs = zip(LOSS_RESULTS, loss.results(None), loss.results("torch"), strict=True)
             return {"nsa_torch": {n: _distance(x, y.float()) for n, x, y in pairs}}
         (query, *rest), indices = self.tensors(), self.blocks()[:, :, -CHECKED.value :]

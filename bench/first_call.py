@@ -41,7 +41,9 @@ WIDTH = flags.DEFINE_integer("D", 128, "Columns of a head.", lower_bound=1, **at
 LENGTHS = flags.DEFINE_integer("lengths", 50, "Lengths never seen.", lower_bound=1, **at)
 LONGEST = flags.DEFINE_integer("longest", 16384, "Tokens at most.", lower_bound=64, **at)
 SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
-JOBS = flags.DEFINE_integer("jobs", None, "Processes that build; default: one a core.", **at)
+JOBS = flags.DEFINE_integer(
+    "jobs", None, "Processes that build; default: one a core.", lower_bound=1, **at
+)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
 COMMIT = cli.define_commit(FLAGS)
 STAGES = ("cold", "warm", "lengths", "jax", "jax_again")

@@ -37,7 +37,7 @@ ONLY = flags.DEFINE_multi_string("only", [], "Shapes whose names begin so (repea
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
 )
-SECONDS = flags.DEFINE_float("row_seconds", 0.5, "Of timing a row.", **at)
+SECONDS = flags.DEFINE_float("row_seconds", 0.5, "Of timing a row.", lower_bound=0, **at)
 SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the records to.", **at)
 COMMIT = cli.define_commit(FLAGS)
