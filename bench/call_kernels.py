@@ -152,14 +152,7 @@ def lines(
 ) -> Iterator[dict[str, Any]]:
     """Of `--out`."""
     for name in filter(found.__contains__, COLUMNS):
-        yield {
-            "kernel": "call_kernels",
-            "shape": name,
-            "variant": problem.name,
-            "time_ms": round(found[name], 3),
-            "in_use": False,
-            "commit": commit and commit[:7],
-        }
+        yield records.variant("call_kernels", name, problem.name, found[name], commit)
 
 
 def main(argv: Sequence[str]) -> int:

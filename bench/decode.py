@@ -61,19 +61,8 @@ from .harness.records import Record
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 
-FLAGS = command.flag_values(
-    frameworks=True,
-    text=True,
-    heads=8,
-    groups=2,
-    dk=32,
-    dv=32,
-    l=32,
-    d=16,
-    l_sel=64,
-    n_sel=16,
-    w=512,
-)
+SIZES = command.SIZES | {"dk": 32, "dv": 32}
+FLAGS = command.flag_values(frameworks=True, text=True, **SIZES)
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
 NEW = flags.DEFINE_integer(

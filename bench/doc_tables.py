@@ -47,6 +47,7 @@ A cell shows the newest record of its shape; the column `commit` says which comm
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -58,6 +59,7 @@ import yaml
 from absl import flags
 
 from .harness import cli, records, seed_env, seed_names
+from .harness.markdown import table
 from .harness.records import Record
 from .harness.scale_model import problem
 from .lm import curves, quality, watched
@@ -81,12 +83,6 @@ SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING = "-"
 
 type Cells = Sequence[str]
-
-
-def table(head: Cells, rows: Iterable[Cells]) -> str:
-    """Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def load(device: str = DEVICE.name) -> list[Record]:
@@ -120,10 +116,10 @@ def described(shape: tuple[Any, ...]) -> Cells:
 SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
 
 
-def commits(found: Iterable[Record | None]) -> str:
-    """Of these records, each once."""
-    names = dict.fromkeys(r.commit[:7] for r in found if r is not None and r.commit)
-    return ", ".join(names) or MISSING
+def commits(found: Iterable[Any]) -> str:
+    """Of these records or lines, each once; None has none."""
+    names = (x["commit"] if isinstance(x, Mapping) else x and x.commit for x in found)
+    return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
 class Newest:
@@ -315,7 +311,7 @@ def targets(device: str = DEVICE.name) -> str:
             found += [x for x in each if x is not None]
             return " / ".join(map(ms, each)) if any(each) else MISSING
 
-        def shape(sizes: Mapping[str, int], source: str) -> tuple[Any, ...]:
+        def shape(sizes: dict[str, int], source: str) -> tuple[Any, ...]:
             p = {"B": 1, "H": 64, "Hkv": 4, "D": 128, "Dv": 128} | sizes
             return *(p[name] for name in ("H", "Hkv", "D", "Dv", "B", "T")), source
 
@@ -331,14 +327,20 @@ def targets(device: str = DEVICE.name) -> str:
         rested = f"{row.get('calls')}, after 50 ms of rest"
         rested = [calls.get((rested, x)) for x in ("forward", "with backward")]
         in_a_row = [
-            " / ".join(f"{x['time_ms']:.3g}" for x in each)
+            " / ".join(f"{x['time_ms']:.3g}" for x in each if x)
             for each in (made, rested)
             if None not in each
         ]
-        names = [*commits(found).split(", "), *(x["commit"] for x in (*made, *rested) if x)]
-        names = ", ".join(x for x in dict.fromkeys(names) if x != MISSING) or MISSING
         cells.append("; ".join(in_a_row) or MISSING)
-        rows.append([row["shape"], row["target"], *cells, row["bound"], names])
+        rows.append(
+            [
+                row["shape"],
+                row["target"],
+                *cells,
+                row["bound"],
+                commits([*found, *made, *rested]),
+            ]
+        )
     head = ["shape", "target", "random", "text", "calls in a row; after 50 ms of rest"]
     return table([*head, "what bounds it", "commit"], rows)
 
@@ -419,9 +421,8 @@ def memory_check(device: str = DEVICE.name) -> str:
             "; ".join(_judged(line) for (of, _), line in found.items() if of == tool) or MISSING
             for tool in CHECKS
         ]
-        used = dict.fromkeys((x["commit"] or MISSING)[:7] for x in found.values())
-        row = layer or "a planted fault", *map(str, counts), *cells, ", ".join(used)
-        rows.append(row)
+        name = layer or "a planted fault"
+        rows.append([name, *map(str, counts), *cells, commits(found.values())])
     head = "layer", "kernels", "tiles gathered in two calls", "three calls"
     return table((*head, *list(CHECKS)[1:], "commit"), rows)
 
@@ -449,9 +450,8 @@ def training(device: str = DEVICE.name) -> str:
     columns.sort(key=lambda key: (key[0] != "torch", key[1] != "NSA", key[1]))
     rows = []
     for (batch, seq_len), shape in sorted(newest.items(), key=lambda item: item[0][::-1]):
-        used = dict.fromkeys(shape[c]["commit"][:7] for c in columns if c in shape)
         cells = [f"{shape[c]['time_ms']:.0f}" if c in shape else MISSING for c in columns]
-        rows.append([f"{batch} x {seq_len}", *cells, ", ".join(used)])
+        rows.append([f"{batch} x {seq_len}", *cells, commits(map(shape.get, columns))])
     names = [
         f"{kernel_name(which)}, {'JAX' if framework == 'jax' else 'torch'}"
         for framework, which in columns
@@ -505,7 +505,7 @@ def host(device: str, implementation: str = "mosaic") -> str:
                 for part in parts
             ),
             f"{line['graphs_a_call']:g}",
-            line["commit"][:7],
+            commits([line]),
         ]
         for (shape, which, form), line in newest.items()
     ]
@@ -548,7 +548,7 @@ def first_call(device: str) -> str:
         ),
         (held, "64 MB", f"{more:.0f} MB", "not measured"),
     ]
-    commit = ", ".join(dict.fromkeys(stage[name]["commit"][:7] for name in stage))
+    commit = commits(stage.values())
     return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
 
 
@@ -603,9 +603,7 @@ def block_selection(device: str) -> str:
             length(tokens),
             "forward" if mode == "forward" else "with backward",
             *(cell(found.get(name)) for name in names),
-            ", ".join(
-                dict.fromkeys(found[name]["commit"][:7] for name in names if name in found)
-            ),
+            commits(map(found.get, names)),
         ]
         for (tokens, mode), found in sorted(newest.items())
         if not {*names}.isdisjoint(found)
@@ -645,9 +643,8 @@ def block_attention(device: str) -> str:
     for mode, name, what in OF_BLOCKS:
         found = [newest.get((mode, name, *column)) for column in columns]
         cells = [MISSING if x is None else f"{x['ms']:.3g}" for x in found]
-        made = ", ".join(dict.fromkeys(x["commit"][:7] for x in found if x is not None))
-        if made:
-            rows.append([what, *cells, made])
+        if any(found):
+            rows.append([what, *cells, commits(found)])
     kinds = [f"{length(n)}, {'alike' if share else 'random'}" for n, share in columns]
     return table(["ms", *kinds, "commit"], rows)
 
@@ -661,7 +658,7 @@ def serving(device: str, commit: str = "") -> str:
             line["attention"],
             line.get("transformers", MISSING),
             *(f"{line[cell]:.4g}" if cell in line else MISSING for cell in cells),
-            (line["commit"] or MISSING)[:7],
+            commits([line]),
         ]
         for line in lines_of("kernel_log/serve.jsonl", device)
         if (line["commit"] or "").startswith(commit)
@@ -714,7 +711,7 @@ def scaling(device: str = "nvidia-h200") -> str:
                 cell("exposed_ms", ".1f") if several else MISSING,
                 cell("imbalance", ".2f") if several else MISSING,
                 MISSING if row["memory_mib"] is None else f"{row['memory_mib'] / 1024:.1f}",
-                row["commit"][:7],
+                commits([row]),
             ]
         )
     return table(head, rows)
@@ -744,7 +741,7 @@ def parallel_training(device: str = DEVICE.name) -> str:
             first = far[: watched.PARITY_STEPS].max()
             beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
         how, tokens = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
-        rows.append([header.framework, how, tokens, *cells, *beside, f"{header.commit:.7}"])
+        rows.append([header.framework, how, tokens, *cells, *beside, commits([header])])
     rows.sort(key=lambda row: (row[2], row[0] != "torch", row[1]))
     head = ["framework", "GPUs", "tokens a step", "ms a step", "GiB a GPU", "tokens/s kept"]
     head += [f"losses apart, first {watched.PARITY_STEPS} steps", "all steps", "commit"]
@@ -759,17 +756,18 @@ def showcase(device: str = DEVICE.name) -> str:
         where = str(line["seq_len"]), mode or "none", str(line["batch"])
         times = (f"{line[name]:.0f}" for name in ("time_ms", "p20_ms", "p80_ms"))
         rate, peak = f"{line['tokens_per_s']:.0f}", f"{line['peak_bytes'] / 2**30:.1f}"
-        rows.append([*where, *times, rate, peak, f"{line['commit']:.7}"])
+        rows.append([*where, *times, rate, peak, commits([line])])
     return table(["S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "commit"], rows)
 
 
+@functools.cache
 def _quality_groups() -> list[quality.Group]:
     """Kinds of attention over seeds."""
     paths = sorted(DEVICE.parent.glob("*/quality/**/*.jsonl"), key=lambda path: path.name)
     return quality.groups({str(path): train_log.read(path) for path in paths})
 
 
-def quality_over_seeds(part: str) -> str:
+def quality_table(part: str) -> str:
     """NSA against dense attention; `part`: "summary" for what has most pairs, "bounds",
     "distances", "found"."""
     head, rows = {
@@ -790,7 +788,7 @@ def gates(device: str = DEVICE.name) -> str:
     rows = []
     for kind, lines in times.items():
         shown = (f"{x['time_ms']:.1f} ({x['p20_ms']:.1f} to {x['p80_ms']:.1f})" for x in lines)
-        rows.append([f"`{kind}`", "; ".join(shown), f"{lines[0]['commit']:.7}"])
+        rows.append([f"`{kind}`", "; ".join(shown), commits(lines[:1])])
     return table(["gates", "ms a step (p20 to p80), in turn", "commit"], rows)
 
 
@@ -873,7 +871,7 @@ def cached(device: str = DEVICE.name) -> str:
         gain = MISSING if line["copied"] is None else f"{line['copied']:.4f}"
         cells = [f"{line['loss']:.4f}", f"{line['above']:+.4f}", gain]
         about = line["model"], str(line["steps"]), line["cache"]
-        rows.append([*about, *cells, (line["commit"] or MISSING)[:7]])
+        rows.append([*about, *cells, commits([line])])
     head = ["model", "steps", "cache", "loss", "above", "copied", "commit"]
     return table(head, rows)
 
@@ -891,7 +889,7 @@ def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
         ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
         ["skipped", *skips],
         ["minutes", *(f"{each['test_minutes']}" for each in found)],
-        ["commit", *((each["commit"] or MISSING)[:7] for each in found)],
+        ["commit", *(commits([each]) for each in found)],
     ]
     return table(["", *(each["name"] for each in found)], rows)
 
@@ -913,7 +911,7 @@ def installed(device: str) -> str:
         seconds.append(f"{line['layer_s']:.2f}" if "layer_s" in line else MISSING)
         beside = line["versions"]["jax"] if jax else "none"
         faults = "; ".join(line["faults"]) or "nothing"
-        rows.append([preset, stage, beside, *seconds, faults, (line["commit"] or MISSING)[:7]])
+        rows.append([preset, stage, beside, *seconds, faults, commits([line])])
     steps = "import torch", "start the GPU", "forward, backward", "prefill", "decode"
     head = ["preset", "process", "JAX", *steps, "**these three**", "again", "a layer"]
     return table([*head, "built or written", "commit"], rows)
@@ -924,38 +922,18 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
 }
 TABLES: Mapping[str, Callable[..., str]] = {
-    "summary": summary,
-    "packed": packed,
-    "attention": attention,
-    "branches": branches,
-    "fp8": fp8,
-    "targets": targets,
-    "variants": variants,
-    "kernel_times": kernel_times,
-    "counters": counters,
-    "memory_check": memory_check,
-    "training": training,
-    "decode": decode,
-    "cached": cached,
-    "host": host,
-    "first_call": first_call,
-    "installed": installed,
-    "versions": versions,
-    "parallel_training": parallel_training,
-    "quality": quality_over_seeds,
-    "experiment": experiment,
-    "experiments": experiments,
-    "gates": gates,
-    "showcase": showcase,
-    "converted": converted,
-    "selection": selection,
-    "block_selection": block_selection,
-    "block_attention": block_attention,
-    "serving": serving,
-    "crossovers": crossovers,
-    "scaling": scaling,
+    "quality": quality_table,
     "seed_names": seed_names.markdown,
     "seed_variables": seed_env.markdown,
+} | {
+    function.__name__: function
+    for function in (
+        *(summary, packed, attention, branches, fp8, targets, variants, kernel_times),
+        *(counters, memory_check, training, decode, cached, host, first_call, installed),
+        *(versions, parallel_training, experiment, experiments, gates, showcase),
+        *(converted, selection, block_selection, block_attention, serving),
+        *(crossovers, scaling),
+    )
 }
 
 

@@ -18,8 +18,6 @@ Host time: microseconds until a call returns, the GPU left alone to finish.
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -170,19 +168,12 @@ def main(argv: Sequence[str]) -> int:
     } | records.environment(COMMIT.value)
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
-            words = [
-                "-m",
-                process.module("bench.first_call"),
-                *_own_flags(),
-                f"--stage={stage}",
-            ]
-            command = [sys.executable, *words, f"--folder={folder}"]
+            words = *_own_flags(), f"--stage={stage}", f"--folder={folder}"
             start = time.perf_counter()
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                print(f"{stage}: exit status {done.returncode}", flush=True)
-                return exit_status.worst([done.returncode])
-            found = json.loads(done.stdout.splitlines()[-1])
+            status, found = process.answer("bench.first_call", *words)
+            if status:
+                print(f"{stage}: exit status {status}", flush=True)
+                return exit_status.worst([status])
             found["process_s"] = time.perf_counter() - start
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             print(f"{stage:9} {shown}", flush=True)

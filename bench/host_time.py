@@ -32,7 +32,6 @@ on eight numbers.
 
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,17 +192,7 @@ def launches() -> dict[str, float]:
 def one_launch() -> int:
     """Prints and keeps `launches`; the exit status."""
     commit = records.environment(COMMIT.value)["commit"]
-    rows = [
-        {
-            "kernel": "launch",
-            "shape": "us",
-            "variant": name,
-            "time_ms": round(took, 2),
-            "in_use": False,
-            "commit": commit and commit[:7],
-        }
-        for name, took in launches().items()
-    ]
+    rows = [records.variant("launch", "us", *found, commit) for found in launches().items()]
     for row in rows:
         print(f"{row['variant']:24} {row['time_ms']:.2f} us a launch")
     if OUT.value:
@@ -222,18 +211,12 @@ def main(argv: Sequence[str]) -> int:
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMS}
     for _ in range(ROUNDS.value):
         for name, found in rounds.items():
-            words = [
-                "-m",
-                process.module("bench.host_time"),
-                f"--calls={CALLS.value}",
-                f"--form={name}",
-            ]
-            words.append(f"--implementation={IMPLEMENTATION.value}")
-            done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                print(f"{name}: exit status {done.returncode}", flush=True)
-                return exit_status.worst([done.returncode])
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+            words = [f"--calls={CALLS.value}", f"--implementation={IMPLEMENTATION.value}"]
+            status, said = process.answer("bench.host_time", f"--form={name}", *words)
+            if status:
+                print(f"{name}: exit status {status}", flush=True)
+                return exit_status.worst([status])
+            found.append(said)
     rows = summary(rounds)
     for row in rows:
         times = ", ".join(

@@ -17,7 +17,7 @@ from absl import flags
 
 from nsa_core import flags as kernel_flags
 
-from .harness import cli, command, exit_status, problems, records
+from .harness import cli, command, exit_status, markdown, problems, records
 from .harness.records import Record
 from .harness.runners import RUNNERS, forward, out_of_memory, problem
 from .judge import selection_shortfall
@@ -108,7 +108,7 @@ def measure(runner, implementation, inputs, wanted, config, seconds) -> dict[str
         return {"status": "error", "reason": reason}
 
 
-def line(record: Record, found: selection_shortfall.Comparison | None) -> str:
+def row(record: Record, found: selection_shortfall.Comparison | None) -> Sequence[str]:
     """A row of the table."""
 
     def number(value, digits=2):
@@ -119,7 +119,7 @@ def line(record: Record, found: selection_shortfall.Comparison | None) -> str:
         counts = (str(found.rows), str(found.differing), str(found.unexplained))
     cells = (record.input, record.framework, record.implementation, record.status, *counts)
     cells += (number(record.error_max), number(record.error_bound), number(record.time_ms, 4))
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,8 +134,7 @@ def main(argv: Sequence[str]) -> int:
     )
     chosen = choices(runners, settings)
     config = settings.nsa
-    table = [f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
-    done, reports = [], []
+    done, rows, reports = [], [], []
     for kind in dict.fromkeys(INPUT.value):
         inputs = problems.make(settings, kind, SEED.value)
         wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
@@ -153,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
                 **fields,
             )
             done.append(record)
-            table.append(line(record, found))
+            rows.append(row(record, found))
             if record.status != "ok":
                 report = found.report() if found else record.reason
                 name = f"{kind} {runner.framework} {choice.implementation}"
@@ -164,9 +163,9 @@ def main(argv: Sequence[str]) -> int:
     shape = " ".join(f"{name}={getattr(done[0], name)}" for name in sizes)
     devices = ", ".join(dict.fromkeys(record.device for record in done))
     print(f"device: {devices}; {shape}; selection of {config}\n")
-    print("\n".join(table))
+    print(markdown.table(TITLES, rows))
     print(
-        "\nshortfall: of the row that uses most of its bound, the best score left out less the "
+        "shortfall: of the row that uses most of its bound, the best score left out less the "
         "worst\ntaken in place of it, and what float32 resolves, over the larger of the two "
         "scores"
     )

@@ -31,9 +31,7 @@ from .harness.runners import RUNNERS, forward
 from .judge import oracle, parity
 from .prefill import job
 
-FLAGS = command.flag_values(
-    frameworks=True, heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512
-)
+FLAGS = command.flag_values(frameworks=True, **command.SIZES)
 _own = {"flag_values": FLAGS}
 LENGTH = flags.DEFINE_integer(
     "S", None, "Tokens; default: 65536, without a GPU 1024.", lower_bound=2, **_own

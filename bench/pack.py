@@ -21,7 +21,7 @@ from nsa_torch import chunks, fa2, packing
 from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores
 
-from .harness import cli, command, cost, exit_status, problems, records
+from .harness import cli, command, cost, exit_status, markdown, problems, records
 from .harness.measure import shape_without_inputs
 from .harness.records import Record
 from .harness.runners import RUNNERS, out_of_memory
@@ -178,7 +178,7 @@ def measure(problem: Packing, runner, mode: str, name: str, seconds: float) -> d
 def table(found: Sequence[Record]) -> str:
     """Markdown, one row a record."""
     copies = {(r.S, r.D, r.mode): r.times_ms for r in found if r.implementation == "copy"}
-    lines = [f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
+    rows = []
     for r in found:
         shape = f"B{r.B} Q{r.T} S{r.S} Hkv{r.Hkv} D{r.D} Dv{r.Dv} {r.dtype}"
         state = r.status if r.status == "ok" else f"{r.status}: {r.reason}"
@@ -188,8 +188,8 @@ def table(found: Sequence[Record]) -> str:
             cells[4:8] = [*(f"{ms:.4g}" for ms in times), f"{r.gbps:.4g}"]
         if times is not None and copy is not None:
             cells[8] = f"{copy[0] / times[0]:.0%}"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown.table(TITLES, rows)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
                 record = command.record_of("pack", COMMIT.value, **about, **row)
                 records.append(lines, [record])
     done = records.read(lines)
-    print(f"device: {runner.device}\n\n{table(done)}\n\nwritten to {lines}")
+    print(f"device: {runner.device}\n\n{table(done)}\nwritten to {lines}")
     if SAVE.value:
         records.append(records.folder_of(runner.device) / "pack.jsonl", done)
     return exit_status.of(done)

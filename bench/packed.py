@@ -28,7 +28,7 @@ from absl import flags
 import nsa_torch
 from nsa_core.config import NSAConfig
 
-from .harness import cli, exit_status, records, timing
+from .harness import cli, exit_status, markdown, records, timing
 from .harness.records import Record
 
 FLAGS = flags.FlagValues()
@@ -210,14 +210,14 @@ def line(name: str, record: Record) -> str:
         median, p20, p80 = record.times_ms
         cells += [f"{median:.3f}", f"{p20:.3f} to {p80:.3f}", shown("host_ms")]
         cells += [shown("metadata_ms"), shown("metadata_host_ms")]
-    return f"| {' | '.join([*cells, f'{extra["farthest"]:.2e}'])} |"
+    return markdown.line([*cells, f"{extra['farthest']:.2e}"])
 
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     device, done = torch.cuda.get_device_name(), []
-    print(f"device: {device}\n\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}", flush=True)
+    print(f"device: {device}\n\n{markdown.table(TITLES)}", end="", flush=True)
     for name, shape in SHAPES.items():
         if ONLY.value and not name.startswith(tuple(ONLY.value)):
             continue

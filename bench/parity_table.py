@@ -9,7 +9,7 @@ from pathlib import Path
 
 from absl import flags
 
-from .harness import cli, records
+from .harness import cli, markdown, records
 from .harness.records import Record
 
 FOLDER = Path(__file__).parent / "records"
@@ -79,7 +79,7 @@ def paths(found: Iterable[Record]) -> dict[tuple[str, ...], list[Record]]:
 
 def table(found: Sequence[Record]) -> str:
     """Markdown; a path is `ok` when every one of its records is."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    rows = []
     for key, group in sorted(paths(found).items()):
         worst = max(
             group,
@@ -105,8 +105,8 @@ def table(found: Sequence[Record]) -> str:
             "-" if worst.slope is None else f"{worst.slope:.5f}",
             _status(worst, group),
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return markdown.table(COLUMNS, rows)
 
 
 def _problem(r: Record) -> tuple:

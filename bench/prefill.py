@@ -24,19 +24,7 @@ from .harness.records import Record
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 
-FLAGS = command.flag_values(
-    frameworks=True,
-    text=True,
-    heads=8,
-    groups=2,
-    dk=64,
-    dv=64,
-    l=32,
-    d=16,
-    l_sel=64,
-    n_sel=16,
-    w=512,
-)
+FLAGS = command.flag_values(frameworks=True, text=True, **command.SIZES)
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
 LENGTHS = flags.DEFINE_list("S_list", None, "Lengths; default: 256,512,1024.", **_own)

@@ -27,9 +27,7 @@ from .harness.measure import guarded
 from .harness.records import Record
 from .harness.runners import JaxRunner
 
-FLAGS = command.flag_values(
-    heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512
-)
+FLAGS = command.flag_values(**command.SIZES)
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
 LENGTHS = flags.DEFINE_list("S_list", None, "Lengths; default: 64,256,1024,2048.", **_own)

@@ -18,6 +18,7 @@ from absl import flags
 from nsa_core import policy
 
 from .harness import cli, records
+from .harness.markdown import table
 from .harness.records import Record
 from .lm import curves, watched
 from .reports import crossover, page, plots, render
@@ -77,7 +78,7 @@ def _head(some: Sequence[Record]) -> str:
 
 def _parity(some: Sequence[Record]) -> str:
     """PASS or FAIL of each path, with its largest share of the bound."""
-    lines = ["| path | rows | largest error / bound | parity |", "|---|---|---|---|"]
+    rows = []
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in some:
         if r.branch != "dense" and r.status not in ("unsupported", "oom"):
@@ -88,9 +89,9 @@ def _parity(some: Sequence[Record]) -> str:
         bad = Counter(r.status for r in group if r.status != "ok")
         fate = ", ".join(f"{n} {status}" for status, n in bad.items())
         worst = f"{max(shares):.2f}" if shares else "-"
-        cells = " ".join(key), str(len(group)), worst, f"FAIL: {fate}" if bad else "PASS"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        fate = f"FAIL: {fate}" if bad else "PASS"
+        rows.append([" ".join(key), str(len(group)), worst, fate])
+    return table(["path", "rows", "largest error / bound", "parity"], rows)
 
 
 def _by_length(

@@ -20,18 +20,21 @@ from . import cli, cost, exit_status, problems, records
 from .measure import shape_of
 from .records import Record
 
-# Short words for sizes: name, default, what it is.
+# Short words for sizes: what each is.
 SEED_FLAGS = {
-    "heads": (8, "Query heads."),
-    "groups": (1, "Key/value heads."),
-    "dk": (64, "Width of queries and keys."),
-    "dv": (64, "Width of values."),
-    "l": (32, "Tokens of a compressed token."),
-    "d": (16, "Tokens between two compressed tokens."),
-    "l_sel": (64, "Tokens of a selection block."),
-    "n_sel": (16, "Selected blocks a query."),
-    "w": (512, "Keys of the sliding window."),
+    "heads": "Query heads.",
+    "groups": "Key/value heads.",
+    "dk": "Width of queries and keys.",
+    "dv": "Width of values.",
+    "l": "Tokens of a compressed token.",
+    "d": "Tokens between two compressed tokens.",
+    "l_sel": "Tokens of a selection block.",
+    "n_sel": "Selected blocks a query.",
+    "w": "Keys of the sliding window.",
 }
+# What most commands begin with.
+SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "dk": 64, "dv": 64}
+SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 
 
 def flag_values(
@@ -77,7 +80,7 @@ def flag_values(
         flags.DEFINE_enum("framework", "torch", ["torch", "jax"], "What runs it.", **at)
     for name, default in seed.items():
         least = 0 if name == "w" else 1
-        flags.DEFINE_integer(name, default, SEED_FLAGS[name][1], lower_bound=least, **at)
+        flags.DEFINE_integer(name, default, SEED_FLAGS[name], lower_bound=least, **at)
     return own
 
 

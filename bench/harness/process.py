@@ -5,6 +5,7 @@ The process leads a group of its own, so that what it starts ends with it.
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 CHECKOUT = Path(__file__).parents[2]
 # Commands run here: where the sources are, or, where the library is installed, where one is.
@@ -161,6 +162,15 @@ def run(
     seconds = round(time.monotonic() - start, 2)
     shown = shlex.join(["python", "-m", *words]).replace(f"{ROOT}{os.sep}", "")
     return Result(name, shown, status, seconds, reason)
+
+
+def answer(command: str, *words: str) -> tuple[int, Any]:
+    """The exit status of `python -m <command>`, and the JSON of the last line that it prints; what
+    comes before is dropped, and a process that failed has none."""
+    called = [sys.executable, "-m", module(command), *words]
+    done = subprocess.run(called, stdout=subprocess.PIPE, text=True)
+    said = None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    return done.returncode, said
 
 
 def end_all() -> None:

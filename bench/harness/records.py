@@ -15,7 +15,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,6 +147,12 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
+def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> dict:
+    """A line of `<device>/kernel_log/variants.jsonl`: the time of one that is not in use."""
+    about = {"kernel": kernel, "shape": shape, "variant": name, "time_ms": round(time, 3)}
+    return about | {"in_use": False, "commit": commit and commit[:7]}
+
+
 def keep(done: Iterable[Record], name: str) -> None:
     """Adds records to the file `name` in the folder of their device."""
     by_device: dict[str, list[Record]] = {}
@@ -193,15 +199,7 @@ def _check(data: Any, where: str) -> None:
         raise ValueError(f"{where}: expected one JSON object, got {type(data).__name__}")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
-    missing = FIELDS.keys() - data.keys() - OPTIONAL
-    unknown = data.keys() - FIELDS.keys()
-    if missing or unknown:
-        raise ValueError(
-            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
-        )
-    for name, kind in KINDS.items():
-        if name in data and not is_a(data[name], kind):
-            raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
+    check_fields(data, KINDS, OPTIONAL, where)
     timed = [data["time_ms"], data["p20_ms"], data["p80_ms"]]
     if any(ms is not None and ms <= 0 for ms in timed):
         raise ValueError(f"{where}: times must be positive, got {timed}")
@@ -209,6 +207,21 @@ def _check(data: Any, where: str) -> None:
         raise ValueError(f"{where}: status ok needs times and samples, got {timed}")
     if data["status"] != "ok" and not data["reason"]:
         raise ValueError(f"{where}: status {data['status']} needs a reason")
+
+
+def check_fields(
+    data: Mapping[str, Any], kinds: Mapping[str, Any], optional: Collection[str], where: str
+) -> None:
+    """Refuses fields that are missing, unknown or of another type than `kinds` say."""
+    missing = kinds.keys() - data.keys() - set(optional)
+    unknown = data.keys() - kinds.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
+        )
+    for name, kind in kinds.items():
+        if name in data and not is_a(data[name], kind):
+            raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
 
 
 def is_a(value: Any, kind: Any) -> bool:

@@ -17,6 +17,8 @@ from absl import flags
 
 from nsa_core import policy
 
+from .markdown import table
+
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -290,7 +292,7 @@ def _set(flag, text: str, name: str) -> None:
 
 def markdown() -> str:
     """Every variable, and what it is here."""
-    lines = ["| variable | here | |", "|---|---|---|"]
+    rows = []
     for name, meaning in TABLE.items():
         if meaning.flags:
             said = " ".join(
@@ -298,9 +300,8 @@ def markdown() -> str:
             )
             where = f"`bench.{meaning.command}`" if meaning.command else ""
             lost = "; another command that measures: an error" if meaning.required else ""
-            lines.append(f"| `{name}` | `{said}` | {where}{lost} |")
-    for table, what in ((_MEANINGLESS, "meaningless"), (_REFUSED, "another value is an error")):
-        for reason, names in table.items():
-            listed = ", ".join(f"`{name}`" for name in names.split())
-            lines.append(f"| {listed} | {what} | {reason} |")
-    return "\n".join(lines) + "\n"
+            rows.append((f"`{name}`", f"`{said}`", where + lost))
+    for found, what in ((_MEANINGLESS, "meaningless"), (_REFUSED, "another value is an error")):
+        for reason, names in found.items():
+            rows.append((", ".join(f"`{name}`" for name in names.split()), what, reason))
+    return table(("variable", "here", ""), rows)

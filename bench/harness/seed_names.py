@@ -7,6 +7,8 @@ show.
 
 from typing import NamedTuple
 
+from .markdown import table
+
 
 class Script(NamedTuple):
     """A script of the seed system: what stands in its place, as words of a shell."""
@@ -256,19 +258,21 @@ TESTS = {
 
 def markdown() -> str:
     """Scripts, test names, commands, and the flags of the training script."""
-    lines = _head("seed", "here", "")
-    lines += [f"| `{x.seed}` | {_code(x.here)} | {x.note} |" for x in SCRIPTS]
-    lines += ["", *_head("command of the documents", "here", "")]
-    lines += [f"| `{x.seed}` | {_code(x.here)} | {x.note} |" for x in COMMANDS]
-    lines += ["", *_head("`train_showcase.py`", "`bench.train`", "")]
-    lines += [f"| `{x}` | {_code(y)} | {note} |" for x, (y, note) in TRAIN_FLAGS.items()]
-    lines += ["", *_head("`pytest -k`", "where")]
-    lines += [f"| `{name}` | `{file}` |" for name, file in TESTS.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _head(*names: str) -> list[str]:
-    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    named = {
+        ("seed", "here", ""): [(x.seed, x.here, x.note) for x in SCRIPTS],
+        ("command of the documents", "here", ""): [
+            (x.seed, x.here, x.note)
+            for x in COMMANDS
+            if "pytest" not in x.seed  # tests have a table of their own
+            and not any(f"runbook_s{length}" in x.seed for length in (1024, 2048))
+        ],
+        ("`train_showcase.py`", "`bench.train`", ""): [(x, *y) for x, y in TRAIN_FLAGS.items()],
+        ("`pytest -k`", "where"): [*TESTS.items()],
+    }
+    return "\n".join(
+        table(head, ((_code(name), _code(here), *note) for name, here, *note in rows))
+        for head, rows in named.items()
+    )
 
 
 def _code(text: str) -> str:

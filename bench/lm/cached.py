@@ -23,7 +23,7 @@ from torch import Tensor
 from nsa_torch import PagedCache, paged_attention
 from nsa_torch.module import NSAAttention
 
-from ..harness import cli, records
+from ..harness import cli, markdown, records
 from . import data, recall, spec
 from .torch_learner import Learner
 from .torch_lm import LM, Block, initialize
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         shown = (
             x if isinstance(x, str) else f"{x:.4f}" for x in line.values() if x is not None
         )
-        print(f"| {' | '.join(shown)} |", flush=True)
+        print(markdown.line(shown), flush=True)
         if OUT.value is not None:
             records.append_lines(OUT.value, [about | line])
     return 0

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from nsa_torch.huggingface import NSAForCausalLM
 from nsa_torch.huggingface.convert import STARTS, convert
 
-from ..harness import cli, records, text
+from ..harness import cli, markdown, records, text
 
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
                 line = about | {"run": run, "step": step, **found}
                 records.append_lines(path / "converted.jsonl", [line])
                 cells = run, step, *(f"{x:.4f}" for x in found.values())
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+                print(markdown.line(map(str, cells)), flush=True)
     return 0
 
 

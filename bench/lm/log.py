@@ -5,6 +5,7 @@ takes the place of an earlier one.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -179,15 +180,12 @@ def _check(data: Any, where: str) -> Line:
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
     values = {name: x for name, x in data.items() if name not in ("kind", "schema")}
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    missing = fields.keys() - values.keys() - OPTIONAL
-    unknown = values.keys() - fields.keys()
-    if missing or unknown:
-        raise ValueError(
-            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
-        )
-    for name, kind in fields.items():
-        if name in values and not records.is_a(values[name], kind):
-            raise ValueError(f"{where}: {name} must be {kind}, got {values[name]!r}")
+    records.check_fields(values, _fields(cls), OPTIONAL, where)
     return cls(**values)
+
+
+@functools.cache
+def _fields(cls: type) -> dict[str, Any]:
+    """The type of each; to ask for those takes longer than all the rest of a line."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

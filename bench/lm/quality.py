@@ -34,7 +34,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from absl import app
 from nsa_core.layer import LayerSpec
 
 from ..harness import cli, exit_status
+from ..harness.markdown import table
 from . import curves, log
 from .curves import Verdict
 from .log import Evaluation, Header, Line, Speed, Step, Summary
@@ -133,13 +134,14 @@ class Difference:
         """Half of the two-sided interval."""
         return self.reach((1 + CONFIDENCE) / 2)
 
+    def shown(self, digits: int = 3) -> str:
+        """The mean, and its error where there is one."""
+        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:+.{digits}f}{error}"
+
     def __str__(self) -> str:
-        if math.isnan(self.error):
-            return f"{self.mean:+.3f}"
-        t = (
-            f" (t {self.t:+.1f})" if self.pairs > 2 else ""
-        )  # of one degree of freedom it says nothing
-        return f"{self.mean:+.3f} ± {self.error:.3f}{t}"
+        # Of one degree of freedom t says nothing.
+        return self.shown() + (f" (t {self.t:+.1f})" if self.pairs > 2 else "")
 
 
 def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
@@ -475,7 +477,7 @@ def answer_row(kind: Kind, dense: Kind) -> list[str]:
     hits = [np.array(x.hits) for x in kind.runs.values() if len(x.hits)]
     highest = max(np.mean(hits, axis=0).tolist()) if hits else None
     return [
-        *(_cell(kind, dense, name).partition(" (t")[0] for name in ANSWER),
+        *(_cell(kind, dense, name, with_t=False) for name in ANSWER),
         _copies_from(kind),
         "-" if highest is None else "{:.2f} / {:.2f}".format(*highest),
         _found(kind),
@@ -581,17 +583,16 @@ def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
     return told, untold
 
 
-def _cell(kind: Kind, dense: Kind, measure: str) -> str:
+def _cell(kind: Kind, dense: Kind, measure: str, with_t: bool = True) -> str:
     found = difference(kind, dense, measure)
-    digits = 0 if measure == "copying" else 3
+    steps = measure == "copying"
     if found is None:
         return "-"
     if kind is dense:
-        return f"{found.dense:.{digits}f}"
-    if measure == "copying":
-        error = "" if math.isnan(found.error) else f" ± {found.error:.0f}"
-        return f"{found.mean:+.0f}{error}"
-    return str(found)
+        return f"{found.dense:.{0 if steps else 3}f}"
+    if steps:
+        return found.shown(digits=0)
+    return str(found) if with_t else found.shown()
 
 
 def _hits(hits: Sequence[np.ndarray]) -> str:
@@ -601,19 +602,13 @@ def _hits(hits: Sequence[np.ndarray]) -> str:
     return f"{' '.join(f'{x:.2f}' for x in mean[:, 0])} / {mean[:, 1].mean():.2f}"
 
 
-def table(head: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(x)} |" for x in (head, ["---"] * len(head), *cells))
-
-
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
         raise app.UsageError("files of runs")
     found = groups({path: log.read(Path(path)) for path in argv[1:]})
-    print(table(HEAD, itertools.chain.from_iterable(map(rows, found))))
-    parts = (PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows), (FOUND_HEAD, found_rows)
-    for head, of in parts:
-        print("\n" + table(head, itertools.chain.from_iterable(map(of, found))))
-    print()
+    parts = (HEAD, rows), (PART_HEAD, part_rows), (DISTANCE_HEAD, distance_rows)
+    for head, of in (*parts, (FOUND_HEAD, found_rows)):
+        print(table(head, itertools.chain.from_iterable(map(of, found))))
     status = exit_status.OK
     kinds = [(group, kind) for group in found for kind in group.kinds]
     for group, kind in kinds:

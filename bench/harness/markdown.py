@@ -1,0 +1,14 @@
+"""Tables in Markdown."""
+
+from collections.abc import Iterable
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:
+    """Ends with a line break; without `rows` it is the head, which lines of a run follow."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"{line(cells)}\n" for cells in lines)
