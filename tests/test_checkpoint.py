@@ -113,11 +113,14 @@ def test_moving_averages_load():
     layer = torch_layer()
     mean = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
     mean.update_parameters(layer)
+    layer.W_Q.weight.data.zero_()
     layer.load_state_dict(mean.module.state_dict())
+    assert layer.W_Q.weight.any()
     shadow = {name: value.clone() for name, value in layer.state_dict().items()}
     for name, value in torch_layer(phi="avg").state_dict().items():
         shadow[name].lerp_(value, 0.1)
     layer.load_state_dict(shadow)
+    assert torch.equal(layer.W_Q.weight, shadow["W_Q.weight"])
 
 
 def test_an_average_of_two_kinds_is_no_checkpoint():

@@ -53,6 +53,7 @@ def test_what_was_asked_for_decides(asked_for, beside, expected):
         ([3, 1], exit_status.WRONG),
         ([0, -11, 3], exit_status.WRONG),
         ([0, 137], exit_status.WRONG),
+        ([3, 4], exit_status.WRONG),
     ],
 )
 def test_several_commands_end_as_the_worst(ends, expected):

@@ -260,11 +260,12 @@ def test_equal_scores_take_the_lower_block(scores):
     assert result.ok and result.rows_differ == 1
 
 
-def test_rms_and_slope_count_in_the_share():
+def test_all_errors_count_in_the_share():
     fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
     for worse, share in (
         ({"error_rms": 3.0, "bound_rms": 4.0}, 0.75),
         ({"slope": 1 + 0.9 * parity.SLOPE}, 0.9),
+        ({"bound_mean": 0.0}, 2),  # of a bound of 0 every error is too large
         ({"error_rms": 1.0, "bound_rms": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
     ):
         assert dataclasses.replace(fine, **worse).share == pytest.approx(share)

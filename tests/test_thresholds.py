@@ -238,8 +238,16 @@ def test_settings_override_too(tmp_path):
             "allowed: false, reason: '', since: 2025-01-01}]}",
             r"policy\[0\]: reason must not be empty",
         ),
+        *(
+            (
+                f"{{schema: 1, device: NVIDIA Test 80GB, policy: [{{kernel: fa2, steps: {steps}, "
+                "allowed: false, reason: r, since: 2025-01-01}]}",
+                r"policy\[0\]: steps must be a list of",
+            )
+            for steps in ("sliding", "[]", "[sliding, all]")
+        ),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_a_damaged_file_is_an_error(tmp_path, text, message):
     path = tmp_path / FILE
