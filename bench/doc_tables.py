@@ -460,10 +460,12 @@ def training(device: str = DEVICE.name) -> str:
 
 
 def decode(device: str, commit: str = "") -> str:
-    """The newest steps from pages, beside dense attention to the same keys; `commit`: all of it."""
+    """The newest steps from pages, beside dense attention to the same keys; `commit`: all of it, or
+    of some with commas between.
+    """
     newest: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records.read(DEVICE.parent / device / "decode.jsonl"):
-        if not (record.commit or "").startswith(commit):
+        if not (record.commit or "").startswith(tuple(commit.split(","))):
             continue
         kind, _, kernel = record.implementation.partition("/")
         if kernel and kind.startswith("paged"):

@@ -24,7 +24,7 @@ from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
 # Of `generate`, from which pages are faster than a cache that grows in all rows of the records
-# (docs/serving.md): one token has no step that could be a graph.
+# (bench/records/log/decode.md): one token has no step that could be a graph.
 MIN_NEW_TOKENS = 2
 
 
