@@ -470,20 +470,21 @@ def decode(device: str, commit: str = "") -> str:
         kind, _, kernel = record.implementation.partition("/")
         if kernel and kind.startswith("paged"):
             newest.setdefault((shape_of(record), record.S), {})[kind] = record
-        elif record.branch == "dense":
-            newest.setdefault((shape_of(record), record.S), {})[record.implementation] = record
+        elif record.branch in ("dense", "all"):
+            name = record.implementation if record.branch == "dense" else "contiguous"
+            newest.setdefault((shape_of(record), record.S), {})[name] = record
     rows, eight = [], ["paged_fp8"] if any("paged_fp8" in x for x in newest.values()) else []
-    kept = [r for x in newest.values() for r in x.values() if "host_ms" in r.extra]
+    kept = [x["paged"] for x in newest.values() if "host_ms" in x["paged"].extra]
     hosts = len(eight) + 1 if kept else 0
     for (shape, tokens), found in newest.items():
         new, *sizes, _ = described(shape)
-        cells = [found.get(name) for name in ("paged", *eight, *USUAL)]
+        cells = [found.get(name) for name in ("paged", *eight, "contiguous", *USUAL)]
         times = [x.time_ms if x is not None else None for x in cells]
         times += [x.extra.get("host_ms") if x is not None else None for x in cells[:hosts]]
         shown = [MISSING if time is None else f"{time:.3f}" for time in times]
         rows.append([new, length(tokens), *sizes, *shown, commits(cells[:1])])
     head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
-    head += ["in fp8"] * len(eight)
+    head += ["in fp8"] * len(eight) + ["`cached_attention`"]
     eager = ["eager: host", "eager in fp8: host"][:hosts]
     return table([*head, *map(kernel_name, USUAL), *eager, "commit"], rows)
 
