@@ -251,9 +251,8 @@ class PagedCache(PagedArrays):
 
     def first_slots(self, rows: int) -> Tensor:
         """int32 `[rows]`, `0 ..`: the rings of the rows of a call that does not name them."""
-        found = getattr(self, "_slots", None)
-        if found is None:
-            ring = self.recent_key
+        found, ring = getattr(self, "_slots", None), self.recent_key
+        if found is None or found.shape[0] != ring.shape[0]:
             found = torch.arange(ring.shape[0], dtype=torch.int32, device=ring.device)
             if not (ring.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._slots = found

@@ -29,8 +29,11 @@ ROOM = 64
 by_kind = pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
 
 
-def paged(made, batch, capacity=ROOM):
-    return NSAPagedModelCache(made.config, batch, capacity)
+FP8 = torch.float8_e4m3fn
+
+
+def paged(made, batch, capacity=ROOM, dtype=None):
+    return NSAPagedModelCache(made.config, batch, capacity, dtype)
 
 
 def poison(cache):
@@ -147,6 +150,33 @@ def test_generate(kind, options):
         assert cache.get_seq_length() == 0 and not cache.lengths.any()
 
 
+@by_kind
+@torch.no_grad()
+def test_a_cache_in_fp8(kind):
+    """Rounds what layers with NSA keep, and nothing else; `generate` reads the same."""
+    made, (ids, mask) = model(kind), left_padded()
+    cache = paged(made, len(ids), dtype=FP8)
+    logits, _ = through_cache(made, ids, mask, [20, 15, 1, 1, 4], cache)
+    whole = made(ids, attention_mask=mask, use_cache=False).logits
+    off, size = (x[mask.bool()].norm() for x in (logits - whole, whole))
+    assert 1e-3 < off / size < 0.1
+    pages = [layer.pages for layer in cache.layers if hasattr(layer, "pages")]
+    assert {x.selected_key.dtype for x in pages} == {FP8}
+    assert {x.compressed_key.dtype for x in pages} == {logits.dtype}
+    cache.reset()
+    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    text = made.generate(ids, cache=cache, **options)
+    cache.reset()
+    seen = torch.cat([mask, torch.ones_like(text[:, WIDTH:])], 1)
+    logits, _ = through_cache(made, text[:, :-1], seen, [WIDTH, *[1] * 5], cache)
+    assert text[:, WIDTH:].equal(logits[:, WIDTH - 1 :].argmax(-1))
+    for dtype in (torch.float16, torch.int8):
+        with pytest.raises(
+            ValueError, match=r"dtype must be None, the model's, or .*e4m3fn, got"
+        ):
+            paged(made, 1, dtype=dtype)
+
+
 def test_generate_with_guesses_takes_them_back():
     ids = tokens(1, 12).repeat(1, 3)
     generate = functools.partial(model().generate, ids, max_new_tokens=16, do_sample=False)
@@ -163,9 +193,10 @@ def test_generate_with_guesses_takes_them_back():
     assert type(cache.get_seq_length()) is int
 
 
+@pytest.mark.parametrize("dtype", [None, FP8])
 @by_kind
 @torch.no_grad()
-def test_operations_on_a_cache(kind):
+def test_operations_on_a_cache(kind, dtype):
     made = model(kind)
     ids, mask = left_padded((0, 13))
     following = tokens(2, 9, seed=1)
@@ -176,7 +207,9 @@ def test_operations_on_a_cache(kind):
         return made(following[rows], attention_mask=both, cache=cache).logits
 
     def fresh():
-        return steps(made, ids, mask, [WIDTH])[1]
+        return through_cache(made, ids, mask, [WIDTH], paged(made, 2, dtype=dtype))[1]
+
+    first = made(ids, attention_mask=mask, cache=paged(made, 2, dtype=dtype)).logits
 
     cache = fresh()
     want = go_on(cache, [0, 1])
@@ -199,7 +232,9 @@ def test_operations_on_a_cache(kind):
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
     again = made(ids, attention_mask=mask, cache=cache)
-    assert difference(again.logits, alone(made, ids, (0, 13))) < FLOAT32_MAX
+    assert again.logits[mask.bool()].equal(first[mask.bool()])
+    if dtype is None:
+        assert difference(first, alone(made, ids, (0, 13))) < FLOAT32_MAX
     assert where == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
     assert cache.lengths is lengths
 
@@ -551,9 +586,12 @@ def test_eager_attention_of_dense_layers(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("phi", "kv"), [("avg", "shared"), ("mlp", "separate")])
+@pytest.mark.parametrize(
+    ("phi", "kv", "dtype"),
+    [("avg", "shared", None), ("mlp", "separate", None), ("avg", "shared", FP8)],
+)
 @torch.no_grad()
-def test_replay_on_a_gpu_equals_eager(phi, kv):
+def test_replay_on_a_gpu_equals_eager(phi, kv, dtype):
     """24 steps over a page's border, by the decode kernels; a row without a token, a crop."""
     sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
     sizes |= dict(
@@ -564,7 +602,7 @@ def test_replay_on_a_gpu_equals_eager(phi, kv):
     made = NSAForCausalLM(config).to("cuda", torch.bfloat16).eval()
     ids = torch.randint(1, 128, (2, 60), device="cuda")
     mask = (torch.arange(60, device="cuda") >= torch.tensor([[0], [40]], device="cuda")).long()
-    caches = [paged(made, 2, 128) for _ in range(2)]
+    caches = [paged(made, 2, 128, dtype) for _ in range(2)]
     for cache in caches:
         made(ids * mask, attention_mask=mask, cache=cache)
     graph = StepGraph(made, caches[0])

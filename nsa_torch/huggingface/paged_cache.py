@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa_torch.huggingface.cache import NSAModelCache, taken_back
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import PagedLayer, PagedRows, StaticDenseLayer
+from nsa_torch.paged import FP8
 
 
 class NSAPagedModelCache(NSAModelCache):
@@ -26,23 +27,36 @@ class NSAPagedModelCache(NSAModelCache):
       config: of the model.
       batch_size: rows; with beams or several returned sequences, those of all of them.
       capacity: columns there is room for, padding included; one more is a `ValueError`.
+      dtype: `torch.float8_e4m3fn`: layers with NSA keep their tokens in fp8, as a `PagedCache`;
+        None: in the model's dtype.
 
     Every row has pages of its own. Beams copy the pages in use; `crop` and `reset` shorten
     lengths. Layers with dense attention keep their keys and values side by side.
 
     Raises:
-      ValueError: a size that is not a positive int.
+      ValueError: a size that is not a positive int, another dtype.
     """
 
-    def __init__(self, config: NSAModelConfig, batch_size: int, capacity: int):
+    def __init__(
+        self,
+        config: NSAModelConfig,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype | None = None,
+    ):
         for name, size in (("batch_size", batch_size), ("capacity", capacity)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be an int >= 1, got {size!r}")
+        if dtype not in (None, FP8):
+            raise ValueError(f"dtype must be None, the model's, or {FP8}, got {dtype}")
+        self.fp8 = dtype is FP8
         self.rows = PagedRows(batch_size, capacity, config.select_block)
         super().__init__(config, capacity)
 
     def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:
-        return StaticDenseLayer(self.rows) if kind == "dense" else PagedLayer(self.rows)
+        if kind == "dense":
+            return StaticDenseLayer(self.rows)
+        return PagedLayer(self.rows, self.fp8)
 
     @property
     def lengths(self) -> Tensor | None:

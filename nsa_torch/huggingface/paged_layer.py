@@ -15,7 +15,7 @@ from nsa_torch.cache import zero_behind, zeroed
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache
+from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 
 
@@ -164,10 +164,11 @@ class SharedRowsLayer(ModelLayer):
 
 
 class PagedLayer(SharedRowsLayer):
-    """That of a layer with NSA: its pages."""
+    """That of a layer with NSA: its pages, perhaps in fp8."""
 
-    def __init__(self, rows: PagedRows):
+    def __init__(self, rows: PagedRows, fp8: bool = False):
         super().__init__(rows)
+        self.fp8 = fp8
         self.pages: PagedCache | None = None
 
     def attend(self, attention: NSAAttention, x: Tensor, count: Tensor | None) -> Tensor:
@@ -179,9 +180,11 @@ class PagedLayer(SharedRowsLayer):
                 rows.batch * rows.pages_a_row,
                 *(spec.n_kv_groups, spec.d_k, spec.d_v),
                 config=spec.config,
-                dtype=compute_dtype(x),
+                dtype=FP8 if self.fp8 else compute_dtype(x),
                 device=x.device,
                 separate=spec.separate,
+                compressed_dtype=compute_dtype(x),
+                max_rows=rows.batch,
             )
         at = call.page_table, call.lengths, call.starts, x.shape[1], call.order, call.runs
         return attend_pages(attention, x, call.position, self.pages, *at)
@@ -191,8 +194,10 @@ class PagedLayer(SharedRowsLayer):
         return math.ceil(self.rows.columns / self.rows.page)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Codes of 8 bits as integers: not every torch indexes floats of 8 bits."""
         found = {} if self.pages is None else self.pages.tensors()
-        return {k: x.unflatten(0, (self.rows.batch, -1)) for k, x in found.items()}
+        bits = {k: x.view(torch.uint8) if x.dtype is FP8 else x for k, x in found.items()}
+        return {k: x.unflatten(0, (self.rows.batch, -1)) for k, x in bits.items()}
 
     def reset(self) -> None:
         if self.pages is not None:
@@ -200,7 +205,7 @@ class PagedLayer(SharedRowsLayer):
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
         for name, x in tensors.items():
-            setattr(self.pages, name, x.flatten(0, 1))
+            setattr(self.pages, name, x.flatten(0, 1).view(getattr(self.pages, name).dtype))
 
 
 class StaticDenseLayer(SharedRowsLayer):
