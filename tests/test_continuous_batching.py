@@ -434,6 +434,21 @@ def test_answers_are_those_of_generate_on_a_gpu():
             torch.testing.assert_close(torch.tensor(result.logprobs), want, rtol=0, atol=1e-3)
 
 
+@pytest.mark.gpu
+@served
+def test_what_is_queued_is_done_before_the_manager_begins():
+    """It has streams of its own: the weights here are there a second later."""
+    sizes = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
+    made, texts = model.__wrapped__(**sizes).to("cuda"), [[7, 8, 9] * 30, [5]]
+    want = [alone(made, text) for text in texts]
+    weights = [(x, x.detach().clone(), x.data.zero_()) for x in made.parameters()]
+    torch.cuda._sleep(2 * 10**9)
+    for x, kept, _ in weights:
+        x.data.copy_(kept)
+    found = generated(made, texts, batch=128)
+    assert [x.generated_tokens for x in found] == want
+
+
 @served
 @pytest.mark.parametrize(
     ("given", "expected"),

@@ -46,11 +46,18 @@ class NSAGenerationMixin(GenerationMixin):
         workload_hints: Any = None,
     ) -> Any:
         """transformers' manager of `generate_batch`; errors as of `continuous.manager_of`."""
+        model: Any = self
         base: Any = super()
         given = generation_config, continuous_batching_config, workload_hints
-        if "nsa" not in self.config.layer_attention:
-            return base.init_continuous_batching(*given)
-        return manager_of(self, base.init_continuous_batching, *given)
+        make = base.init_continuous_batching
+        if "nsa" in self.config.layer_attention:
+            make = functools.partial(manager_of, self, make)
+        manager: Any = make(*given)
+        # Its streams wait for no other: what is queued by now, the model's weights and zeros in
+        # the manager's own inputs, would come behind what it reads and writes.
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return manager
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
