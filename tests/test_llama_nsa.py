@@ -127,6 +127,25 @@ def test_cached_is_uncached(selection):
     assert tokens[0, 47] == want[0, -1].argmax()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("selection", ["exact", "trained"])
+def test_packed_is_apart(selection):
+    made, ids, ends = model(selection), torch.arange(59)[None] * 7 % 40, [21, 1, 37]
+    want = torch.cat([made(x).logits for x in ids.split(ends, dim=1)], dim=1)
+    position = torch.cat([torch.arange(n) for n in ends])[None]
+    borders = torch.tensor([0, 21, 22, 59])
+    for options in ({"position_ids": position}, {"cu_seq_lens_q": borders, "max_length_q": 37}):
+        got = made(ids, **options)
+        torch.testing.assert_close(got.logits, want, rtol=0, atol=1e-6)
+        assert got.get(CACHE) is None
+    with pytest.raises(ValueError, match="position_ids must count from 0"):
+        made(ids, position_ids=position + 1)
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q must be None where .* a cache is given"
+    ):
+        made(ids, cu_seq_lens_q=borders, **{CACHE: transformers.DynamicCache()})
+
+
 def test_files(tmp_path):
     """Names of the weights and of config.json as the checkpoint has them; either selection."""
     made = model("trained")
@@ -178,15 +197,17 @@ def test_padding_is_refused():
 
 
 def test_what_would_attend_to_other_tokens_is_refused():
-    """Packed rows, whose documents would see each other, and a cache with room behind them."""
+    """A cache with room behind the tokens, several rows that are packed."""
     made, ids = model("exact"), torch.arange(12)[None]
-    starts = torch.tensor([0, 7, 12]).int()
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    for packed in ({"position_ids": positions}, {"cu_seq_lens_q": starts}):
-        with pytest.raises(NotImplementedError, match="takes no packed rows"):
-            made(ids, **packed)
     cache = transformers.StaticCache(config=made.config, max_cache_len=32)
     with pytest.raises(NotImplementedError, match="got StaticCache of 32"):
         made(ids, **{CACHE: cache})
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    with pytest.raises(
+        ValueError, match=r"position_ids must follow each other where \w+ is given"
+    ):
+        made(ids, position_ids=positions, **{CACHE: transformers.DynamicCache()})
+    with pytest.raises(ValueError, match="position_ids must count each row's tokens"):
+        made(ids.expand(2, -1), position_ids=positions.expand(2, -1))
     later = made(ids, position_ids=torch.arange(5, 17)[None]).logits
     torch.testing.assert_close(later, made(ids).logits)  # a product follows from distances

@@ -27,9 +27,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import nsa_torch
 from nsa_core.config import NSAConfig
 from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.huggingface.rows import rows
 from nsa_torch.select import blocks_by
 
 SELECTIONS = "trained", "exact"
+BORDERS, LONGEST = "cu_seq_lens_q", "max_length_q"  # as transformers' collators name them
 
 
 class LlamaNSAConfig(LlamaConfig):
@@ -100,7 +102,7 @@ class LlamaNSAAttention(nn.Module):
         )
         gates = self.g_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        cache = rest.get(CACHE)
+        cache, packed = rest.get(CACHE), {"cu_seqlens": rest.get(BORDERS)}
         if cache is not None:
             pair = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
@@ -111,16 +113,20 @@ class LlamaNSAAttention(nn.Module):
                 )
         config, chosen = self.config.sizes, None
         if self.config.selection == "trained":
-            chosen = trained_blocks(query, key, config)
-        out = nsa_torch.attention(query, key, value, gates, config=config, block_indices=chosen)
+            chosen = trained_blocks(query, key, config, **packed)
+        packed |= {"config": config, "block_indices": chosen}
+        out = nsa_torch.attention(query, key, value, gates, **packed)
         return self.o_proj(out.flatten(-2)), None
 
 
-def trained_blocks(query: Tensor, key: Tensor, config: NSAConfig) -> Tensor:
+def trained_blocks(
+    query: Tensor, key: Tensor, config: NSAConfig, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """int32 `[B, T, Hkv, n]`: see `selection="trained"` above."""
     group = query.shape[2] // key.shape[2]
+    packed: dict[str, Any] = {"config": config, "cu_seqlens": cu_seqlens}
     with torch.no_grad():
-        compressed = nsa_torch.compress(key, config=config)
+        compressed = nsa_torch.compress(key, **packed)
 
         def rule(scores: Tensor, own: Tensor) -> Tensor:
             block = torch.arange(scores.shape[-1], device=scores.device)
@@ -129,7 +135,7 @@ def trained_blocks(query: Tensor, key: Tensor, config: NSAConfig) -> Tensor:
             ranked = scores.masked_fill(block == own, group).masked_fill(block > own, -1.0)
             return best_by_halves(ranked, config.num_selected)
 
-        return blocks_by(rule, query, compressed, config=config, kv_len=key.shape[1])
+        return blocks_by(rule, query, compressed, kv_len=key.shape[1], **packed)
 
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
@@ -160,8 +166,11 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 class LlamaNSAForCausalLM(LlamaForCausalLM):
     """`from_pretrained(path, selection="exact")` or `"trained"`; no remote code is involved.
 
+    A packed row is told by `cu_seq_lens_q`, or by `position_ids` of one row that start anew.
+
     Raises:
-      NotImplementedError: padding, packed rows, a cache that is none of transformers' dynamic ones.
+      NotImplementedError: padding; a cache that is not one of transformers' dynamic ones.
+      ValueError: a packed row with a cache, or of wrong borders or positions.
     """
 
     config_class = LlamaNSAConfig
@@ -180,14 +189,24 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
             raise NotImplementedError(
                 "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
             )
-        borders, positions = rest.get("cu_seq_lens_q"), rest.get("position_ids")
-        several = positions is not None and positions.shape[-1] > 1
-        if borders is not None or (several and not bool((positions.diff() == 1).all())):
-            raise NotImplementedError(
-                "position_ids must follow each other, and cu_seq_lens_q be None: "
-                "LlamaNSAForCausalLM takes no packed rows"
-            )
+        given = rest.get("inputs_embeds") if input_ids is None else input_ids
+        borders = None if given is None else _borders(given, self.config.sizes, rest)
+        if borders is not None:
+            rest |= {BORDERS: borders, "use_cache": False}
         return super().forward(input_ids, **rest)
+
+
+def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | None:
+    """Those of a packed row `x` [1, T, ...], or None."""
+    position, borders, cache = call.get("position_ids"), call.get(BORDERS), call.get(CACHE)
+    if borders is None:
+        if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):
+            return None
+        if cache is not None:
+            raise ValueError(f"position_ids must follow each other where {CACHE} is given")
+    longest = call.get(LONGEST) if isinstance(call.get(LONGEST), int) else None
+    place = None, None if borders is not None else position, borders, cache, config, longest
+    return rows(*x.shape[:2], *place).cu_seqlens
 
 
 transformers.AutoConfig.register(LlamaNSAConfig.model_type, LlamaNSAConfig, exist_ok=True)
