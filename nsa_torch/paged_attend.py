@@ -90,6 +90,8 @@ def paged_attention(
     validate_paged.same_config(cache, config)
     if (key is None) != (value is None):
         raise ValueError("key and value must both be given or both be None")
+    if runs is not None and cu_seqlens_q is None:
+        raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     given_table = page_table
     page_table = cache.in_memory(page_table, lengths, read=True)
     step = None
@@ -103,8 +105,6 @@ def paged_attention(
     if key is not None and value is not None:
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
-    if runs is not None and cu_seqlens_q is None:
-        raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     checks.longest(max_seqlen_q, cu_seqlens_q)
     if runs is not None:

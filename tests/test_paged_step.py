@@ -166,6 +166,8 @@ def test_a_known_step_is_checked_where_anything_differs(ran):
         rows.attend(query, gates, **new)
     with pytest.raises(ValueError, match="query must have the dtype of the cache"):
         rows.attend(query.float(), gates, **new)
+    with pytest.raises(ValueError, match="runs need cu_seqlens_q"):
+        rows.attend(query, gates, **new, runs=[])
     with pytest.raises(ValueError, match="value must have shape"):
         rows.attend(query, gates, key=key[:1], value=value)
     with pytest.raises(ValueError, match="key and value must both be given or both be None"):
