@@ -15,14 +15,32 @@ FEWEST = 8  # sequences that tables have room for
 
 
 def tensors(**given):
-    """That no array is another framework's, by itself or as one of `Branches`."""
+    """That no array is another framework's, by itself or as one of `Branches`, nor without memory
+    of its own.
+    """
     for name, x in given.items():
         branches = isinstance(x, Branches)
         for suffix, each in x._asdict().items() if branches else [("", x)]:
-            if hasattr(each, "dtype") and not isinstance(each, Tensor):
-                where = f"{name}.{suffix}" if branches else name
+            where = f"{name}.{suffix}" if branches else name
+            if isinstance(each, Tensor):
+                _whole(where, each)
+            elif hasattr(each, "dtype"):
                 kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
                 raise ValueError(f"{where} must be a torch tensor, got a {kind}")
+
+
+def _whole(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"{name} must be dense, got {x.layout}: rows of several lengths are packed (cu_seqlens)"
+        )
+    if torch.compiler.is_compiling() or type(x) in TENSORS:
+        return
+    if hasattr(x, "to_local"):
+        raise ValueError(
+            f"{name} must be a tensor of one rank, got a {type(x).__name__}: pass its to_local() "
+            "where that has whole rows or heads, or tokens with a context_mesh"
+        )
 
 
 def tokens(

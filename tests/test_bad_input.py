@@ -5,6 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nsa_jax
 import nsa_torch
@@ -600,3 +604,29 @@ def test_good_numbers_pass(library):
     n.attention(n.lists(1, 0, -1, -1))
     n.blocks((0, 1), include="tail")
     n.attend((0, 4, 7), max_seqlen_q=4)
+
+
+def test_tensors_without_memory_of_their_own():
+    """Sparse and ragged ones, and shards, of which every rank has a part."""
+    dense = [torch.randn(2, 20, n, 8) for n in (4, 2, 2)] + [torch.randn(2, 20, 4, 3)]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        makers = {
+            "dense, got torch.sparse_coo": torch.Tensor.to_sparse,
+            "dense, got torch.jagged": lambda x: torch.nested.nested_tensor_from_jagged(
+                x.flatten(0, 1), torch.tensor([0, 15, 40])
+            ),
+            "a tensor of one rank, got a DTensor": lambda x: DTensor.from_local(
+                x, mesh, [Shard(0)]
+            ),
+        }
+        for message, make in makers.items():
+            for i, name in enumerate(("query", "key", "value", "gates")):
+                given = [make(x) if j == i else x for j, x in enumerate(dense)]
+                with pytest.raises(ValueError, match=f"^{name} must be {message}"):
+                    nsa_torch.attention(*given, config=SMALL)
+            with pytest.raises(ValueError, match=f"^x must be {message}"):
+                nsa_torch.compress(make(dense[1]), config=SMALL)
+    finally:
+        dist.destroy_process_group()
