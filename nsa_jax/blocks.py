@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from nsa_core import block_lists, paged_layout, validate
@@ -12,6 +13,7 @@ from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
 from nsa_jax.api import OutLse, one_step
+from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank, compiled
@@ -147,10 +149,12 @@ def _gathered(how, query, key, value, lists, lengths):
     """`(out, lse)` by the kernels that gather single keys; gradients by chunks of queries."""
     from nsa_jax.triton_ops import TRITON_OPS
 
-    arrays = query, key, value, lists
-    found = TRITON_OPS.capability(query)
-    sizes = triton_paged_blocks.row_sizes_of(*arrays, *how, capability=found)
-    return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays, lengths))
+    def run(*arrays):
+        found = TRITON_OPS.capability(arrays[0])
+        sizes = triton_paged_blocks.row_sizes_of(*arrays[:4], *how, capability=found)
+        return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays))
+
+    return foldable(run)(query, key, value, lists, lengths)
 
 
 def _gathered_forward(how, *arrays):
@@ -258,11 +262,15 @@ def _paged_on_triton(
 ):
     from nsa_jax.triton_ops import TRITON_OPS
 
+    @sequential_vmap
+    def run(query, key_pages, value_pages, block_indices, paged):
+        arrays = query, key_pages, value_pages, block_indices
+        found = TRITON_OPS.capability(query)
+        sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, include, scale, found)
+        return tuple(triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged))
+
     paged = Paged(page_table, lengths, cu_seqlens_q)
-    arrays = query, key_pages, value_pages, block_indices
-    found = TRITON_OPS.capability(query)
-    sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, include, scale, found)
-    return triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
+    return run(query, key_pages, value_pages, block_indices, paged)
 
 
 def _paged(

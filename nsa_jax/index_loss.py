@@ -15,6 +15,7 @@ from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
 from nsa_jax import checks, geometry
+from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
@@ -150,16 +151,22 @@ def _kernel_loss(sizes, lists, position, *arrays):
 def _kernel_loss_forward(sizes, lists, position, *arrays):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    loss, kept = triton_index.loss(TRITON_OPS, sizes, arrays, lists, position)
+    def run(lists, position, *arrays):
+        of = sizes._replace(B=lists.shape[0])
+        return triton_index.loss(TRITON_OPS, of, arrays, lists, position)
+
+    loss, kept = foldable(run)(lists, position, *arrays)
     return loss, (*arrays[3:], lists, position, kept)
 
 
 def _kernel_loss_backward(sizes, residuals, grad):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    index_query, index_key, lists, position, kept = residuals
-    given = index_query, index_key, lists, position, kept, grad
-    return *[None] * 5, *triton_index.gradients(TRITON_OPS, sizes, *given)
+    def run(index_query, *rest):
+        of = sizes._replace(B=index_query.shape[0])
+        return triton_index.gradients(TRITON_OPS, of, index_query, *rest)
+
+    return *[None] * 5, *foldable(run)(*residuals, grad)
 
 
 _kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.triton import capability, index_descriptions
@@ -14,6 +15,7 @@ from nsa_core.index import Index
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
+from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
@@ -161,10 +163,13 @@ def chosen_implementation(
 def _paged_on_triton(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    paged = Paged(page_table, lengths, cu_seqlens_q)
-    found = TRITON_OPS.capability(query)
-    sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
-    return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+    @sequential_vmap
+    def run(query, pages, paged):
+        found = TRITON_OPS.capability(query)
+        sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
+        return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+
+    return run(query, pages, Paged(page_table, lengths, cu_seqlens_q))
 
 
 def _of_copies(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
@@ -202,10 +207,14 @@ def _on_triton(query, key, *, index: Index, **at):
     from nsa_jax.triton_ops import TRITON_OPS
 
     where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
-    sizes, position = index.sizes(query, key), jnp.asarray(where.position, jnp.int32)
     tokens = at["kv_len"]
-    offset = tokens - sizes.T if isinstance(tokens, int) else None
-    return triton_index.blocks(TRITON_OPS, sizes, query, key, position, offset)
+    offset = tokens - query.shape[1] if isinstance(tokens, int) else None
+
+    def blocks(query, key, position):
+        sizes = index.sizes(query, key)
+        return triton_index.blocks(TRITON_OPS, sizes, query, key, position, offset)
+
+    return foldable(blocks)(query, key, jnp.asarray(where.position, jnp.int32))
 
 
 def _in_chunks(query, key, *, index: Index, **at):

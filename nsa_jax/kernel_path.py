@@ -20,39 +20,9 @@ from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax import geometry, select
+from nsa_jax.batching import foldable
 from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank
-
-
-def _varying(x, axes):
-    """`x` typed as varying along mesh axes: `shard_map` sees no such thing in kernels."""
-    missing = axes - jax.typeof(x).manual_axis_type.varying
-    return jax.lax.pcast(x, tuple(missing), to="varying")
-
-
-def _foldable(function):
-    """`function` of arrays `[B, ...]` under `vmap`: the mapped axis becomes part of `B`."""
-
-    @jax.custom_batching.custom_vmap
-    @any_rank
-    def folded(*arrays):
-        types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
-        axes = frozenset().union(*(each.varying for each in types))
-        return jax.tree.map(lambda x: _varying(x, axes), function(*arrays))
-
-    @folded.def_vmap
-    def rule(size, mapped, *arrays):
-        def merge(x, is_mapped):
-            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        merged = [jax.tree.map(merge, x, flag) for x, flag in zip(arrays, mapped, strict=True)]
-        outputs = folded(*merged)
-        split = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outputs)
-        return split, jax.tree.map(lambda _: True, split)
-
-    return folded
-
 
 _first_order = functools.partial(
     refuse_derivatives,
@@ -71,20 +41,20 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
 
     @jax.custom_vjp
     def function(arrays, integers):
-        return _foldable(forward)(arrays, integers)
+        return foldable(forward)(arrays, integers)
 
     @any_rank
     def keep(arrays, integers):
         config.check_differentiable()
         arrays = _first_order(arrays)
-        output, residuals = _foldable(forward_with_residuals)(arrays, integers)
+        output, residuals = foldable(forward_with_residuals)(arrays, integers)
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
         return output, (arrays, integers, residuals)
 
     @any_rank
     def pull_back(kept, cotangents):
         cotangents = _first_order(cotangents)
-        return _foldable(backward)(*kept, cotangents), None
+        return foldable(backward)(*kept, cotangents), None
 
     function.defvjp(keep, pull_back)
     return function(arrays, integers)
@@ -244,7 +214,7 @@ class KernelPath:
             _, lse = self.steps.forward.compressed(ops, query, key, value, *rest)
             return self.steps.forward.select_blocks(ops, query, key, lse, *rest, num_blocks)
 
-        return _foldable(forward)((query, compressed_key), lengths.integers)
+        return foldable(forward)((query, compressed_key), lengths.integers)
 
     def attention(
         self,

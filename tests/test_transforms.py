@@ -1,6 +1,7 @@
 """`jit`, `vmap`, `shard_map`, and what the hot path must not do."""
 
 import functools
+import importlib.util
 import pathlib
 import re
 
@@ -12,7 +13,12 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+import nsa_jax.blocks
+import nsa_jax.index_loss
+import nsa_jax.indexer
+from kernels_pallas.triton import index_descriptions
 from nsa_jax import chunks
+from nsa_jax.triton_ops import compiled_for
 from tests.inputs import PAPER, SMALL, Case, call, problem
 from tests.limits import set_limits
 from tests.test_cache import equations
@@ -81,6 +87,86 @@ def test_a_scale_of_numpy(kind, wrap):
     for each in (0.25, scale):
         found.append(wrap(jax.grad(functools.partial(losses, scale=each)))(p.query))
     np.testing.assert_array_equal(*found)
+
+
+ON_LISTS = (
+    "index_blocks",
+    "indexer_kl",
+    "block_attention",
+    "paged_block_attention",
+    "paged_index_blocks",
+)
+
+
+def on_lists(batch=2):
+    """Calls whose automatic choice is Triton on a GPU: each with its arrays and launches."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    query, key, value = normal(batch, 32, 4, 16), *normal(2, batch, 48, 2, 16)
+    index_query, index_key = normal(batch, 32, 2, 16), normal(batch, 48, 16)
+    few, many = (
+        jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, 32, 1, n)) for n in (2, 80)
+    )
+    pages = *normal(2, 8, 16, 2, 16), jnp.asarray(rng.permutation(8)[: 3 * batch], jnp.int32)
+    where = pages[2].reshape(batch, 3), jnp.full(batch, 40, jnp.int32)
+    chosen, lse = {"pool": 16, "num_selected": 2}, jnp.zeros((batch, 32, 4))
+
+    def kl(index_query, index_key):
+        given = query, key, lse, index_query, index_key, few
+        return nsa_jax.indexer_kl(*given, block_size=16).sum()
+
+    return {
+        "index_blocks": (
+            functools.partial(nsa_jax.index_blocks, **chosen),
+            (index_query, index_key),
+            1,
+        ),
+        "indexer_kl": (jax.grad(kl, (0, 1)), (index_query, index_key), 6),
+        "block_attention": (
+            lambda *x: nsa_jax.block_attention(*x, many, block_size=16),
+            (query, key, value),
+            2,
+        ),
+        "paged_block_attention": (
+            lambda x: nsa_jax.paged_block_attention(
+                x, *pages[:2], *where, few[:, 0], block_size=16
+            ),
+            (query[:, 0],),
+            2,
+        ),
+        "paged_index_blocks": (
+            lambda x: nsa_jax.paged_index_blocks(x, pages[0][:, :, 0], *where, **chosen),
+            (index_query[:, 0],),
+            2,
+        ),
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="lowers kernels")
+@pytest.mark.parametrize("name", ON_LISTS)
+def test_kernels_on_lists_are_mapped(name, monkeypatch):
+    """For a GPU that need not be there: as many launches as for one."""
+    for module in (nsa_jax.indexer, nsa_jax.index_loss, nsa_jax.blocks):
+        monkeypatch.setattr(module, "chosen_implementation", lambda *_: "triton")
+    monkeypatch.setattr(nsa_jax.indexer, "_implementation", lambda *_: "triton")
+    monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
+    function, arrays, launches = on_lists()[name]
+    with compiled_for((9, 0)):
+        traced = jax.jit(jax.vmap(function)).trace(*(jnp.stack([x, x]) for x in arrays))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_LISTS)
+def test_mapped_kernels_on_lists_on_a_gpu(name):
+    function, arrays, _ = on_lists()[name]
+    both = [jnp.stack([x, x[::-1]]) for x in arrays]
+    found = jax.tree.leaves(jax.jit(jax.vmap(function))(*both))
+    for i in range(2):
+        alone = jax.tree.leaves(jax.jit(function)(*(x[i] for x in both)))
+        for x, y in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(x[i].astype(jnp.float32), y.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
