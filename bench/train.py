@@ -387,7 +387,8 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
 
 def throughput(folder: Path, settings: TrainConfig) -> int:
     """Measures a step of every variant at every length; the exit status."""
-    if not all(length.isdigit() and int(length) for length in LENGTHS.value):
+    numbers = [length.isdigit() and int(length) for length in LENGTHS.value]
+    if not numbers or not all(numbers):
         raise ValueError(f"lengths must be numbers over 0, got {LENGTHS.value}")
     path, statuses = folder / "train.jsonl", list[str]()
     with tempfile.TemporaryDirectory() as scratch:

@@ -603,6 +603,7 @@ def raising(error):
         (["--resume"], "--resume needs a checkpoint, found none in"),
         (["--corpus_bytes=99"], "corpus_bytes must be over"),
         (["--throughput", "--lengths=512,x"], "lengths must be numbers over 0"),
+        (["--throughput", "--lengths="], r"lengths must be numbers over 0, got \[\]"),
     ],
     ids=str,
 )
