@@ -60,8 +60,6 @@ FP8 = {
 # The others are like `SHAPES`.
 EDGES_BACKWARD = ("widest", "widest groups", "longest blocks", "narrowest")
 EACH_STEP = ("paper", "wide", "fp8 paper")  # where the steps are compiled by themselves too
-# The others are those of "paper" for other counts of heads.
-ONLY = {"long": "best_blocks"}
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three
 # warpgroups, three blocks of one, or four warpgroups; of others as many as a thread can have.
 ALLOWED = {
@@ -164,25 +162,31 @@ def any_length(name, backward=False):
     return tuple(dict.fromkeys(x.for_any_length() for x in kernels(name, backward)))
 
 
-REPORTS = {}  # by kernel: shapes share those that serve any length
+REPORTS = {}  # shapes share kernels that serve any length and differ in counts of heads alone
+
+
+def but_for_heads(kernel):
+    """What such kernels have in common, which have groups of one size."""
+    spec = kernel.spec
+    group = spec.H // spec.Hkv if hasattr(spec, "H") and hasattr(spec, "Hkv") else None
+    return kernel.name, group, re.sub(r"\b(H|Hkv)=\d+", "", repr(spec))
 
 
 def wanted_of(name, backward=False):
-    """The kernels of a shape that ptxas takes."""
+    """The kernels of a shape that ptxas takes; of edges one of a kind."""
     every = any_length(name, backward)
-    if name in EDGES:  # one of a kind
-        return list({x.name: x for x in every}.values())
-    return [x for x in every if ONLY.get(name, x.name) == x.name]
+    return list({x.name: x for x in every}.values()) if name in EDGES else every
 
 
 def compiled(name, backward=False):
     """What ptxas says of the kernels of a shape."""
-    every, wanted = any_length(name, backward), wanted_of(name, backward)
-    missing = [every.index(kernel) for kernel in wanted if kernel not in REPORTS]
-    options = ({"name": name, "index": i, "backward": backward} for i in missing)
+    every = any_length(name, backward)
+    known = {but_for_heads(x): every.index(x) for x in wanted_of(name, backward)}
+    missing = [key for key in known if key not in REPORTS]
+    options = ({"name": name, "index": known[key], "backward": backward} for key in missing)
     reports = compile_report([(f"{__name__}:build", each) for each in options])
-    REPORTS.update((every[i], report) for i, report in zip(missing, reports, strict=True))
-    return [REPORTS[kernel] for kernel in wanted]
+    REPORTS.update(zip(missing, reports, strict=True))
+    return [REPORTS[key] for key in known]
 
 
 def excess(report, case):
@@ -212,24 +216,7 @@ def test_every_kernel_is_compiled():
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ONLY)
-def test_what_is_not_compiled_again_is_the_same_but_for_heads(name, backward):
-    def described(name):
-        text = lambda kernel: re.sub(r"\b(H|Hkv)=\d+", "", repr(kernel.spec))
-        return {(x.name, text(x)) for x in any_length(name, backward)}
-
-    others = {x for x in described(name) if x[0] != ONLY[name]}
-    assert others and others <= described("paper")
-
-
-@pytest.mark.parametrize(
-    ("name", "backward"),
-    [
-        pytest.param(name, backward, id=f"{name}-{'backward' if backward else 'forward'}")
-        for name in SHAPES
-        for backward in (False, True)[: 1 if name in ONLY else 2]
-    ],
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_kernels_fit_the_chip(name, backward):
     bad = [report for report in compiled(name, backward) if excess(report, SHAPES[name])]
     assert not bad, bad
