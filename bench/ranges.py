@@ -68,7 +68,7 @@ def threshold(pairs: Sequence[tuple[Record, Record]]) -> int | None:
     return least
 
 
-def measure(runner: JaxRunner, inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
+def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
     """The fields of v1's record and of v2's."""
     shape = inputs.query.shape[:2]
     position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         both: list[dict] = []
 
         def take(inputs=inputs, both=both):
-            both.extend(measure(runner, inputs, config, how))
+            both.extend(measure(inputs, config, how))
             return {}
 
         failed = guarded(f"ranges S={length}", take, library=False)

@@ -193,9 +193,7 @@ def _lists_of(
 
 
 @triton.jit
-def _block(
-    lists, i, PARTS: tl.constexpr, N: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start
-):
+def _block(lists, i, PARTS: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start):
     """Of step i: the first key of its block, and its keys, which may lie behind the block."""
     found = tl.load(lists + i // PARTS)
     if TOKENS == 1:
@@ -264,7 +262,7 @@ def forward(
         place, arrays, HEADS, N, SLOTS, BLOCK, TOKENS, ENTRIES
     )
     for i in range(count * PARTS):
-        found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
+        found, inside = _block(lists, i, PARTS, BLOCK, KEYS, TOKENS, start)
         at = found + inside
         inner = (inside < BLOCK) & (at < beyond) & (at >= 0)
         skip = tl.cast(found, tl.int64) * HEADS
@@ -344,7 +342,7 @@ def dq(
         place, arrays, HEADS, N, SLOTS, BLOCK, TOKENS, ENTRIES
     )
     for i in range(count * PARTS):
-        found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
+        found, inside = _block(lists, i, PARTS, BLOCK, KEYS, TOKENS, start)
         at = found + inside
         inner = (inside < BLOCK) & (at < beyond) & (at >= 0)
         skip = tl.cast(found, tl.int64) * HEADS

@@ -156,12 +156,12 @@ class PlanOps(ArrayOps):
             return self.derive(_all_float32, *arrays) if any(given) else arrays
         if any(self._buffers[x.buffer].place is not Place.ARGUMENT for x in arrays):
             return arrays  # each when it is read: `to_float32`
-        return self._rows_of(_float32_rows, arrays, arrays[0].shape, len(arrays))
+        return self._rows_of(_float32_rows, arrays, arrays[0].shape)
 
     def unbound_float32(self, x):
-        return self._rows_of(_unbound_rows, [x], x.shape[:-1], x.shape[-1])
+        return self._rows_of(_unbound_rows, [x], x.shape[:-1])
 
-    def _rows_of(self, function, arrays, shape, count):
+    def _rows_of(self, function, arrays, shape):
         (rows,) = self.derive(function, *arrays, length=_row_length(shape, "float32"))
         return _rows_in(rows, shape)
 

@@ -40,8 +40,7 @@ def compressed(
     if key.shape[1] == 0:
         return nothing_flows(ops, query, key, value, added)
     bounds = VisibleCompressed(config)
-    arrays = query, key, value, do
-    return _interval(ops, "compressed", *arrays, rows, bounds, layout, config, scale, added)
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
 
 
 def sliding(
@@ -58,22 +57,21 @@ def sliding(
 ) -> Gradients:
     """Of the sliding branch; arguments as of `mosaic_backward.compressed`."""
     bounds = Window(config, key.shape[1])
-    arrays = query, key, value, do
-    return _interval(ops, "sliding", *arrays, rows, bounds, layout, config, scale, added)
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
 
 
 def _interval(
-    ops, step, query, key, value, do, rows, bounds: Bounds, layout, config, scale, added
+    ops, query, key, value, do, rows, bounds: Bounds, layout, scale, added
 ) -> Gradients:
     problem = triton_forward.problem_of(
-        ops, step, query, key, value, config, scale, rows.gate, added, rows.dlse is not None
+        ops, query, key, value, scale, rows.gate, added, rows.dlse is not None
     )
     interval = triton_forward.interval_of(ops, layout, bounds)
     arrays = query, key, value, *interval, do, *_statistics(ops, rows, unused=interval[0])
     unused = interval[0] if added is None else added
     (dq,) = ops.run(descriptions.interval_dq(problem), *arrays, unused)
 
-    dkv = IntervalDkv(problem, popular=step == "compressed")
+    dkv = IntervalDkv(problem, popular=isinstance(bounds, VisibleCompressed))
     sizes = {"tiles": dkv.tiles, "keys": dkv.tiling.keys, "num_keys": problem.S}
     (edges,) = ops.derive(_edges, *interval, **sizes)
     found = ops.run(dkv.partials(), *arrays, edges)
@@ -132,16 +130,7 @@ def selected(
     if block_lists is None:
         block_lists = triton_forward.tile_block_lists(ops, *arrays, layout, config, scale)
     problem = triton_forward.problem_of(
-        ops,
-        "selected",
-        query,
-        key,
-        value,
-        config,
-        scale,
-        rows.gate,
-        added,
-        rows.dlse is not None,
+        ops, query, key, value, scale, rows.gate, added, rows.dlse is not None
     )
     n, block = block_indices.shape[-1], config.select_block
     position, key_start = triton_forward.places(ops, layout)

@@ -37,8 +37,7 @@ def compressed(
     """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
     if key.shape[1] == 0:
         return ops.derive(nothing_seen, query, width=value.shape[-1])
-    bounds = VisibleCompressed(config)
-    return _interval(ops, "compressed", query, key, value, bounds, layout, config, scale, gate)
+    return _interval(ops, query, key, value, VisibleCompressed(config), layout, scale, gate)
 
 
 def sliding(
@@ -54,15 +53,13 @@ def sliding(
 ) -> OutLse:
     """Attention over the last `window` keys."""
     bounds = Window(config, key.shape[1])
-    return _interval(
-        ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added
-    )
+    return _interval(ops, query, key, value, bounds, layout, scale, gate, added)
 
 
 def _interval(
-    ops, step, query, key, value, bounds: Bounds, layout, config, scale, gate, added=None
+    ops, query, key, value, bounds: Bounds, layout, scale, gate, added=None
 ) -> OutLse:
-    problem = problem_of(ops, step, query, key, value, config, scale, gate, added)
+    problem = problem_of(ops, query, key, value, scale, gate, added)
     first, last = interval_of(ops, layout, bounds)
     unused = first
     out, lse = ops.run(
@@ -94,7 +91,7 @@ def selected(
     arrays = query, key, value, block_indices
     if block_lists is None:
         block_lists = tile_block_lists(ops, *arrays, layout, config, scale)
-    problem = problem_of(ops, "selected", query, key, value, config, scale, gate, added)
+    problem = problem_of(ops, query, key, value, scale, gate, added)
     kernel = Selected(problem, block_indices.shape[-1], config.select_block)
     position, key_start = places(ops, layout)
     unused = position
@@ -140,7 +137,7 @@ def tile_block_lists(
     scale: float | None,
 ):
     """`(lists, counts)`: what `selected` and its gradient read of `block_indices`."""
-    problem = problem_of(ops, "selected", query, key, value, config, scale)
+    problem = problem_of(ops, query, key, value, scale)
     kernel = Selected(problem, block_indices.shape[-1], config.select_block)
     position, key_start = places(ops, layout)
     lists = kernel.block_lists()
@@ -172,7 +169,7 @@ def select_blocks(
         (base,) = ops.derive(zeros_like, first)
     if key.shape[1] == 0:  # scores are zero, and no key is read
         key = ops.zeros(query, (batch, 1, kv_heads, query.shape[-1]))
-    problem = problem_of(ops, "scores", query, key, key, config, scale)
+    problem = problem_of(ops, query, key, key, scale)
     position, _ = places(ops, layout)
     bounds = map(ops.to_int32, (first, last, position, base))
     (chosen,) = ops.run(descriptions.best_blocks(problem, config), query, key, lse, *bounds)
@@ -191,11 +188,9 @@ def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
 
 def problem_of(
     ops: ArrayOps,
-    step: str,
     query,
     key,
     value,
-    config: NSAConfig,
     scale: float | None,
     gate=None,
     added=None,
