@@ -150,6 +150,19 @@ def _order(scores, block, blocks, at, SIZES: tl.constexpr):
 
 
 @triton.jit
+def _write(out, count, block, better, equal, left):
+    """Writes the blocks that are better and the first `left` that are equal, in their order, behind
+    the `count` of a list that are written; returns which.
+    """
+    both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
+    equals = both >> 16
+    taken = (better > 0) | ((equal > 0) & (equals <= left))
+    slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
+    tl.store(out + slot, block, mask=taken)
+    return taken
+
+
+@triton.jit
 def _write_empty(out, count, N: tl.constexpr, SLOTS: tl.constexpr):
     """Writes -1 behind the `count` blocks of a list."""
     rest = tl.arange(0, SLOTS)
@@ -206,11 +219,7 @@ def best(
         order = _order(here, block, blocks, at, SIZES)
         better = (order > least).to(tl.int32)
         equal = ((order == least) & (order > LOWEST)).to(tl.int32)
-        both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
-        equals = both >> 16
-        chosen = (better > 0) | ((equal > 0) & (equals <= left))
-        slot = count + (both & 0xFFFF) + tl.minimum(equals, left) - 1
-        tl.store(out + program * N + slot, block, mask=chosen)
+        _write(out + program * N, count, block, better, equal, left)
         taken = tl.minimum(tl.sum(equal, axis=0), left)
         count += tl.sum(better, axis=0) + taken
         left -= taken
@@ -366,15 +375,10 @@ def chosen(
     left = tl.maximum(need - equals, 0)
     better = (order > least).to(tl.int32)
     equal = (order == least).to(tl.int32)
-    both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
-    here = both >> 16
-    taken = (better > 0) | ((equal > 0) & (here <= left))
     count += tl.minimum(equals, need)
-    slot = count + (both & 0xFFFF) + tl.minimum(here, left) - 1
-    tl.store(out + item * N + slot, block, mask=taken)
+    taken = _write(out + item * N, count, block, better, equal, left)
     if part == PARTS - 1:
-        count += tl.sum(taken.to(tl.int32), axis=0)
-        _write_empty(out + item * N, count, N, SLOTS)
+        _write_empty(out + item * N, count + tl.sum(taken.to(tl.int32), axis=0), N, SLOTS)
 
 
 @triton.jit(
