@@ -59,7 +59,7 @@ OF_BRANCH = {
 }
 COLUMNS = (
     *("compressed", "scores", "selected", "sliding"),
-    *("dq: compressed", "dq: selected", "dq: sliding"),
+    *("dq: compressed", "dq: selected", "dq: sliding", "dq: compressed and sliding"),
     *("dkv: compressed", "dkv: selected", "dkv: sliding"),
     *(REST, WHOLE),
 )
@@ -74,6 +74,8 @@ def column(kernel: Kernel) -> str:
         return name
     if getattr(spec, "gathered", False):
         return name.format(branch="selected")
+    if getattr(spec, "second_keys", None) is not None:
+        return name.format(branch="compressed and sliding")
     return name.format(branch="compressed" if spec.S < spec.T else "sliding")
 
 

@@ -40,11 +40,13 @@ def test_columns(heads, of_selected):
         columns[kernel.name].add(call_kernels.column(kernel))
     assert {name: {column} for name, column in of_selected.items()}.items() <= columns.items()
     assert columns["interval_forward"] == {"compressed", "sliding"}
-    assert columns["interval_dq"] == {"dq: compressed", "dq: sliding"}
+    assert columns["interval_dq"] == {"dq: compressed and sliding"}
     assert columns["dkv_partials"] == {
         f"dkv: {x}" for x in ("compressed", "selected", "sliding")
     }
-    assert set.union(*columns.values()) == {*call_kernels.COLUMNS} - {call_kernels.WHOLE}
+    alone = {"dq: compressed", "dq: sliding"}  # where one kernel has no room for both
+    found = set.union(*columns.values())
+    assert found == {*call_kernels.COLUMNS} - {call_kernels.WHOLE} - alone
 
 
 def test_lines():

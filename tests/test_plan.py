@@ -158,8 +158,8 @@ def test_launches_of_a_short_backward_pass_are_two_rows():
     mode = SHARED_KV.with_joined_gates()
     arguments = planned.described(mode, 8, 2048, **layer, config=NSAConfig())
     _, plan = mosaic.PATH.planned[mode, SAVING].plans(arguments, None)
-    assert [i for i, x in enumerate(plan.steps) if not isinstance(x, Launch)] == [0, 13, 19]
-    for row in slice(1, 12), slice(14, 18):
+    assert [i for i, x in enumerate(plan.steps) if not isinstance(x, Launch)] == [0, 12, 18]
+    for row in slice(1, 11), slice(13, 17):
         ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
         assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)
 

@@ -1,7 +1,8 @@
 """Gradient of the query of interval attention: the compressed and the sliding branch.
 
 Algorithm: FlashAttention's backward with the queries standing still (`tile_steps.dq`); |g| P is
-computed again from `shift`.
+computed again from `shift`. One kernel has both branches where there is room for a tile of the
+result: Q and dO are read once, and dQ is written once.
 
 Loop order: query-stationary, persistent, two or three consumer warpgroups and a producer
 (`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then
@@ -23,7 +24,8 @@ def build(kernel: Kernel):
     walk = IntervalWalk(spec, rows, spec.D)
 
     def body(refs):
-        mainloop_of = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.tile.tokens)
+        tokens = spec.tile.tokens
+        mainloop_of = lambda refs, at: tile_steps.dq(spec, walk.buffers, refs, at, tokens)
         walk.run(refs, [refs.query, refs.do], refs.dq, mainloop_of)
 
     return walk.build(kernel, body)

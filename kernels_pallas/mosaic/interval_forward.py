@@ -23,7 +23,7 @@ def build(kernel: Kernel):
     walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, overlap_pv=True)
 
     def body(refs):
-        mainloop_of = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)
+        mainloop_of = lambda refs, at: tile_steps.forward(spec, walk.buffers, refs, at)
         walk.run(refs, [refs.query], refs.out, mainloop_of)
 
     return walk.build(kernel, body)

@@ -10,6 +10,9 @@ work item is two or three neighbouring tiles of 64 query rows. A warpgroup a til
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
+A query may see two intervals, each of arrays of its own (`spec.second_keys`): a work item walks
+over one after the other. Its tile of the result holds what the first gave, rounded.
+
 With `overlap_pv` a block's P V is multiplied beside the work on the next block.
 The producer warpgroup runs ahead by the stages of the ring buffer, into the next work item.
 Of the keys of a work item come first the blocks that some row sees in part, under a mask, then
@@ -22,7 +25,8 @@ Tiles: 64 rows x `block` keys a warpgroup (64 to 128 forward, 64 dq; `specs/inte
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -38,43 +42,61 @@ from kernels_pallas.mosaic.ring import rings
 from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
 from kernels_pallas.specs.fp8 import GROUP
 from kernels_pallas.specs.interval import IntervalAttention
-from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
+from kernels_pallas.specs.tile import ROWS
 
 NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
-class WorkItem(NamedTuple):
-    """What the consumer warpgroups do at a time, and its bounds: every row sees the keys
-    from `full_from` to `full_to`, some row those from `begin` to `end`.
+class KeyBounds(NamedTuple):
+    """Which keys of an interval a work item sees: every row those from `full_from` to `full_to`,
+    some row those from `begin` to `end`.
     """
 
-    b: Any
-    kv_head: Any
-    tile0: Any
     begin: Any
     full_from: Any
     full_to: Any
     end: Any
 
 
+class WorkItem(NamedTuple):
+    """What the consumer warpgroups do at a time; `bounds`: of each interval."""
+
+    b: Any
+    kv_head: Any
+    tile0: Any
+    bounds: tuple[KeyBounds, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """Hands out work items: `turns` of them to this CTA, every `ctas`-th."""
+    """Hands out work items: `turns` of them to this CTA, every `ctas`-th.
+
+    Attributes:
+      intervals: refs of the kernel, in which arrays of keys are those of each interval.
+    """
 
     walk: "IntervalWalk"
-    refs: Any
+    intervals: Sequence[Any]
     cta: Any
     turns: Any
 
     @classmethod
     def of(cls, walk: "IntervalWalk", refs, cta) -> Self:
-        sizes = refs.sizes
+        sizes, arrays = refs.sizes, vars(refs)
         turns = lax.div(sizes.work_items - 1 - cta, jnp.int32(sizes.ctas)) + 1
-        return cls(walk, refs, cta, turns)
+        intervals = []
+        for prefix in walk.spec.intervals:
+            own = {
+                name.removeprefix(prefix): ref
+                for name, ref in arrays.items()
+                if name.startswith(prefix)
+            }
+            intervals.append(SimpleNamespace(**arrays | own))
+        return cls(walk, intervals, cta, turns)
 
     def work_item(self, turn) -> WorkItem:
         """What this CTA takes at a turn; past the last one, the last work item."""
-        spec, sizes = self.walk.spec, self.refs.sizes
+        spec, sizes = self.walk.spec, self.intervals[0].sizes
         index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.work_items - 1)
         tile0 = lax.div(index, jnp.int32(sizes.heads)) * spec.consumers
         head = lax.rem(index, jnp.int32(sizes.heads))
@@ -84,18 +106,24 @@ class Scheduler:
         # Bounds never decrease: those of a work item are those of its first and its last row.
         at0 = b * sizes.tiles + tile0
         at1, row = at0 + spec.consumers - 1, ROWS - 1
-        first_key, key_end = self.refs.first_key, self.refs.key_end
-        begin, full_from = first_key[at0, 0], first_key[at1, row]
-        full_to, end = key_end[at0, 0], key_end[at1, row]
-        return WorkItem(b, kv_head, tile0, begin, full_from, full_to, end)
+        bounds = (
+            KeyBounds(
+                each.first_key[at0, 0],
+                each.first_key[at1, row],
+                each.key_end[at0, 0],
+                each.key_end[at1, row],
+            )
+            for each in self.intervals
+        )
+        return WorkItem(b, kv_head, tile0, tuple(bounds))
 
 
-def split(work_item: WorkItem, spec: IntervalAttention):
+def split(bounds: KeyBounds, spec: IntervalAttention):
     """Number of blocks, at least one, number of those under a mask, and the first key of the
     i-th. Of a work item that sees no key the block lies where copies read zeros.
     """
     block = spec.block
-    begin, full_from, full_to, end = work_item[3:]
+    begin, full_from, full_to, end = bounds
     begin = jnp.where(begin < end, begin, NO_KEY)
     if spec.fp8:
         begin = lax.div(begin, jnp.int32(GROUP)) * GROUP
@@ -141,10 +169,7 @@ class IntervalWalk:
         """Whether there is room for the output beside the query, so that the next query can be
         copied while the output is.
         """
-        spec = self.spec
-        ring = spec.stages * sum(ring.bytes for ring in rings(spec))
-        rows = 2 * spec.consumers * ROWS * (sum(self.rows.values()) + self.out_width)
-        return ring + rows <= SMEM_BYTES - 1024
+        return self.spec.has_room(*self.rows.values(), self.out_width)
 
     def build(self, kernel: Kernel, body: Callable) -> Callable:
         """The kernel of `body(refs)`, which calls `run`."""
@@ -184,7 +209,7 @@ class IntervalWalk:
         )
 
     def run(
-        self, refs, sources: Iterable, out, mainloop_of: Callable[[TilePlace], Mainloop]
+        self, refs, sources: Iterable, out, mainloop_of: Callable[[Any, TilePlace], Mainloop]
     ) -> None:
         """The body of a kernel.
 
@@ -192,7 +217,7 @@ class IntervalWalk:
           refs: of the kernel.
           sources: arrays `[B, T, H, .]` that are loaded into the scratch of `rows`.
           out: array `[B, T, H, out_width]`.
-          mainloop_of: what to do with a tile.
+          mainloop_of: what to do with a tile, of refs with the keys of an interval.
         """
         wg, cta = lax.axis_index("wg"), refs.cta.worker
         scheduler = Scheduler.of(self, refs, cta)
@@ -235,24 +260,19 @@ class IntervalWalk:
             rows = self._rows_of(refs.added, work_item, wg)
             buffers.load_rows(rows, out_tile, wg, width, refs.added_ready.at[wg])
 
-        def take(turn, carry):
-            done, work_item = carry
-            tile = TilePlace(work_item.b, work_item.kv_head, work_item.tile0 + wg, wg)
-            following = scheduler.work_item(turn + 1)
-            blocks, masked, key_at = split(work_item, spec)
+        def attend(each, bounds, tile, done):
+            """The result of an interval of the tile, `[64, width]`, and its blocks; `done`: blocks
+            before it.
+            """
+            blocks, masked, key_at = split(bounds, spec)
             first_key, key_end = (
                 plgpu.load(
                     bound.at[tile.b * refs.sizes.tiles + tile.index],
                     layout=PER_ROW,
                     optimized=False,
                 )
-                for bound in (refs.first_key, refs.key_end)
+                for bound in (each.first_key, each.key_end)
             )  # [64]
-            if self.has_out_tile:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                if spec.added:
-                    load_added(work_item)
-            plgpu.barrier_wait(refs.rows_ready.at[wg])
 
             def visible(i):
                 shape, first = (ROWS, block), key_at(i)
@@ -270,7 +290,7 @@ class IntervalWalk:
                     free_value=lambda: plgpu.barrier_arrive(refs.value_free.at[stage]),
                 )
 
-            mainloop = mainloop_of(tile)
+            mainloop = mainloop_of(each, tile)
             state = over_blocks(
                 mainloop,
                 block_at,
@@ -279,7 +299,23 @@ class IntervalWalk:
                 masked_first=True,
                 overlap_pv=self.overlap_pv,
             )
-            result = mainloop.finish(state)  # [64, width]
+            return mainloop.finish(state), blocks
+
+        def take(turn, carry):
+            done, work_item = carry
+            tile = TilePlace(work_item.b, work_item.kv_head, work_item.tile0 + wg, wg)
+            following = scheduler.work_item(turn + 1)
+            if self.has_out_tile:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if spec.added:
+                    load_added(work_item)
+            plgpu.barrier_wait(refs.rows_ready.at[wg])
+            result = None
+            for each, bounds in zip(scheduler.intervals, work_item.bounds, strict=True):
+                if result is not None:
+                    buffers.write_rows(out_tile, wg, result)
+                result, blocks = attend(each, bounds, tile, done)
+                done += blocks
 
             def load_next_rows():
                 @pl.when(turn + 1 < scheduler.turns)
@@ -295,6 +331,7 @@ class IntervalWalk:
                     plgpu.commit_smem()  # the warpgroup is done with its query
                     load_added(work_item)
                 plgpu.barrier_wait(refs.added_ready.at[wg])
+            if spec.added or len(scheduler.intervals) > 1:
                 added = buffers.read_rows(out_tile, wg, width)
             buffers.write_rows(out_tile, wg, result, added)
             plgpu.commit_smem()
@@ -302,7 +339,7 @@ class IntervalWalk:
             if not self.has_out_tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load_next_rows()
-            return done + blocks, following
+            return done, following
 
         first = scheduler.work_item(0)
         load_rows(first)
@@ -314,29 +351,31 @@ class IntervalWalk:
         spec = self.spec
         stages, turns = spec.stages, scheduler.turns
         keys, values = rings(spec)
-        sources = (
-            (keys, refs.key, refs.key_ring, refs.key_ready, refs.key_free),
-            (values, refs.value, refs.value_ring, refs.value_ready, refs.value_free),
-        )
 
         def take(turn, carry):
             done, work_item = carry
             following = scheduler.work_item(turn + 1)
-            blocks, _, key_at = split(work_item, spec)
+            for each, bounds in zip(scheduler.intervals, work_item.bounds, strict=True):
+                blocks, _, key_at = split(bounds, spec)
+                sources = (
+                    (keys, each.key, refs.key_ring, refs.key_ready, refs.key_free),
+                    (values, each.value, refs.value_ring, refs.value_ready, refs.value_free),
+                )
 
-            def load(i, _):
-                stage = lax.rem(done + i, jnp.int32(stages))
-                place = work_item.b, work_item.kv_head, key_at(i)
-                for ring, source, blocks, ready, free in sources:
+                def load(i, _, done=done, key_at=key_at, sources=sources):
+                    stage = lax.rem(done + i, jnp.int32(stages))
+                    place = work_item.b, work_item.kv_head, key_at(i)
+                    for ring, source, blocks, ready, free in sources:
 
-                    @pl.when(done + i >= stages)
-                    def _(free=free):
-                        plgpu.barrier_wait(free.at[stage])
+                        @pl.when(done + i >= stages)
+                        def _(free=free):
+                            plgpu.barrier_wait(free.at[stage])
 
-                    ring.load(source, *place, blocks, stage, ready.at[stage])
+                        ring.load(source, *place, blocks, stage, ready.at[stage])
 
-            lax.fori_loop(0, blocks, load, None)
-            return done + blocks, following
+                lax.fori_loop(0, blocks, load, None)
+                done += blocks
+            return done, following
 
         done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.work_item(0)))
         if spec.interpret:  # which wants every completed phase waited for

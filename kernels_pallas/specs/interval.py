@@ -6,16 +6,26 @@ Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py` over `mosaic/in
 
 import dataclasses
 import functools
+from typing import Any, Self
 
-from kernels_pallas.kernel import Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.fp8 import GROUP
-from kernels_pallas.specs.tile import ROWS, SMS, Tile, cdiv, slab_width
+from kernels_pallas.specs.tile import (
+    ROWS,
+    SMEM_BYTES,
+    SMS,
+    Tile,
+    cdiv,
+    row_stats,
+    slab_width,
+)
 
 # Keys, of the forward pass where no width is over 128; a product sums over 16 at a time.
 BLOCKS = 96, 112, 128
 FP8_BLOCKS = 64, 96, 128  # the same of keys in e4m3, of which it sums 32
+SECOND = "second_"  # what the names of the second interval's arrays begin with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +37,12 @@ class IntervalAttention(AttentionSizes):
     longest_first: bool = False  # later tokens see more keys: start them first
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
+    second_keys: int | None = None  # of the array of a second interval, which dq sees too
+
+    def for_any_length(self, **nominal: Any) -> Self:
+        if self.second_keys is not None:
+            nominal["second_keys"] = NOMINAL_LENGTH
+        return super().for_any_length(**nominal)
 
     @functools.cached_property
     def tile(self) -> Tile:
@@ -69,9 +85,38 @@ class IntervalAttention(AttentionSizes):
         return (min(self.work_items, SMS),)
 
     @property
-    def _inputs(self) -> dict[str, Array]:
+    def intervals(self) -> tuple[str, ...]:
+        """What the names of each interval's arrays begin with."""
+        return ("",) if self.second_keys is None else ("", SECOND)
+
+    def has_room(self, *widths: int) -> bool:
+        """Whether tiles of rows of these widths fit beside the ring buffer."""
+        ring = self.stages * self.block * (self.D + self.Dv) * (1 if self.fp8 else 2)
+        rows = 2 * self.consumers * ROWS * sum(widths)
+        return ring + rows <= SMEM_BYTES - 1024
+
+    @property
+    def has_room_for_dq(self) -> bool:
+        """Whether `dq` has a tile of the result beside those that it reads."""
+        return self.has_room(self.D, self.Dv, self.D)
+
+    @property
+    def _bounds(self) -> dict[str, Array]:
         bounds = Array((self.B * self.tiles, ROWS), "int32")
-        return {**self.operands, "first_key": bounds, "key_end": bounds}
+        return {"first_key": bounds, "key_end": bounds}
+
+    @property
+    def _inputs(self) -> dict[str, Array]:
+        return {**self.operands, **self._bounds}
+
+    @property
+    def _second_inputs(self) -> dict[str, Array]:
+        if self.second_keys is None:
+            return {}
+        second = dataclasses.replace(self, S=self.second_keys, second_keys=None)
+        arrays = {"key": second.keys(self.D), "value": second.keys(self.Dv), **self._bounds}
+        arrays["row_stats"] = row_stats(self, self.tile.tokens, ROWS)
+        return {SECOND + name: x for name, x in arrays.items()}
 
 
 def consumers(key_width: int, value_width: int) -> int:
@@ -141,7 +186,10 @@ def forward(spec: IntervalAttention) -> Kernel:
 def dq(spec: IntervalAttention) -> Kernel:
     """dQ = added + scale dS K with dS = gP * (dP - delta), the gradient of `forward`'s query.
 
-    Inputs, after `forward`'s first five:
+    With `second_keys` that of a second interval is added to it, which has keys, values, bounds and
+    statistics of its own. The sum of each is rounded, as by a kernel each.
+
+    Inputs, after `forward`'s first five, and these and `row_stats` of the second interval:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, as `bwd_preprocess` makes them, in tiles of `spec.tile.tokens` tokens, 64
         rows.
@@ -150,4 +198,5 @@ def dq(spec: IntervalAttention) -> Kernel:
     Output:
       dq: `[B, T, H, D]`, plus `added`.
     """
-    return attention.dq("interval", spec, spec._inputs, spec.tile.tokens, ROWS)
+    inputs = spec._inputs | spec._second_inputs
+    return attention.dq("interval", spec, inputs, spec.tile.tokens, ROWS)

@@ -251,11 +251,11 @@ def backward(
     compressed_rows = rows_of(
         "compressed", lambda: steps.forward.compressed(ops, *compressed, *rest)
     )
-    dq, *compressed_pair = steps.backward.compressed(
-        ops, *compressed, do, compressed_rows, *rest
-    )
     sliding_rows = rows_of("sliding", lambda: steps.forward.sliding(ops, *sliding, *rest))
-    dq, *sliding_pair = steps.backward.sliding(ops, *sliding, do, sliding_rows, *rest, added=dq)
+    tokens, rows = (compressed[1:], sliding[1:]), (compressed_rows, sliding_rows)
+    dq, compressed_pair, sliding_pair = steps.backward.compressed_and_sliding(
+        ops, query, *tokens, do, rows, *rest
+    )
     selected_rows = rows_of(
         "selected",
         lambda: steps.forward.selected(ops, *selected, *rest, block_lists=block_lists),

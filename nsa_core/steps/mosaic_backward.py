@@ -20,7 +20,9 @@ and selection. Every sum has a fixed order.
 
 import dataclasses
 import functools
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,8 +72,9 @@ def compressed(
     """
     if key.shape[1] == 0:
         return nothing_flows(ops, query, key, value, added)
-    bounds = VisibleCompressed(config)
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
+    branch = _Interval(key, value, rows, VisibleCompressed(config))
+    dq, pair = _intervals(ops, query, do, [branch], layout, scale, added)
+    return Gradients(dq, *pair)
 
 
 def nothing_flows(ops: ArrayOps, query, key, value, added) -> Gradients:
@@ -93,26 +96,85 @@ def sliding(
     added=None,
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
-    bounds = Window(config, key.shape[1])
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
+    branch = _Interval(key, value, rows, Window(config, key.shape[1]))
+    dq, pair = _intervals(ops, query, do, [branch], layout, scale, added)
+    return Gradients(dq, *pair)
 
 
-def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added) -> Gradients:
-    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
-    tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
+def compressed_and_sliding(
+    ops: ArrayOps,
+    query,
+    compressed_tokens: tuple[Any, Any],
+    tokens: tuple[Any, Any],
+    do,
+    rows: tuple[RowResiduals, RowResiduals],
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+) -> tuple:
+    """dq of both branches, in one array, and dk and dv of each.
+
+    Args:
+      compressed_tokens, tokens: key and value.
+      rows: of the compressed and of the sliding branch; other arguments as of `compressed`.
+    """
+    key, value = compressed_tokens
+    sliding_branch = _Interval(*tokens, rows[1], Window(config, tokens[0].shape[1]))
+    rest = layout, scale
+    if key.shape[1] == 0:
+        nothing = [ops.zeros(x, tuple(x.shape)) for x in compressed_tokens]
+        dq, pair = _intervals(ops, query, do, [sliding_branch], *rest)
+        return dq, nothing, pair
+    both = _Interval(key, value, rows[0], VisibleCompressed(config)), sliding_branch
+    return _intervals(ops, query, do, both, *rest)
+
+
+class _Interval(NamedTuple):
+    """A branch whose queries see an interval of keys."""
+
+    key: Any
+    value: Any
+    rows: RowResiduals
+    bounds: Bounds
+
+
+def _intervals(
+    ops, query, do, branches: Sequence[_Interval], layout, scale, added=None
+) -> tuple:
+    """dq of one or two branches, in one array, and dk and dv of each."""
+    first, *others = branches
+    tiles: dict[str, Any] = interval.dq_blocks(query.shape[-1], do.shape[-1])
     spec = interval.IntervalAttention(
-        **sizes_of(query, key, value, scale),
+        **sizes_of(query, first.key, first.value, scale),
         added=added is not None,
-        longest_first=isinstance(bounds, VisibleCompressed),
+        longest_first=isinstance(first.bounds, VisibleCompressed),
+        second_keys=others[0].key.shape[1] if others else None,
         **tiles,
     )
-    interval_bounds = bounds.of(ops, layout)
-    stats = row_stats(ops, rows, base, *interval_bounds)
-    by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
+    if others and not spec.has_room_for_dq:
+        pairs = []
+        for branch in branches:
+            added, pair = _intervals(ops, query, do, [branch], layout, scale, added)
+            pairs.append(pair)
+        return added, *pairs
+    arrays, of_keys = [], []
+    for key, value, rows, bounds in branches:
+        sizes = sizes_of(query, key, value, scale)
+        base = Dkv(**sizes, work_items=0, gated=rows.gate is not None)
+        seen = bounds.of(ops, layout)
+        stats = row_stats(ops, rows, base, *seen)
+        by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
+        arrays.append((key, value, *by_row, stats))
+        of_keys.append((base, bounds, seen, (query, key, value, do, stats)))
+    (*of_first, stats), *of_others = arrays
     extra = [] if added is None else [added]
-    kernel = interval.dq(spec)
-    (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
+    inputs = query, *of_first, *itertools.chain(*of_others), do, stats, *extra
+    (dq,) = ops.run(interval.dq(spec), *inputs)
+    return dq, *(_interval_dkv(ops, *each, layout) for each in of_keys)
 
+
+def _interval_dkv(ops, base: Dkv, bounds: Bounds, seen, arrays, layout):
+    """dk and dv of a branch; `seen`: its bounds by token."""
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
@@ -120,11 +182,10 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added) ->
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * split.partials)
     num_keys = getattr(layout, "num_keys", None)  # torch makes what follows from it once
     if num_keys is None or items > MAX_KNOWN_ITEMS:
-        table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, split=split)
+        table, *sums = ops.derive(_interval_items, *seen, spec=spec, split=split)
     else:
         table, *sums = _known_items(spec, split, bounds, num_keys)
-    arrays = query, key, value, do, stats, table
-    return Gradients(dq, *_dkv(ops, spec, arrays, sums))
+    return _dkv(ops, spec, (*arrays, table), sums)
 
 
 def _item_shapes(first, last, *, spec, split):

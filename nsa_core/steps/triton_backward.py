@@ -60,6 +60,15 @@ def sliding(
     return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
 
 
+def compressed_and_sliding(
+    ops: ArrayOps, query, compressed_tokens, tokens, do, rows, *rest
+) -> tuple:
+    """As of `mosaic_backward`, a kernel each for dq."""
+    dq, *compressed_pair = compressed(ops, query, *compressed_tokens, do, rows[0], *rest)
+    dq, *pair = sliding(ops, query, *tokens, do, rows[1], *rest, added=dq)
+    return dq, compressed_pair, pair
+
+
 def _interval(
     ops, query, key, value, do, rows, bounds: Bounds, layout, scale, added
 ) -> Gradients:
