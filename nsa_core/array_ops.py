@@ -96,10 +96,12 @@ class ArrayOps(Protocol):
     Attributes:
       xp: `jax.numpy` or `torch`, for what both have under one name.
       parts_stay: whether a kernel that is `in_place` leaves what it does not write of a `part`.
+      has_streams: whether there is `run_beside`.
     """
 
     xp: Any
     parts_stay: bool = True
+    has_streams: bool = False
 
     def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
         """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.
@@ -111,6 +113,16 @@ class ArrayOps(Protocol):
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
         """`run` of a kernel whose outputs are alike; they may lie so that `bound` copies once."""
         return self.run(kernel, *arrays)
+
+    def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
+        """As `run`, beside what runs until `join` of the second result; nothing reads or writes
+        what the kernel writes before.
+        """
+        raise NotImplementedError
+
+    def join(self, running: Any) -> None:
+        """What comes after it begins when that has ended."""
+        raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
         """Whether `run` gives back the memory of the last inputs as the first outputs, or copies,

@@ -4,6 +4,7 @@ A plan is bound to a device once: what no address changes is worked out then. A 
 writes addresses, so only what torch reads too is a tensor.
 """
 
+import functools
 import itertools
 import operator
 import weakref
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.kernel import Kernel
-from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View, by_address
+from nsa_core.plan.buffers import (
+    Derived,
+    Join,
+    Launch,
+    Place,
+    Plan,
+    Release,
+    View,
+    by_address,
+)
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
 from nsa_torch.recipes import Known, Recipe, followed, recipes_of
@@ -67,10 +77,12 @@ class BoundPlan:
             (n, slots.parts_of(n)) for n in range(plan.arguments) if n in read_by_kernels
         ]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
-        by_torch = {x.buffer for s in plan.steps if not by_address(s) for x in s.reads}
+        by_torch = [s for s in plan.steps if not by_address(s) and not isinstance(s, Join)]
+        by_torch = {x.buffer for step in by_torch for x in step.reads}
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.batch_parts = [slots.parts_of(n) for n in self.batch]
-        self.blank = [None] * (len(buffers) - plan.arguments)
+        self.joins = sum(isinstance(step, Join) for step in plan.steps)
+        self.blank = [None] * (len(buffers) - plan.arguments + self.joins)
         self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
         self.results = [x.buffer for x in plan.results]
         self.has_mosaic = bool(plan.kernels)  # Triton finds the stream itself
@@ -106,8 +118,14 @@ class BoundPlan:
                 addresses[slot] = start + offset
         x = None  # no name stays with what a step drops
         stream = launch.current_stream(self.device) if self.has_mosaic else 0
-        for step in self.steps:
-            step(tensors, addresses, stream)
+        try:
+            for step in self.steps:
+                step(tensors, addresses, stream)
+        except BaseException:
+            # What runs beside still writes to memory that goes now.
+            for event in filter(None, tensors[len(tensors) - self.joins :]):
+                torch.cuda.current_stream(self.device).wait_event(event)
+            raise
         return [tensors[number] for number in self.results]
 
     def _constants(self) -> tuple[Kept, list[int]]:
@@ -172,6 +190,8 @@ def _bound(
             slots.at(x)
     found: list[_Bound] = []
     row: list[_Launches] = []
+    numbers_beside = [x.beside for x in plan.steps if isinstance(x, Join)]
+    events = {n: i for i, n in enumerate(numbers_beside, len(plan.buffers))}
     for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
         if by_address(step):
             numbers = [slots.at(x) for x in (*step.reads, *step.writes)]
@@ -179,7 +199,12 @@ def _bound(
                 (n, plan.buffers[n].shape, _dtype(plan.buffers[n].dtype), slots.parts_of(n))
                 for n in begins
             ]
-            row.append(_Launches.of(step.kernel, numbers, allocated, ends, device))
+            launches = _Launches.of(step.kernel, numbers, allocated, ends, device)
+            if step.beside is not None:
+                found += [*_in_a_row(row), _Beside(launches, events[step.beside])]
+                row = []
+                continue
+            row.append(launches)
             ended = [plan.buffers[n] for n in ends]
             if all(x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in ended):
                 continue
@@ -191,6 +216,8 @@ def _bound(
             found.append(_DerivedStep(step, slots, ends, plan, read_by_kernels))
         elif isinstance(step, Release):
             found.append(_Released(step.arguments))
+        elif isinstance(step, Join):
+            found.append(_Joined(device, events[step.beside], ends))
     return [*found, *_in_a_row(row)]
 
 
@@ -227,6 +254,45 @@ class _Launches:
             _put(x, number, parts, addresses)
         self.start(stream, self.addresses(addresses))
         for number in self.drops:
+            tensors[number] = None
+
+
+@functools.cache
+def _beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """The stream beside a stream of a device: its kernels are given SMs first."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class _Beside(NamedTuple):
+    """A launch that begins when what was queued has ended, beside what is queued from here on;
+    `event`: where the event of its end is kept.
+    """
+
+    launch: _Launches
+    event: int
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        device = self.launch.device
+        if device.type != "cuda":  # tests
+            return self.launch(tensors, addresses, stream)
+        other = _beside(device, stream)
+        other.wait_stream(torch.cuda.current_stream(device))
+        self.launch(tensors, addresses, other.cuda_stream)
+        tensors[self.event] = other.record_event()
+        return None
+
+
+class _Joined(NamedTuple):
+    """What comes after it begins when the launch has ended whose `event` that is."""
+
+    device: torch.device
+    event: int
+    drops: Sequence[int]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        if tensors[self.event] is not None:
+            torch.cuda.current_stream(self.device).wait_event(tensors[self.event])
+        for number in (self.event, *self.drops):
             tensors[number] = None
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from kernels_pallas.kernel import ALIGNMENT, Kernel
-from nsa_core.plan.buffers import Derived, Launch, Place, Release
+from nsa_core.plan.buffers import Derived, Join, Launch, Place, Release
 from nsa_torch.torch_ops import TORCH_OPS
 
 POISON = 0xFF  # bytes of which every float is NaN, and every integer is no index
@@ -118,6 +118,8 @@ def run(plan, given, kernels, triton):
         elif isinstance(step, Derived):
             found = step.function(TORCH_OPS, *inputs, **dict(step.static))
             found = inputs[:1] if step.in_place else found
+        elif isinstance(step, Join):
+            found = [at(x) for x in step.writes]
         else:
             found = []
         for x, y in zip(step.writes, found, strict=True):

@@ -48,11 +48,19 @@ def described(
 
 
 class Eager(TorchOps):
-    """Every step at once, on kernels of either kind."""
+    """Every step at once, on kernels of either kind; none runs beside others."""
+
+    has_streams = True
 
     def run(self, kernel, *tensors):
         ops = super() if isinstance(kernel, Kernel) else TRITON_OPS
         return ops.run(kernel, *tensors)
+
+    def run_beside(self, kernel, *tensors):
+        return self.run(kernel, *tensors), None
+
+    def join(self, running):
+        pass
 
 
 def _write(place, found, kernel):

@@ -18,13 +18,14 @@ import nsa_torch.mosaic
 from kernels_pallas.specs import dkv, stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.config import NSAConfig
+from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
-from tests import planned
+from tests import plan_checks, planned
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
 from tests.test_block_query_lists import needs_gpu
@@ -169,6 +170,31 @@ def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
     assert made == 4 and not there
 
 
+def test_dq_of_the_other_branches_runs_beside(monkeypatch):
+    """That of a chunk's rows beside dkv of the chunk before, until it is added to."""
+    set_limits(monkeypatch, ds_chunk_bytes=1)
+    sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
+    function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
+    _, plan = function.plans(given, None)
+    plan_checks.check(plan)
+    ready, running, seen = [], {}, []
+    for step in plan.steps:
+        if step.name == "interval_dq":
+            rows = [*range(step.kernel.spec.first_row, step.kernel.spec.end_row)]
+            assert bool(ready or running) == (step.beside is not None)
+            if step.beside is None:
+                ready += rows
+            else:
+                running[step.beside] = rows
+        elif isinstance(step, Join):
+            ready += running.pop(step.beside)
+        elif step.name == "stored_ds_dq":
+            assert len(seen) < len(ready)
+            seen.append(len(running))
+    assert ready == [0, 1, 2, 3] and seen == [1, 1, 1, 0]
+
+
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
 
 
@@ -288,3 +314,36 @@ def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     for found in runs[1:]:
         for got, want in zip(found, runs[0], strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_runs_beside_changes_nothing_on_gpu(monkeypatch):
+    """Eager, on another stream, after work that is queued, and in a CUDA graph: the bits of one
+    chunk.
+    """
+    tensors = inputs(6000, 6000, 64, 4, 128, 128, device="cuda")
+
+    def gradients():
+        out = nsa_torch.attention(*tensors, implementation="mosaic")
+        return torch.autograd.grad(out, tensors, out)
+
+    want = [x.clone() for x in gradients()]
+    set_limits(monkeypatch, ds_chunk_bytes=1)
+    plans.forget()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    found = [gradients()]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        found += [gradients() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for _ in range(3):
+        for x in captured:
+            x.zero_()
+        graph.replay()
+        found.append([x.clone() for x in captured])
+    for each in found:
+        assert all(torch.equal(x, y) for x, y in zip(each, want, strict=True))

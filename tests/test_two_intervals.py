@@ -3,6 +3,7 @@ which reports races, and on a GPU.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +85,15 @@ def arrays_of(spec):
     return pair, found
 
 
+class Named(NamedTuple):
+    name: str
+    dtype: str
+
+
+def named(kernel):
+    return [Named(name, x.dtype) for name, x in zip(kernel.names, kernel.inputs, strict=False)]
+
+
 def check(spec, convert, run):
     """The same bits; `convert(array, dtype)`: as `run(kernel, arrays)` takes them."""
     assert spec.has_room_for_dq
@@ -102,14 +112,32 @@ def check(spec, convert, run):
     assert not bool((want == before).all())  # or the second interval would not count
 
 
+def interpretable(name):
+    return dataclasses.replace(SMALL[name], interpret=capability.interpret.get())
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_interpreted(name, interpreted):
-    spec = dataclasses.replace(SMALL[name], interpret=capability.interpret.get())
-
     def convert(x, dtype):
         return jnp.asarray(x, dtype)
 
-    check(spec, convert, lambda kernel, arrays: kernel(*arrays)[0])
+    check(interpretable(name), convert, lambda kernel, arrays: kernel(*arrays)[0])
+
+
+def test_some_rows(interpreted):
+    """Of `[B, Hkv]`, on few SMs; the interpreter keeps nothing of `before`."""
+    spec = interpretable("G4")
+    pair, found = arrays_of(spec)
+    arrays = [jnp.asarray(found[x.name], x.dtype) for x in named(pair)]
+    (want,) = pair(*arrays)
+    for first, end in ((0, 1), (1, 4)):
+        some = {"first_row": first, "end_row": end, "sms": 2, "before": True}
+        kernel = interval.dq(dataclasses.replace(spec, **some))
+        assert kernel.grid == (2,) and kernel.for_any_length() is not pair.for_any_length()
+        (got,) = kernel(*arrays, jnp.zeros_like(want))
+        rows = [x.reshape(spec.B, spec.T, spec.Hkv, -1).swapaxes(1, 2) for x in (got, want)]
+        got, want_rows = (x.reshape(spec.B * spec.Hkv, -1)[first:end] for x in rows)
+        assert bool((got == want_rows).all())
 
 
 @pytest.mark.gpu

@@ -99,7 +99,7 @@ class Scheduler:
         spec, sizes = self.walk.spec, self.intervals[0].sizes
         index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.work_items - 1)
         tile0 = lax.div(index, jnp.int32(sizes.heads)) * spec.consumers
-        head = lax.rem(index, jnp.int32(sizes.heads))
+        head = lax.rem(index, jnp.int32(sizes.heads)) + getattr(sizes, "first_row", 0)
         if spec.longest_first:
             tile0 = sizes.tiles - spec.consumers - tile0
         b, kv_head = lax.div(head, jnp.int32(spec.Hkv)), lax.rem(head, jnp.int32(spec.Hkv))

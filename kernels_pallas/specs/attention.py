@@ -89,22 +89,29 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
 
 
 def dq(
-    branch: str, spec: Any, inputs: dict[str, Array], stats_tokens: int, rows: int
+    branch: str,
+    spec: Any,
+    inputs: dict[str, Array],
+    stats_tokens: int,
+    rows: int,
+    before: bool = False,
 ) -> Kernel:
     """dq for `inputs`, dO, the statistics of query rows in tiles of `stats_tokens` tokens and
-    `rows` rows, and the sum if `added`.
+    `rows` rows, and the sum if `added`; `before`: written into an array that is there.
     """
     out, row_stats = spec.rows(spec.D), tile.row_stats(spec, stats_tokens, rows)
     inputs = inputs | {"do": spec.rows(spec.Dv), "row_stats": row_stats}
     if spec.added:
         inputs["added"] = out
+    if before:
+        inputs["before"] = out
     return Kernel.named(
         f"{branch}_dq",
         spec,
         f"kernels_pallas.mosaic.{branch}_dq:build",
         inputs,
         {"dq": out},
-        in_place=spec.added,
+        in_place=spec.added or before,
         sizes=spec.sizes | {"stats_tiles": tile.cdiv(spec.T, stats_tokens)},
         grid=spec.grid,
         source=f"kernels_pallas.specs.{branch}:dq",

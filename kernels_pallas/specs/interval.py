@@ -38,10 +38,16 @@ class IntervalAttention(AttentionSizes):
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
     second_keys: int | None = None  # of the array of a second interval, which dq sees too
+    # dq of two intervals: of these rows of [B, Hkv], on so many SMs, others as they were `before`.
+    first_row: int = 0
+    end_row: int | None = None
+    sms: int = SMS
+    before: bool = False
 
     def for_any_length(self, **nominal: Any) -> Self:
         if self.second_keys is not None:
             nominal["second_keys"] = NOMINAL_LENGTH
+        nominal |= {"first_row": 0, "end_row": None, "sms": SMS}
         return super().for_any_length(**nominal)
 
     @functools.cached_property
@@ -66,23 +72,31 @@ class IntervalAttention(AttentionSizes):
         return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers
 
     @property
+    def rows_of_keys(self) -> int:
+        """Of `[B, Hkv]`, those that count."""
+        end = self.B * self.Hkv if self.end_row is None else self.end_row
+        return end - self.first_row
+
+    @property
     def work_items(self) -> int:
         """Each is `consumers` neighbouring tiles, which a CTA takes at a time."""
-        return self.B * self.Hkv * self.tiles // self.consumers
+        return self.rows_of_keys * self.tiles // self.consumers
 
     @property
     def sizes(self) -> dict[str, int]:
+        first = {} if self.second_keys is None else {"first_row": self.first_row}
         return {
             "T": self.T,
             "tiles": self.tiles,
-            "heads": self.B * self.Hkv,
+            "heads": self.rows_of_keys,
             "work_items": self.work_items,
             "ctas": self.grid[0],
+            **first,
         }
 
     @property
     def grid(self) -> tuple[int, ...]:
-        return (min(self.work_items, SMS),)
+        return (min(self.work_items, self.sms),)
 
     @property
     def intervals(self) -> tuple[str, ...]:
@@ -187,16 +201,17 @@ def dq(spec: IntervalAttention) -> Kernel:
     """dQ = added + scale dS K with dS = gP * (dP - delta), the gradient of `forward`'s query.
 
     With `second_keys` that of a second interval is added to it, which has keys, values, bounds and
-    statistics of its own. The sum of each is rounded, as by a kernel each.
+    statistics of its own. The sum of each is rounded, as by a kernel each. Of `first_row` to
+    `end_row` alone it may write into an array that is there.
 
     Inputs, after `forward`'s first five, and these and `row_stats` of the second interval:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, as `bwd_preprocess` makes them, in tiles of `spec.tile.tokens` tokens, 64
         rows.
-      added: `[B, T, H, D]`, if `added`.
+      added: `[B, T, H, D]`, if `added`; or `before`, the output, if `before`.
 
     Output:
       dq: `[B, T, H, D]`, plus `added`.
     """
     inputs = spec._inputs | spec._second_inputs
-    return attention.dq("interval", spec, inputs, spec.tile.tokens, ROWS)
+    return attention.dq("interval", spec, inputs, spec.tile.tokens, ROWS, spec.before)

@@ -77,11 +77,16 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel; one that is `in_place` writes over what it reads last."""
+    """A kernel; one that is `in_place` writes over what it reads last.
+
+    Attributes:
+      beside: a number; it runs beside what follows, until the `Join` of that number.
+    """
 
     kernel: Kernel | TritonKernel
     reads: tuple[View, ...]
     writes: tuple[View, ...]
+    beside: int | None = None
 
     @property
     def name(self) -> str:
@@ -121,7 +126,17 @@ class Release(NamedTuple):
     writes: tuple[View, ...] = ()
 
 
-type Step = Launch | Derived | Release
+class Join(NamedTuple):
+    """The end of a launch that ran `beside`, whose buffers are free for others from here on."""
+
+    beside: int
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+
+    name = "join"
+
+
+type Step = Launch | Derived | Release | Join
 
 
 def by_address(step: Step) -> TypeGuard[Launch]:
@@ -163,4 +178,15 @@ class Plan(NamedTuple):
         return "\n".join(f"{type(x).__name__.lower()} {x.name}" for x in self.steps)
 
 
-__all__ = ["Array", "Buffer", "Derived", "Launch", "Place", "Plan", "Release", "Step", "View"]
+__all__ = [
+    "Array",
+    "Buffer",
+    "Derived",
+    "Join",
+    "Launch",
+    "Place",
+    "Plan",
+    "Release",
+    "Step",
+    "View",
+]

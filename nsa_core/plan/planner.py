@@ -11,6 +11,7 @@ from nsa_core.plan.buffers import (
     BYTES,
     Buffer,
     Derived,
+    Join,
     Launch,
     Place,
     Plan,
@@ -72,6 +73,16 @@ class PlanOps(ArrayOps):
         writes += [self._new(x, own=True) for x in outputs]
         self._steps.append(Launch(kernel, tuple(reads), tuple(writes)))
         return writes
+
+    has_streams = True
+
+    def run_beside(self, kernel, *arrays):
+        writes, number = self.run(kernel, *arrays), len(self._steps)
+        self._steps[-1] = step = self._steps[-1]._replace(beside=number)
+        return writes, Join(number, step.reads, step.writes)
+
+    def join(self, running):
+        self._steps.append(running)
 
     def run_together(self, kernel, *arrays):
         _check(kernel, arrays)
@@ -273,7 +284,7 @@ class PlanOps(ArrayOps):
         tensors = kept | {
             x.buffer
             for step in steps
-            if not by_address(step)
+            if not by_address(step) and not isinstance(step, Join)
             for x in (*step.reads, *step.writes)
         }
         small = [[n for n in each if n not in tensors] for each in begins]

@@ -1,7 +1,10 @@
 """What the gradient of a branch is made from, and what it is, on any kernels."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from nsa_core.array_ops import ArrayOps
 
 
 class Gradients(NamedTuple):
@@ -10,6 +13,33 @@ class Gradients(NamedTuple):
     query: Any
     key: Any
     value: Any
+
+
+BESIDE_SMS = 56  # for what runs beside dkv and dq of the selected branch
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterDq:
+    """dq of the compressed and the sliding branch that is made when it is asked for, by rows of
+    `[B, Hkv]`.
+
+    Attributes:
+      describe: the kernel of some rows, from fields of `IntervalAttention`.
+      arrays: what it reads.
+    """
+
+    describe: Callable[..., Any]
+    arrays: list[Any]
+
+    def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
+        """An array whose rows `first` to `end` are there."""
+        return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
+
+    def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
+        """`dq` in which these rows are there after `ops.join` of the second result."""
+        some = {"first_row": first, "end_row": end, "sms": BESIDE_SMS, "before": True}
+        (dq,), running = ops.run_beside(self.describe(**some), *self.arrays, dq)
+        return dq, running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
-from nsa_core.steps.gradients import Gradients, RowResiduals
+from nsa_core.steps.gradients import Gradients, LaterDq, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import combine_spec, sizes_of
 from nsa_core.varlen import Capacity
@@ -112,7 +112,7 @@ def compressed_and_sliding(
     config: NSAConfig,
     scale: float | None,
 ) -> tuple:
-    """dq of both branches, in one array, and dk and dv of each.
+    """dq of both branches, in one array or a `LaterDq`, and dk and dv of each.
 
     Args:
       compressed_tokens, tokens: key and value.
@@ -169,7 +169,11 @@ def _intervals(
     (*of_first, stats), *of_others = arrays
     extra = [] if added is None else [added]
     inputs = query, *of_first, *itertools.chain(*of_others), do, stats, *extra
-    (dq,) = ops.run(interval.dq(spec), *inputs)
+    if others and ops.has_streams:
+        describe = lambda **some: interval.dq(dataclasses.replace(spec, **some))
+        dq: Any = LaterDq(describe, inputs)
+    else:
+        (dq,) = ops.run(interval.dq(spec), *inputs)
     return dq, *(_interval_dkv(ops, *each, layout) for each in of_keys)
 
 
@@ -276,6 +280,8 @@ def selected(
         return mosaic_stored_ds.gradients(
             ops, base, arrays, block_indices, do, stats, layout, added, block_lists, placed
         )
+    if isinstance(added, LaterDq):
+        added = added.rows(ops)
     widths = query.shape[-1], value.shape[-1]
     stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
     spec = selected_spec.of_blocks(

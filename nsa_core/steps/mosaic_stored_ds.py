@@ -24,7 +24,7 @@ from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.steps import mosaic_lists
-from nsa_core.steps.gradients import Gradients
+from nsa_core.steps.gradients import Gradients, LaterDq
 
 CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
 MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored
@@ -81,6 +81,7 @@ def gradients(
       arrays: query, key and value.
       stats: `row_stats` of `base`.
       block_lists: of the tiles of forward, or None.
+      added: may be a `LaterDq`.
       placed: as of `mosaic_lists.merged`.
     """
     query, key, _ = arrays
@@ -114,7 +115,12 @@ def gradients(
     max_rows = _max_rows(ops, of_query)
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
-    dq, merged = added, {}
+    # dq of the other branches of the next chunk runs beside dkv and dq of this one: they are bound
+    # by memory and by the tensor cores.
+    later = added if isinstance(added, LaterDq) else None
+    if later is not None:
+        added = later.rows(ops, 0, min(max_rows, lists.rows))
+    dq, merged, running = added, {}, None
     chunks = _chunks(ops, layout, lists.rows, max_rows, work.items)
     for i, (ds_chunk, first, end) in enumerate(chunks):
         rows, items = end - first, (slice(first * work.items, end * work.items),)
@@ -122,12 +128,18 @@ def gradients(
             ds_chunk = ops.after(ds_chunk, dq)
         counts_of = {"work_items": rows * work.items, "stored_rows": rows}
         part = dataclasses.replace(whole, **counts_of)
+        before = running
+        if later is not None and end < lists.rows:
+            more = end, min(end + max_rows, lists.rows)
+            dq, running = later.beside(ops, *more, dq)
         inputs = *arrays, do, stats, ops.part(table, items), entries, ds_chunk
         found = _dkv(ops, part, inputs)
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
         places = [layout.position, *([layout.key_start] if layout.packed else [])]
         arrays_of_dq = key, starts, counts, block_indices, *places, ds_chunk
         extra = [] if dq is None else [dq]
+        if before is not None:
+            ops.join(before)
         # No name stays with dS: that of two chunks would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
         if rows == lists.rows:
