@@ -113,6 +113,7 @@ def described(shape: tuple[Any, ...]) -> Cells:
     return [what, f"{heads} / {kv_heads} ({heads // kv_heads})", widths, source]
 
 
+INPUTS = "random", "text"
 SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
 
 
@@ -291,57 +292,37 @@ def fp8(device: str = DEVICE.name) -> str:
     return table(head, rows)
 
 
+SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}  # of a target that names no others
+RESTED = "{}, after 50 ms of rest"
+
+
 def targets(device: str = DEVICE.name) -> str:
     """Forward / with backward, a row a target; a call by itself, and calls in a row."""
-    newest, eight = {mode: Newest(load(device), mode) for mode in PASSES}, _in_fp8(device)
-    packed_rows = {
-        (_documents(documents), mode): forms["varlen"]
-        for (documents, mode), forms in _of_packed(device, "mosaic").items()
-    }
-    calls = {
-        (line["variant"], line["shape"]): line
-        for line in lines_of("kernel_log/variants.jsonl", device)
-        if line["kernel"] == "whole_calls"
-    }
+    newest, eight = [Newest(load(device), mode) for mode in PASSES], [_in_fp8(device)]
+    of_packed = _of_packed(device, "mosaic").items()
+    packed_rows = {(_documents(x), mode): forms["varlen"] for (x, mode), forms in of_packed}
+    calls: dict[str, dict[str, Mapping[str, Any]]] = {}  # by variant and pass
+    for line in lines_of("kernel_log/variants.jsonl", device):
+        if line["kernel"] == "whole_calls":
+            calls.setdefault(line["variant"], {})[line["shape"]] = line
     rows = []
     for row in yaml.safe_load(TARGETS.read_text()):
-        found: list[Record] = []
-
-        def both(each: Sequence[Record | None], found=found) -> str:
-            found += [x for x in each if x is not None]
-            return " / ".join(map(ms, each)) if any(each) else MISSING
-
-        def shape(sizes: dict[str, int], source: str) -> tuple[Any, ...]:
-            p = {"B": 1, "H": 64, "Hkv": 4, "D": 128, "Dv": 128} | sizes
-            return *(p[name] for name in ("H", "Hkv", "D", "Dv", "B", "T")), source
-
-        cells = [MISSING, MISSING]
-        for i, source in enumerate(("random", "text")):
-            if "problem" in row or "e4m3" in row:
-                at = shape(row.get("problem") or row["e4m3"], source), "all", "torch", "mosaic"
-                of_each = [eight] if "e4m3" in row else newest.values()
-                cells[i] = both([x.get(*at) for x in of_each])
+        found: list[list[Record | None]] = [[], []]  # random, text
         if "packed" in row:
-            cells[0] = both([packed_rows.get((row["packed"], mode)) for mode in PASSES])
-        made = [calls.get((row.get("calls"), x)) for x in ("forward", "with backward")]
-        rested = f"{row.get('calls')}, after 50 ms of rest"
-        rested = [calls.get((rested, x)) for x in ("forward", "with backward")]
-        in_a_row = [
-            " / ".join(f"{x['time_ms']:.3g}" for x in each if x)
-            for each in (made, rested)
-            if None not in each
-        ]
-        cells.append("; ".join(in_a_row) or MISSING)
-        rows.append(
-            [
-                row["shape"],
-                row["target"],
-                *cells,
-                row["bound"],
-                commits([*found, *made, *rested]),
-            ]
-        )
-    head = ["shape", "target", "random", "text", "calls in a row; after 50 ms of rest"]
+            found[0] = [packed_rows.get((row["packed"], mode)) for mode in PASSES]
+        for of, sizes in ((newest, row.get("problem")), (eight, row.get("e4m3"))):
+            for each, source in zip(found, INPUTS, strict=True):
+                if sizes:
+                    shape = *(SIZES | sizes).values(), source
+                    each += [x.get(shape, "all", "torch", "mosaic") for x in of]
+        cells = [" / ".join(map(ms, each)) if any(each) else MISSING for each in found]
+        name = row.get("calls", "")
+        lines = [[*calls.get(x, {}).values()] for x in (name, RESTED.format(name))]
+        times = [" / ".join(f"{x['time_ms']:.3g}" for x in each) for each in lines if each]
+        cells += ["; ".join(times) or MISSING, row["bound"]]
+        used = [x for each in (*found, *lines) for x in each]
+        rows.append([row["shape"], row["target"], *cells, commits(used)])
+    head = ["shape", "target", *INPUTS, "calls in a row; after 50 ms of rest"]
     return table([*head, "what bounds it", "commit"], rows)
 
 

@@ -1,7 +1,7 @@
 """What the gradient of a branch is made from, and what it is, on any kernels."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nsa_core.array_ops import ArrayOps
@@ -29,7 +29,7 @@ class LaterDq:
     """
 
     describe: Callable[..., Any]
-    arrays: list[Any]
+    arrays: Sequence[Any]
 
     def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
         """An array whose rows `first` to `end` are there."""

@@ -157,7 +157,8 @@ def _intervals(
             added, pair = _intervals(ops, query, do, [branch], layout, scale, added)
             pairs.append(pair)
         return added, *pairs
-    arrays, of_keys = [], []
+    arrays: list[Any] = []
+    of_keys: list[Any] = []
     for key, value, rows, bounds in branches:
         sizes = sizes_of(query, key, value, scale)
         base = Dkv(**sizes, work_items=0, gated=rows.gate is not None)
@@ -174,10 +175,10 @@ def _intervals(
         dq: Any = LaterDq(describe, inputs)
     else:
         (dq,) = ops.run(interval.dq(spec), *inputs)
-    return dq, *(_interval_dkv(ops, *each, layout) for each in of_keys)
+    return dq, *(_interval_dkv(ops, layout, *each) for each in of_keys)
 
 
-def _interval_dkv(ops, base: Dkv, bounds: Bounds, seen, arrays, layout):
+def _interval_dkv(ops, layout, base: Dkv, bounds: Bounds, seen, arrays):
     """dk and dv of a branch; `seen`: its bounds by token."""
     capacity = None if layout.varlen is None else layout.varlen.capacity
     split = _interval_split(base, bounds, layout.packed, capacity)

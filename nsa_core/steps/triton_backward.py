@@ -6,7 +6,7 @@ query lists come from a stable sort, so every sum has a fixed order.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
@@ -61,11 +61,20 @@ def sliding(
 
 
 def compressed_and_sliding(
-    ops: ArrayOps, query, compressed_tokens, tokens, do, rows, *rest
+    ops: ArrayOps,
+    query,
+    compressed_tokens: tuple[Any, Any],
+    tokens: tuple[Any, Any],
+    do,
+    rows: tuple[RowResiduals, RowResiduals],
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
 ) -> tuple:
     """As of `mosaic_backward`, a kernel each for dq."""
+    rest = layout, config, scale
     dq, *compressed_pair = compressed(ops, query, *compressed_tokens, do, rows[0], *rest)
-    dq, *pair = sliding(ops, query, *tokens, do, rows[1], *rest, added=dq)
+    dq, *pair = sliding(ops, query, *tokens, do, rows[1], *rest, dq)
     return dq, compressed_pair, pair
 
 
