@@ -102,7 +102,7 @@ class LlamaNSAAttention(nn.Module):
         )
         gates = self.g_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        cache, packed = rest.get(CACHE), {"cu_seqlens": rest.get(BORDERS)}
+        cache, borders = rest.get(CACHE), rest.get(BORDERS)
         if cache is not None:
             pair = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
@@ -113,9 +113,10 @@ class LlamaNSAAttention(nn.Module):
                 )
         config, chosen = self.config.sizes, None
         if self.config.selection == "trained":
-            chosen = trained_blocks(query, key, config, **packed)
-        packed |= {"config": config, "block_indices": chosen}
-        out = nsa_torch.attention(query, key, value, gates, **packed)
+            chosen = trained_blocks(query, key, config, borders)
+        out = nsa_torch.attention(
+            query, key, value, gates, config=config, block_indices=chosen, cu_seqlens=borders
+        )
         return self.o_proj(out.flatten(-2)), None
 
 
@@ -205,8 +206,9 @@ def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | Non
         if cache is not None:
             raise ValueError(f"position_ids must follow each other where {CACHE} is given")
     longest = call.get(LONGEST) if isinstance(call.get(LONGEST), int) else None
-    place = None, None if borders is not None else position, borders, cache, config, longest
-    return rows(*x.shape[:2], *place).cu_seqlens
+    position = position if borders is None else None
+    batch, length = x.shape[:2]
+    return rows(batch, length, None, position, borders, cache, config, longest).cu_seqlens
 
 
 transformers.AutoConfig.register(LlamaNSAConfig.model_type, LlamaNSAConfig, exist_ok=True)
