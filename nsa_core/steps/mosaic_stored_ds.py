@@ -171,7 +171,10 @@ def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
     """Of a chunk; all where dq is not added in place."""
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
-    return min(max(CHUNK_BYTES // _row_bytes(spec), 1), spec.stored_rows)
+    most, row = CHUNK_BYTES, _row_bytes(spec)
+    if ops.has_streams and spec.stored_rows * row > most:
+        most //= 2  # as fast beside dq of the other branches
+    return min(max(most // row, 1), spec.stored_rows)
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:
