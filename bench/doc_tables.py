@@ -354,10 +354,11 @@ def variants(kernel: str, device: str = DEVICE.name, commit: str = "") -> str:
 def kernel_times(kernels: str, device: str = DEVICE.name) -> str:
     """A row a shape, the newest; `kernels`: columns of the kernel log without spaces, by commas."""
     lines = lines_of("kernel_log/variants.jsonl", device)
-    columns, rows = kernels.split(","), {}
+    columns, rows, titles = kernels.split(","), {}, {}
     for line in lines:
         column = line["shape"].replace(" ", "")
         if line["kernel"] == "call_kernels" and column in columns:
+            titles[column] = line["shape"]
             found = rows.setdefault(line["variant"], {})
             found[column] = f"{line['time_ms']:g}"
             found["commit"] = line["commit"] or MISSING
@@ -367,8 +368,7 @@ def kernel_times(kernels: str, device: str = DEVICE.name) -> str:
         [shape, *(found.get(name, MISSING) for name in (*columns, "commit"))]
         for shape, found in rows.items()
     ]
-    head = [column.replace(":", ": ") for column in columns]
-    return table(["shape", *head, "commit"], cells)
+    return table(["shape", *(titles[x] for x in columns), "commit"], cells)
 
 
 def counters() -> str:
