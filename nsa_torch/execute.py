@@ -1,4 +1,5 @@
-"""Runs a plan (`nsa_core.plan`) on torch tensors, on the current stream; the host never waits.
+"""Runs a plan (`nsa_core.plan`) on torch tensors, on the current stream, and launches beside others
+on one that forks from it and joins it again; the host never waits.
 
 A plan is bound to a device once: what no address changes is worked out then. A launch reads and
 writes addresses, so only what torch reads too is a tensor.
