@@ -188,7 +188,8 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     if segment_ids is None:
         begin = jnp.arange(count, dtype=jnp.int32)[None] * stride
         begin = jnp.broadcast_to(begin, (x.shape[0], count))
-        position = jnp.broadcast_to(jnp.arange(shard.length), (x.shape[0], shard.length))
+        position = jnp.arange(shard.length, dtype=jnp.int32)
+        position = jnp.broadcast_to(position, (x.shape[0], shard.length))
     else:
         begin = geometry.window_starts(segment_ids, config)
         position = geometry.positions(segment_ids, config)

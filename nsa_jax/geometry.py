@@ -146,6 +146,6 @@ def without_padding(x, kv_len, segment_ids):
         return x
     else:
         end = jnp.asarray(kv_len, jnp.int32).reshape(-1, 1)
-        valid = jnp.broadcast_to(jnp.arange(length) < end, x.shape[:2])
+        valid = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) < end, x.shape[:2])
     valid = valid.reshape(valid.shape + (1,) * (x.ndim - 2))
     return jnp.where(valid, x, jnp.zeros((), x.dtype))

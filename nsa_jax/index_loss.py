@@ -223,7 +223,7 @@ def _loss(
             seen = (local >= 0) & (local <= position)
             near = jnp.repeat(key, repeats, axis=2)
             logits = jnp.einsum("bqphd,bkpd->bqphk", query, near, **exact)
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(logits.dtype))
         lse = lse.reshape(*lse.shape[:2], teacher.pairs, teacher.heads, 1)
         probs = jnp.exp(logits * scale - lse).sum(axis=3)
         probs = probs.reshape(*probs.shape[:2], teacher.index_heads, teacher.of_one, -1)

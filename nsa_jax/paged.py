@@ -245,7 +245,7 @@ def _windows(cache, kind, new, last, row, cu_seqlens_q, slots, window, taken, le
     the call: of the call, else of the ring where they round to what the pages have, else of these.
     """
     count, length = window.shape[1], getattr(cache, f"recent_{kind}").shape[1]
-    token = last[:, None] + jnp.arange(count) - (count - 1)
+    token = last[:, None] + jnp.arange(count, dtype=jnp.int32) - (count - 1)
     if cu_seqlens_q is None:
         begin = row * (new.shape[0] // lengths.shape[0])
     else:

@@ -89,6 +89,39 @@ def test_a_scale_of_numpy(kind, wrap):
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_where_integers_have_64_bits(dtype):
+    """With `jax_enable_x64` arrays of lengths and lists mix with no integers of 64 bits."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+        query, key, gates = normal(2, 20, 4, 8), normal(2, 24, 2, 8), normal(2, 20, 4, 3)
+        lists = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (2, 20, 1, 2))
+        new = query, key[:, :20], key[:, :20], gates
+        lengths = jnp.array([20, 24])
+        nsa_jax.sliding_attention(query, key, key, config=SMALL, kv_len=lengths)
+        _, lse = nsa_jax.block_attention(
+            *(query, key, key, lists),
+            block_size=8,
+            query_seq_lengths=jnp.array([5, 20]),
+            key_value_seq_lengths=lengths,
+            return_residual=True,
+        )
+        index = normal(2, 20, 2, 4), normal(2, 24, 4)
+        nsa_jax.indexer_kl(query, key, lse.astype("float32"), *index, lists, block_size=8)
+        nsa_jax.indexer_kl(query, key, lse, *index, kv_len=22)
+        cache = nsa_jax.init_cache(2, 40, 2, 8, 8, config=SMALL, dtype=dtype)
+        _, cache = nsa_jax.cached_attention(*new, cache)
+        assert cache.length.dtype == jnp.int32
+        pages = nsa_jax.PagedCache(10, 2, 8, 8, config=SMALL, dtype=dtype)
+        where = jnp.arange(6, dtype=jnp.int32).reshape(2, 3), jnp.full(2, 20, jnp.int32)
+        flat = [x.reshape(40, *x.shape[2:]) for x in new]
+        pages = nsa_jax.append(pages, *flat[1:3], *where)
+        found = nsa_jax.paged_attention(flat[0], flat[3], pages, *where)
+        want = nsa_jax.attention(*new, config=SMALL).reshape(found.shape)
+        np.testing.assert_allclose(found, want, atol=1e-5)
+
+
 ON_LISTS = (
     "index_blocks",
     "indexer_kl",
