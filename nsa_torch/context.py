@@ -15,6 +15,8 @@ raw ones; `phi` runs once for each.
 Shapes: `T` is what one rank has, `S` the whole sequence.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +31,12 @@ from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
 from nsa_torch import checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
-from nsa_torch.context_ranks import Ranks
-from nsa_torch.context_shards import shards_of
+from nsa_torch.context_ranks import SIZES, Ranks
+from nsa_torch.context_shards import Shards, shards_of
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
+from nsa_torch.plans import Cache
+from nsa_torch.signature import signature_of
 
 
 def shard_sequence(
@@ -170,11 +174,30 @@ def select_blocks(
     return torch.cat(found, dim=1)
 
 
+class _Decided(NamedTuple):
+    """What calls of one signature have in common.
+
+    Attributes:
+      row: what this rank says of them (`context_ranks.agree`).
+      on_mosaic: all steps run on Mosaic kernels.
+      gaps: a call may be of two chunks with tokens between.
+    """
+
+    shards: Shards
+    row: Tensor
+    on_mosaic: bool
+    gaps: bool
+
+
+# By signature, process group and layout.
+_calls: Cache[_Decided] = Cache()
+
+
 def attention(
     query,
-    key: Branches,
-    value: Branches,
-    gates: Branches,
+    key: Tensor | Branches,
+    value: Tensor | Branches,
+    gates: Tensor | Branches,
     *,
     config,
     compressed,
@@ -190,30 +213,22 @@ def attention(
     from nsa_torch import context_attention
 
     validate.queries(query)
-    validate.in_dtype_of_query(config, "context parallelism")
     ranks = Ranks(context_mesh, query.device)
-    tensors = query, key, value, gates
-
-    def describe():
-        shards = shards_of(ranks, "query", query.shape[1], context_layout)
-        _check(*tensors, config, compressed, block_indices, cu_seqlens, scale, shards)
-        gradient = torch.is_grad_enabled() and any(
-            x.requires_grad for x in (query, *key, *value, *gates, *(compressed or ()))
-        )
-        return _described(query=query, key=key.selected, value=value.selected) | {
-            "separate": separate(key, value),
-            "compressed": compressed is not None,
-            "block_indices": block_indices is not None,
-            "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            "gradient": gradient,
-            "recompute": recompute,
-            "context_layout": context_layout,
-            "config": config,
-            "on_mosaic": _on_mosaic(*tensors, config, shards, implementation),
-        }
-
-    on_mosaic = context_ranks.agree(ranks, query.device, describe)["on_mosaic"]
-    shards = shards_of(ranks, "query", query.shape[1], context_layout)
+    given = query, key, value, gates, compressed, block_indices, cu_seqlens
+    called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
+    known, said = (called, ranks.group, context_layout), None
+    decided = None if called is None else _calls.get(known)
+    key, value = Branches.each(key), Branches.each(value)
+    if decided is not None:
+        # Other ranks may have to be told. This one has nothing to read, and need not wait.
+        said = ranks.gather(decided.row, SIZES)
+    else:
+        tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
+        how = config, scale, recompute, implementation
+        decided = _decide(ranks, *tensors, *how, context_layout)
+        if called is not None:
+            _calls.keep(known, decided)
+    shards, _, on_mosaic, gaps = decided
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     one_pair = key.compressed is key.selected and value.compressed is value.selected
     if compressed is None and not (on_mosaic and one_pair):
@@ -228,13 +243,60 @@ def attention(
         "scale": scale,
         "implementation": "mosaic" if on_mosaic else implementation,
     }
+    call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
+    out = call(query, key, value, gates, compressed, block_indices)
+    if said is not None:
+        said()
+    return out
+
+
+def _decide(
+    ranks,
+    query,
+    key,
+    value,
+    gates,
+    compressed,
+    block_indices,
+    cu_seqlens,
+    config,
+    scale,
+    recompute,
+    implementation,
+    layout,
+) -> _Decided:
+    """Checks the arguments of a call, here and between the ranks."""
+    validate.in_dtype_of_query(config, "context parallelism")
+
+    def describe():
+        checks.tensors(query=query, gates=gates)
+        each = validate.gates(gates, query)
+        shards, tensors = shards_of(ranks, "query", query.shape[1], layout), (query, key, value)
+        _check(*tensors, each, config, compressed, block_indices, cu_seqlens, scale, shards)
+        gradient = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, *key, *value, *each, *(compressed or ()))
+        )
+        return _described(query=query, key=key.selected, value=value.selected) | {
+            "separate": separate(key, value),
+            "compressed": compressed is not None,
+            "block_indices": block_indices is not None,
+            "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            "gradient": gradient,
+            "recompute": recompute,
+            "context_layout": layout,
+            "config": config,
+            "on_mosaic": _on_mosaic(*tensors, each, config, shards, implementation),
+        }
+
+    words, row = context_ranks.agree(ranks, query.device, describe)
+    on_mosaic = words["on_mosaic"]
+    shards = shards_of(ranks, "query", query.shape[1], layout)
     group, packed = query.shape[2] // key.selected.shape[2], cu_seqlens is not None
     # No tile may have queries of both chunks. One sequence is gathered for few heads, packed rows
     # are not.
     whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
     gaps = on_mosaic and whole_tiles and (packed or group > max_heads(config.select_block))
-    call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
-    return call(query, key, value, gates, compressed, block_indices)
+    return _Decided(shards, row, on_mosaic, gaps)
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:

@@ -26,7 +26,7 @@ class Given(NamedTuple):
 
     query: Tensor  # [B, T, H, D]
     compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
-    gates: Branches[Tensor]  # [B, T, H]
+    gates: tuple[Tensor, ...]  # three [B, T, H], or one [B, T, H, 3]
     keys_values: tuple[Tensor, ...]  # [B, T, Hkv, .]: selected key, value (, sliding)
     block_indices: Tensor | None  # [B, T, Hkv, n]
 
@@ -60,16 +60,18 @@ class Call:
         keys_values = key.selected, value.selected
         if self.separate:
             keys_values += key.sliding, value.sliding
-        tensors = query, *(compressed or (None, None)), *gates, block_indices, *keys_values
+        gates = (gates,) if isinstance(gates, Tensor) else gates
+        tensors = query, *(compressed or (None, None)), block_indices, *keys_values, *gates
         floats = (x for x in tensors if x is not None and x is not block_indices)
         keep = operators.requires_grad(*floats)
         with functional.as_given(query):
             return _Attention.apply(self, keep, *tensors)
 
     def given(self, tensors: Sequence) -> Given:
-        query, k_cmp, v_cmp, *rest = tensors
+        query, k_cmp, v_cmp, indices, *rest = tensors
         compressed = () if k_cmp is None else (k_cmp, v_cmp)
-        return Given(query, compressed, Branches(*rest[:3]), tuple(rest[4:]), rest[3])
+        count = 4 if self.separate else 2
+        return Given(query, compressed, tuple(rest[count:]), tuple(rest[:count]), indices)
 
     def units(self, given: Given) -> "Iterator[tuple[Unit, Callable[[], list[Tensor]]]]":
         """A batch row with some key/value heads (`context_layout.head_groups`), and what waits for
@@ -117,15 +119,17 @@ class Call:
         if indices is not None:
             indices = indices[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
 
-        def run(query, gate_c, gate_s, gate_w, *tokens):
-            count = len(given.compressed)
+        def run(query, *rest):
+            count = len(given.gates)
+            gates: Any = rest[0] if count == 1 else Branches(*rest[:count])
+            tokens, count = rest[count:], len(given.compressed)
             key, value, *sliding = tokens[count:]
             own_key, own_value = sliding or (key, value)
             return functional.after_checks(
                 query,
                 Branches(key, key, own_key),
                 Branches(value, value, own_value),
-                Branches(gate_c, gate_s, gate_w),
+                gates,
                 compressed=tokens[:count] or None,
                 block_indices=indices,
                 recompute=False,
@@ -220,8 +224,9 @@ class _Attention(torch.autograd.Function):
         kept, graphs = list[Tensor](), list[LocalGraph]()
         width = given.keys_values[1].shape[-1]
         out = Whole(given.query, given.query.shape[:3] + (width,))
-        calls = call.calls(given.query.device)
+        calls = list[LocalCall]()
         for unit, wait in call.units(given):
+            calls = calls or call.calls(given.query.device)  # while the first gather runs
             whole, heads = wait(), call.query_heads(given, unit)
             for tokens, end, options in calls:
                 leaves = call.leaves(given, unit, tokens, end, whole)
@@ -247,7 +252,8 @@ class _Attention(torch.autograd.Function):
         own = [Whole(x, x.shape) for x in (query, *gates)]
         dtype = wide(query.dtype)
         grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
-        first = 4 + len(compressed)
+        mine = 1 + len(gates)
+        first = mine + len(compressed)
         widths = [x.shape[-1] for x in keys_values]
         graphs, sums, retain = iter(ctx.graphs), [], not early_release.is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
@@ -271,9 +277,9 @@ class _Attention(torch.autograd.Function):
                     grads = graph.gradients(
                         leaves, again, part, retain=retain and not call.recompute
                     )
-                    for target, grad in zip(own, grads[:4], strict=True):
+                    for target, grad in zip(own, grads[:mine], strict=True):
                         target.put(grad, row, tokens, heads)
-                    for target, grad in zip(grad_compressed, grads[4:first], strict=True):
+                    for target, grad in zip(grad_compressed, grads[mine:first], strict=True):
                         if grad is not None:
                             target[row, : grad.shape[1], unit.heads] += grad[0]
                     for number, chunk in enumerate(chunks):
@@ -300,7 +306,7 @@ class _Attention(torch.autograd.Function):
             part.to(x.dtype) for part, x in zip(grad_compressed, compressed, strict=True)
         ] or [None, None]
         grad_query, *grad_gates = (x.found for x in own)
-        return None, None, grad_query, *grad_cmp, *grad_gates, None, *grad_kv
+        return None, None, grad_query, *grad_cmp, None, *grad_kv, *grad_gates
 
 
 class Whole:

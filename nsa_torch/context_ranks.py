@@ -83,8 +83,10 @@ class Ranks:
         return wait
 
 
-def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]) -> dict:
-    """What `describe()` gives, if it gives the same on every rank.
+def agree(
+    ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], Tensor]:
+    """What `describe()` gives, if it gives the same on every rank, and the row that says it.
 
     Every call gathers one row of numbers. On a GPU the host writes and reads them only where this
     rank has not described the same before, since both wait for the device.
@@ -102,11 +104,11 @@ def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, A
     known = _agreed.setdefault(ranks.group, {})
     row = known.get((text, device))
     if row is not None and error is None and device.type != "cpu":
-        ranks.gather(row, "the arguments' sizes")()
-        return words
+        ranks.gather(row, SIZES)()
+        return words, row
     data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    rows = ranks.gather(row, "the arguments' sizes")
+    rows = ranks.gather(row, SIZES)
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
     if error is not None:
         raise error
@@ -126,8 +128,9 @@ def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, A
             f"got {ours} on rank 0 and {theirs} on rank {rank}"
         )
     known[text, device] = row
-    return words
+    return words, row
 
 
+SIZES = "the arguments' sizes"
 LONGEST = 1024  # bytes of a description
 _agreed: dict[dist.ProcessGroup, dict[tuple[str, torch.device], Tensor]] = {}

@@ -34,7 +34,7 @@ from nsa_torch import (
 )
 from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
-from tests import planned, pretend
+from tests import planned, pretend, stand_in_kernels
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.limits import set_limits
 from tests.reach import NUMBERS
@@ -217,15 +217,17 @@ def test_queries_with_a_gap(ends):
 class Rank:
     """One of two ranks of context parallelism; what the other one sends is known."""
 
-    size, group = 2, "two ranks"
+    size = 2
 
     def __init__(self, rank, payloads):
         self.rank, self.payloads, self.sent = rank, payloads, []
+        self.group, self.told = f"two ranks, {rank}", []
 
     def gather(self, x, what):
+        self.told.append(what)
         assert what in ("keys and values", "the arguments' sizes")  # means need no others
         found = self.payloads if what == "keys and values" else [x, x]
-        return lambda: torch.stack(found)
+        return lambda: self.told.append(f"{what}, waited for") or torch.stack(found)
 
     def scatter_sum(self, x, what):
         self.sent.append(x.clone())
@@ -273,6 +275,42 @@ def test_two_ranks_in_one_call_each(interpreted, monkeypatch):
         both = torch.stack([x[0, at] for at in places])
         error = sums[..., 16 * i : 16 * (i + 1)] - both.float()
         assert error.square().mean() < 1e-4 * both.float().square().mean()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_ranks_wait_for_sizes_at_the_first_call_of_a_signature(joined, recompute, monkeypatch):
+    """The next ones give the same, and say them to ranks that may not know."""
+    whole = inputs(64, 64, 4, 1, 16, 16)
+    places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
+    cut = lambda x, at: x.detach()[:, at].contiguous()
+    payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
+    sizes, tokens = "the arguments' sizes", "keys and values"
+    options = {"config": SMALL, "implementation": "mosaic", "recompute": recompute}
+    with stand_in_kernels.stand_ins(monkeypatch) as ran:
+        for rank, at in enumerate(places):
+            ranks = Rank(rank, payloads)
+            monkeypatch.setattr(nsa_torch.context, "Ranks", lambda *_, ranks=ranks: ranks)
+            own = [cut(x, at).requires_grad_() for x in whole]
+            calls, told = [], []
+            for _ in range(3):
+                gates = own[3] if joined else Branches(*own[3].unbind(-1))
+                out = nsa_torch.attention(*own[:3], gates, context_mesh=object(), **options)
+                grads = torch.autograd.grad(out, own, out.detach())
+                calls.append(([x.name for x in ran], out, *grads, ranks.sent[-1]))
+                told.append([*ranks.told])
+                ran.clear(), ranks.told.clear()
+            assert told[0][:3] == [sizes, f"{sizes}, waited for", tokens]
+            assert told[1] == told[2]
+            assert told[1][:4] == [
+                sizes,
+                tokens,
+                f"{tokens}, waited for",
+                f"{sizes}, waited for",
+            ]
+            names, *first = calls[0]
+            for again, *others in calls[1:]:
+                assert again == names and all(map(torch.equal, others, first))
 
 
 def check_padding(device):
