@@ -31,7 +31,7 @@ from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
 from nsa_torch import checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
-from nsa_torch.context_ranks import SIZES, Ranks
+from nsa_torch.context_ranks import Ranks
 from nsa_torch.context_shards import Shards, shards_of
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
@@ -216,17 +216,16 @@ def attention(
     ranks = Ranks(context_mesh, query.device)
     given = query, key, value, gates, compressed, block_indices, cu_seqlens
     called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
-    known, said = (called, ranks.group, context_layout), None
-    decided = None if called is None else _calls.get(known)
+    known = called and (called, ranks.group, str(context_layout))
+    decided = None if known is None else _calls.get(known)
     key, value = Branches.each(key), Branches.each(value)
     if decided is not None:
-        # Other ranks may have to be told. This one has nothing to read, and need not wait.
-        said = ranks.gather(decided.row, SIZES)
+        context_ranks.say(ranks, decided.row)
     else:
         tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
         how = config, scale, recompute, implementation
         decided = _decide(ranks, *tensors, *how, context_layout)
-        if called is not None:
+        if known is not None:
             _calls.keep(known, decided)
     shards, _, on_mosaic, gaps = decided
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
@@ -244,10 +243,7 @@ def attention(
         "implementation": "mosaic" if on_mosaic else implementation,
     }
     call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
-    out = call(query, key, value, gates, compressed, block_indices)
-    if said is not None:
-        said()
-    return out
+    return call(query, key, value, gates, compressed, block_indices)
 
 
 def _decide(
@@ -285,6 +281,7 @@ def _decide(
             "recompute": recompute,
             "context_layout": layout,
             "config": config,
+            "scale": scale,
             "on_mosaic": _on_mosaic(*tensors, each, config, shards, implementation),
         }
 

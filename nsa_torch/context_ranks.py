@@ -131,6 +131,18 @@ def agree(
     return words, row
 
 
+def say(ranks: Ranks, row: Tensor) -> None:
+    """Gathers a row of `agree` once more, for ranks that see such a call for the first time.
+
+    The host waits for nothing on a GPU. Where another rank says something else, the device stops
+    before anything that follows, and the process can use it no more.
+    """
+    torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
+
+
+OTHERS = (
+    "arguments must have the same sizes on all ranks of context_mesh, got other ones on one"
+)
 SIZES = "the arguments' sizes"
 LONGEST = 1024  # bytes of a description
 _agreed: dict[dist.ProcessGroup, dict[tuple[str, torch.device], Tensor]] = {}

@@ -25,6 +25,7 @@ from nsa_torch import (
     context,
     context_compress,
     context_ranks,
+    signature,
 )
 
 RANKS, TIMEOUT_S = 4, 20
@@ -313,6 +314,51 @@ def by_kv_head() -> dict[str, torch.Tensor]:
     }
 
 
+def known_calls(group) -> dict[str, object]:
+    """Calls of signatures that all ranks have seen, that some have, and where one rank says
+    something else: as on a GPU, where a rank decides nothing anew.
+    """
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x, odd = mine(Case(96), mesh), mesh.get_local_rank() == 2
+    apart = dict(x, query=x["query"].transpose(1, 2).contiguous().transpose(1, 2))
+    short = {
+        name: t[:, :, :12] if name in ("key", "value") else t[:, :12] for name, t in x.items()
+    }
+    with (
+        changed(signature, "DEVICE_TYPES", ("cpu",)),
+        changed(context_ranks, "agree", counted := Counted(context_ranks.agree)),
+    ):
+        first, again = plain(mesh, x), plain(mesh, x)
+        plain(mesh, x, scale=0.5), plain(mesh, short)
+        seen = counted.calls
+        # One rank's tensors lie otherwise: it asks anew, the others tell it.
+        mixed = plain(mesh, apart if odd else x)
+        asked = counted.calls - seen
+        # All ranks know both calls, and one makes the other one.
+        scale = raised(lambda: plain(mesh, x, **({"scale": 0.5} if odd else {})))
+        after = plain(mesh, x)
+        # One rank makes a call that it has never made.
+        new = raised(lambda: plain(mesh, x, **({"recompute": True} if odd else {})))
+    return {
+        "seen": seen,
+        "asked": asked,
+        "equal": [torch.equal(found, first) for found in (again, mixed, after)],
+        "scale": scale,
+        "new": new,
+    }
+
+
+class Counted:
+    """A function, and how often it was called."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        return self.function(*arguments)
+
+
 def searches(mesh: DeviceMesh) -> dict[str, int]:
     """How often something is searched in the borders in a pass forward and backward, the second
     one of a rank, with metadata and with borders alone.
@@ -397,6 +443,7 @@ def main(rank: int, folder: Path) -> None:
     results["second derivatives"] = second_derivatives(mesh)
     results["twice"] = twice(mesh)
     results["errors"] = bad_input(mesh)
+    results["known calls"] = known_calls(dist.new_group())  # whose ranks fall out of step
     if rank == 3:
         torch.save(results, folder / f"results.{rank}.pt")
         os._exit(9)

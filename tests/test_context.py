@@ -159,6 +159,20 @@ def test_ranks_go_on_after_bad_input(several):
     assert [found["errors"]["after"] for found in several[0]] == [""] * worker.RANKS
 
 
+def test_calls_that_ranks_have_seen_are_decided_once(several):
+    """Where a rank has not, the others say what they have; where they differ, each fails."""
+    for rank, each in enumerate(several[0]):
+        found = each["known calls"]
+        assert found["seen"] == 3  # of four calls
+        assert found["asked"] == (rank == 2)
+        assert found["equal"] == [True] * 3
+        assert found["scale"].startswith(
+            "RuntimeError: arguments must have the same sizes on all"
+        )
+        asked = "ValueError: " if rank == 2 else "RuntimeError: "
+        assert found["new"].startswith(asked) and "on all ranks of context_mesh" in found["new"]
+
+
 def test_a_rank_that_is_gone(several):
     found, ended = several
     assert ended == [0, 0, 0, 9]

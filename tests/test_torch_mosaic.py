@@ -24,6 +24,7 @@ from nsa_torch import (
     Branches,
     NSAConfig,
     batch_tables,
+    context_ranks,
     dispatch,
     functional,
     geometry,
@@ -221,13 +222,13 @@ class Rank:
 
     def __init__(self, rank, payloads):
         self.rank, self.payloads, self.sent = rank, payloads, []
-        self.group, self.told = f"two ranks, {rank}", []
+        self.group, self.gathered = f"two ranks, {rank}", []
 
     def gather(self, x, what):
-        self.told.append(what)
+        self.gathered.append(what)
         assert what in ("keys and values", "the arguments' sizes")  # means need no others
         found = self.payloads if what == "keys and values" else [x, x]
-        return lambda: self.told.append(f"{what}, waited for") or torch.stack(found)
+        return lambda: torch.stack(found)
 
     def scatter_sum(self, x, what):
         self.sent.append(x.clone())
@@ -279,35 +280,28 @@ def test_two_ranks_in_one_call_each(interpreted, monkeypatch):
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_ranks_wait_for_sizes_at_the_first_call_of_a_signature(joined, recompute, monkeypatch):
-    """The next ones give the same, and say them to ranks that may not know."""
+def test_calls_of_ranks_are_decided_once(joined, recompute, monkeypatch):
+    """The next ones give the same bits, and tell their sizes to ranks that may not know."""
     whole = inputs(64, 64, 4, 1, 16, 16)
     places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
     cut = lambda x, at: x.detach()[:, at].contiguous()
     payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
-    sizes, tokens = "the arguments' sizes", "keys and values"
     options = {"config": SMALL, "implementation": "mosaic", "recompute": recompute}
     with stand_in_kernels.stand_ins(monkeypatch) as ran:
         for rank, at in enumerate(places):
             ranks = Rank(rank, payloads)
             monkeypatch.setattr(nsa_torch.context, "Ranks", lambda *_, ranks=ranks: ranks)
             own = [cut(x, at).requires_grad_() for x in whole]
-            calls, told = [], []
+            agreed = pretend.calls_of(monkeypatch, context_ranks, "agree")
+            calls = []
             for _ in range(3):
+                ran.clear(), ranks.gathered.clear()
                 gates = own[3] if joined else Branches(*own[3].unbind(-1))
                 out = nsa_torch.attention(*own[:3], gates, context_mesh=object(), **options)
                 grads = torch.autograd.grad(out, own, out.detach())
+                assert ranks.gathered[:2] == ["the arguments' sizes", "keys and values"]
                 calls.append(([x.name for x in ran], out, *grads, ranks.sent[-1]))
-                told.append([*ranks.told])
-                ran.clear(), ranks.told.clear()
-            assert told[0][:3] == [sizes, f"{sizes}, waited for", tokens]
-            assert told[1] == told[2]
-            assert told[1][:4] == [
-                sizes,
-                tokens,
-                f"{tokens}, waited for",
-                f"{sizes}, waited for",
-            ]
+            assert len(agreed) == 1
             names, *first = calls[0]
             for again, *others in calls[1:]:
                 assert again == names and all(map(torch.equal, others, first))
