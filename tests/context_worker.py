@@ -452,3 +452,36 @@ def main(rank: int, folder: Path) -> None:
     results["gone"] = raised(lambda: plain(mesh, x)), time.monotonic() - start
     torch.save(results, folder / f"results.{rank}.pt")
     os._exit(0)
+
+
+def main_on_gpus(rank: int, folder: Path) -> None:
+    """Two ranks on kernels: results of three calls, those of one GPU, and what is raised where one
+    rank makes another call, of which both know the kind.
+    """
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cuda", (2,))
+    rng = np.random.default_rng(0)
+    shapes = (16, 128), (1, 128), (1, 128), (16, 3)
+    drawn = (rng.normal(size=(1, 4096, *shape)).astype(np.float32) for shape in shapes)
+    whole = [torch.from_numpy(x).cuda().bfloat16() for x in drawn]
+    # A block more or less is no error of arithmetic.
+    indices = nsa_torch.select_blocks(whole[0], nsa_torch.compress(whole[1]))
+    shard = lambda x: context.shard_sequence(x, mesh)
+    put = lambda x: context.unshard_sequence(x, mesh)
+
+    def call(x, indices, **options):
+        x = [t.detach().requires_grad_() for t in x]
+        out = nsa_torch.attention(*x, block_indices=indices, implementation="mosaic", **options)
+        return [out.detach(), *torch.autograd.grad(out, x, out.detach())]
+
+    own = [shard(x) for x in whole], shard(indices)
+    found = {"alone": [x.cpu() for x in call(whole, indices)]}
+    found["ranks"] = [[put(x).cpu() for x in call(*own, context_mesh=mesh)] for _ in range(3)]
+    call(*own, context_mesh=mesh, recompute=True)
+    torch.cuda.synchronize()
+    options = {"recompute": bool(rank), "context_mesh": mesh}
+    found["error"] = raised(lambda: (call(*own, **options), torch.cuda.synchronize()))
+    torch.save(found, folder / f"results.{rank}.pt")
+    os._exit(0)

@@ -173,6 +173,20 @@ def test_calls_that_ranks_have_seen_are_decided_once(several):
         assert found["new"].startswith(asked) and "on all ranks of context_mesh" in found["new"]
 
 
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+def test_two_gpus_equal_one_and_stop_where_they_differ(tmp_path):
+    assert spawned.run(worker.main_on_gpus, 2, tmp_path) == [0, 0]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"results.{rank}.pt")
+        first, *others = found["ranks"]
+        for one, two in zip(found["alone"], first, strict=True):
+            torch.testing.assert_close(two, one, rtol=2e-2, atol=2e-2 * float(one.abs().max()))
+        for again in others:
+            assert all(map(torch.equal, again, first))
+        assert "device-side assert" in found["error"]
+
+
 def test_a_rank_that_is_gone(several):
     found, ended = several
     assert ended == [0, 0, 0, 9]
