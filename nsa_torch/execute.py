@@ -7,16 +7,18 @@ writes addresses, so only what torch reads too is a tensor.
 
 import functools
 import itertools
+import math
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import Array, Kernel
 from nsa_core.plan.buffers import (
+    Buffer,
     Derived,
     Join,
     Launch,
@@ -34,8 +36,56 @@ from nsa_torch.torch_ops import TORCH_OPS, readable
 
 # Of what may be allocated early or dropped late, so that launches are one row.
 LATE_BYTES = 4 * 2**20
+BUNDLED_BYTES = LATE_BYTES  # of a tensor in a bundle, whose memory none gets before the others'
 ROW = 3  # launches that become one step; of fewer a graph would save the host little
 NOTHING = Kept()
+
+
+class Bundle(NamedTuple):
+    """Small tensors that are kept for a gradient, in one allocation: a tensor costs the host as
+    much as half a launch, each time that it is made, kept and read.
+
+    Attributes:
+      offsets: bytes, of each tensor that is kept; None: it has memory of its own.
+      bytes: of all.
+    """
+
+    offsets: tuple[int | None, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Bundle | None":
+        """Of the results of a plan behind the first: those that torch does not touch."""
+        by_torch = _touched_by_torch(plan)
+        offsets, end = list[int | None](), 0
+        for n in (x.buffer for x in plan.results[1:]):
+            buffer = plan.buffers[n]
+            if n in by_torch or buffer.bytes > BUNDLED_BYTES:
+                offsets.append(None)
+            else:
+                offsets.append(end)
+                end += -(-buffer.bytes // launch.ALIGNMENT) * launch.ALIGNMENT
+        return cls(tuple(offsets), end) if end else None
+
+    def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
+        """What is kept as tensors like those `wanted`, from those with memory of their own, the
+        bundle behind them.
+        """
+        *own, bundle = kept
+        rest = iter(own)
+        pairs = zip(self.offsets, wanted, strict=True)
+        return [next(rest) if o is None else _in(bundle, o, x) for o, x in pairs]
+
+
+def _in(bundle: Tensor, offset: int, x: Array | Buffer) -> Tensor:
+    dtype = _dtype(x.dtype)
+    count = math.prod(x.shape) * dtype.itemsize
+    return bundle[offset : offset + count].view(dtype).view(x.shape)
+
+
+def _touched_by_torch(plan: Plan) -> set[int]:
+    steps = (x for x in plan.steps if not by_address(x) and not isinstance(x, Join))
+    return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
 
 
 class BoundPlan:
@@ -44,7 +94,15 @@ class BoundPlan:
     A call has two lists: `tensors`, by the number of a buffer, and `addresses`, where the parts of
     buffers that kernels read or write have slots of their own, behind those of all buffers.
 
+    Args:
+      bundle: in which some arguments behind the first lie.
+      bundles: whether small results behind the first lie in a bundle, which then is the last
+        result.
+
     Attributes:
+      given: arguments that are not in a bundle.
+      in_bundle: slots of what lies there, and where in it; `bundle_bytes`: of one that is made;
+        `bundle_views`: arguments there that torch reads, and where.
       read_arguments: those that kernels read, by number and parts: they lie as kernels want them,
         or are copied.
       in_workspace: slots of what lies there, and where in it.
@@ -53,8 +111,19 @@ class BoundPlan:
       known: the constants of the last call, and a list of addresses in which theirs are.
     """
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        bundle: Bundle | None = None,
+        bundles: bool = False,
+    ):
         self.plan, self.device, self.key = plan, device, object()
+        self.bundled = Bundle.of(plan) if bundles else None
+        self.bundle_bytes = self.bundled.bytes if self.bundled else 0
+        lying = _places(bundle, range(1, plan.arguments))
+        given = [n for n in range(plan.arguments) if n not in lying]
+        lying |= _places(self.bundled, [x.buffer for x in plan.results[1:]])
         buffers = plan.buffers
         slots = _Slots(len(buffers))
         read = [x for step in plan.steps for x in step.reads]
@@ -67,30 +136,45 @@ class BoundPlan:
         launches = [step for step in plan.steps if isinstance(step, Launch)]
         read_by_kernels = {x.buffer for step in launches for x in step.reads}
         # Gives every part its slot: before any `parts_of`.
-        self.steps = _bound(plan, device, slots, read_by_kernels)
+        self.steps = _bound(plan, device, slots, read_by_kernels, lying)
         self.in_workspace = [
             (slot, buffers[n].offset + offset)
             for n, buffer in enumerate(buffers)
             if buffer.place is Place.WORKSPACE
             for slot, offset in [(n, 0), *slots.parts_of(n)]
         ]
-        self.read_arguments = [
-            (n, slots.parts_of(n)) for n in range(plan.arguments) if n in read_by_kernels
+        self.in_bundle = [
+            (slot, start + offset)
+            for n, start in lying.items()
+            for slot, offset in [(n, 0), *slots.parts_of(n)]
         ]
+        self.given = None if len(given) == plan.arguments else given
+        self.read_arguments = [(n, slots.parts_of(n)) for n in given if n in read_by_kernels]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
-        by_torch = [s for s in plan.steps if not by_address(s) and not isinstance(s, Join)]
-        by_torch = {x.buffer for step in by_torch for x in step.reads}
+        by_torch = _touched_by_torch(plan)
+        self.bundle_views = [
+            (n, offset, buffers[n]) for n, offset in lying.items() if n in by_torch
+        ]
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.batch_parts = [slots.parts_of(n) for n in self.batch]
         self.joins = sum(isinstance(step, Join) for step in plan.steps)
         self.blank = [None] * (len(buffers) - plan.arguments + self.joins)
         self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
-        self.results = [x.buffer for x in plan.results]
+        self.results = [x.buffer for x in plan.results if x.buffer not in lying]
         self.has_mosaic = bool(plan.kernels)  # Triton finds the stream itself
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The results for the arguments of a call, which may lie anyhow and be one tensor."""
+    def __call__(self, given: Sequence[Tensor], bundle: Tensor | None = None) -> list[Tensor]:
+        """The results for the arguments of a call, which may lie anyhow and be one tensor.
+
+        Args:
+          bundle: of the arguments that are not among those given.
+        """
         tensors: list[Any] = [*given, *self.blank]
+        if self.given is not None:
+            tensors = [None] * (len(self.plan.buffers) + self.joins)
+            for number, x in zip(self.given, given, strict=True):
+                tensors[number] = x
+        borders = tensors[self.plan.shared] if self.batch else None  # a copy has no tables
         constants, addresses = self._constants()
         for i, number in self.read_by_torch:
             tensors[number] = constants[i]
@@ -103,9 +187,7 @@ class BoundPlan:
             addresses[number] = address
             for slot, offset in parts:
                 addresses[slot] = address + offset
-        if self.batch:
-            assert self.plan.shared is not None
-            borders = given[self.plan.shared]
+        if borders is not None:
             found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
             for number, parts, x in zip(self.batch, self.batch_parts, found, strict=True):
                 tensors[number] = x
@@ -117,6 +199,14 @@ class BoundPlan:
             start = workspace.data_ptr()
             for slot, offset in self.in_workspace:
                 addresses[slot] = start + offset
+        if self.bundle_bytes:
+            bundle = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=self.device)
+        if bundle is not None:
+            start = bundle.data_ptr()
+            for slot, offset in self.in_bundle:
+                addresses[slot] = start + offset
+            for number, offset, like in self.bundle_views:
+                tensors[number] = _in(bundle, offset, like)
         x = None  # no name stays with what a step drops
         stream = launch.current_stream(self.device) if self.has_mosaic else 0
         try:
@@ -127,7 +217,8 @@ class BoundPlan:
             for event in filter(None, tensors[len(tensors) - self.joins :]):
                 torch.cuda.current_stream(self.device).wait_event(event)
             raise
-        return [tensors[number] for number in self.results]
+        found = [tensors[number] for number in self.results]
+        return [*found, bundle] if self.bundle_bytes else found
 
     def _constants(self) -> tuple[Kept, list[int]]:
         """The constants, and addresses of which theirs are there."""
@@ -144,6 +235,12 @@ class BoundPlan:
         known: Known = {}
         made = [self.recipes[n] for n in self.constants]
         return [_constant(recipe, self.device, known)[i] for recipe, i in made]
+
+
+def _places(bundle: Bundle | None, numbers: Sequence[int]) -> dict[int, int]:
+    """By number, where in a bundle those of what is kept are."""
+    pairs = zip(numbers, bundle.offsets if bundle else (), strict=False)
+    return {n: offset for n, offset in pairs if offset is not None}
 
 
 def _constant(recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
@@ -183,9 +280,13 @@ type _Bound = Callable[[list[Any], list[int], int], None]
 
 
 def _bound(
-    plan: Plan, device: torch.device, slots: _Slots, read_by_kernels: set[int]
+    plan: Plan,
+    device: torch.device,
+    slots: _Slots,
+    read_by_kernels: set[int],
+    lying: Mapping[int, int],
 ) -> list[_Bound]:
-    """The steps; launches that follow each other are one."""
+    """The steps; launches that follow each other are one. `lying`: what is in a bundle."""
     for step in plan.steps:
         for x in (*step.reads, *step.writes):
             slots.at(x)
@@ -199,6 +300,7 @@ def _bound(
             allocated = [
                 (n, plan.buffers[n].shape, _dtype(plan.buffers[n].dtype), slots.parts_of(n))
                 for n in begins
+                if n not in lying
             ]
             launches = _Launches.of(step.kernel, numbers, allocated, ends, device)
             if step.beside is not None:

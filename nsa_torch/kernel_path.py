@@ -22,7 +22,7 @@ from nsa_core.steps import fused
 from nsa_core.steps.fused import Pages, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import Branches
-from nsa_torch import operators
+from nsa_torch import early_release, operators
 from nsa_torch.compress import compress
 from nsa_torch.input_modes import (
     PRECOMPRESSED,
@@ -438,13 +438,14 @@ class Again:
             self.mode = self.mode.with_joined_gates()
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
-        self.call: Any = None
         run: Any = path.alone.get(self.mode) if keep == FORWARD else None
-        gradient: Any = None
-        if run is None:
-            call = self.call = operators.call_of(path._kind(self.mode, keep))
-            run, gradient = call.run, call.backward
-        self.forward, self.backward = Ready(run), gradient and Ready(gradient)
+        self.call = operators.call_of(path._kind(self.mode, keep))
+        self.run = Ready(run or self.call.run, self.arguments, keeps=keep != FORWARD)
+        self.keeps = keep != FORWARD
+
+    def arguments(self, tensors):
+        """Those of the operator, from its tensors."""
+        return *tensors[:-1], *self.before, tensors[-1], *self.after
 
     def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
         if self.phi is not None:
@@ -456,11 +457,12 @@ class Again:
         if not self.one_pair:
             tokens = self.mode.tokens(Branches.each(key), Branches.each(value), compressed)
         gates = (gates,) if self.mode.joined else gates.unbind(-1) if self.unbinds else gates
-        tensors = query, *tokens, *gates, block_indices
-        arguments = *tensors, *self.before, cu_seqlens, *self.after
-        if self.backward is None:
-            return self.forward(arguments)[0]
-        return operators.Differentiable.apply(self.call, self, True, *arguments)[0]
+        tensors = query, *tokens, *gates, block_indices, cu_seqlens
+        if not self.keeps:
+            return self.run(tensors)[0]
+        if early_release.has_hooks():
+            return operators.Differentiable.apply(self.call, True, *self.arguments(tensors))[0]
+        return operators.KnownCall.apply(self, *tensors)
 
 
 def _keep(recompute: bool, *tensors: Tensor) -> str:

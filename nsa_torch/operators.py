@@ -12,6 +12,7 @@ torch's dispatcher needs longer for such a call than a launch takes. Where it wo
 but find the function (`plain`), `call` does without it.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -98,7 +99,7 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
         return _dispatched(kind, *given)
     if found.backward is None:
         return list(found.run(*given))
-    return Differentiable.apply(found, None, True, *given)
+    return Differentiable.apply(found, True, *given)
 
 
 def _call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
@@ -267,24 +268,18 @@ class Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: Call, again, direct: bool, *inputs):
+    def forward(ctx, call: Call, direct: bool, *inputs):
         """
         Args:
-          again: what runs calls of this signature from their plans; None: `call` does.
           direct: without the dispatcher; a caller then gets `call.returned`, else all results.
         """
         with torch._C._AutoDispatchBelowAutograd():
-            if again is not None:
-                output = again.forward(inputs)
-            else:
-                output = tuple(call.run(*inputs) if direct else _dispatched(call.kind, *inputs))
+            output = tuple(call.run(*inputs) if direct else _dispatched(call.kind, *inputs))
         _save(ctx, output[call.kept], inputs)
-        hooks = early_release.has_hooks()
         ctx.call = call
-        # What a hook brings back may be anything.
-        ctx.again = None if hooks else again
         # Whether what was kept is this node's alone.
-        ctx.alone = direct and call.returned <= (call.kept.start or 0) and not hooks
+        alone = direct and call.returned <= (call.kept.start or 0)
+        ctx.alone = alone and not early_release.has_hooks()
         ctx.set_materialize_grads(False)
         return tuple(output[: call.returned] if direct else output)
 
@@ -296,21 +291,66 @@ class Differentiable(torch.autograd.Function):
     @first_order
     def backward(ctx, grad, *others):
         grad, saved, count = _with_second(ctx, grad, *others)
-        call = ctx.call
-        direct = plain([grad])
-        addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)] if direct else []
-        if 0 in addresses:
-            _refuse_empty(call.kind, saved)
-        last = ctx.alone and direct and early_release.is_last_pass()
-        # The gradient that comes in may lie in what was kept, which then stays.
-        apart = last and grad.untyped_storage().data_ptr() not in addresses
-        with early_release.allowed(apart):
-            if ctx.again is not None and direct:
-                found = ctx.again.backward([grad, *saved])
-            else:
-                found = _call_backward(call.kind, grad, saved[:count], saved[count:])
+        call, direct = ctx.call, plain([grad])
+        with _releasing(call.kind, grad, saved, ctx.alone) if direct else _NOTHING:
+            found = _call_backward(call.kind, grad, saved[:count], saved[count:])
         nothing = [None] * (len(saved) - count - call.floats)
-        return None, None, None, *found, *nothing
+        return None, None, *found, *nothing
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
+    """Within, memory of what was saved may be given back where nothing needs it any more.
+
+    Args:
+      alone: what was kept is this node's alone.
+
+    Raises:
+      RuntimeError: it was given back before.
+    """
+    addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)]
+    if 0 in addresses:
+        _refuse_empty(kind, saved)
+    last = alone and early_release.is_last_pass()
+    # The gradient that comes in may lie in what was kept, which then stays.
+    return early_release.allowed(last and grad.untyped_storage().data_ptr() not in addresses)
+
+
+class KnownCall(torch.autograd.Function):
+    """`Differentiable` of a call whose signature is known: it takes the tensors of that alone. What
+    is kept is this node's alone, and no hook has a look at it: that could bring back anything.
+    """
+
+    @staticmethod
+    def forward(ctx, again, *tensors):
+        """`again`: what runs calls of this signature (`kernel_path.Again`)."""
+        with torch._C._AutoDispatchBelowAutograd():
+            out, *kept = again.run(tensors)
+        ctx.save_for_backward(*kept, *tensors)
+        ctx.again, ctx.kept = again, len(kept)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(NO_JVP)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        again, saved, call = ctx.again, ctx.saved_tensors, ctx.again.call
+        kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+        if grad is None:
+            grad = next(iter(call.shapes(*again.arguments(tensors)))).zero_()
+        if plain([grad]):
+            with _releasing(call.kind, grad, saved, alone=True):
+                found = again.run.gradients(grad, kept, tensors)
+        else:
+            arguments = again.run.apart(kept), again.arguments(tensors)
+            found = _call_backward(call.kind, grad, *arguments)
+        return None, *found, *[None] * (len(tensors) - call.floats)
 
 
 def _with_second(ctx, grad, second=None, *_):
@@ -379,7 +419,7 @@ def _differentiable(kind, tensors, *rest):
     if found.backward is None:
         with torch._C._AutoDispatchBelowAutograd():
             return _dispatched(kind, *tensors, *rest)
-    return list(Differentiable.apply(found, None, False, *tensors, *rest))
+    return list(Differentiable.apply(found, False, *tensors, *rest))
 
 
 def _run_backward(kind, grad, kept, tensors, *rest):

@@ -18,7 +18,7 @@ from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
 from nsa_core.plan.buffers import Plan, View
 from nsa_core.plan.planner import PlanOps
-from nsa_torch.execute import BoundPlan
+from nsa_torch.execute import BoundPlan, Bundle
 from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 256  # plans of a function at most
@@ -82,10 +82,23 @@ class Planned:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         return self.bound(arguments, tensors)(tensors)
 
-    def bound(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> BoundPlan:
-        """The plan of a call on its device."""
+    def bound(
+        self,
+        arguments: Sequence[Any],
+        tensors: Sequence[Tensor],
+        bundle: Bundle | None = None,
+        bundles: bool = False,
+    ) -> BoundPlan:
+        """The plan of a call on its device.
+
+        Args:
+          arguments: `Array`s in place of those in a bundle.
+          tensors: among the arguments.
+          bundle, bundles: as of `BoundPlan`.
+        """
         device = tensors[0].device
-        key = device, capability.interpret.get() is not False, *map(_part_of_key, arguments)
+        key = device, capability.interpret.get() is not False, bundle, bundles
+        key += tuple(map(_part_of_key, arguments))
         found = self._known.get(key)
         if found is None:
             if elsewhere := {x.device for x in tensors} - {device}:
@@ -94,7 +107,7 @@ class Planned:
                 )
             plan = self.plan(arguments, device)
             self.before(self, plan, arguments, device)
-            found = self._known.keep(key, BoundPlan(plan, device))
+            found = self._known.keep(key, BoundPlan(plan, device, bundle, bundles))
         return found
 
     def plan(self, arguments: Sequence[Any], device: torch.device | None) -> Plan:
@@ -122,23 +135,55 @@ class Planned:
 
 
 class Ready:
-    """A function in calls of one signature: its plan is looked up at the first of them."""
+    """A function in calls of one signature, and its gradient: their plans are looked up at the
+    first of them.
 
-    __slots__ = ("_function", "_pick", "_plan")
+    Args:
+      function: also without a plan.
+      arguments: gives those of the function from the tensors of a call, or None in place of one.
+      keeps: whether results behind the first are kept for a gradient, small ones in a `Bundle`.
+    """
 
-    def __init__(self, function: Any):
-        self._function, self._plan = function, None
+    __slots__ = ("_arguments", "_function", "_gradient", "_keeps", "_pick", "_plan")
+
+    def __init__(self, function: Any, arguments: Callable[..., Sequence[Any]], keeps: bool):
+        self._function, self._arguments, self._keeps = function, arguments, keeps
+        self._plan = self._gradient = None
         self._pick: Any = None
 
-    def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
-        """What the function returns; of the arguments the tensors alone may be others each time."""
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """What the function returns, the bundle last."""
         if _unplanned is not None:
-            return self._function(*arguments)
+            return list(self._function(*self._arguments(tensors)))
         if self._plan is None:
-            at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-            self._pick = operator.itemgetter(*at)
-            self._plan = self._function.bound(arguments, self._pick(arguments))
-        return self._plan(self._pick(arguments))
+            self._pick = operator.itemgetter(
+                *(i for i, x in enumerate(tensors) if x is not None)
+            )
+            given = self._arguments(tensors), self._pick(tensors)
+            self._plan = self._function.bound(*given, bundles=self._keeps)
+        return self._plan(self._pick(tensors))
+
+    def gradients(self, grad: Tensor, kept, tensors) -> list[Tensor]:
+        """From that of the first result, what was kept, and the tensors of the call."""
+        if _unplanned is not None:
+            arguments = grad, *self.apart(kept), *self._arguments(tensors)
+            return list(self._function.backward(*arguments))
+        bundle = self._plan.bundled if self._plan else None
+        if self._gradient is None:
+            offsets = bundle.offsets if bundle else [None] * len(kept)
+            each = [
+                x if offset is None else array_of(x)
+                for x, offset in zip(self.apart(kept), offsets, strict=True)
+            ]
+            arguments = grad, *each, *self._arguments(tensors)
+            self._gradient = self._function.backward.bound(arguments, [grad], bundle)
+        own, last = (kept[:-1], kept[-1]) if bundle else (kept, None)
+        return self._gradient((grad, *own, *self._pick(tensors)), last)
+
+    def apart(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Each thing that is kept as the function returned it."""
+        bundle = self._plan.bundled if self._plan else None
+        return bundle.apart(kept, self._plan.plan.results[1:]) if bundle else kept
 
 
 def plan_ops(device: torch.device | None) -> PlanOps:

@@ -14,6 +14,7 @@ LIMITS = {
     "ds_chunk_bytes": ("nsa_core.steps.mosaic_stored_ds.CHUNK_BYTES",),
     "small_bytes": ("nsa_core.plan.planner.SMALL_BYTES",),
     "least_released": ("nsa_core.plan.planner.LEAST_RELEASED",),
+    "bundled_bytes": ("nsa_torch.execute.BUNDLED_BYTES",),
     "many_pinned": ("nsa_torch.shared.MANY_PINNED",),
     "graph_after": ("kernels_pallas.runtime.sequence.GRAPH_AFTER",),
     "held_bytes": ("nsa_interop.dlpack.HELD_BYTES",),

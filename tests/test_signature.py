@@ -201,7 +201,7 @@ def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
 @pytest.fixture
 def released(monkeypatch):
     """Bytes that each release leaves of its tensors; what is to go is written over first."""
-    set_limits(monkeypatch, least_released=0)
+    set_limits(monkeypatch, least_released=0, bundled_bytes=0)
     left, release = [], early_release.release
 
     def noted(tensors):
@@ -232,6 +232,26 @@ def test_outputs_of_branches_go_once_they_were_read(released):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         assert released == [[out.nbytes] * 3, [0] * 3]
         released.clear()
+
+
+@pytest.mark.parametrize("how", ["", "packed", "indices", "recomputed", "a mode backward"])
+def test_small_tensors_that_are_kept_are_one(how, monkeypatch):
+    """Gradients are the same bits."""
+    options = dict(VARIANTS.get(how, {}), recompute=how == "recomputed")
+    counts, grads = [], []
+    for limit in 0, 1000, 10**6:
+        set_limits(monkeypatch, bundled_bytes=limit)
+        plans.forget()
+        for _ in range(2):
+            torch.manual_seed(0)
+            gradients, out = a_call(scale=0.8, **options)
+            counts.append(sum(x is not None for x in out.grad_fn.saved_tensors))
+            with Watching() if how == "a mode backward" else contextlib.nullcontext():
+                grads.append(gradients(False))
+    assert counts[::2] == counts[1::2]
+    assert counts[0] > counts[2] >= counts[4]
+    for found in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, grads[0], strict=True))
 
 
 @pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
