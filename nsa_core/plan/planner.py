@@ -1,5 +1,6 @@
 """Traces steps into a plan: `PlanOps` is the `ArrayOps` that notes what they ask."""
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from nsa_core.plan.buffers import (
 
 # Of what is derived before the first launch, so that launches stay together.
 SMALL_BYTES = 4 * 2**20
+
+ROW = 3  # launches that become one step; of fewer a graph would save the host little
 
 # Of an argument. A release ends a row of launches, which costs the host one more.
 LEAST_RELEASED = 64 * 2**20
@@ -302,9 +305,10 @@ class PlanOps(ArrayOps):
         return size
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
-        """What is derived of arguments and constants comes before the first launch where it is
-        small, so that launches stay together, and where it is large right before it is read: at
-        the end, where it is a result that no step reads.
+        """What is derived of arguments and constants comes right before it is read where it is
+        large: at the end, where it is a result that no step reads. What is small comes at once, so
+        that launches stay together: before the first launch, or behind a row of them that reads
+        none of it, so that the device begins before the host has done it.
         Launches that take tensors are one by one anyway.
         """
         if not any(map(by_address, steps)):
@@ -329,7 +333,11 @@ class PlanOps(ArrayOps):
         for step in waiting.values():
             if step not in rest:
                 rest.append(step)
-        return first + rest
+        made = {x.buffer for step in first for x in step.writes}
+        reads = (made.isdisjoint(x.buffer for x in step.reads) for step in rest)
+        alone = sum(1 for _ in itertools.takewhile(bool, reads))
+        at = alone if alone >= ROW and all(map(by_address, rest[:alone])) else 0
+        return rest[:at] + first + rest[at:]
 
     def _with_releases(self, steps: list[Any]) -> list[Any]:
         read = {x.buffer: i for i, step in enumerate(steps) for x in step.reads}
