@@ -28,7 +28,6 @@ from nsa_core.plan.buffers import (
     View,
     by_address,
 )
-from nsa_core.plan.planner import ROW
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
 from nsa_torch.recipes import Known, Recipe, followed, recipes_of
@@ -38,6 +37,7 @@ from nsa_torch.torch_ops import TORCH_OPS, readable
 # Of what may be allocated early or dropped late, so that launches are one row.
 LATE_BYTES = 4 * 2**20
 BUNDLED_BYTES = LATE_BYTES  # of a tensor in a bundle, whose memory none gets before the others'
+ROW = 3  # launches that become one step; of fewer a graph would save the host little
 NOTHING = Kept()
 
 

@@ -150,16 +150,20 @@ def test_gates_in_one_tensor(dtype, where, path):
         assert all(map(torch.equal, grads, want[:-3]))
 
 
-def test_launches_of_a_short_backward_pass_are_two_rows():
-    """Each is one launch of the host. What torch computes first is one copy, so that the GPU has
-    work, behind which the other steps hide; the gradient of the gates is the last.
+def test_launches_of_a_short_pass_come_before_what_torch_computes():
+    """The GPU has work, behind which the steps of torch hide: deltas backward, where the others are
+    two rows, each one launch of the host; forward all but the last, which alone reads gates.
     """
     layer = {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64}
     mode = SHARED_KV.with_joined_gates()
     arguments = planned.described(mode, 8, 2048, **layer, config=NSAConfig())
-    _, plan = mosaic.PATH.planned[mode, SAVING].plans(arguments, None)
-    assert [i for i, x in enumerate(plan.steps) if not isinstance(x, Launch)] == [0, 12, 18]
-    for row in slice(1, 11), slice(13, 17):
+    forward, plan = mosaic.PATH.planned[mode, SAVING].plans(arguments, None)
+    by_torch = lambda x: [i for i, step in enumerate(x.steps) if not isinstance(step, Launch)]
+    assert by_torch(forward) == [5] and len(forward.steps) == 7
+    assert by_torch(plan) == [1, 12, 18]
+    few = planned.described(mode, 1, 64, **layer, config=NSAConfig())
+    assert [by_torch(x)[0] for x in mosaic.PATH.planned[mode, SAVING].plans(few, None)] == [0, 0]
+    for row in slice(2, 11), slice(13, 17):
         ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
         assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)
 

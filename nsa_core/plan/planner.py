@@ -24,7 +24,8 @@ from nsa_core.plan.buffers import (
 # Of what is derived before the first launch, so that launches stay together.
 SMALL_BYTES = 4 * 2**20
 
-ROW = 3  # launches that become one step; of fewer a graph would save the host little
+# Read and written by launches that take as long as the host for a step of torch: some 10 us.
+BUSY_BYTES = 32 * 2**20
 
 # Of an argument. A release ends a row of launches, which costs the host one more.
 LEAST_RELEASED = 64 * 2**20
@@ -307,8 +308,8 @@ class PlanOps(ArrayOps):
     def _in_order(self, steps: list[Any]) -> list[Any]:
         """What is derived of arguments and constants comes right before it is read where it is
         large: at the end, where it is a result that no step reads. What is small comes at once, so
-        that launches stay together: before the first launch, or behind a row of them that reads
-        none of it, so that the device begins before the host has done it.
+        that launches stay together: before the first launch, or behind those that read none of it
+        where they take the device longer than it takes the host.
         Launches that take tensors are one by one anyway.
         """
         if not any(map(by_address, steps)):
@@ -334,9 +335,10 @@ class PlanOps(ArrayOps):
             if step not in rest:
                 rest.append(step)
         made = {x.buffer for step in first for x in step.writes}
-        reads = (made.isdisjoint(x.buffer for x in step.reads) for step in rest)
-        alone = sum(1 for _ in itertools.takewhile(bool, reads))
-        at = alone if alone >= ROW and all(map(by_address, rest[:alone])) else 0
+        reads_none = lambda step: made.isdisjoint(x.buffer for x in step.reads)
+        before = [*itertools.takewhile(reads_none, rest)]
+        moved = sum(x.bytes for step in before for x in (*step.reads, *step.writes))
+        at = len(before) if moved >= BUSY_BYTES and all(map(by_address, before)) else 0
         return rest[:at] + first + rest[at:]
 
     def _with_releases(self, steps: list[Any]) -> list[Any]:
