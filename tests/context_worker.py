@@ -467,7 +467,9 @@ def main_on_gpus(rank: int, folder: Path) -> None:
     drawn = (rng.normal(size=(1, 4096, *shape)).astype(np.float32) for shape in shapes)
     whole = [torch.from_numpy(x).cuda().bfloat16() for x in drawn]
     # A block more or less is no error of arithmetic.
-    indices = nsa_torch.select_blocks(whole[0], nsa_torch.compress(whole[1]))
+    config = NSAConfig()
+    compressed = nsa_torch.compress(whole[1], config=config)
+    indices = nsa_torch.select_blocks(whole[0], compressed, config=config)
     shard = lambda x: context.shard_sequence(x, mesh)
     put = lambda x: context.unshard_sequence(x, mesh)
 

@@ -438,7 +438,7 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
     module = ["-m", "bench.train"]
     for name, launch in (
         ("one", module),
-        (kind, ["-m", "torch.distributed.run", "--nproc-per-node=2", *module]),
+        (kind, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *module]),
     ):
         spread = ["--parallel=fsdp" if "fsdp" in kind else "--parallel=ddp"]
         spread.append("--graph" if "graph" in kind else "--nograph")
