@@ -298,11 +298,11 @@ class _Attention(torch.autograd.Function):
                         for number, target in enumerate(targets):
                             start = number * call.shards.chunk
                             keys = slice(start, start + call.shards.chunk)
-                            seen = grad is not None and keys.start < end
-                            if not adds:
-                                target.copy_(grad[0, keys]) if seen else target.zero_()
-                            elif seen:
-                                target += grad[0, keys]
+                            part = None if grad is None or start >= end else grad[0, keys]
+                            if part is not None:
+                                target.add_(part) if adds else target.copy_(part)
+                            elif not adds:
+                                target.zero_()
                 wait = call.ranks.scatter_sum(shares, "gradients of keys and values")
                 sums.append((unit, wait))
         if not retain:

@@ -174,7 +174,8 @@ class BoundPlan:
             tensors = [None] * (len(self.plan.buffers) + self.joins)
             for number, x in zip(self.given, given, strict=True):
                 tensors[number] = x
-        borders = tensors[self.plan.shared] if self.batch else None  # a copy has no tables
+        shared = self.plan.shared
+        borders = None if shared is None else tensors[shared]  # a copy has no tables
         constants, addresses = self._constants()
         for i, number in self.read_by_torch:
             tensors[number] = constants[i]
@@ -218,7 +219,9 @@ class BoundPlan:
                 torch.cuda.current_stream(self.device).wait_event(event)
             raise
         found = [tensors[number] for number in self.results]
-        return [*found, bundle] if self.bundle_bytes else found
+        if self.bundle_bytes:
+            found.append(bundle)
+        return found
 
     def _constants(self) -> tuple[Kept, list[int]]:
         """The constants, and addresses of which theirs are there."""
