@@ -79,41 +79,27 @@ class Call:
 
         The gather of the next unit starts before this one is handed out.
         """
-        batch, length, kv_heads = given.keys_values[0].shape[:3]
-        numbers = length * sum(x.shape[-1] for x in given.keys_values)  # of a head
-        head_bytes = self.ranks.size * numbers * given.query.element_size()
+        batch, _, kv_heads = given.keys_values[0].shape[:3]
+        widths = [x.shape[-1] for x in given.keys_values]
+        payload = torch.cat(given.keys_values, dim=-1)
+        head_bytes = self.shards.length * payload.shape[-1] * payload.element_size()
         groups = layouts.head_groups(kv_heads, head_bytes)
         units = [Unit(row, heads) for row in range(batch) for heads in groups]
 
         def start(unit):
-            count = unit.heads.stop - unit.heads.start
-            payload = given.query.new_empty(count * numbers)
-            for part, x in zip(self.parts(given, payload), given.keys_values, strict=True):
-                part.copy_(x[unit.row, :, unit.heads])
-            return self.ranks.gather(payload, "keys and values")
+            return self.ranks.gather(payload[unit.row, :, unit.heads], "keys and values")
 
         following = start(units[0])
         for i, unit in enumerate(units):
             wait = following
             if i + 1 < len(units):
                 following = start(units[i + 1])
-            yield unit, lambda wait=wait: self._whole(given, wait())
+            yield unit, lambda wait=wait: self._whole(wait(), widths)
 
-    def parts(self, given: Given, memory: Tensor) -> list[Tensor]:
-        """`[.., T, h, W]` of keys, values .. of a rank in `memory` `[.., N]`, one behind the other:
-        a copy of rows that lie side by side takes twice as long.
-        """
-        length, widths = given.query.shape[1], [x.shape[-1] for x in given.keys_values]
-        count = memory.shape[-1] // (length * sum(widths))
-        parts = memory.split([length * count * width for width in widths], dim=-1)
-        return [
-            x.unflatten(-1, (length, count, width))
-            for x, width in zip(parts, widths, strict=True)
-        ]
-
-    def _whole(self, given: Given, gathered: Tensor) -> list[Tensor]:
-        """`[R, N]` as one contiguous tensor each."""
-        return [self.shards.in_order(x)[None] for x in self.parts(given, gathered)]
+    def _whole(self, gathered, widths) -> list[Tensor]:
+        """`[R, T, h, W]` as one contiguous tensor each."""
+        columns = gathered.split(widths, dim=-1)
+        return [self.shards.in_order(x)[None] for x in columns]
 
     def query_heads(self, given: Given, unit: "Unit") -> slice:
         group = given.query.shape[2] // given.keys_values[0].shape[2]
@@ -268,13 +254,15 @@ class _Attention(torch.autograd.Function):
         grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
         mine = 1 + len(gates)
         first = mine + len(compressed)
+        widths = [x.shape[-1] for x in keys_values]
         graphs, sums, retain = iter(ctx.graphs), [], not early_release.is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
             for unit, wait in call.units(given):
                 whole, heads, row = wait(), call.query_heads(given, unit), unit.row
-                numbers = sum(x.numel() for x in whole) // call.ranks.size
-                shares = query.new_empty(call.ranks.size, numbers, dtype=dtype)
-                chunks = [call.shards.chunks_of(x) for x in call.parts(given, shares)]
+                count = unit.heads.stop - unit.heads.start
+                shape = call.shards.length // call.ranks.size, count, sum(widths)
+                shares = query.new_empty(call.ranks.size, *shape, dtype=dtype)
+                chunks = call.shards.chunks_of(shares)
                 done = [None if call.recompute else next(graphs) for _ in ctx.calls]
                 # The longest first: its gradients are written, those of others added.
                 for i, (tokens, end, options) in reversed([*enumerate(ctx.calls)]):
@@ -294,29 +282,31 @@ class _Attention(torch.autograd.Function):
                     for target, grad in zip(grad_compressed, grads[mine:first], strict=True):
                         if grad is not None:
                             target[row, : grad.shape[1], unit.heads] += grad[0]
-                    for targets, grad in zip(chunks, grads[first:], strict=True):
-                        for number, target in enumerate(targets):
-                            start = number * call.shards.chunk
-                            keys = slice(start, start + call.shards.chunk)
-                            part = None if grad is None or start >= end else grad[0, keys]
-                            if part is not None:
-                                target.add_(part) if adds else target.copy_(part)
-                            elif not adds:
-                                target.zero_()
-                wait = call.ranks.scatter_sum(shares, "gradients of keys and values")
-                sums.append((unit, wait))
+                    for number, chunk in enumerate(chunks):
+                        keys = slice(
+                            number * call.shards.chunk, (number + 1) * call.shards.chunk
+                        )
+                        targets = chunk.split(widths, dim=-1)
+                        for target, grad in zip(targets, grads[first:], strict=True):
+                            seen = grad is not None and keys.start < end
+                            if not adds:
+                                target.copy_(grad[0, keys]) if seen else target.zero_()
+                            elif seen:
+                                target += grad[0, keys]
+                sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
         if not retain:
             ctx.graphs = []
-        grad_kv = [Whole(x, x.shape) for x in keys_values]
-        for unit, wait in sums:
-            for target, part in zip(grad_kv, call.parts(given, wait()), strict=True):
-                target.put(part[None], unit.row, slice(None), unit.heads)
+        batch = keys_values[0].shape[0]
+        found = [wait() for wait in sums]  # [T, h, W] a unit
+        each = len(found) // batch
+        rows = [torch.cat(found[i * each : (i + 1) * each], dim=1) for i in range(batch)]
+        parts = torch.stack(rows).split(widths, dim=-1)
+        grad_kv = (part.to(x.dtype) for part, x in zip(parts, keys_values, strict=True))
         grad_cmp = [
             part.to(x.dtype) for part, x in zip(grad_compressed, compressed, strict=True)
         ] or [None, None]
         grad_query, *grad_gates = (x.found for x in own)
-        of_tokens = (x.found for x in grad_kv)
-        return None, None, grad_query, *grad_cmp, None, *of_tokens, *grad_gates
+        return None, None, grad_query, *grad_cmp, None, *grad_kv, *grad_gates
 
 
 class Whole:

@@ -439,8 +439,11 @@ class Again:
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]
         run: Any = path.alone.get(self.mode) if keep == FORWARD else None
-        self.call = operators.call_of(path._kind(self.mode, keep))
-        self.run = Ready(run or self.call.run, self.arguments, keeps=keep != FORWARD)
+        self.call: Any = None
+        if run is None:
+            self.call = operators.call_of(path._kind(self.mode, keep))
+            run = self.call.run
+        self.run = Ready(run, self.arguments, keeps=keep != FORWARD)
         self.keeps = keep != FORWARD
 
     def arguments(self, tensors):

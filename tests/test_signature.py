@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import kernels_pallas
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
@@ -26,6 +27,7 @@ from nsa_torch import (
     plans,
     shared,
     signature,
+    triton_ops,
 )
 from tests import pretend
 from tests.inputs import SMALL
@@ -120,6 +122,21 @@ def test_the_second_call_is_known(name, checked, monkeypatch):
         assert bool(checked) == (i == 0)
     again = nsa_torch.attention(**arguments)
     assert again.data_ptr() != got.data_ptr() and not again._is_view()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@torch.no_grad()
+def test_a_known_call_on_triton_kernels(shared, checked, monkeypatch):
+    """Without a gradient some of their calls are of no kind that the operators know."""
+    monkeypatch.setattr(kernels_pallas, "why_not", lambda *_: None)
+    monkeypatch.setattr(triton_ops, "launch", stand_in)  # the interpreter needs another process
+    kv = {} if shared else {"key": Branches(*[good()["key"]] * 3)}
+    arguments = good(implementation="triton", **kv)
+    want = by_steps(monkeypatch, arguments)
+    for i in range(2):
+        checked.clear()
+        assert torch.equal(nsa_torch.attention(**arguments), want)
+        assert bool(checked) == (i == 0)
 
 
 def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
