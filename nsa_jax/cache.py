@@ -180,7 +180,6 @@ def cached_attention(
         segment_ids=None,
         scale=scale,
         implementation=implementation,
-        assume_finite=True,  # zeros behind the tokens, since `init_cache` and `reset`
     )
     wrong = (cache.length > cache.capacity) | mixed
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out), cache
