@@ -288,7 +288,7 @@ def test_the_example_serves_by_vllm(capsys, tmp_path):
     assert "3 requests, prompts up to 200 tokens, on cpu" in capsys.readouterr().out
     for options, message in (
         (["--serve=vllm", "--device=cuda"], "--serve vllm needs --device cpu, got cuda"),
-        (["--serve=sglang"], "--serve must be of nsa, dense, vllm, got 'sglang'"),
+        (["--serve=sglang"], f"--serve must be of {', '.join(serve.SERVED)}, got 'sglang'"),
     ):
         with pytest.raises(SystemExit):
             serve.main(options)
