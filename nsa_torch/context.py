@@ -213,6 +213,7 @@ def attention(
     from nsa_torch import context_attention
 
     validate.queries(query)
+    validate.in_dtype_of_query(config, "context parallelism")
     ranks = Ranks(context_mesh, query.device)
     given = query, key, value, gates, compressed, block_indices, cu_seqlens
     called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
@@ -262,7 +263,6 @@ def _decide(
     layout,
 ) -> _Decided:
     """Checks the arguments of a call, here and between the ranks."""
-    validate.in_dtype_of_query(config, "context parallelism")
 
     def describe():
         checks.tensors(query=query, gates=gates)

@@ -104,7 +104,7 @@ def agree(
     known = _agreed.setdefault(ranks.group, {})
     row = known.get((text, device))
     if row is not None and error is None and device.type != "cpu":
-        ranks.gather(row, SIZES)()
+        say(ranks, row)
         return words, row
     data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -293,7 +293,8 @@ class KernelPath:
         modes = [*(compressing if self.steps.compression else ()), PRECOMPRESSED]
         joined = [mode.with_joined_gates() for mode in modes if self.joins]
         for mode in joined:
-            self.alone[mode] = Planned(functools.partial(self._forward_alone, mode))
+            forward = functools.partial(self._forward_alone, mode)
+            self.alone[mode] = Planned(forward, before=self.before)
         for mode in modes + joined:
             for keep, (forward, backward) in whole.items():
                 pull_back = (

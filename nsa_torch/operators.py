@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._C._functorch import (
+    TransformType,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    unwrap_if_dead,
+)
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -309,7 +314,10 @@ def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
 
     Raises:
       RuntimeError: it was given back before.
+      NotImplementedError: many gradients are asked for at once (`is_grads_batched`).
     """
+    if is_legacy_batchedtensor(grad):
+        raise NotImplementedError(NO_VMAP)
     addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)]
     if 0 in addresses:
         _refuse_empty(kind, saved)

@@ -68,7 +68,7 @@ def signature_of(
         else:
             return None
         for x in each:
-            if type(x) not in TENSORS:
+            if type(x) not in TENSORS or x.layout is not torch.strided:
                 return None
             if device is None and (device := x.device).type not in DEVICE_TYPES:
                 return None

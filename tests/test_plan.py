@@ -162,7 +162,10 @@ def test_launches_of_a_short_pass_come_before_what_torch_computes():
     assert by_torch(forward) == [5] and len(forward.steps) == 7
     assert by_torch(plan) == [1, 12, 18]
     few = planned.described(mode, 1, 64, **layer, config=NSAConfig())
-    assert [by_torch(x)[0] for x in mosaic.PATH.planned[mode, SAVING].plans(few, None)] == [0, 0]
+    assert [by_torch(x)[0] for x in mosaic.PATH.planned[mode, SAVING].plans(few, None)] == [
+        0,
+        0,
+    ]
     for row in slice(2, 11), slice(13, 17):
         ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
         assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)

@@ -318,6 +318,18 @@ def test_a_pass_that_failed(retain, launches, released, failing):
             gradients(False)
 
 
+@pytest.mark.parametrize("retain", [True, False])
+def test_many_gradients_at_once_are_refused(retain):
+    arguments = good(gates=good()["gates"].requires_grad_())
+    for _ in range(2):
+        out = nsa_torch.attention(**arguments)
+    many = torch.stack([out.detach()] * 2)
+    with pytest.raises(NotImplementedError, match="has no vmap"):
+        torch.autograd.grad(
+            out, arguments["gates"], many, retain_graph=retain, is_grads_batched=True
+        )
+
+
 def test_gradients_of_other_shapes_have_another_signature(monkeypatch):
     """That of an expanded number has no memory of its own."""
     for i in range(6):
@@ -427,6 +439,8 @@ def test_bad_input_is_refused_after_a_good_call():
         nsa_torch.attention(**arguments | {"gates": arguments["gates"].float().numpy()})
     with pytest.raises(NotImplementedError, match=r"needs key\.selected contiguous"):
         nsa_torch.attention(**CHANGES["strides"](arguments))
+    with pytest.raises(ValueError, match=r"dense, got torch\.sparse_coo"):
+        nsa_torch.attention(**arguments | {"query": arguments["query"].to_sparse()})
     arguments = variant("branches")
     nsa_torch.attention(**arguments)
     for name in ("gates", "key", "value"):
