@@ -93,7 +93,8 @@ def agree(
 
     Raises:
       ValueError: on every rank, where they differ or where one of them could not be made; of
-        what `describe` itself raised, on its own rank.
+        what `describe` itself raised, on its own rank. A rank on a GPU that has described the
+        same before learns of others by `say`.
     """
     error, words = None, {}
     try:

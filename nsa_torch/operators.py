@@ -297,13 +297,11 @@ class Differentiable(torch.autograd.Function):
     def backward(ctx, grad, *others):
         grad, saved, count = _with_second(ctx, grad, *others)
         call, direct = ctx.call, plain([grad])
-        with _releasing(call.kind, grad, saved, ctx.alone) if direct else _NOTHING:
+        nothing_goes = contextlib.nullcontext()
+        with _releasing(call.kind, grad, saved, ctx.alone) if direct else nothing_goes:
             found = _call_backward(call.kind, grad, saved[:count], saved[count:])
         nothing = [None] * (len(saved) - count - call.floats)
         return None, None, *found, *nothing
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):

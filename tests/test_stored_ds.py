@@ -154,13 +154,18 @@ def test_shard_map(stored):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
-    """A plan drops dS of one before it makes that of the next."""
+def plan_of_backward(monkeypatch):
+    """Torch's, of a row of the paper's heads: a chunk of dS for each of four."""
     set_limits(monkeypatch, ds_chunk_bytes=1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
     given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
     function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
-    _, plan = function.plans(given, None)
+    return function.plans(given, None)[1]
+
+
+def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
+    """A plan drops dS of one before it makes that of the next."""
+    plan = plan_of_backward(monkeypatch)
     there, made = set(), 0
     for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
         if step.name == "dkv_partials" and step.writes[-1].dtype == "bfloat16":
@@ -172,11 +177,7 @@ def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
 
 def test_dq_of_the_other_branches_runs_beside(monkeypatch):
     """That of a chunk's rows beside dkv of the chunk before, until it is added to."""
-    set_limits(monkeypatch, ds_chunk_bytes=1)
-    sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
-    function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
-    _, plan = function.plans(given, None)
+    plan = plan_of_backward(monkeypatch)
     plan_checks.check(plan)
     ready, running, seen = [], {}, []
     for step in plan.steps:

@@ -41,6 +41,8 @@ class PlanOps(ArrayOps):
       capability: of the GPU.
     """
 
+    has_streams = True
+
     def __init__(self, capability: tuple[int, int]):
         self._capability = capability
         self._buffers: list[Buffer] = []
@@ -77,8 +79,6 @@ class PlanOps(ArrayOps):
         writes += [self._new(x, own=True) for x in outputs]
         self._steps.append(Launch(kernel, tuple(reads), tuple(writes)))
         return writes
-
-    has_streams = True
 
     def run_beside(self, kernel, *arrays):
         writes, number = self.run(kernel, *arrays), len(self._steps)
@@ -306,11 +306,11 @@ class PlanOps(ArrayOps):
         return size
 
     def _in_order(self, steps: list[Any]) -> list[Any]:
-        """What is derived of arguments and constants comes right before it is read where it is
-        large: at the end, where it is a result that no step reads. What is small comes at once, so
-        that launches stay together: before the first launch, or behind those that read none of it
-        where they take the device longer than it takes the host.
-        Launches that take tensors are one by one anyway.
+        """Moves what is derived of arguments and constants, so that launches stay together.
+
+        Large: right before it is read; at the end, if no step reads it. Small: before the first
+        launch, or behind the launches that read none of it, if those keep the device busy for
+        longer than it takes the host. Launches that take tensors are one by one anyway.
         """
         if not any(map(by_address, steps)):
             return steps
