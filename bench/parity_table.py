@@ -27,7 +27,9 @@ summary, report and page.
 `log/` has what was measured and tried while kernels and training were written. Its tables
 of variants are made from `<device>/kernel_log/variants.jsonl` by `bench.doc_tables --write`. Most
 variants were timed on working trees, so they have no commit, and are gone. They say what a choice
-was worth, not what today's kernel takes (`docs/kernels/`).
+was worth, not what today's kernel takes (`docs/kernels/`). Some lines name a commit of a branch
+that was rebased; the same change in this history: 2ce971b b8405f0, f230cc2 a53b620,
+d026010 13240f3, ed9930f and 3faf8bb 663dc8b, bdb35a9 e2d6c45.
 
 Older rows were judged by maximum and mean only: they have no rms and no slope, and the status
 says of how many problems no newer row does. The slope is judged of 10^5 elements or more. Parts of
