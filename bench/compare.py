@@ -43,7 +43,7 @@ CONFIG = flags.DEFINE_string(
     "Name of a file in configs/ or a path; default: tiny, on a GPU seed.",
 )
 flags.DEFINE_alias("preset", "config")
-INPUT = flags.DEFINE_enum("input", "text", ["random", "text"], "Where the arrays come from.")
+INPUT = flags.DEFINE_enum("input", "text", problems.KINDS, "Where the arrays come from.")
 MODE = flags.DEFINE_multi_enum(
     "mode", ["forward"], ["forward", "fwdbwd"], "What is timed and checked (repeatable)."
 )

@@ -58,7 +58,7 @@ from typing import Any
 import yaml
 from absl import flags
 
-from .harness import cli, records, seed_env, seed_names
+from .harness import cli, records, seed_env, seed_names, timing
 from .harness.markdown import table
 from .harness.records import Record
 from .harness.scale_model import problem
@@ -113,7 +113,6 @@ def described(shape: tuple[Any, ...]) -> Cells:
     return [what, f"{heads} / {kv_heads} ({heads // kv_heads})", widths, source]
 
 
-INPUTS = "random", "text"
 SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
 
 
@@ -292,8 +291,8 @@ def fp8(device: str = DEVICE.name) -> str:
     return table(head, rows)
 
 
+INPUTS = "random", "text"  # columns of the targets
 SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}  # of a target that names no others
-RESTED = "{}, after 50 ms of rest"
 
 
 def targets(device: str = DEVICE.name) -> str:
@@ -311,13 +310,13 @@ def targets(device: str = DEVICE.name) -> str:
         if "packed" in row:
             found[0] = [packed_rows.get((row["packed"], mode)) for mode in PASSES]
         for of, sizes in ((newest, row.get("problem")), (eight, row.get("e4m3"))):
-            for each, source in zip(found, INPUTS, strict=True):
+            for each, source in zip(found, row.get("inputs", INPUTS), strict=False):
                 if sizes:
                     shape = *(SIZES | sizes).values(), source
                     each += [x.get(shape, "all", "torch", "mosaic") for x in of]
         cells = [" / ".join(map(ms, each)) if any(each) else MISSING for each in found]
         name = row.get("calls", "")
-        lines = [[*calls.get(x, {}).values()] for x in (name, RESTED.format(name))]
+        lines = [[*calls.get(x, {}).values()] for x in (name, timing.RESTED.format(name))]
         times = [" / ".join(f"{x['time_ms']:.3g}" for x in each) for each in lines if each]
         cells += ["; ".join(times) or MISSING, row["bound"]]
         used = [x for each in (*found, *lines) for x in each]

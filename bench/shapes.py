@@ -2,6 +2,7 @@
 
     python -m bench.shapes
     python -m bench.shapes --only 64k --only 8k --input random
+    python -m bench.shapes --only 64k --input alike
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
 Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch; all
@@ -24,15 +25,15 @@ import yaml
 from absl import flags
 
 from . import against
-from .harness import cli, command, exit_status, records, turns
+from .harness import cli, command, exit_status, problems, records, turns
 from .harness.timed_problem import Problem
-
-INPUTS = "random", "text"
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Shapes whose names begin so (repeatable).", **at)
-INPUT = flags.DEFINE_multi_enum("input", INPUTS, INPUTS, "Where arrays come from.", **at)
+INPUT = flags.DEFINE_multi_enum(
+    "input", ["random", "text"], problems.KINDS, "Where arrays come from.", **at
+)
 PACKED = flags.DEFINE_bool(
     "packed", False, "Beside each its rows as one packed row, whose metadata is there.", **at
 )

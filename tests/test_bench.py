@@ -238,6 +238,15 @@ class TestInputs:
             problems.make(settings, "random").overlap + 0.05
         )
 
+    def test_neighbouring_queries_alike(self):
+        settings = problems.settings("tiny", {"seq_len": 384, "precision": "f32"})
+        alike, random = (problems.make(settings, kind) for kind in ("alike", "random"))
+        assert alike.overlap > random.overlap + 0.05
+        query = np.asarray(alike.query, "float64")
+        np.testing.assert_array_equal(alike.key.selected, random.key.selected)
+        np.testing.assert_allclose(np.mean(query[:, 1:] * query[:, :-1]), 0.95, atol=0.1)
+        np.testing.assert_allclose(np.mean(query**2), 1, atol=0.1)
+
     def test_the_last_queries_of_a_problem(self):
         settings = problems.settings("tiny", {"seq_len": 127})
         whole, last = (problems.make(settings, "text", num_queries=n) for n in (None, 5))

@@ -70,9 +70,7 @@ def flag_values(
     )
     flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **at)
     if text:
-        flags.DEFINE_enum(
-            "input", "text", ["random", "text"], "Where the arrays come from.", **at
-        )
+        flags.DEFINE_enum("input", "text", problems.KINDS, "Where the arrays come from.", **at)
         flags.DEFINE_integer(
             "dim", 256, "Width of the model that projects the text.", lower_bound=1, **at
         )

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ from nsa_core.types import Branches
 from . import heartbeat, text
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
+KINDS = ("random", "text", "alike")  # of inputs
+ALIKE = 0.95  # correlation of neighbouring queries of the last kind
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 
 
@@ -79,7 +83,7 @@ class Inputs:
     compressed_value: jax.Array
     block_indices: jax.Array
     cotangent: jax.Array  # of the output
-    name: str  # random or text
+    name: str  # of KINDS
     sha256: str | None  # of the text
     overlap: float | None  # None: of one query
 
@@ -147,7 +151,7 @@ def make(
     num_queries: int | None = None,
     block_indices: jax.Array | None = None,
 ) -> Inputs:
-    """Inputs of `kind` random (standard normal) or text.
+    """Inputs of a kind of `KINDS`: standard normal; text; normal, neighbouring queries alike.
 
     Args:
       num_queries: `T`, the last of the `S` tokens; None: all.
@@ -172,13 +176,14 @@ def make(
         options = {"seed": seed, "num_queries": queries, "dtype": run.dtype}
         arrays = text.project(tokens, **dataclasses.asdict(model), **options)
         query, key, value, gates = arrays
-    elif kind == "random":
+    elif kind in KINDS:
         query = normal(model.n_heads, model.d_k, queries)
+        query = correlated(query, ALIKE) if kind == "alike" else query
         key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))
         value = Branches(*(normal(model.n_kv_groups, model.d_v) for _ in Branches._fields))
         gates = jax.nn.sigmoid(normal(model.n_heads, 3, queries))
     else:
-        raise ValueError(f"input must be random or text, got {kind!r}")
+        raise ValueError(f"input must be one of {KINDS}, got {kind!r}")
     compressed_key = nsa_jax.compress(key.compressed, config=config)
     indices = block_indices
     if indices is None:
@@ -198,6 +203,20 @@ def make(
         sha256=sha256,
         overlap=float(overlap(indices)) if queries > 1 else None,
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def correlated(query, rho: float) -> jax.Array:
+    """`q[t] = rho q[t - 1] + sqrt(1 - rho**2) query[t]` along the tokens of `[B, T, H, D]`, in
+    float32; returns the dtype of `query`."""
+
+    def step(before, noise):
+        now = rho * before + math.sqrt(1 - rho**2) * noise.astype(jnp.float32)
+        return now, now.astype(query.dtype)
+
+    noise = jnp.moveaxis(query, 1, 0)
+    _, found = jax.lax.scan(step, noise[0].astype(jnp.float32), noise)
+    return jnp.moveaxis(found, 0, 1)
 
 
 @jax.jit

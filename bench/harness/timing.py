@@ -16,6 +16,7 @@ import numpy as np
 SAMPLE_MS, WARMUP = 5.0, 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
 L2_FLUSH_BYTES = 256 * 2**20
+RESTED = "{}, after 50 ms of rest"  # names what was timed with such a `rest`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +95,12 @@ def time_cuda_events(
     iters: int | None = None,
     warmup: int = WARMUP,
     timer: str = "cuda_events",
+    rest: float = 0,
 ) -> Timing:
     """CUDA events around one `call(i)` on torch's current stream, L2 flushed before each.
 
-    Args as in `time_host`.
+    Args as in `time_host`, and:
+      rest: seconds in which the GPU has nothing to do before each.
     """
     import torch
 
@@ -105,6 +108,8 @@ def time_cuda_events(
 
     def sample(index: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if rest:
+            time.sleep(rest)
         flush.zero_()
         start.record()
         call(index)

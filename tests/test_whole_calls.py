@@ -1,0 +1,71 @@
+"""bench.whole_calls: which times it takes of which problem, and that a replay is checked."""
+
+import json
+
+import pytest
+import torch
+
+from bench import against, whole_calls
+from bench.harness import exit_status, timing
+from tests import pretend
+
+
+@pytest.fixture
+def posed(monkeypatch):
+    """Calls that compute 1, whose replays compute what this list holds."""
+    replayed = [1.0]
+
+    def calls(problem):
+        named = dict.fromkeys(("forward", "fwdbwd"), lambda: (torch.ones(3),))
+        return named, lambda results: None
+
+    def cuda_graph(call):
+        return lambda: None, (torch.full((3,), replayed[0]),)
+
+    def events(call, *, iters, rest):
+        assert rest == 0.05 and iters >= 5
+        return timing.Timing.of([7.0] * iters, "cuda_events")
+
+    pretend.gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(whole_calls, "torch_calls", calls)
+    monkeypatch.setattr(whole_calls, "jax_calls", calls)
+    monkeypatch.setattr(whole_calls, "milliseconds", lambda call, sync: 5.0)
+    monkeypatch.setattr(timing, "cuda_graph", cuda_graph)
+    monkeypatch.setattr(timing, "time_cuda_events", events)
+    return replayed
+
+
+def run(*words) -> int:
+    whole_calls.FLAGS.unparse_flags()
+    whole_calls.FLAGS(["bench.whole_calls", *words])
+    return whole_calls.main([])
+
+
+def test_lines_of_every_row(posed, tmp_path):
+    out = tmp_path / "variants.jsonl"
+    assert run(f"--out={out}", "--commit=0123456789") == exit_status.OK
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {(x["variant"], x["shape"]): x["time_ms"] for x in lines}
+    rested = {f"{p.name}, after 50 ms of rest" for p in against.EAGER}
+    names = rested | {p.name for p in against.ROWS}
+    assert found == {
+        (name, mode): 7.0 if name in rested else 5.0
+        for name in names
+        for mode in ("forward", "fwdbwd")
+    }
+    assert {(x["kernel"], x["commit"]) for x in lines} == {("whole_calls", "0123456")}
+
+
+def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
+    posed[0] = 2.0
+    out = tmp_path / "variants.jsonl"
+    assert run(f"--out={out}", "--only=8k") == exit_status.WRONG
+    assert "8k, graph, forward: other bits" in capsys.readouterr().out
+    names = {json.loads(line)["variant"] for line in out.read_text().splitlines()}
+    assert names == {"8k", "8k, after 50 ms of rest"}
+
+
+def test_an_unknown_row(posed):
+    with pytest.raises(ValueError, match="known: 64k; 64k, neighbours alike"):
+        run("--only=65k")
