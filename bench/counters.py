@@ -1,0 +1,194 @@
+"""Hardware counters of each Mosaic kernel of a call, forward and backward, by Nsight Compute.
+
+    python -m bench.counters --only "24k" --out counters.jsonl
+
+`ncu` (CUDA's profiler, which reads the counters only where the driver lets it) runs each launch
+several times, caches empty before each and clocks as they are, so its times are longer than those
+of `bench.call_kernels`, whose rows and columns these are. Launches of one kernel, of windows of a
+sequence or of heads, are one line: the sum of their times, means by time of the rest.
+
+    tensor pipe   share of cycles in which it is busy
+    L2            busy, as a share of its peak; hits; what HBM moves meanwhile
+    warps         why they wait, the two that count most, in warps an issued instruction; the
+                  share of issue slots that are taken
+
+Lines of `--out` are those of `bench/records/<device>/kernel_log/counters.jsonl`. Hopper.
+"""
+
+import csv
+import itertools
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from absl import flags
+
+import nsa_torch
+from nsa_torch.torch_ops import TorchOps
+
+from . import against, call_kernels
+from .harness import cli, exit_status, process, records
+from .harness.timed_problem import Problem, torch_inputs
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
+OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
+COMMIT = cli.define_commit(FLAGS)
+UNDER = flags.DEFINE_string("under_ncu", None, "This row, in a process that ncu watches.", **at)
+
+OURS = "_mosaic_gpu_kernel"  # ends the name of a kernel's function
+TIME, TENSOR, L2, HITS, HBM, ISSUED = (
+    "gpu__time_duration.sum",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "lts__t_sector_hit_rate.pct",
+    "dram__bytes.sum.per_second",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+)
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+STALLS = (
+    *("barrier", "branch_resolving", "drain", "gmma", "lg_throttle", "long_scoreboard"),
+    *("math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "short_scoreboard"),
+    *("sleeping", "wait"),
+)
+METRICS = (TIME, TENSOR, L2, HITS, HBM, ISSUED, *map(STALL.format, STALLS))
+
+
+class Named(TorchOps):
+    """Remembers the kernels that ran: name and column of the table."""
+
+    def __init__(self):
+        self.launched: list[tuple[str, str]] = []
+
+    def run(self, kernel, *tensors):
+        self.launched.append((kernel.name, call_kernels.column(kernel)))
+        return super().run(kernel, *tensors)
+
+
+def watched(problem: Problem) -> None:
+    """In the process that ncu watches: one call with gradients between start and stop of the
+    profiler; prints a line a kernel."""
+    *tensors, do = torch_inputs(problem)
+    nsa_torch.prepare(
+        heads=problem.H,
+        kv_heads=problem.Hkv,
+        key_width=problem.D,
+        value_width=problem.Dv,
+        lengths=[problem.T],
+    )
+    call_kernels.run(TorchOps(), tensors, do)
+    ops = Named()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call_kernels.run(ops, tensors, do)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    for name, column in ops.launched:
+        print(f"{name}\t{column}")
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    """What ncu wrote as CSV, a launch each, without its own words and the line of units."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    return list(csv.DictReader(lines))[1:]
+
+
+def number(row: Mapping[str, str], metric: str) -> float:
+    """NaN where ncu has none."""
+    text = row[metric].replace(",", "")
+    return float(text) if text and text != "n/a" else float("nan")
+
+
+def lines(
+    problem: str,
+    launched: Sequence[tuple[str, str]],
+    found: Sequence[Mapping[str, str]],
+    commit: str | None,
+) -> Iterable[dict[str, Any]]:
+    """Of `--out`.
+
+    Raises:
+      ValueError: ncu saw other launches than ran.
+    """
+    ran = [f"{name}{OURS}" for name, _ in launched]
+    if (seen := [row["Kernel Name"].partition("(")[0] for row in found]) != ran:
+        raise ValueError(f"ncu saw {len(seen)} launches, of {len(ran)} that ran: {seen}, {ran}")
+    both = sorted(zip(launched, found, strict=True), key=lambda pair: pair[0])
+    for (name, column), pairs in itertools.groupby(both, key=lambda pair: pair[0]):
+        rows = [row for _, row in pairs]
+        times = [number(row, TIME) for row in rows]
+
+        def mean(metric, rows=rows, times=times):
+            weighted = (t * number(row, metric) for t, row in zip(times, rows, strict=True))
+            return sum(weighted) / sum(times)
+
+        waits = sorted(((mean(STALL.format(x)), x) for x in STALLS), reverse=True)[:2]
+        said = ", ".join(f"{reason} {many:.1f}" for many, reason in waits)
+        count = f" ({len(rows)} launches)" if len(rows) > 1 else ""
+        yield {
+            "kernel": f"{problem}: {name}, {column}{count}",
+            "time_ms": float(f"{sum(times) / 1e6:.3g}"),
+            "tensor_pipe_percent": round(mean(TENSOR)),
+            "l2_traffic": f"{mean(L2):.0f} % busy, {mean(HITS):.0f} % hits; "
+            f"HBM {mean(HBM) / 1e12:.1f} TB/s",
+            "warps_wait_for": f"{said}; issue slots {mean(ISSUED):.0f} %",
+            "commit": commit and commit[:7],
+        }
+
+
+def measure(problem: Problem, commit: str | None) -> Iterable[dict[str, Any]]:
+    """Lines of `--out`.
+
+    Raises:
+      ChildProcessError: ncu failed; the message has what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        words = ["ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none"]
+        words += [
+            "--profile-from-start=off",
+            f"--kernel-name=regex:{OURS}",
+            f"--log-file={log}",
+        ]
+        words += [f"--metrics={','.join(METRICS)}", sys.executable, "-m"]
+        words += [process.module("bench.counters"), f"--under_ncu={problem.name}"]
+        done = subprocess.run(
+            words, env=process.environment({}), capture_output=True, text=True
+        )
+        said = log.read_text() if log.exists() else ""
+        if done.returncode:
+            raise ChildProcessError(f"ncu: exit status {done.returncode}\n{said}{done.stderr}")
+    names = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    return lines(problem.name, [(x, y) for x, y in names], rows_of(said), commit)
+
+
+def main(argv: Sequence[str]) -> int:
+    known = {p.name: p for p in against.EAGER}
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    if UNDER.value:
+        watched(known[UNDER.value])
+        return exit_status.OK
+    rows = [p for name, p in known.items() if name.startswith(tuple(ONLY.value) or "")]
+    if not rows:
+        raise ValueError(f"--only: no such row, known: {'; '.join(known)}")
+    if not shutil.which("ncu"):
+        raise NotImplementedError("ncu is needed, of CUDA's toolkit")
+    commit = records.environment(COMMIT.value)["commit"]
+    for problem in rows:
+        found = list(measure(problem, commit))
+        for line in found:
+            print(*line.values(), sep="; ", flush=True)
+        if OUT.value:
+            records.append_lines(OUT.value, found)
+    return exit_status.OK
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)
