@@ -75,13 +75,6 @@ def watched(problem: Problem) -> None:
     """In the process that ncu watches: one call with gradients between start and stop of the
     profiler; prints a line a kernel."""
     *tensors, do = torch_inputs(problem)
-    nsa_torch.prepare(
-        heads=problem.H,
-        kv_heads=problem.Hkv,
-        key_width=problem.D,
-        value_width=problem.Dv,
-        lengths=[problem.T],
-    )
     call_kernels.run(TorchOps(), tensors, do)
     ops = Named()
     torch.cuda.synchronize()
@@ -148,9 +141,23 @@ def measure(problem: Problem, commit: str | None) -> Iterable[dict[str, Any]]:
     Raises:
       ChildProcessError: ncu failed; the message has what it said.
     """
+    nsa_torch.prepare(  # here: what builds kernels puts its own driver in the place of ncu's
+        heads=problem.H,
+        kv_heads=problem.Hkv,
+        key_width=problem.D,
+        value_width=problem.Dv,
+        lengths=[problem.T],
+    )
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        words = ["ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none"]
+        words = [
+            "ncu",
+            "--target-processes=application-only",
+            "--csv",
+            "--page=raw",
+            "--print-units=base",
+            "--clock-control=none",
+        ]
         words += [
             "--profile-from-start=off",
             f"--kernel-name=regex:{OURS}",
