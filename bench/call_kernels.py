@@ -121,9 +121,9 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     layout = KernelLayout(ops, query, *operators.arguments(config, length, None, None))
     steps = mosaic_attention.STEPS
     inputs = fused.with_means(steps, ops, inputs, config, layout)
-    rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+    rest = layout.params, layout.num_blocks(inputs.key.compressed)
     _, residuals = fused.forward_with_residuals(steps, ops, inputs, None, *rest)
-    found = fused.backward(steps, ops, inputs, residuals, do, *layout.rest)
+    found = fused.backward(steps, ops, inputs, residuals, do, layout.params)
     of_tokens = length, config, layout, SHARED_KV.shared
     return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 

@@ -17,6 +17,7 @@ from nsa_core.array_ops import ArrayOps, zero_padding
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Inputs, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax import geometry, select
@@ -167,7 +168,8 @@ class KernelPath:
                 key, value = _in_slots(layout, key, value)
             if indices:
                 (query,) = zero_padding(jnp, layout, query)
-            return forward_step(ops, query, key, value, *indices, layout, config, scale)
+            params = Params(layout, config, scale)
+            return forward_step(ops, Qkv(query, key, value), *indices, params)
 
         def forward_with_residuals(arrays, integers):
             output = forward(arrays, integers)
@@ -184,8 +186,9 @@ class KernelPath:
             count = key.shape[1]
             if name == "compressed":
                 key, value = _in_slots(layout, key, value)
-            arrays = query, key, value, *indices, do
-            dq, *pair = backward_step(ops, *arrays, rows, layout, config, scale)
+            params = Params(layout, config, scale)
+            qkv = Qkv(query, key, value)
+            dq, *pair = backward_step(ops, qkv, *indices, do, rows, params)
             if name == "compressed":
                 pair = _of_slots(layout, count, *pair)
             return dq, *pair
@@ -207,12 +210,12 @@ class KernelPath:
         def forward(arrays, integers):
             query, key = arrays
             layout = lengths.layout(query, integers)
-            rest = layout, config, scale
+            params = Params(layout, config, scale)
             (key,) = _in_slots(layout, key)
             # Only the log-sum-exp is read: the narrowest values do.
             value = key[..., : self.steps.narrowest(key.shape[-1])]
-            _, lse = self.steps.forward.compressed(ops, query, key, value, *rest)
-            return self.steps.forward.select_blocks(ops, query, key, lse, *rest, num_blocks)
+            _, lse = self.steps.forward.compressed(ops, Qkv(query, key, value), params)
+            return self.steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)
 
         return foldable(forward)((query, compressed_key), lengths.integers)
 
@@ -253,7 +256,8 @@ class KernelPath:
             pair = inputs.key.compressed, inputs.value.compressed
             inputs = inputs.with_compressed(*_in_slots(layout, *pair))
             given = integers.get("block_indices")
-            return function(self.steps, ops, inputs, given, layout, config, scale, num_blocks)
+            params = Params(layout, config, scale)
+            return function(self.steps, ops, inputs, given, params, num_blocks)
 
         def forward(inputs, integers):
             out, _ = run(fused.forward, inputs, integers)
@@ -269,9 +273,8 @@ class KernelPath:
             layout = lengths.layout(inputs.query, integers)
             pair = inputs.key.compressed, inputs.value.compressed
             inputs = inputs.with_compressed(*_in_slots(layout, *pair))
-            found = fused.backward(
-                self.steps, ops, inputs, residuals, do, layout, config, scale
-            )
+            params = Params(layout, config, scale)
+            found = fused.backward(self.steps, ops, inputs, residuals, do, params)
             gates = (
                 x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
             )

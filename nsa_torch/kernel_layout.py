@@ -7,6 +7,7 @@ import torch
 
 from nsa_core.array_ops import ArrayOps, Places, derived, int32, like
 from nsa_core.steps import key_bounds
+from nsa_core.steps.params import Params
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 from nsa_torch import operators
@@ -71,9 +72,9 @@ class KernelLayout:
         return Varlen(self.ops, capacity, borders.reshape(1, count))
 
     @property
-    def rest(self):
-        """The last arguments of every step: layout, config, scale."""
-        return self, self.config, self.scale
+    def params(self) -> Params:
+        """What every step takes of a call."""
+        return Params(self, self.config, self.scale)
 
     @functools.cached_property
     def _arrays(self) -> Places:

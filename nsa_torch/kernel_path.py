@@ -21,6 +21,7 @@ from nsa_core.plan.buffers import Plan
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Pages, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
+from nsa_core.steps.params import Qkv
 from nsa_core.types import Branches
 from nsa_torch import early_release, operators
 from nsa_torch.compress import compress
@@ -114,7 +115,7 @@ class KernelPath:
         if indices:
             (query,) = padding_zeroed(ops, layout, query)
         step = getattr(self.steps.forward, branch)
-        return step(ops, query, key, value, *indices, *layout.rest)
+        return step(ops, Qkv(query, key, value), *indices, layout.params)
 
     def _branch_backward(self, branch, ops, do, out, lse, *rest):
         dlse, rest = operators.second_gradient(rest, 4 if branch == "selected" else 3)
@@ -130,7 +131,7 @@ class KernelPath:
             key, value = layout.in_slots(key, value)
         key, value = (BRANCHES[branch](layout, x) for x in (key, value))
         step = getattr(self.steps.backward, branch)
-        dq, *pair = step(ops, query, key, value, *indices, do, rows, *layout.rest)
+        dq, *pair = step(ops, Qkv(query, key, value), *indices, do, rows, layout.params)
         return [dq, *(layout.of_slots(count, *pair) if branch == "compressed" else pair)]
 
     def _select(self, ops, query, key, *rest):
@@ -138,8 +139,8 @@ class KernelPath:
         (key,) = layout.in_slots(key)
         # Only the log-sum-exp is read: the narrowest values do.
         (value,) = ops.derive(_narrow, key, width=self.steps.narrowest(key.shape[-1]))
-        _, lse = forward.compressed(ops, query, key, value, *layout.rest)
-        rest = *layout.rest, layout.num_blocks(key)
+        _, lse = forward.compressed(ops, Qkv(query, key, value), layout.params)
+        rest = layout.params, layout.num_blocks(key)
         return [forward.select_blocks(ops, query, key, lse, *rest)]
 
     # All steps. They return `selection`: the block indices, or nothing where the caller gave them,
@@ -200,7 +201,7 @@ class KernelPath:
         inputs = inputs._replace(
             key=layout.zero_unreachable(inputs.key), value=layout.zero_unreachable(inputs.value)
         )
-        rest = *layout.rest, mode.shared
+        rest = layout.params, mode.shared
         found = fused.backward(self.steps, ops, inputs, residuals, do, *rest)
         if mode.compresses:
             of_tokens = length, layout.config, layout, mode.shared
@@ -235,7 +236,7 @@ class KernelPath:
         inputs, given, layout = self._arguments(mode, ops, arguments)
         inputs, means = self._compressed(mode, ops, inputs, layout)
         inputs = inputs._replace(value=layout.zero_unreachable(inputs.value))
-        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+        rest = layout.params, layout.num_blocks(inputs.key.compressed)
         return inputs, given, means, rest
 
     def _arguments(self, mode, ops, arguments):

@@ -7,13 +7,14 @@ from kernels_pallas.specs.selected import of_blocks
 from kernels_pallas.specs.tile_block_lists import list_arrays
 from nsa_core.steps import mosaic_attention
 from nsa_core.steps.mosaic_forward import sizes_of
+from nsa_core.steps.params import Qkv
 from nsa_torch import first_call
 from nsa_torch.kernel_path import KernelPath
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     """Of starts, members and counts."""
-    spec = of_blocks(sizes_of(query, key, value, None), n, block)
+    spec = of_blocks(sizes_of(Qkv(query, key, value), None), n, block)
     return [array.shape for array in list_arrays(spec).values()]
 
 

@@ -29,6 +29,7 @@ from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
 from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_backward, mosaic_lists
+from nsa_core.steps.params import Params, Qkv
 from nsa_jax import geometry, mosaic
 from tests.inputs import segment_ids
 from tests.limits import set_limits
@@ -205,7 +206,8 @@ def told(ops, shape, branch, indices=None, **options):
         rows = mosaic_backward.RowResiduals(lse, xp.zeros_like(lse))
         before = (indices,) if branch == "selected" else ()
         function = getattr(mosaic_backward, branch)
-        function(Recording(), query, key, key, *before, query, rows, layout, config, None)
+        params = Params(layout, config, None)
+        function(Recording(), Qkv(query, key, key), *before, query, rows, params)
         return [x.arrays for x in found]
 
     indices_np = shape.indices if indices is None else indices

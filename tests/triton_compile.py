@@ -28,6 +28,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.steps import triton_backward, triton_decode, triton_forward
 from nsa_core.steps.gradients import RowResiduals
+from nsa_core.steps.params import Qkv
 from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.kernel_layout import KernelLayout
@@ -98,20 +99,19 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     ]
     indices = array(case.B, case.T, case.Hkv, config.num_selected, dtype=torch.int32)
     gate = array(case.B, case.T, case.H)
-    steps = Branches(
-        compressed=(*pairs[0],), selected=(*pairs[1], indices), sliding=(*pairs[1],)
-    )
+    compressed, tokens = (Qkv(query, *pair) for pair in pairs)
+    steps = Branches((compressed,), (tokens, indices), (tokens,))
     added = array(case.B, case.T, case.H, case.Dv)
     for branch, arrays in steps._asdict().items():
         options: dict[str, Any] = {"gate": gate}
         if branch != "compressed":
             options["added"] = added
-        out, lse = getattr(triton_forward, branch)(ops, query, *arrays, *layout.rest, **options)
+        out, lse = getattr(triton_forward, branch)(ops, *arrays, layout.params, **options)
         lse = gate.to(torch.float32) if lse is None else lse
         rows = RowResiduals(lse, lse, gate)
         step = getattr(triton_backward, branch)
-        step(ops, query, *arrays, out, rows, *layout.rest, query)
-    triton_forward.select_blocks(ops, query, pairs[0][0], lse, *layout.rest, 0)
+        step(ops, *arrays, out, rows, layout.params, query)
+    triton_forward.select_blocks(ops, query, pairs[0][0], lse, layout.params, 0)
     triton_backward.delta_of(ops, added, added, added, added)
     triton_forward.gated_sum(ops, [added] * 3, [gate] * 3)
     heads, tokens = (

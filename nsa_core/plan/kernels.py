@@ -10,6 +10,7 @@ from nsa_core.plan.planner import PlanOps
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Inputs
 from nsa_core.steps.mosaic_attention import STEPS
+from nsa_core.steps.params import Params
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 
@@ -65,7 +66,7 @@ def kernels_of(
         borders = ops.argument((batch, SEQUENCES + 1), "int32")
         varlen = Varlen(ops, capacity, borders)
     layout = _Layout(place(), place(), place(), packed, varlen)
-    rest = layout, config, scale
+    params = Params(layout, config, scale)
     count = length if compresses else config.num_compressed(length)
     key, value = (
         Branches(array(count, kv_heads, width), *[array(length, kv_heads, width)] * 2)
@@ -77,11 +78,11 @@ def kernels_of(
         inputs = fused.with_means(STEPS, ops, inputs, config, layout)
     blocks = config.num_blocks(length)
     if not gradients:
-        out, _ = fused.forward(STEPS, ops, inputs, None, *rest, blocks)
+        out, _ = fused.forward(STEPS, ops, inputs, None, params, blocks)
         return ops.plan([out]).kernels
-    out, residuals = fused.forward_with_residuals(STEPS, ops, inputs, None, *rest, blocks)
+    out, residuals = fused.forward_with_residuals(STEPS, ops, inputs, None, params, blocks)
     shared = compresses and shared
-    found = fused.backward(STEPS, ops, inputs, residuals, out, *rest, shared)
+    found = fused.backward(STEPS, ops, inputs, residuals, out, params, shared)
     if compresses:
         of_tokens = length, config, layout, shared
         found = fused.gradients_of_tokens(STEPS, ops, found, *of_tokens)

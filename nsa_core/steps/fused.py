@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from nsa_core.array_ops import ArrayOps, QueryLayout, padding_zeroed
 from nsa_core.config import NSAConfig
 from nsa_core.steps.gradients import RowResiduals
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import Branches
 
 
@@ -136,9 +137,7 @@ def forward(
     ops: ArrayOps,
     inputs: Inputs,
     block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     num_blocks: int,
     pages: Pages | None = None,
 ):
@@ -150,28 +149,32 @@ def forward(
       pages: of the selected keys and values.
     """
     query, key, value, gates = inputs
-    query, *gates = padding_zeroed(ops, layout, query, *gates)
-    gates, rest = steps.float32_gates(ops, gates), (layout, config, scale)
-    out, lse = steps.forward.compressed(
-        ops, query, key.compressed, value.compressed, *rest, gates.compressed
-    )
+    query, *gates = padding_zeroed(ops, params.layout, query, *gates)
+    gates = steps.float32_gates(ops, gates)
+    compressed, selected, sliding = _branches(query, key, value)
+    out, lse = steps.forward.compressed(ops, compressed, params, gates.compressed)
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
-            ops, query, key.compressed, lse, *rest, num_blocks
+            ops, query, key.compressed, lse, params, num_blocks
         )
     # In 8 bits tokens that both branches look at are rounded once.
     rounded: dict[str, Any] = {}
-    if config.compute_dtype is not None and key.sliding is key.selected:
+    if params.config.compute_dtype is not None and key.sliding is key.selected:
         if value.sliding is value.selected:
-            rounded["rounded"] = steps.forward.round_tokens(
-                ops, key.sliding, value.sliding, layout
-            )
-    sliding = query, key.sliding, value.sliding
-    out, _ = steps.forward.sliding(ops, *sliding, *rest, gates.sliding, added=out, **rounded)
-    selected = query, key.selected, value.selected, block_indices
+            tokens = key.sliding, value.sliding
+            rounded["rounded"] = steps.forward.round_tokens(ops, *tokens, params.layout)
+    out, _ = steps.forward.sliding(ops, sliding, params, gates.sliding, added=out, **rounded)
     options = rounded if pages is None else {"pages": pages}
-    out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out, **options)
+    out, _ = steps.forward.selected(
+        ops, selected, block_indices, params, gates.selected, added=out, **options
+    )
     return out, block_indices
+
+
+def _branches(query, key: Branches, value: Branches) -> Branches:
+    """The `Qkv` of each branch."""
+    pairs = zip(key, value, strict=True)
+    return Branches(*(Qkv(query, *pair) for pair in pairs))
 
 
 def forward_with_residuals(
@@ -179,26 +182,24 @@ def forward_with_residuals(
     ops: ArrayOps,
     inputs: Inputs,
     block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
     """`(out, residuals)`; arguments as of `forward`."""
-    config.check_differentiable()
+    params.config.check_differentiable()
     query, key, value, gates = inputs
-    query, *gates = padding_zeroed(ops, layout, query, *gates)
-    rest = layout, config, scale
-    compressed = steps.forward.compressed(ops, query, key.compressed, value.compressed, *rest)
+    query, *gates = padding_zeroed(ops, params.layout, query, *gates)
+    qkv = _branches(query, key, value)
+    compressed = steps.forward.compressed(ops, qkv.compressed, params)
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
-            ops, query, key.compressed, compressed[1], *rest, num_blocks
+            ops, query, key.compressed, compressed[1], params, num_blocks
         )
-    arrays = query, key.selected, value.selected, block_indices
-    block_lists = steps.forward.tile_block_lists(ops, *arrays, *rest)
-    sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
-    others = compressed[0], sliding[0], Branches(*ops.all_float32(gates))
-    selected, out = steps.forward.selected_and_sum(ops, *arrays, *rest, block_lists, *others)
+    chosen = qkv.selected, block_indices, params
+    block_lists = steps.forward.tile_block_lists(ops, *chosen)
+    sliding = steps.forward.sliding(ops, qkv.sliding, params)
+    others, gates = (compressed[0], sliding[0]), Branches(*ops.all_float32(gates))
+    selected, out = steps.forward.selected_and_sum(ops, *chosen, block_lists, others, gates)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
     kept = tuple(block_lists) if steps.lists else None
@@ -211,9 +212,7 @@ def backward(
     inputs: Inputs,
     residuals: Residuals,
     do,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     shared: bool = False,
 ) -> Inputs:
     """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
@@ -225,15 +224,12 @@ def backward(
       shared: `gradients_of_tokens` comes next, of branches that look at the same tokens.
     """
     query, key, value, gates = inputs
-    query, do, *gates = padding_zeroed(ops, layout, query, do, *gates)
+    query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
     gates = steps.float32_gates(ops, gates)
     block_indices, block_lists, outputs, lses = residuals
-    rest = layout, config, scale
-    compressed = query, key.compressed, value.compressed
-    sliding = query, key.sliding, value.sliding
-    selected = query, key.selected, value.selected, block_indices
+    compressed, selected, sliding = _branches(query, key, value)
     if block_lists is None:
-        block_lists = steps.forward.tile_block_lists(ops, *selected, *rest)
+        block_lists = steps.forward.tile_block_lists(ops, selected, block_indices, params)
     deltas = None
     if outputs is not None:
         deltas = Branches(*steps.backward.delta_of(ops, do, *outputs))
@@ -249,20 +245,21 @@ def backward(
         return RowResiduals(lse, delta, gate)
 
     compressed_rows = rows_of(
-        "compressed", lambda: steps.forward.compressed(ops, *compressed, *rest)
+        "compressed", lambda: steps.forward.compressed(ops, compressed, params)
     )
-    sliding_rows = rows_of("sliding", lambda: steps.forward.sliding(ops, *sliding, *rest))
-    tokens, rows = (compressed[1:], sliding[1:]), (compressed_rows, sliding_rows)
+    sliding_rows = rows_of("sliding", lambda: steps.forward.sliding(ops, sliding, params))
+    qkvs, rows = (compressed, sliding), (compressed_rows, sliding_rows)
     dq, compressed_pair, sliding_pair = steps.backward.compressed_and_sliding(
-        ops, query, *tokens, do, rows, *rest
+        ops, qkvs, do, rows, params
     )
+    options: dict[str, Any] = {"block_lists": block_lists}
     selected_rows = rows_of(
         "selected",
-        lambda: steps.forward.selected(ops, *selected, *rest, block_lists=block_lists),
+        lambda: steps.forward.selected(ops, selected, block_indices, params, **options),
     )
-    options = {"placed": True} if shared else {}
+    placed = {"placed": True} if shared else {}
     dq, *selected_pair = steps.backward.selected(
-        ops, *selected, do, selected_rows, *rest, added=dq, block_lists=block_lists, **options
+        ops, selected, block_indices, do, selected_rows, params, dq, **options, **placed
     )
     pairs = zip(compressed_pair, selected_pair, sliding_pair, strict=True)
     dk, dv = (Branches(*each) for each in pairs)

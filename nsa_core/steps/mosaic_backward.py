@@ -32,13 +32,13 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
-from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
-from nsa_core.config import NSAConfig
+from nsa_core.array_ops import ArrayOps, Places, derived, int32
 from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.gradients import Gradients, LaterDq, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import combine_spec, sizes_of
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.varlen import Capacity
 
 # 2 MiB as a constant of a program.
@@ -52,121 +52,103 @@ def delta_of(ops: ArrayOps, do, *outputs):
 
 
 def compressed(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    do,
-    rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    added=None,
+    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
     """Of the compressed branch.
 
     Args:
-      key, value: `[B, C, Hkv, .]`.
       do: of the gated sum `[B, T, H, Dv]`, or of the output where `rows` has no gate.
       added: `[B, T, H, D]`, added to dq, perhaps in place.
     """
-    if key.shape[1] == 0:
-        return nothing_flows(ops, query, key, value, added)
-    branch = _Interval(key, value, rows, VisibleCompressed(config))
-    dq, pair = _intervals(ops, query, do, [branch], layout, scale, added)
-    return Gradients(dq, *pair)
+    if qkv.key.shape[1] == 0:
+        return nothing_flows(ops, qkv, added)
+    return _interval(ops, do, _compressed(qkv, rows, params), params, added)
 
 
-def nothing_flows(ops: ArrayOps, query, key, value, added) -> Gradients:
+def nothing_flows(ops: ArrayOps, qkv: Qkv, added) -> Gradients:
     """Of a branch whose queries see no key."""
+    query, key, value = qkv
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     return Gradients(zeros(query) if added is None else added, zeros(key), zeros(value))
 
 
 def sliding(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    do,
-    rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    added=None,
+    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
-    branch = _Interval(key, value, rows, Window(config, key.shape[1]))
-    dq, pair = _intervals(ops, query, do, [branch], layout, scale, added)
-    return Gradients(dq, *pair)
+    return _interval(ops, do, _sliding(qkv, rows, params), params, added)
 
 
 def compressed_and_sliding(
     ops: ArrayOps,
-    query,
-    compressed_tokens: tuple[Any, Any],
-    tokens: tuple[Any, Any],
+    qkvs: tuple[Qkv, Qkv],
     do,
     rows: tuple[RowResiduals, RowResiduals],
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
 ) -> tuple:
     """dq of both branches, in one array or a `LaterDq`, and dk and dv of each.
 
     Args:
-      compressed_tokens, tokens: key and value.
-      rows: of the compressed and of the sliding branch; other arguments as of `compressed`.
+      qkvs, rows: of the compressed and of the sliding branch; other arguments as of `compressed`.
     """
-    key, value = compressed_tokens
-    sliding_branch = _Interval(*tokens, rows[1], Window(config, tokens[0].shape[1]))
-    rest = layout, scale
-    if key.shape[1] == 0:
-        nothing = [ops.zeros(x, tuple(x.shape)) for x in compressed_tokens]
-        dq, pair = _intervals(ops, query, do, [sliding_branch], *rest)
+    sliding_branch = _sliding(qkvs[1], rows[1], params)
+    if qkvs[0].key.shape[1] == 0:
+        nothing = [ops.zeros(x, tuple(x.shape)) for x in qkvs[0][1:]]
+        dq, pair = _intervals(ops, do, [sliding_branch], params)
         return dq, nothing, pair
-    both = _Interval(key, value, rows[0], VisibleCompressed(config)), sliding_branch
-    return _intervals(ops, query, do, both, *rest)
+    both = _compressed(qkvs[0], rows[0], params), sliding_branch
+    return _intervals(ops, do, both, params)
 
 
 class _Interval(NamedTuple):
     """A branch whose queries see an interval of keys."""
 
-    key: Any
-    value: Any
+    qkv: Qkv
     rows: RowResiduals
     bounds: Bounds
 
 
-def _intervals(
-    ops, query, do, branches: Sequence[_Interval], layout, scale, added=None
-) -> tuple:
+def _compressed(qkv: Qkv, rows: RowResiduals, params: Params) -> _Interval:
+    return _Interval(qkv, rows, VisibleCompressed(params.config))
+
+
+def _sliding(qkv: Qkv, rows: RowResiduals, params: Params) -> _Interval:
+    return _Interval(qkv, rows, Window(params.config, qkv.key.shape[1]))
+
+
+def _interval(ops, do, branch: _Interval, params: Params, added) -> Gradients:
+    dq, pair = _intervals(ops, do, [branch], params, added)
+    return Gradients(dq, *pair)
+
+
+def _intervals(ops, do, branches: Sequence[_Interval], params: Params, added=None) -> tuple:
     """dq of one or two branches, in one array, and dk and dv of each."""
+    layout, _, scale = params
     first, *others = branches
+    query = first.qkv.query
     tiles: dict[str, Any] = interval.dq_blocks(query.shape[-1], do.shape[-1])
     spec = interval.IntervalAttention(
-        **sizes_of(query, first.key, first.value, scale),
+        **sizes_of(first.qkv, scale),
         added=added is not None,
         longest_first=isinstance(first.bounds, VisibleCompressed),
-        second_keys=others[0].key.shape[1] if others else None,
+        second_keys=others[0].qkv.key.shape[1] if others else None,
         **tiles,
     )
     if others and not spec.has_room_for_dq:
         pairs = []
         for branch in branches:
-            added, pair = _intervals(ops, query, do, [branch], layout, scale, added)
+            added, pair = _intervals(ops, do, [branch], params, added)
             pairs.append(pair)
         return added, *pairs
     arrays: list[Any] = []
     of_keys: list[Any] = []
-    for key, value, rows, bounds in branches:
-        sizes = sizes_of(query, key, value, scale)
-        base = Dkv(**sizes, work_items=0, gated=rows.gate is not None)
+    for qkv, rows, bounds in branches:
+        base = Dkv(**sizes_of(qkv, scale), work_items=0, gated=rows.gate is not None)
         seen = bounds.of(ops, layout)
         stats = row_stats(ops, rows, base, *seen)
         by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
-        arrays.append((key, value, *by_row, stats))
-        of_keys.append((base, bounds, seen, (query, key, value, do, stats)))
+        arrays.append((qkv.key, qkv.value, *by_row, stats))
+        of_keys.append((base, bounds, seen, (*qkv, do, stats)))
     (*of_first, stats), *of_others = arrays
     extra = [] if added is None else [added]
     inputs = query, *of_first, *itertools.chain(*of_others), do, stats, *extra
@@ -246,15 +228,11 @@ def _interval_split(
 
 def selected(
     ops: ArrayOps,
-    query,
-    key,
-    value,
+    qkv: Qkv,
     block_indices,
     do,
     rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     added=None,
     block_lists=None,
     placed: bool = False,
@@ -264,11 +242,12 @@ def selected(
     Args:
       block_lists: `mosaic_forward.tile_block_lists` where they are there already.
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
-      query, key, value, do, rows, added: as of `compressed`.
+      do, rows, added: as of `compressed`.
     """
+    layout, config, scale = params
     whole = block_indices
     block_indices, block = mosaic_lists.cut(ops, whole, config.select_block)
-    sizes = sizes_of(query, key, value, scale)
+    sizes = sizes_of(qkv, scale)
     base = Dkv(**sizes, work_items=0, gated=rows.gate is not None, list_entries=1)
     keys, packed = mosaic_lists.list_keys(layout, base.S)
     list_sizes = base.B, base.T, keys, base.Hkv, block_indices.shape[-1], block
@@ -277,23 +256,19 @@ def selected(
         base = dataclasses.replace(base, single_token=True)
     if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, packed):
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
-        arrays = query, key, value
         return mosaic_stored_ds.gradients(
-            ops, base, arrays, block_indices, do, stats, layout, added, block_lists, placed
+            ops, base, qkv, block_indices, do, stats, layout, added, block_lists, placed
         )
     if isinstance(added, LaterDq):
         added = added.rows(ops)
-    widths = query.shape[-1], value.shape[-1]
-    stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
+    stages: dict[str, Any] = selected_spec.dq_stages(base.D, base.Dv, block)
     spec = selected_spec.of_blocks(
         sizes,
         whole.shape[-1],
         config.select_block,
         added=added is not None,
         stats_tile=(base.query_tile.tokens, base.stats_rows),
-        gather_limit=mosaic_gather.gather_limit(
-            query, key, value, whole, config, layout.packed
-        ),
+        gather_limit=mosaic_gather.gather_limit(*qkv, whole, config, layout.packed),
         **stages,
     )
     if block_lists is None:
@@ -301,12 +276,11 @@ def selected(
     stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
-    arrays = query, key, value
     kernel = selected_spec.dq(spec)
-    (dq,) = ops.run(kernel, *arrays, *block_lists, last, do, stats, *extra)
+    (dq,) = ops.run(kernel, *qkv, *block_lists, last, do, stats, *extra)
     if spec.gather_limit:
         selection = whole, block_lists[-1], layout
-        dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
+        dq = mosaic_gather.query_gradient(ops, spec, qkv, selection, do, stats, dq)
 
     lists = BlockQueryLists(
         *list_sizes, base.query_tile.tokens, packed, interpret=base.interpret
@@ -320,7 +294,7 @@ def selected(
         list_entries=lists.entries,
         block=block if lists.has_token_bits else 0,
     )
-    arrays = query, key, value, do, stats, table, *queries
+    arrays = *qkv, do, stats, table, *queries
     gradients = []
     for part in spec.passes:
         partial = ops.run(dkv.partials(part), *arrays)

@@ -3,10 +3,10 @@
     compressed -> select_blocks -> selected
                   sliding
 
-Shapes are those of `nsa_core.types`. `ops`: `ArrayOps`; `layout`: where the queries stand. A branch
-returns its output `[B, T, H, Dv]` and its natural log-sum-exp `[B, T, H]`, float32. It may also
-take part in the gated sum: `gate` `[B, T, H]` scales its output, `added` `[B, T, H, Dv]`, the
-sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
+Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
+log-sum-exp `[B, T, H]`, float32. It may also take part in the gated sum: `gate` `[B, T, H]` scales
+its output, `added` `[B, T, H, Dv]`, the sum so far, is added to it, perhaps in place; the
+log-sum-exp is None then.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import combine, interval, scores
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.tile import parts_of_block
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
+from nsa_core.array_ops import ArrayOps, derived, int32, like
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_fp8, mosaic_gather, mosaic_lists
 from nsa_core.steps.fused import Pages
-from nsa_core.steps.key_bounds import VisibleCompressed, Window
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
@@ -33,47 +34,31 @@ type OutLse = Sequence[Any]
 round_tokens = mosaic_fp8.round_tokens
 
 
-def compressed(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    gate=None,
-) -> OutLse:
-    """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
-    if key.shape[1] == 0:
-        return ops.derive(nothing_seen, query, width=value.shape[-1])
-    bounds = VisibleCompressed(config)
-    return _interval(
-        ops, "compressed", query, key, value, bounds, layout, config, scale, gate, None
-    )
+def compressed(ops: ArrayOps, qkv: Qkv, params: Params, gate=None) -> OutLse:
+    """Attention over compressed tokens."""
+    if qkv.key.shape[1] == 0:
+        return ops.derive(nothing_seen, qkv.query, width=qkv.value.shape[-1])
+    return _interval(ops, qkv, VisibleCompressed(params.config), params, gate)
 
 
 def sliding(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    gate=None,
-    added=None,
-    rounded=None,
+    ops: ArrayOps, qkv: Qkv, params: Params, gate=None, added=None, rounded=None
 ) -> OutLse:
     """Attention over the last `window` keys.
 
     `rounded`: what `round_tokens` gives of key and value, where they are there already.
     """
-    if config.compute_dtype is not None and rounded is None:
-        rounded = mosaic_fp8.round_tokens(ops, key, value, layout)
-    bounds = Window(config, key.shape[1] if rounded is None else rounded.key.shape[1])
-    return _interval(
-        ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added, rounded
-    )
+    rounded = _rounded(ops, qkv, params, rounded)
+    tokens = qkv if rounded is None else rounded
+    bounds = Window(params.config, tokens.key.shape[1])
+    return _interval(ops, qkv, bounds, params, gate, added, rounded)
+
+
+def _rounded(ops, qkv: Qkv, params: Params, rounded):
+    """`rounded`, or what the products need in its place."""
+    if params.config.compute_dtype is None or rounded is not None:
+        return rounded
+    return round_tokens(ops, qkv.key, qkv.value, params.layout)
 
 
 @derived(
@@ -90,19 +75,20 @@ def nothing_seen(ops, query, *, width: int):
 
 
 def _interval(
-    ops, branch, query, key, value, bounds, layout, config, scale, gate, added, rounded=None
+    ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None, rounded=None
 ) -> OutLse:
-    longest_first = branch == "compressed"  # later queries see more keys
+    query, key, value = qkv
+    longest_first = isinstance(bounds, VisibleCompressed)  # later queries see more keys
     blocks: dict[str, Any] = interval.forward_blocks(
         query.shape[2] // key.shape[2],
         query.shape[-1],
         value.shape[-1],
-        None if longest_first else config.window,
+        None if longest_first else params.config.window,
         fp8=rounded is not None,
     )
-    operands, layout = _operands(key, value, layout, rounded)
+    operands, layout = _operands(qkv, params.layout, rounded)
     spec = interval.IntervalAttention(
-        **sizes_of(query, key, value, scale, rounded),
+        **sizes_of(qkv, params.scale, rounded),
         gated=gate is not None,
         added=added is not None,
         longest_first=longest_first,
@@ -114,10 +100,10 @@ def _interval(
     return out, None if spec.added else lse
 
 
-def _operands(key, value, layout, rounded):
+def _operands(qkv: Qkv, layout, rounded):
     """What a kernel reads of keys and values, and where the queries stand among them."""
     if rounded is None:
-        return (key, value), layout
+        return (qkv.key, qkv.value), layout
     return rounded.operands, mosaic_fp8.placed(layout)
 
 
@@ -131,13 +117,9 @@ def _last_inputs(ops, gate, added, rounded):
 
 def selected(
     ops: ArrayOps,
-    query,
-    key,
-    value,
+    qkv: Qkv,
     block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     gate=None,
     added=None,
     block_lists=None,
@@ -151,19 +133,17 @@ def selected(
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
       rounded: as of `sliding`; not with `pages`.
     """
-    if config.compute_dtype is not None and rounded is None:
-        rounded = mosaic_fp8.round_tokens(ops, key, value, layout)
-    place = layout, config, scale
-    spec = _forward_spec(query, key, value, block_indices, *place, pages, rounded)
+    rounded = _rounded(ops, qkv, params, rounded)
+    spec = _forward_spec(qkv, block_indices, params, pages, rounded)
     if not spec.gather_limit:  # what is merged later is gated and added then
         fused = {"gated": gate is not None, "added": added is not None}
         spec = dataclasses.replace(spec, **fused)
-    operands, layout = _operands(key, value, layout, rounded)
+    operands, layout = _operands(qkv, params.layout, rounded)
     if block_lists is None:
-        given = query, key, value, block_indices
-        block_lists = tile_block_lists(ops, *given, layout, config, scale)
+        placed = params._replace(layout=layout)
+        block_lists = tile_block_lists(ops, qkv, block_indices, placed)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
-    arrays, kernel = (query, *operands), selected_spec.forward(spec)
+    arrays, kernel = (qkv.query, *operands), selected_spec.forward(spec)
     if not spec.gather_limit:
         extra = _last_inputs(ops, gate, added, rounded)
         out, lse = ops.run(kernel, *arrays, *(pages or ()), *block_lists, last, *extra)
@@ -175,55 +155,34 @@ def selected(
 
 
 def _forward_spec(
-    query,
-    key,
-    value,
-    block_indices,
-    layout,
-    config: NSAConfig,
-    scale,
-    pages: Pages | None = None,
-    rounded=None,
+    qkv: Qkv, block_indices, params: Params, pages: Pages | None = None, rounded=None
 ):
-    spec = _selected_spec(query, key, value, block_indices, config, scale, rounded)
+    spec = _selected_spec(qkv, block_indices, params, rounded)
     fields: dict[str, Any] = {"pages": 0 if pages is None else pages.page_table.shape[1]}
     if rounded is None:
         fields |= selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
     else:
         fields |= selected_spec.FP8_STAGES
     if pages is None and rounded is None:
-        gather = query, key, value, block_indices, config, layout.packed
-        fields["gather_limit"] = mosaic_gather.gather_limit(*gather)
+        place = params.config, params.layout.packed
+        fields["gather_limit"] = mosaic_gather.gather_limit(*qkv, block_indices, *place)
     return dataclasses.replace(spec, **fields)
 
 
 def selected_and_sum(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    block_lists,
-    compressed,
-    sliding,
-    gates,
+    ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """`selected`, and the `gated_sum` of its output with those of the `compressed` and the
-    `sliding` branch.
+    """`selected`, and the `gated_sum` of its output with the `others`: those of the compressed and
+    the sliding branch.
     """
-    arrays = query, key, value
-    spec = _forward_spec(*arrays, block_indices, layout, config, scale)
+    spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
-        place = layout, config, scale
-        found = selected(ops, *arrays, block_indices, *place, block_lists=block_lists)
-        return found, gated_sum(ops, (compressed, found[0], sliding), gates)
+        found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
+        return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
     spec = dataclasses.replace(spec, summed=True)
-    last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
+    last = key_bounds.causal_end_by_row(ops, params.layout, spec.tile, spec.tiles)
     gates = [ops.to_float32(gate) for gate in gates]
-    inputs = *arrays, *block_lists, last, *gates, compressed, sliding
+    inputs = *qkv, *block_lists, last, *gates, *others
     out, lse, total = ops.run(selected_spec.forward(spec), *inputs)
     return (out, lse), total
 
@@ -265,40 +224,23 @@ def selected_on_pages(
     return selected_spec.forward(spec).for_any_length()
 
 
-def tile_block_lists(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-):
+def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
     """`(starts, members, counts)`: what `selected` and its gradient read of `block_indices`."""
-    spec = _selected_spec(query, key, value, block_indices, config, scale)
-    block_indices, _ = mosaic_lists.cut(ops, block_indices, config.select_block)
-    return mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
+    spec = _selected_spec(qkv, block_indices, params)
+    block_indices, _ = mosaic_lists.cut(ops, block_indices, params.config.select_block)
+    return mosaic_lists.tile_block_lists(ops, block_indices, params.layout, spec)
 
 
-def _selected_spec(query, key, value, block_indices, config: NSAConfig, scale, rounded=None):
-    blocks = block_indices.shape[-1], config.select_block
-    return selected_spec.of_blocks(sizes_of(query, key, value, scale, rounded), *blocks)
+def _selected_spec(qkv: Qkv, block_indices, params: Params, rounded=None):
+    blocks = block_indices.shape[-1], params.config.select_block
+    return selected_spec.of_blocks(sizes_of(qkv, params.scale, rounded), *blocks)
 
 
-def select_blocks(
-    ops: ArrayOps,
-    query,
-    key,
-    lse,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    num_blocks: int,
-):
+def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
     """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
     log-sum-exp `[B, T, H]` of the compressed branch; sequences have at most `num_blocks`.
     """
+    layout, config, scale = params
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
     ratio = config.select_block // config.compress_stride
@@ -388,8 +330,9 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
     return *bounds, own, base, ops.to_int32(xp.amax(own, axis=-1) + 1)
 
 
-def sizes_of(query, key, value, scale: float | None, rounded=None) -> dict[str, Any]:
+def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
     """The fields that every kernel of attention has; `rounded`: as of `sliding`."""
+    query, key, value = qkv
     batch, length, heads, width = query.shape
     return {
         "B": batch,

@@ -6,16 +6,16 @@ query lists come from a stable sort, so every sum has a fixed order.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
-from nsa_core.config import NSAConfig
+from nsa_core.array_ops import ArrayOps, derived, int32
 from nsa_core.steps import triton_forward
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import nothing_flows
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.steps.triton_forward import array_of
 
 
@@ -25,67 +25,34 @@ def delta_of(ops: ArrayOps, do, *outputs):
 
 
 def compressed(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    do,
-    rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    added=None,
+    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
     """Of the compressed branch; arguments as of `mosaic_backward.compressed`."""
-    if key.shape[1] == 0:
-        return nothing_flows(ops, query, key, value, added)
-    bounds = VisibleCompressed(config)
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
+    if qkv.key.shape[1] == 0:
+        return nothing_flows(ops, qkv, added)
+    return _interval(ops, qkv, do, rows, VisibleCompressed(params.config), params, added)
 
 
 def sliding(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    do,
-    rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    added=None,
+    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
     """Of the sliding branch; arguments as of `mosaic_backward.compressed`."""
-    bounds = Window(config, key.shape[1])
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
+    bounds = Window(params.config, qkv.key.shape[1])
+    return _interval(ops, qkv, do, rows, bounds, params, added)
 
 
-def compressed_and_sliding(
-    ops: ArrayOps,
-    query,
-    compressed_tokens: tuple[Any, Any],
-    tokens: tuple[Any, Any],
-    do,
-    rows: tuple[RowResiduals, RowResiduals],
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-) -> tuple:
+def compressed_and_sliding(ops: ArrayOps, qkvs, do, rows, params: Params) -> tuple:
     """As of `mosaic_backward`, a kernel each for dq."""
-    rest = layout, config, scale
-    dq, *compressed_pair = compressed(ops, query, *compressed_tokens, do, rows[0], *rest)
-    dq, *pair = sliding(ops, query, *tokens, do, rows[1], *rest, dq)
-    return dq, compressed_pair, pair
+    dq, *compressed_pair = compressed(ops, qkvs[0], do, rows[0], params)
+    dq, *sliding_pair = sliding(ops, qkvs[1], do, rows[1], params, dq)
+    return dq, compressed_pair, sliding_pair
 
 
-def _interval(
-    ops, query, key, value, do, rows, bounds: Bounds, layout, scale, added
-) -> Gradients:
-    problem = triton_forward.problem_of(
-        ops, query, key, value, scale, rows.gate, added, rows.dlse is not None
-    )
-    interval = triton_forward.interval_of(ops, layout, bounds)
-    arrays = query, key, value, *interval, do, *_statistics(ops, rows, unused=interval[0])
+def _interval(ops, qkv: Qkv, do, rows, bounds: Bounds, params: Params, added) -> Gradients:
+    options = rows.gate, added, rows.dlse
+    problem = triton_forward.problem_of(ops, qkv, params.scale, *options)
+    interval = triton_forward.interval_of(ops, params.layout, bounds)
+    arrays = *qkv, *interval, do, *_statistics(ops, rows, unused=interval[0])
     unused = interval[0] if added is None else added
     (dq,) = ops.run(descriptions.interval_dq(problem), *arrays, unused)
 
@@ -131,29 +98,23 @@ def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
 
 def selected(
     ops: ArrayOps,
-    query,
-    key,
-    value,
+    qkv: Qkv,
     block_indices,
     do,
     rows: RowResiduals,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     added=None,
     block_lists=None,
 ) -> Gradients:
     """Of the selected branch; arguments as of `mosaic_backward.selected`."""
-    arrays = query, key, value, block_indices
+    layout, config, scale = params
     if block_lists is None:
-        block_lists = triton_forward.tile_block_lists(ops, *arrays, layout, config, scale)
-    problem = triton_forward.problem_of(
-        ops, query, key, value, scale, rows.gate, added, rows.dlse is not None
-    )
+        block_lists = triton_forward.tile_block_lists(ops, qkv, block_indices, params)
+    problem = triton_forward.problem_of(ops, qkv, scale, rows.gate, added, rows.dlse)
     n, block = block_indices.shape[-1], config.select_block
     position, key_start = triton_forward.places(ops, layout)
     statistics = _statistics(ops, rows, unused=position)
-    arrays = *arrays, position, key_start
+    arrays = *qkv, block_indices, position, key_start
     unused = position if added is None else added
     kernel = Selected(problem, n, block).dq()
     (dq,) = ops.run(kernel, *arrays, *block_lists, do, *statistics, unused)

@@ -15,56 +15,35 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Problem, Selected
 from nsa_core.array_ops import ArrayOps, QueryLayout
-from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import nothing_seen
 from nsa_core.steps.packed_keys import align_sequences, zeros_like
+from nsa_core.steps.params import Params, Qkv
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
 
 
-def compressed(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    gate=None,
-) -> OutLse:
-    """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
-    if key.shape[1] == 0:
-        return ops.derive(nothing_seen, query, width=value.shape[-1])
-    return _interval(ops, query, key, value, VisibleCompressed(config), layout, scale, gate)
+def compressed(ops: ArrayOps, qkv: Qkv, params: Params, gate=None) -> OutLse:
+    """Attention over compressed tokens."""
+    if qkv.key.shape[1] == 0:
+        return ops.derive(nothing_seen, qkv.query, width=qkv.value.shape[-1])
+    return _interval(ops, qkv, VisibleCompressed(params.config), params, gate)
 
 
-def sliding(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    gate=None,
-    added=None,
-) -> OutLse:
+def sliding(ops: ArrayOps, qkv: Qkv, params: Params, gate=None, added=None) -> OutLse:
     """Attention over the last `window` keys."""
-    bounds = Window(config, key.shape[1])
-    return _interval(ops, query, key, value, bounds, layout, scale, gate, added)
+    bounds = Window(params.config, qkv.key.shape[1])
+    return _interval(ops, qkv, bounds, params, gate, added)
 
 
-def _interval(
-    ops, query, key, value, bounds: Bounds, layout, scale, gate, added=None
-) -> OutLse:
-    problem = problem_of(ops, query, key, value, scale, gate, added)
-    first, last = interval_of(ops, layout, bounds)
+def _interval(ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None) -> OutLse:
+    problem = problem_of(ops, qkv, params.scale, gate, added)
+    first, last = interval_of(ops, params.layout, bounds)
     unused = first
     out, lse = ops.run(
         descriptions.interval_forward(problem),
-        *(query, key, value, first, last),
+        *(*qkv, first, last),
         unused if gate is None else ops.to_float32(gate),
         unused if added is None else added,
     )
@@ -73,13 +52,9 @@ def _interval(
 
 def selected(
     ops: ArrayOps,
-    query,
-    key,
-    value,
+    qkv: Qkv,
     block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
+    params: Params,
     gate=None,
     added=None,
     block_lists=None,
@@ -88,16 +63,15 @@ def selected(
 
     `block_lists`: `tile_block_lists` where they are there already.
     """
-    arrays = query, key, value, block_indices
     if block_lists is None:
-        block_lists = tile_block_lists(ops, *arrays, layout, config, scale)
-    problem = problem_of(ops, query, key, value, scale, gate, added)
-    kernel = Selected(problem, block_indices.shape[-1], config.select_block)
-    position, key_start = places(ops, layout)
+        block_lists = tile_block_lists(ops, qkv, block_indices, params)
+    problem = problem_of(ops, qkv, params.scale, gate, added)
+    kernel = Selected(problem, block_indices.shape[-1], params.config.select_block)
+    position, key_start = places(ops, params.layout)
     unused = position
     out, lse = ops.run(
         kernel.forward(),
-        *(*arrays, position, key_start, *block_lists),
+        *(*qkv, block_indices, position, key_start, *block_lists),
         unused if gate is None else ops.to_float32(gate),
         unused if added is None else added,
     )
@@ -105,61 +79,32 @@ def selected(
 
 
 def selected_and_sum(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    block_lists,
-    compressed,
-    sliding,
-    gates,
+    ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """`selected`, and the `gated_sum` of its output with those of the `compressed` and the
-    `sliding` branch.
+    """`selected`, and the `gated_sum` of its output with the `others`: those of the compressed and
+    the sliding branch.
     """
-    arrays, place = (query, key, value, block_indices), (layout, config, scale)
-    found = selected(ops, *arrays, *place, block_lists=block_lists)
-    return found, gated_sum(ops, (compressed, found[0], sliding), gates)
+    found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
+    return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
 
 
-def tile_block_lists(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    block_indices,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-):
+def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
     """`(lists, counts)`: what `selected` and its gradient read of `block_indices`."""
-    problem = problem_of(ops, query, key, value, scale)
-    kernel = Selected(problem, block_indices.shape[-1], config.select_block)
-    position, key_start = places(ops, layout)
+    problem = problem_of(ops, qkv, params.scale)
+    kernel = Selected(problem, block_indices.shape[-1], params.config.select_block)
+    position, key_start = places(ops, params.layout)
     lists = kernel.block_lists()
     if lists is None:  # of one token: its own blocks, which the kernels read
         return position, position
     return ops.run(lists, block_indices, position, key_start)
 
 
-def select_blocks(
-    ops: ArrayOps,
-    query,
-    key,
-    lse,
-    layout: QueryLayout,
-    config: NSAConfig,
-    scale: float | None,
-    num_blocks: int,
-):
+def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
     """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
     log-sum-exp `[B, T, H]` of the compressed branch; no array is as long as `num_blocks`.
     """
     del num_blocks
+    layout, config, scale = params
     batch, kv_heads = query.shape[0], key.shape[2]
     first, last = interval_of(ops, layout, VisibleCompressed(config))
     base = layout.compressed_start
@@ -169,7 +114,7 @@ def select_blocks(
         (base,) = ops.derive(zeros_like, first)
     if key.shape[1] == 0:  # scores are zero, and no key is read
         key = ops.zeros(query, (batch, 1, kv_heads, query.shape[-1]))
-    problem = problem_of(ops, query, key, key, scale)
+    problem = problem_of(ops, Qkv(query, key, key), scale)
     position, _ = places(ops, layout)
     bounds = map(ops.to_int32, (first, last, position, base))
     (chosen,) = ops.run(descriptions.best_blocks(problem, config), query, key, lse, *bounds)
@@ -187,16 +132,10 @@ def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
 
 
 def problem_of(
-    ops: ArrayOps,
-    query,
-    key,
-    value,
-    scale: float | None,
-    gate=None,
-    added=None,
-    lse_grad: bool = False,
+    ops: ArrayOps, qkv: Qkv, scale: float | None, gate=None, added=None, dlse=None
 ) -> Problem:
     """The sizes of a branch."""
+    query, key, value = qkv
     batch, length, heads, width = query.shape
     return Problem(
         B=batch,
@@ -211,7 +150,7 @@ def problem_of(
         capability=ops.capability(query),
         gated=gate is not None,
         added=added is not None,
-        lse_grad=lse_grad,
+        lse_grad=dlse is not None,
     )
 
 

@@ -1,0 +1,27 @@
+"""What every step of attention takes, on any kernels."""
+
+from typing import Any, NamedTuple
+
+from nsa_core.array_ops import QueryLayout
+from nsa_core.config import NSAConfig
+
+
+class Qkv(NamedTuple):
+    """What a branch attends with. Its keys are S tokens, or C compressed ones."""
+
+    query: Any  # [B, T, H, D]
+    key: Any  # [B, S, Hkv, D]
+    value: Any  # [B, S, Hkv, Dv]
+
+
+class Params(NamedTuple):
+    """What a step takes besides arrays.
+
+    Attributes:
+      layout: where the queries stand.
+      scale: of the logits; None: `D**-0.5`.
+    """
+
+    layout: QueryLayout
+    config: NSAConfig
+    scale: float | None
