@@ -47,15 +47,15 @@ def step_kernel(
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _described(
+        config,
         B=rows,
-        T=tokens // rows,
+        q_len=tokens // rows,
         H=heads,
         Hkv=cache.kv_heads,
         D=width,
         Dv=cache.selected_value.shape[3],
         dtype=dtype_name(query),
-        config=config,
-        pool=cache.num_pages,
+        pages=cache.num_pages,
         table_pages=pages,
         scale=float(width**-0.5 if scale is None else scale),
         gate_dtype=dtype_name(gates),
@@ -127,11 +127,11 @@ def kernels_of(
     found = []
     for variant, fp8 in itertools.product(VARIANTS, (False, True)):
         spec = _described(
+            config,
             **sizes,
             B=1,
-            T=1,
-            config=config,
-            pool=variant.capacity,
+            q_len=1,
+            pages=variant.capacity,
             table_pages=variant.capacity,
             scale=key_width**-0.5,
             gate_dtype=dtype,
@@ -146,54 +146,32 @@ def kernels_of(
 
 def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     pages = problem.S // problem.config.select_block
-    names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
-    sizes = {name: getattr(problem, name) for name in names}
-    rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype, "append": append}
-    rest["rings"] = int(problem.is_fp8 and append)
-    return _described(**sizes, **rest, scale=problem.D**-0.5, fp8=problem.is_fp8)
-
-
-def _described(
-    *,
-    B,
-    T,
-    H,
-    Hkv,
-    D,
-    Dv,
-    dtype,
-    config,
-    pool,
-    table_pages,
-    scale,
-    gate_dtype,
-    append=False,
-    fp8=False,
-    rings=0,
-) -> Decode:
-    return with_variant(
-        Decode(
-            B=B,
-            q_len=T,
-            H=H,
-            Hkv=Hkv,
-            D=D,
-            Dv=Dv,
-            compress_block=config.compress_block,
-            stride=config.compress_stride,
-            block=config.select_block,
-            n=config.num_selected,
-            num_initial=config.num_initial,
-            num_local=config.num_local,
-            window=config.window,
-            pages=pool,
-            table_pages=table_pages,
-            dtype=dtype,
-            scale=scale,
-            gate_dtype=gate_dtype,
-            append=append,
-            fp8=fp8,
-            rings=rings,
-            interpret=interpret.get(),
-        )
+    sizes = {name: getattr(problem, name) for name in ("B", "H", "Hkv", "D", "Dv", "dtype")}
+    return _described(
+        problem.config,
+        **sizes,
+        q_len=problem.T,
+        pages=pages,
+        table_pages=pages,
+        scale=problem.D**-0.5,
+        gate_dtype=gate_dtype,
+        append=append,
+        fp8=problem.is_fp8,
+        rings=int(problem.is_fp8 and append),
     )
+
+
+def _described(config: NSAConfig, **sizes: Any) -> Decode:
+    """`sizes`: the fields of `Decode` that do not follow from the configuration."""
+    spec = Decode(
+        **sizes,
+        compress_block=config.compress_block,
+        stride=config.compress_stride,
+        block=config.select_block,
+        n=config.num_selected,
+        num_initial=config.num_initial,
+        num_local=config.num_local,
+        window=config.window,
+        interpret=interpret.get(),
+    )
+    return with_variant(spec)
