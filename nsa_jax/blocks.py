@@ -231,8 +231,10 @@ def paged_block_attention(
             named = block_lists.with_tail(jnp, named, tokens.position[None], block_size)
         checks.distinct(named[0])
 
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+
     def why_not():
-        sizes = *arrays[:3], block_indices, Paged(page_table, lengths, cu_seqlens_q)
+        sizes = *arrays[:3], block_indices, paged
         how = block_size, include, scale, jax_problem.capability()
         return triton_paged_blocks.sizes_of(*sizes, *how).why_not()
 
@@ -242,50 +244,27 @@ def paged_block_attention(
     no_gradient = (
         "paged_block_attention has no gradient: give it jax.lax.stop_gradient of arrays"
     )
-    floats = refuse_derivatives(no_gradient, arrays[:3])
-    found = run(*floats, *arrays[3:], **how, cu_seqlens_q=cu_seqlens_q)
+    query, *pages = refuse_derivatives(no_gradient, arrays[:3])
+    found = run(query, tuple(pages), block_indices, paged, **how)
     return found if return_residual else found[0]
 
 
-def _paged_on_triton(
-    query,
-    key_pages,
-    value_pages,
-    page_table,
-    lengths,
-    block_indices,
-    *,
-    block_size,
-    include,
-    scale,
-    cu_seqlens_q,
-):
+def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
     from nsa_jax.triton_ops import TRITON_OPS
 
     @sequential_vmap
-    def run(query, key_pages, value_pages, block_indices, paged):
-        arrays = query, key_pages, value_pages, block_indices
+    def run(query, pages, block_indices, paged):
+        arrays = query, *pages, block_indices
         found = TRITON_OPS.capability(query)
         sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, include, scale, found)
         return tuple(triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged))
 
-    paged = Paged(page_table, lengths, cu_seqlens_q)
-    return run(query, key_pages, value_pages, block_indices, paged)
+    return run(query, pages, block_indices, paged)
 
 
-def _paged(
-    query,
-    key_pages,
-    value_pages,
-    page_table,
-    lengths,
-    block_indices,
-    *,
-    block_size,
-    include,
-    scale,
-    cu_seqlens_q,
-):
+def _paged(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
+    page_table, lengths, cu_seqlens_q = paged
+    key_pages, value_pages = pages
     (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
     capacity = page_table.shape[1] * key_pages.shape[1]
     lengths = jnp.minimum(lengths, capacity)

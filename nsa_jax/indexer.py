@@ -139,16 +139,16 @@ def paged_index_blocks(
     pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
     checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
-    arrays = *lax.stop_gradient(arrays[:2]), *arrays[2:]
-    at = {"cu_seqlens_q": cu_seqlens_q, "index": index}
+    arrays = *lax.stop_gradient(arrays[:2]), Paged(page_table, lengths, cu_seqlens_q)
 
     def why_not():
-        found, paged = jax_problem.capability(), Paged(*arrays[2:], cu_seqlens_q)
-        sizes = triton_paged_blocks.index_sizes_of(*arrays[:2], index, paged, found)
-        return sizes.why_not()
+        *keys, paged = arrays
+        found = jax_problem.capability()
+        return triton_paged_blocks.index_sizes_of(*keys, index, paged, found).why_not()
 
     name = chosen_implementation(implementation, why_not, index_query)
-    return compiled(_paged_on_triton if name == "triton" else _of_copies)(*arrays, **at)
+    run = compiled(_paged_on_triton if name == "triton" else _of_copies)
+    return run(*arrays, index=index)
 
 
 def chosen_implementation(
@@ -160,7 +160,7 @@ def chosen_implementation(
     return indexing.implementation(asked, PLAIN, lambda: _device_why_not(query) or why_not())
 
 
-def _paged_on_triton(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
+def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
     from nsa_jax.triton_ops import TRITON_OPS
 
     @sequential_vmap
@@ -169,11 +169,12 @@ def _paged_on_triton(query, pages, page_table, lengths, *, cu_seqlens_q, index: 
         sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
         return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
 
-    return run(query, pages, Paged(page_table, lengths, cu_seqlens_q))
+    return run(query, pages, paged)
 
 
-def _of_copies(query, pages, page_table, lengths, *, cu_seqlens_q, index: Index):
+def _of_copies(query, pages, paged: Paged, *, index: Index):
     """From the keys of all rows side by side."""
+    page_table, lengths, cu_seqlens_q = paged
     count, (batch, columns) = query.shape[0], page_table.shape
     lengths = jnp.minimum(lengths, columns * pages.shape[1] * index.entry)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
