@@ -120,11 +120,11 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
     layout = KernelLayout(ops, query, *operators.arguments(config, length, None, None))
     steps = mosaic_attention.STEPS
-    inputs = fused.with_means(steps, ops, inputs, config, layout)
+    inputs = fused.with_means(steps, ops, inputs, layout.params)
     rest = layout.params, layout.num_blocks(inputs.key.compressed)
     _, residuals = fused.forward_with_residuals(steps, ops, inputs, None, *rest)
     found = fused.backward(steps, ops, inputs, residuals, do, layout.params)
-    of_tokens = length, config, layout, SHARED_KV.shared
+    of_tokens = length, layout.params, SHARED_KV.shared
     return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 
 

@@ -204,7 +204,7 @@ class KernelPath:
         rest = layout.params, mode.shared
         found = fused.backward(self.steps, ops, inputs, residuals, do, *rest)
         if mode.compresses:
-            of_tokens = length, layout.config, layout, mode.shared
+            of_tokens = length, layout.params, mode.shared
             found = fused.gradients_of_tokens(self.steps, ops, found, *of_tokens)
         else:
             pair = found.key.compressed, found.value.compressed
@@ -226,7 +226,7 @@ class KernelPath:
             pair = (x.compressed for x in (inputs.key, inputs.value))
             means = (ops.derive(_means, x, *borders, config=layout.config)[0] for x in pair)
             return inputs.with_compressed(*means), ()
-        inputs = fused.with_means(self.steps, ops, inputs, layout.config, layout)
+        inputs = fused.with_means(self.steps, ops, inputs, layout.params)
         return inputs, (inputs.key.compressed, inputs.value.compressed)
 
     def _forward_arguments(self, mode, ops, arguments):

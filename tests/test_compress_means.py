@@ -11,6 +11,7 @@ from kernels_pallas.mosaic import compress as body
 from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
 from nsa_core.steps import mosaic_compress
+from nsa_core.steps.params import Params
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import loops
@@ -165,11 +166,11 @@ def test_fewer_tokens_than_a_window(others):
     """No kernel runs: there is no GPU here."""
     config = NSAConfig()
     key, value = torch.randn(2, 31, 3, 16), torch.randn(2, 31, 3, 32)
-    rows = config, types.SimpleNamespace(varlen=None)
-    means = mosaic_compress.means(TORCH_OPS, key, value, *rows)
+    params = Params(types.SimpleNamespace(varlen=None), config, None)
+    means = mosaic_compress.means(TORCH_OPS, key, value, params)
     assert [x.shape for x in means] == [(2, 0, 3, 16), (2, 0, 3, 32)]
     branches = [(key, value), (key * 2, value * 2)][:others]
-    found = mosaic_compress.gradients(TORCH_OPS, means, branches, 31, *rows)
+    found = mosaic_compress.gradients(TORCH_OPS, means, branches, 31, params)
     for x, want in zip(found, (key, value), strict=True):
         torch.testing.assert_close(x, want * 3 if others else torch.zeros_like(want))
 

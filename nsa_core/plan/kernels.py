@@ -75,7 +75,7 @@ def kernels_of(
     gates = Branches.each(array(length, heads))
     inputs = Inputs(array(length, heads, key_width), key, value, gates)
     if compresses:
-        inputs = fused.with_means(STEPS, ops, inputs, config, layout)
+        inputs = fused.with_means(STEPS, ops, inputs, params)
     blocks = config.num_blocks(length)
     if not gradients:
         out, _ = fused.forward(STEPS, ops, inputs, None, params, blocks)
@@ -84,8 +84,7 @@ def kernels_of(
     shared = compresses and shared
     found = fused.backward(STEPS, ops, inputs, residuals, out, params, shared)
     if compresses:
-        of_tokens = length, config, layout, shared
-        found = fused.gradients_of_tokens(STEPS, ops, found, *of_tokens)
+        found = fused.gradients_of_tokens(STEPS, ops, found, length, params, shared)
     made = out, found.query, *found.key, *found.value, *found.gates
     return ops.plan([x for x in made if x is not None]).kernels
 

@@ -11,8 +11,7 @@ its turn comes, so that one branch's output exists at a time.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_core.array_ops import ArrayOps, QueryLayout, padding_zeroed
-from nsa_core.config import NSAConfig
+from nsa_core.array_ops import ArrayOps, padding_zeroed
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import Branches
@@ -94,25 +93,17 @@ class Residuals(NamedTuple):
         return cls(block_indices, None, None, None)
 
 
-def with_means(
-    steps: Steps, ops: ArrayOps, inputs: Inputs, config: NSAConfig, layout: QueryLayout
-) -> Inputs:
+def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, params: Params) -> Inputs:
     """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]`, with the means of
     their windows in place of these. Needs `steps.compression`.
     """
     _, key, value, _ = inputs
-    means = steps.compression.means(ops, key.compressed, value.compressed, config, layout)
+    means = steps.compression.means(ops, key.compressed, value.compressed, params)
     return inputs.with_compressed(*means)
 
 
 def gradients_of_tokens(
-    steps: Steps,
-    ops: ArrayOps,
-    found: Inputs,
-    length: int,
-    config: NSAConfig,
-    layout: QueryLayout,
-    shared: bool,
+    steps: Steps, ops: ArrayOps, found: Inputs, length: int, params: Params, shared: bool
 ) -> Inputs:
     """The gradients `found` by `backward`, with those of tokens in place of their means'.
 
@@ -124,7 +115,7 @@ def gradients_of_tokens(
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
     means = key.compressed, value.compressed
-    merged = steps.compression.gradients(ops, means, others, length, config, layout)
+    merged = steps.compression.gradients(ops, means, others, length, params)
     key, value = (
         Branches(x, None, None) if shared else branches._replace(compressed=x)
         for x, branches in zip(merged, (key, value), strict=True)

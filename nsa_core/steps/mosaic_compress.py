@@ -6,25 +6,25 @@ from typing import Any
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, like
-from nsa_core.config import NSAConfig
+from nsa_core.steps.params import Params
 from nsa_core.validate import dtype_name
 
 
-def means(ops: ArrayOps, key, value, config: NSAConfig, layout: QueryLayout) -> tuple[Any, Any]:
+def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of their
     windows, and zeros up to a whole selection block, which no query sees and the scores' kernel
     wants there; of packed rows in the slots of their sequences.
     """
-    if not config.num_compressed(key.shape[1]):
+    if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
         return key, value
-    spec = _spec(key, value, config, layout)
-    key, value = ops.run(compress_means(spec), key, value, *_key_tiles(layout))
+    spec = _spec(key, value, params)
+    key, value = ops.run(compress_means(spec), key, value, *_key_tiles(params.layout))
     return key, value
 
 
 def gradients(
-    ops: ArrayOps, compressed, others, length: int, config: NSAConfig, layout: QueryLayout
+    ops: ArrayOps, compressed, others, length: int, params: Params
 ) -> tuple[Any, Any]:
     """dk and dv, `[B, length, Hkv, .]`, of tokens of which `means` were made.
 
@@ -33,13 +33,14 @@ def gradients(
       others: `(dk, dv)` of each branch that looked at the same tokens; of packed rows those of
         the first may be by places, `[B, places, Hkv, .]`.
     """
+    layout = params.layout
     keys, values = ([pair[i] for pair in others] for i in range(2))
     placed = sum(x.shape[1] != length for x in keys)
-    if not config.num_compressed(length):
+    if not params.config.num_compressed(length):
         for arrays in (keys, values):
             arrays[:placed] = map(layout.varlen.of_keys, arrays[:placed]) if placed else []
         return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
-    spec = _spec(compressed[0], compressed[1], config, layout, length, len(others))
+    spec = _spec(*compressed, params, length, len(others))
     spec = dataclasses.replace(spec, placed=placed)
     arrays = *compressed, *keys, *values, *_key_tiles(layout)
     key, value = ops.run(merge_key_gradients(spec), *arrays)
@@ -62,9 +63,8 @@ def _total(ops, first, *others):
     return [sum(others, first)]
 
 
-def _spec(
-    key, value, config: NSAConfig, layout, length: int | None = None, others: int = 0
-) -> Means:
+def _spec(key, value, params: Params, length: int | None = None, others: int = 0) -> Means:
+    layout, config, _ = params
     batch, found, kv_heads, width = key.shape
     packed = {}
     if layout.varlen is not None:
