@@ -56,12 +56,11 @@ def load_values(
     mask,
     HEADS: tl.constexpr,
     PER_PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VALUE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """`[keys, COLUMNS]` in the dtype of `like`."""
-    values = load_rows(value, place * HEADS + head, mask, WIDTH, COLUMNS)
+    """`[keys, columns]` in the dtype of `like`; VALUE: width and columns."""
+    values = load_rows(value, place * HEADS + head, mask, VALUE[0], VALUE[1])
     if FP8:
         scales = _scales(scale, place, head, mask, HEADS, PER_PAGE)
         values = (values.to(tl.float32) * scales[:, None]).to(like.dtype)
@@ -70,59 +69,47 @@ def load_values(
 
 @triton.jit
 def _split_walk(
+    arrays,
+    bounds,
     rows,
-    key,
-    value,
-    key_scale,
-    value_scale,
     table,
     head,
     P,
-    low,
-    high,
-    begin,
-    end,
     scale,
     logits_at,
     row_mask,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     PER_PAGE: tl.constexpr,
     FIRST_SLOT: tl.constexpr,
     KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8_KEYS: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`."""
+    """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`.
+
+    Args:
+      arrays: keys and values, and the scales of both.
+      KEY, VALUE: width and columns.
+    """
+    key, value, key_scale, value_scale = arrays
+    low, high, begin, end = bounds
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE[1]], tl.float32)
     for block in range(begin, end, KEYS):
         at = block + tl.arange(0, KEYS)
         inner = at < end
         place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE)
-        keys = load_columns(key, place * HEADS + head, inner, WIDTH, COLUMNS)
+        keys = load_columns(key, place * HEADS + head, inner, KEY[0], KEY[1])
         if FP8_KEYS:
             keys = keys.to(rows.dtype)
-        values = load_values(
-            value,
-            value_scale,
-            rows,
-            place,
-            head,
-            inner,
-            HEADS,
-            PER_PAGE,
-            VALUE_WIDTH,
-            VALUE_COLUMNS,
-            FP8,
-        )
+        of_values = value, value_scale, rows, place, head, inner
+        values = load_values(*of_values, HEADS, PER_PAGE, VALUE, FP8)
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
         if FP8_KEYS:
             logits *= _scales(key_scale, place, head, inner, HEADS, PER_PAGE)[None, :]
@@ -213,40 +200,30 @@ def partials(
     rows = load_rows(query, row, there, WIDTH, COLUMNS)
     table = page_table + batch * M
     SLOTS: tl.constexpr = PAGE // COMPRESS_STRIDE
-    FIRST_SLOT: tl.constexpr = COMPRESS_BLOCK // COMPRESS_STRIDE - 1
+    FIRST: tl.constexpr = COMPRESS_BLOCK // COMPRESS_STRIDE - 1  # slot of a row's first page
     logits_at = logits + (pair * ALL + number) * candidates
+    KEY: tl.constexpr = (WIDTH, COLUMNS)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
+    of_rows = rows, table, head, P, scale, logits_at, there
     if split < splits:
         complete = tl.maximum(position - COMPRESS_BLOCK + 1, -COMPRESS_STRIDE)
         high = tl.where(there, (complete + COMPRESS_STRIDE) // COMPRESS_STRIDE, 0)
         begin = split * SPLIT
         end = tl.minimum(begin + SPLIT, tl.max(high, axis=0))
         low = tl.zeros([ROWS], tl.int32)
+        scale_of = compressed_value_scale  # keys have none
+        compressed = compressed_key, compressed_value, scale_of, scale_of
+        of_compressed = (compressed, (low, high, begin, end)) + of_rows
         most, total, acc = _split_walk(
-            rows,
-            compressed_key,
-            compressed_value,
-            compressed_value_scale,
-            compressed_value_scale,
-            table,
-            head,
-            P,
-            low,
-            high,
-            begin,
-            end,
-            scale,
-            logits_at,
-            there,
+            *of_compressed,
             HEADS,
-            WIDTH,
-            VALUE_WIDTH,
+            KEY,
+            VALUE,
             SLOTS,
-            FIRST_SLOT,
+            FIRST,
             True,
             ROWS,
             KEYS,
-            COLUMNS,
-            VALUE_COLUMNS,
             PRECISION,
             False,
             FP8,
@@ -256,35 +233,10 @@ def partials(
         end = tl.minimum(begin + SPLIT, length)
         low = tl.maximum(position - WINDOW + 1, 0)
         high = tl.where(there, position + 1, 0)
+        sliding = sliding_key, sliding_value, sliding_key_scale, sliding_value_scale
+        of_sliding = (sliding, (low, high, begin, end)) + of_rows
         most, total, acc = _split_walk(
-            rows,
-            sliding_key,
-            sliding_value,
-            sliding_key_scale,
-            sliding_value_scale,
-            table,
-            head,
-            P,
-            low,
-            high,
-            begin,
-            end,
-            scale,
-            logits_at,
-            there,
-            HEADS,
-            WIDTH,
-            VALUE_WIDTH,
-            PAGE,
-            0,
-            False,
-            ROWS,
-            KEYS,
-            COLUMNS,
-            VALUE_COLUMNS,
-            PRECISION,
-            FP8,
-            FP8,
+            *of_sliding, HEADS, KEY, VALUE, PAGE, 0, False, ROWS, KEYS, PRECISION, FP8, FP8
         )
     if begin < end:
         at = (pair * ALL + number) * count + split
@@ -517,6 +469,7 @@ def finish(
     most = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
     STEPS: tl.constexpr = (PAGE + KEYS - 1) // KEYS
     A_PART: tl.constexpr = (N + PARTS - 1) // PARTS
     for step in range(A_PART * STEPS):
@@ -531,19 +484,8 @@ def finish(
         keys = load_columns(selected_key, place * HEADS + head, inner, WIDTH, COLUMNS)
         if FP8:
             keys = keys.to(rows.dtype)
-        values = load_values(
-            selected_value,
-            selected_value_scale,
-            rows,
-            place,
-            head,
-            inner,
-            HEADS,
-            PAGE,
-            VALUE_WIDTH,
-            VALUE_COLUMNS,
-            FP8,
-        )
+        of_values = selected_value, selected_value_scale, rows, place, head, inner
+        values = load_values(*of_values, HEADS, PAGE, VALUE, FP8)
         logit = tl.dot(rows, keys, input_precision=PRECISION) * scale
         if FP8:
             logit *= _scales(selected_key_scale, place, head, inner, HEADS, PAGE)[None, :]
@@ -575,42 +517,25 @@ def finish(
     tl.debug_barrier()
     ended = tl.atomic_add(counters + item, 1, sem="acq_rel")
     if ended == PARTS - 1:
-        _merge_parts(
-            gates,
-            out,
-            part_maxima,
-            part_sums,
-            part_outputs,
-            part_added,
-            item,
-            row,
-            number,
-            real,
-            PARTS,
-            GROUP_ROWS,
-            VALUE_WIDTH,
-            VALUE_COLUMNS,
-        )
+        parts = part_maxima, part_sums, part_outputs, part_added
+        _merge_parts(gates, out, parts, item, row, number, real, PARTS, GROUP_ROWS, VALUE)
 
 
 @triton.jit
 def _merge_parts(
     gates,
     out,
-    part_maxima,
-    part_sums,
-    part_outputs,
-    part_added,
+    parts,
     item,
     row,
     number,
     real,
     PARTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    VALUE: tl.constexpr,
 ):
-    """out = sum of what the parts added + gate * selected."""
+    """out = sum of what the parts added + gate * selected; VALUE: width and columns."""
+    part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
         at = (item * PARTS + part) * GROUP_ROWS + number
@@ -618,16 +543,16 @@ def _merge_parts(
         most = tl.maximum(most, theirs)
     most = tl.where(most == NEGATIVE_INFINITY, 0.0, most)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    acc = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
-    added = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
-    column = tl.arange(0, VALUE_COLUMNS)
-    mask = real[:, None] & (column < VALUE_WIDTH)[None, :]
+    acc = tl.zeros([GROUP_ROWS, VALUE[1]], tl.float32)
+    added = tl.zeros([GROUP_ROWS, VALUE[1]], tl.float32)
+    column = tl.arange(0, VALUE[1])
+    mask = real[:, None] & (column < VALUE[0])[None, :]
     for part in tl.static_range(PARTS):
         at = (item * PARTS + part) * GROUP_ROWS + number
         theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         share = tl.exp2(theirs - most)
         total += share * tl.load(part_sums + at, mask=real, other=0.0, cache_modifier=".cg")
-        place = at[:, None] * VALUE_WIDTH + column[None, :]
+        place = at[:, None] * VALUE[0] + column[None, :]
         acc += share[:, None] * tl.load(
             part_outputs + place, mask=mask, other=0.0, cache_modifier=".cg"
         )
@@ -636,4 +561,4 @@ def _merge_parts(
     empty = total == 0.0
     acc = acc * (gate / tl.where(empty, 1.0, total))[:, None]
     acc = added + tl.where(empty[:, None], 0.0, acc)
-    store_rows(out, row, acc, real, VALUE_WIDTH, VALUE_COLUMNS)
+    store_rows(out, row, acc, real, VALUE[0], VALUE[1])

@@ -256,167 +256,76 @@ def append(
     slot = row.to(tl.int32)
     if SLOTS:
         slot = tl.load(slots + row)
+    new = selected_key, selected_value, sliding_key, sliding_value, raw_key, raw_value
+    selected_pages = selected_key_pages, selected_value_pages
+    sliding_pages = sliding_key_pages, sliding_value_pages
+    raw_pages = raw_key_pages, raw_value_pages
+    pages = selected_pages + sliding_pages + raw_pages
+    selected_scales = selected_key_scale, selected_value_scale
+    sliding_scales = sliding_key_scale, sliding_value_scale
+    raw_scales = raw_key_scale, raw_value_scale
+    scales = selected_scales + sliding_scales + raw_scales
+    raw, recent = (raw_key, raw_value), (recent_key, recent_value)
+    compressed_pages = compressed_key_pages, compressed_value_pages
     if WRITES & (page >= 0):
         at = page.to(tl.int64) * PAGE + position % PAGE
-        _store_token(
-            selected_key,
-            selected_key_pages,
-            selected_key_scale,
-            token,
-            at,
-            head,
-            HEADS,
-            PAGE,
-            WIDTH,
-            COLUMNS,
-            FP8,
-        )
-        _store_token(
-            selected_value,
-            selected_value_pages,
-            selected_value_scale,
-            token,
-            at,
-            head,
-            HEADS,
-            PAGE,
-            VALUE_WIDTH,
-            VALUE_COLUMNS,
-            FP8,
-        )
-        if SEPARATE:
+        for i in tl.static_range(6 if SEPARATE else 2):
             _store_token(
-                sliding_key,
-                sliding_key_pages,
-                sliding_key_scale,
+                new[i],
+                pages[i],
+                scales[i],
                 token,
                 at,
                 head,
                 HEADS,
                 PAGE,
-                WIDTH,
-                COLUMNS,
-                FP8,
-            )
-            _store_token(
-                sliding_value,
-                sliding_value_pages,
-                sliding_value_scale,
-                token,
-                at,
-                head,
-                HEADS,
-                PAGE,
-                VALUE_WIDTH,
-                VALUE_COLUMNS,
-                FP8,
-            )
-            _store_token(
-                raw_key,
-                raw_key_pages,
-                raw_key_scale,
-                token,
-                at,
-                head,
-                HEADS,
-                PAGE,
-                WIDTH,
-                COLUMNS,
-                FP8,
-            )
-            _store_token(
-                raw_value,
-                raw_value_pages,
-                raw_value_scale,
-                token,
-                at,
-                head,
-                HEADS,
-                PAGE,
-                VALUE_WIDTH,
-                VALUE_COLUMNS,
+                VALUE_WIDTH if i % 2 else WIDTH,
+                VALUE_COLUMNS if i % 2 else COLUMNS,
                 FP8,
             )
         if MEANS:
             into = position - COMPRESS_BLOCK + 1
             if (into >= 0) & (into % COMPRESS_STRIDE == 0):
-                _store_mean(
-                    raw_key,
-                    raw_key_pages,
-                    raw_key_scale,
-                    recent_key,
-                    compressed_key_pages,
-                    compressed_value_scale,
-                    token,
-                    begin,
-                    slot,
-                    R,
-                    table,
-                    position,
-                    at,
-                    head,
-                    P,
-                    HEADS,
-                    WIDTH,
-                    COLUMNS,
-                    PAGE,
-                    COMPRESS_BLOCK,
-                    COMPRESS_STRIDE,
-                    BLOCK_ROWS,
-                    RING,
-                    FP8,
-                    False,
-                )
-                _store_mean(
-                    raw_value,
-                    raw_value_pages,
-                    raw_value_scale,
-                    recent_value,
-                    compressed_value_pages,
-                    compressed_value_scale,
-                    token,
-                    begin,
-                    slot,
-                    R,
-                    table,
-                    position,
-                    at,
-                    head,
-                    P,
-                    HEADS,
-                    VALUE_WIDTH,
-                    VALUE_COLUMNS,
-                    PAGE,
-                    COMPRESS_BLOCK,
-                    COMPRESS_STRIDE,
-                    BLOCK_ROWS,
-                    RING,
-                    FP8,
-                    FP8,
-                )
+                for i in tl.static_range(2):
+                    _store_mean(
+                        raw[i],
+                        raw_pages[i],
+                        raw_scales[i],
+                        recent[i],
+                        compressed_pages[i],
+                        compressed_value_scale,
+                        token,
+                        begin,
+                        slot,
+                        R,
+                        table,
+                        position,
+                        at,
+                        head,
+                        P,
+                        HEADS,
+                        VALUE_WIDTH if i else WIDTH,
+                        VALUE_COLUMNS if i else COLUMNS,
+                        PAGE,
+                        COMPRESS_BLOCK,
+                        COMPRESS_STRIDE,
+                        BLOCK_ROWS,
+                        RING,
+                        FP8,
+                        FP8 if i else False,
+                    )
     if FP8 & KEEPS:
         if (page >= 0) & (position >= length - RING) & (slot >= 0) & (slot < R):
-            _keep_token(
-                raw_key,
-                recent_key,
-                token,
-                slot,
-                position,
-                head,
-                HEADS,
-                WIDTH,
-                COLUMNS,
-                RING,
-            )
-            _keep_token(
-                raw_value,
-                recent_value,
-                token,
-                slot,
-                position,
-                head,
-                HEADS,
-                VALUE_WIDTH,
-                VALUE_COLUMNS,
-                RING,
-            )
+            for i in tl.static_range(2):
+                _keep_token(
+                    raw[i],
+                    recent[i],
+                    token,
+                    slot,
+                    position,
+                    head,
+                    HEADS,
+                    VALUE_WIDTH if i else WIDTH,
+                    VALUE_COLUMNS if i else COLUMNS,
+                    RING,
+                )
