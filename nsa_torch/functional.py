@@ -261,11 +261,24 @@ def attend(
             return whole(*tensors, **lengths, assume_finite=assume_finite, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
-        tensors = query, key, value, gates, compressed, block_indices, chosen, lengths
-        if recompute and torch.is_grad_enabled():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(_by_branch, *tensors, **options)
-        return _by_branch(*tensors)
+        by_branch = _recomputing if recompute and torch.is_grad_enabled() else _by_branch
+        tensors = query, key, value, gates, compressed, block_indices
+        return by_branch(*tensors, chosen, lengths)
+
+
+def _recomputing(query, key, value, gates, compressed, block_indices, chosen, lengths):
+    """`_by_branch`, again in the backward pass. Of tensors that are its arguments, not of those in
+    tuples, a checkpoint knows whether they were written to since, and tells hooks.
+    """
+
+    def run(query, block_indices, cu_seqlens, *rest):
+        key, value, gates = (Branches(*rest[i : i + 3]) for i in (0, 3, 6))
+        place = lengths | {"cu_seqlens": cu_seqlens}
+        return _by_branch(query, key, value, gates, rest[9:], block_indices, chosen, place)
+
+    tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(run, query, *tensors, **options)
 
 
 def _by_branch(query, key, value, gates, compressed, block_indices, chosen, lengths):

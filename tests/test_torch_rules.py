@@ -288,6 +288,33 @@ def test_autocast_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value", "k_cmp", "indices", "borders"])
+def test_what_the_backward_pass_reads_must_stay(name, recompute):
+    """An argument that was written to since the forward pass is an error, not another gradient."""
+    x = Inputs(40, 40, B=1)
+    given = {"query": x.query, "key": x.key, "value": x.value}
+    given = {k: v.detach().clone().requires_grad_() * 1 for k, v in given.items()}
+    options = {"config": x.config, "recompute": recompute}
+    if name == "borders":
+        options["varlen"] = nsa_torch.varlen_metadata(torch.tensor([0, 9, 40]), config=x.config)
+    else:
+        k_cmp, v_cmp = (nsa_torch.compress(y, config=x.config) for y in (x.key, x.value))
+        options["compressed"] = k_cmp.detach() * given["key"].sum().sign(), v_cmp.detach()
+        given["k_cmp"] = options["compressed"][0]
+        given["indices"] = nsa_torch.select_blocks(x.query, k_cmp, config=x.config)
+        options["block_indices"] = given["indices"]
+    tensors = given["query"], given["key"], given["value"], x.gates
+    out = nsa_torch.attention(*tensors, **options)
+    with torch.no_grad():
+        if name == "borders":
+            options["varlen"].update(torch.tensor([0, 20, 40]))
+        else:
+            given[name].mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, traced
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
