@@ -346,6 +346,11 @@ def phi(params, x, config) -> None:
         )
 
 
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be a bool, got {value!r}")
+
+
 def even(name: str, value: int) -> None:
     """A width whose columns are rotated in pairs."""
     if value % 2:

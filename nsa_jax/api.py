@@ -84,6 +84,7 @@ def attention(
       ValueError: an argument that no implementation could take.
       NotImplementedError: the named implementation cannot run this.
     """
+    validate.flag("recompute", recompute)
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])

@@ -101,6 +101,7 @@ def attention(
       ValueError: an argument that no implementation could take.
       NotImplementedError: the named implementation cannot run this.
     """
+    validate.flag("recompute", recompute)
     if varlen is not None:
         length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
         cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)

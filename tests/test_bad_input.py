@@ -322,6 +322,14 @@ def test_heads_before_tokens_in_torch(swapped, message):
         nsa_torch.cached_attention(*given, cache)
 
 
+@pytest.mark.parametrize("recompute", [1, "no", None, [True]], ids=str)
+def test_recompute_is_a_bool(recompute):
+    """No implementation is asked first: "no" would be true to each of them."""
+    for library, given in ((nsa_jax, (Q, K, V, GATES)), (nsa_torch, TORCH)):
+        with pytest.raises(ValueError, match="^recompute must be a bool, got "):
+            library.attention(*given, config=SMALL, recompute=recompute)
+
+
 def test_float64_of_numpy_where_jax_keeps_it():
     arrays = [np.asarray(x, np.float64) for x in (Q, K, V)]
     with pytest.raises(ValueError, match="query must not be a NumPy array of float64"):

@@ -551,6 +551,9 @@ def test_what_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=message):
             generate(cache=cache, **options)
     assert cache.lengths is None
+    for sizes in ((True, 44), (2, True), (2, 44.0)):
+        with pytest.raises(ValueError, match="must be an int >= 1, got"):
+            paged(made, *sizes)
     made(ids, cache=cache)
     with pytest.raises(ValueError, match="cache capacity is 44 tokens, got 45"):
         made(ids[:, :4], cache=cache)

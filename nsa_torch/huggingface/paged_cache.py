@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_core import validate
 from nsa_torch.huggingface.cache import NSAModelCache, taken_back
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import PagedLayer, PagedRows, StaticDenseLayer
@@ -44,9 +45,7 @@ class NSAPagedModelCache(NSAModelCache):
         capacity: int,
         dtype: torch.dtype | None = None,
     ):
-        for name, size in (("batch_size", batch_size), ("capacity", capacity)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {size!r}")
+        validate.sizes(batch_size=batch_size, capacity=capacity)
         if dtype not in (None, FP8):
             raise ValueError(f"dtype must be None, the model's, or {FP8}, got {dtype}")
         self.fp8 = dtype is FP8
