@@ -219,9 +219,9 @@ def cached_attention(
     kv_len = cache.length + num_new
     if requires_grad(*memory.values(), *gates, *new):
         cache = cache.clone()
-    update(cache, key, value, config, compress_params, new_lengths)
-    cache.contents = contents
-    tokens, slots = cache.longest, config.num_compressed(cache.longest)
+    recent = write(cache, key, value, config, compress_params)
+    tokens = cache.longest + num_new
+    slots: int | None = config.num_compressed(tokens)
     if "mosaic" in chosen:
         # Kernels are made for one number of keys: all that there is room for.
         tokens, slots = cache.capacity, None
@@ -233,11 +233,19 @@ def cached_attention(
     keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     lengths = {"config": config, "kv_len": kv_len, "cu_seqlens": None, "scale": scale}
     tensors = query, keys, values, gates, compressed, None
-    return functional.attend(*tensors, chosen, lengths, assume_finite=True), cache
+    out = functional.attend(*tensors, chosen, lengths, assume_finite=True)
+    count(cache, recent, key.compressed, value.compressed, new_lengths)
+    cache.contents = contents
+    return out, cache
 
 
-def update(cache, key, value, config, compress_params, new_lengths=None) -> None:
-    """Writes the new tokens, `[B, T, Hkv, .]` in each branch."""
+def write(cache, key, value, config, compress_params) -> list[Tensor]:
+    """Writes the new tokens, `[B, T, Hkv, .]` in each branch, and the compressed tokens whose last
+    raw token is among them, behind what the cache has: they are its own when they are counted.
+
+    Returns:
+      Keys and values of the recent tokens and the new ones, of the compressed branch.
+    """
     batch, num_new = key.selected.shape[:2]
     row = torch.arange(batch, device=cache.length.device)[:, None]
     place = cache.length[:, None] + torch.arange(num_new, device=row.device)
@@ -246,17 +254,32 @@ def update(cache, key, value, config, compress_params, new_lengths=None) -> None
     if cache.sliding_key is not None and cache.sliding_value is not None:
         cache.sliding_key[row, place] = key.sliding
         cache.sliding_value[row, place] = value.sliding
+    found = []
     for buffer, recent, tokens, params in (
         (cache.compressed_key, cache.recent_key, key.compressed, compress_params[0]),
         (cache.compressed_value, cache.recent_value, value.compressed, compress_params[1]),
     ):
-        _emit(buffer, recent, tokens, cache.length, new_lengths, config, params)
+        found.append(torch.cat([recent, tokens], dim=1))
+        _emit(buffer, found[-1], num_new, cache.length, config, params)
+    return found
+
+
+def count(cache, raw, key, value, new_lengths=None) -> None:
+    """Makes tokens that were written the cache's own.
+
+    Args:
+      raw: what `write` returned.
+      key, value: of the compressed branch.
+    """
+    for recent, each in zip((cache.recent_key, cache.recent_value), raw, strict=True):
+        kept = recent.shape[1]
+        recent.copy_(_last(each, kept, new_lengths, kept))
     if cache.history_key is not None and cache.history_value is not None:
-        cache.history_key = _recorded(cache.history_key, key.compressed, new_lengths)
-        cache.history_value = _recorded(cache.history_value, value.compressed, new_lengths)
-    counted = num_new if new_lengths is None else new_lengths.to(cache.length.dtype)
+        cache.history_key = _recorded(cache.history_key, key, new_lengths)
+        cache.history_value = _recorded(cache.history_value, value, new_lengths)
+    counted = key.shape[1] if new_lengths is None else new_lengths.to(cache.length.dtype)
     cache.length = cache.length + counted
-    cache.longest += num_new
+    cache.longest += key.shape[1]
 
 
 def grow(cache: NSACache, capacity: int) -> NSACache:
@@ -356,22 +379,20 @@ def _compressed(length: Tensor, config: NSAConfig) -> Tensor:
     return (-((config.compress_block - 1 - length) // config.compress_stride)).clamp(min=0)
 
 
-def _emit(buffer, recent, new, start, new_lengths, config, params):
-    """Writes the compressed tokens whose last raw token is among `new`.
+def _emit(buffer, raw, num_new, start, config, params):
+    """Writes the compressed tokens whose last raw token is among the last `num_new` of `raw`.
 
     Those that padding ends stand in slots that no query sees before they are written again.
     """
     block, stride = config.compress_block, config.compress_stride
-    num_new, spare = new.shape[1], buffer.shape[1] - 1
-    raw = torch.cat([recent, new], dim=1)
+    spare = buffer.shape[1] - 1
     index = _compressed(start, config)[:, None] + torch.arange(
-        -(-num_new // stride), device=new.device
+        -(-num_new // stride), device=raw.device
     )
     begin = index * stride - start[:, None] + block - 1
-    taps = begin[..., None] + torch.arange(block, device=new.device)
-    row = torch.arange(new.shape[0], device=new.device)[:, None]
+    taps = begin[..., None] + torch.arange(block, device=raw.device)
+    row = torch.arange(raw.shape[0], device=raw.device)[:, None]
     windows = raw[row[..., None], taps.clamp(max=raw.shape[1] - 1)]
     complete = index * stride + block <= start[:, None] + num_new
     slot = torch.where(complete, index, spare)
     buffer[row, slot] = apply_phi(windows, params, index * stride)
-    recent.copy_(_last(raw, block - 1, new_lengths, block - 1))

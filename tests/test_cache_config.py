@@ -19,6 +19,7 @@ from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
+from nsa_torch import functional
 from nsa_torch.cache import crop
 from nsa_torch.huggingface import (
     NSAForCausalLM,
@@ -386,6 +387,33 @@ def test_a_step_that_is_refused_appends_nothing():
     assert cache.longest == 30
     wanted, _ = run(slice(30, 63), other)
     assert torch.equal(run(slice(30, 63), cache)[0], wanted)
+
+
+@pytest.mark.parametrize("new_lengths", [None, torch.tensor([33, 20])], ids=["all", "some"])
+def test_a_step_that_failed_appends_nothing(new_lengths, monkeypatch):
+    """As where memory ended: the cache is as it was."""
+    p = problem(CASE)
+    p = [torch.tensor(np.asarray(x)) for x in (p.query, p.key, p.value, p.gates)]
+    run = lambda part, cache, **options: nsa_torch.cached_attention(
+        *(x[:, part] for x in p), cache, **options
+    )
+    caches = [nsa_torch.init_cache(2, 63, 2, 8, 5, config=SMALL) for _ in range(2)]
+    for cache in caches:
+        run(slice(0, 30), cache)
+        cache.record()
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(functional, "attend", fails)
+        run(slice(30, 63), caches[0], new_lengths=new_lengths)
+    assert caches[0].longest == 30 and caches[0].length.tolist() == [30, 30]
+    (found, other) = (run(slice(30, 63), x, new_lengths=new_lengths)[0] for x in caches)
+    assert torch.equal(found, other)
+    for name in (field.name for field in dataclasses.fields(caches[0])):
+        one, two = (getattr(cache, name) for cache in caches)
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 @pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
