@@ -23,7 +23,7 @@ from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import input_modes, plans
+from nsa_torch import execute, input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import plan_checks, planned
 from tests.inputs import PAPER, Case, problem
@@ -194,6 +194,67 @@ def test_dq_of_the_other_branches_runs_beside(monkeypatch):
             assert len(seen) < len(ready)
             seen.append(len(running))
     assert ready == [0, 1, 2, 3] and seen == [1, 1, 1, 0]
+
+
+class Stream:
+    """In place of both streams of a call."""
+
+    cuda_stream = 0
+
+    def __init__(self):
+        self.events, self.waited = [], []
+        self.wait_event = self.waited.append
+
+    def wait_stream(self, other):
+        """Nothing runs."""
+
+    def record_event(self):
+        self.events.append(object())
+        return self.events[-1]
+
+
+class Device(str):
+    """Memory is there; whether kernels run beside others is asked of `type`."""
+
+    type = "cuda"
+
+
+def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
+    """Its memory goes with it, to which kernels on the other stream still write."""
+    plan = plan_of_backward(monkeypatch)
+    launched, failing, stream = [], [], Stream()
+
+    def launcher(kernel, device):
+        def start(stream, addresses):
+            launched.append(kernel.name)
+            if len(launched) in failing:
+                raise MemoryError
+
+        return start
+
+    monkeypatch.setattr(execute.launch, "launcher", launcher)
+    monkeypatch.setattr(execute.launch, "sequence", lambda *_: None)
+    monkeypatch.setattr(execute, "_beside", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    bound = execute.BoundPlan(plan, torch.device("cpu"))
+    bound.has_mosaic = False  # it asks for torch's stream
+    for step in bound.steps:
+        if isinstance(step, execute._Beside):
+            step.launch.device = Device("cpu")
+    given = [
+        torch.zeros(x.shape, dtype=getattr(torch, x.dtype))
+        for x in plan.buffers[: plan.arguments]
+    ]
+    bound(given)
+    assert len(stream.events) == 3 == len({*stream.waited}) and launched
+    beside = [i for i, x in enumerate(launched, 1) if x == "interval_dq"][1:]
+    assert len(beside) == 3
+    for i in beside:
+        launched.clear(), stream.events.clear(), stream.waited.clear()
+        failing[:] = [i + 1]
+        with pytest.raises(MemoryError):
+            bound(given)
+        assert stream.events and stream.waited == stream.events
 
 
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
