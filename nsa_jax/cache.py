@@ -182,7 +182,14 @@ def cached_attention(
         implementation=implementation,
     )
     wrong = (cache.length > cache.capacity) | mixed
-    return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out), cache
+    return compiled(_unless)(wrong, out), cache
+
+
+def _unless(wrong, out):
+    """`out` with NaN in the rows that are `wrong`; within a program, so that `jax_debug_nans` asks
+    for the result alone.
+    """
+    return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):

@@ -5,6 +5,7 @@ queries (decode, guesses), else on rows gathered from the pages, by the steps of
 import functools
 
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
 from nsa_core import paged_dispatch, paged_layout, validate_paged
 from nsa_core.config import NSAConfig
@@ -38,6 +39,7 @@ def paged_attention(
     attend. A row's output depends on its own tokens alone; rows of length 0 and tokens of no row
     are 0. A table entry of a page that does not exist is an error where it is not traced and on a
     CPU, else it is read as the nearest that does; a length beyond the table counts as the table's.
+    Under `jax.vmap` kernels run once for each index of the mapped axis, one after the other.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
@@ -123,10 +125,13 @@ def with_indices(name: str, inputs: Inputs):
     from nsa_core.steps import mosaic_decode, triton_decode
     from nsa_jax import triton
 
-    arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
-    if name == "mosaic":
-        return mosaic_decode.attention(OPS, *arguments, inputs.scale)
-    return triton_decode.attention(triton.OPS, *arguments, inputs.scale)
+    @sequential_vmap
+    def run(*arrays):
+        if name == "mosaic":
+            return tuple(mosaic_decode.attention(OPS, *arrays, inputs.scale))
+        return tuple(triton_decode.attention(triton.OPS, *arrays, inputs.scale))
+
+    return run(inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths)
 
 
 def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None):

@@ -156,6 +156,14 @@ def test_full_cache_is_an_error_or_nan():
     assert np.isnan(np.asarray(out)).all()
 
 
+def test_a_step_makes_no_nan_where_jax_looks_for_them():
+    p = problem(Case(4, 4, B=1, H=2, Hkv=1, D=8, Dv=4))
+    cache = nsa_jax.init_cache(1, 4, 1, 8, 4, config=SMALL)
+    with jax.debug_nans(True):
+        out, _ = nsa_jax.cached_attention(p.query, p.key, p.value, p.gates, cache)
+    assert np.isfinite(np.asarray(out)).all()
+
+
 @pytest.mark.parametrize("begin", [0, 40])
 def test_a_cache_that_is_full_at_the_end_is_no_error(begin, monkeypatch):
     """Where the length is known: tokens are appended, here for the sake of time not really."""

@@ -19,6 +19,7 @@ import nsa_jax.indexer
 from kernels_pallas.triton import index_descriptions
 from nsa_jax import chunks
 from nsa_jax.triton_ops import compiled_for
+from tests import pretend
 from tests.inputs import PAPER, SMALL, Case, call, problem
 from tests.limits import set_limits
 from tests.test_cache import equations
@@ -128,6 +129,7 @@ ON_LISTS = (
     "block_attention",
     "paged_block_attention",
     "paged_index_blocks",
+    "paged_attention",
 )
 
 
@@ -143,6 +145,8 @@ def on_lists(batch=2):
     pages = *normal(2, 8, 16, 2, 16), jnp.asarray(rng.permutation(8)[: 3 * batch], jnp.int32)
     where = pages[2].reshape(batch, 3), jnp.full(batch, 40, jnp.int32)
     chosen, lse = {"pool": 16, "num_selected": 2}, jnp.zeros((batch, 32, 4))
+    cache = nsa_jax.PagedCache(8, 2, 16, 16, config=SMALL)
+    cache = cache.replace(selected_key=pages[0], selected_value=pages[1])
 
     def kl(index_query, index_key):
         given = query, key, lse, index_query, index_key, few
@@ -172,6 +176,13 @@ def on_lists(batch=2):
             (index_query[:, 0],),
             2,
         ),
+        "paged_attention": (
+            lambda x: nsa_jax.paged_attention(
+                x, x[..., :3], cache, *where, implementation="triton"
+            ),
+            (query[:, 0],),
+            2,
+        ),
     }
 
 
@@ -183,6 +194,8 @@ def test_kernels_on_lists_are_mapped(name, monkeypatch):
         monkeypatch.setattr(module, "chosen_implementation", lambda *_: "triton")
     monkeypatch.setattr(nsa_jax.indexer, "_implementation", lambda *_: "triton")
     monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
+    pretend.machine(monkeypatch, jax_capability=(9, 0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, arrays, launches = on_lists()[name]
     with compiled_for((9, 0)):
         traced = jax.jit(jax.vmap(function)).trace(*(jnp.stack([x, x]) for x in arrays))
