@@ -130,6 +130,7 @@ def cached_attention(
 
     The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
     size or token by token.
+    Donate the cache (`jax.jit(.., donate_argnames="cache")`), or XLA copies it whole.
 
     Args:
       query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.

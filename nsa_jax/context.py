@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_core import context_layout as layouts
 from nsa_core import validate
@@ -30,7 +31,7 @@ from nsa_core.types import RESIDUAL, Branches
 from nsa_jax import api, geometry
 from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import any_rank, is_explicit
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import wide
 
@@ -42,11 +43,17 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
     padded at the end, with zeros (integers with -1: padding of `segment_ids`).
     """
     layouts.check(context_layout)
-    x = jnp.moveaxis(jnp.asarray(x), axis, 0)
-    spare = layouts.padded_length(len(x), size, context_layout) - len(x)
+    x = jnp.asarray(x)
+    length = x.shape[axis]
+    spare = layouts.padded_length(length, size, context_layout) - length
     fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-    x = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
-    return jnp.moveaxis(_moved(x, layouts.chunk_order(size, context_layout)), 0, axis)
+    order = layouts.chunk_order(size, context_layout)
+
+    def moved(x):
+        widths = [(0, spare)] + [(0, 0)] * (x.ndim - 1)
+        return _moved(jnp.pad(x, widths, constant_values=fill), order)
+
+    return _along(moved, x, axis, length + spare)
 
 
 def unshard_sequence(
@@ -54,9 +61,30 @@ def unshard_sequence(
 ):
     """The inverse of `shard_sequence`; `length`: without padding."""
     layouts.check(context_layout)
-    x = jnp.moveaxis(jnp.asarray(x), axis, 0)
-    x = _moved(x, layouts.chunk_places(size, context_layout))[:length]
-    return jnp.moveaxis(x, 0, axis)
+    x = jnp.asarray(x)
+    length = x.shape[axis] if length is None else length
+    places = layouts.chunk_places(size, context_layout)
+    return _along(lambda x: _moved(x, places)[:length], x, axis, length)
+
+
+def _along(function, x, axis: int, length: int):
+    """`function` of `x` with the axis in front, back in its place, where it has `length` entries.
+
+    Over explicit axes of a mesh too, which reshape and indexing do not take: the result is sharded
+    as `x` is, but along an axis that cannot be cut so.
+    """
+
+    def run(x):
+        return jnp.moveaxis(function(jnp.moveaxis(x, axis, 0)), 0, axis)
+
+    sharding = jax.typeof(x).sharding
+    if not is_explicit(sharding):
+        return run(x)
+    if length % (x.shape[axis] // sharding.shard_shape(x.shape)[axis]):
+        spec = [*sharding.spec]
+        spec[axis] = None
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.jit(jax.sharding.auto_axes(run, out_sharding=sharding))(x)
 
 
 def _moved(x, order):

@@ -56,7 +56,7 @@ def _tell_explicit(error: Exception, args, options) -> None:
     """Adds to an error that arrays are sharded over explicit axes, where they are."""
     for x in jax.tree.leaves((args, options)):
         sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-        if sharding and set(sharding.mesh.explicit_axes) & {*_names(sharding.spec)}:
+        if sharding and is_explicit(sharding):
             note = (
                 f"Arrays are sharded over explicit axes of a mesh ({sharding.spec}), which no "
                 "function here takes: call it inside of jax.shard_map or jax.sharding.auto_axes, "
@@ -65,6 +65,11 @@ def _tell_explicit(error: Exception, args, options) -> None:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             return
+
+
+def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
+    """Whether an array, whose type has this sharding, is cut over explicit axes of its mesh."""
+    return bool(set(sharding.mesh.explicit_axes) & {*_names(sharding.spec)})
 
 
 def _names(spec) -> Iterator[str]:

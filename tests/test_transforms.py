@@ -17,7 +17,7 @@ import nsa_jax.blocks
 import nsa_jax.index_loss
 import nsa_jax.indexer
 from kernels_pallas.triton import index_descriptions
-from nsa_jax import chunks
+from nsa_jax import chunks, context
 from nsa_jax.triton_ops import compiled_for
 from tests import pretend
 from tests.inputs import PAPER, SMALL, Case, call, problem
@@ -230,6 +230,26 @@ def test_arrays_over_explicit_axes(spec, wrap):
     with jax.set_mesh(mesh):
         got = jax.jit(jax.sharding.auto_axes(whole, out_sharding=spec))(*arrays)
     chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_sequence_over_an_explicit_axis(layout):
+    """Which an axis of `jax.make_mesh` is where nothing is said."""
+    mesh, spec = jax.make_mesh((2,), ("context",)), PartitionSpec(None, "context")
+    where = jax.sharding.NamedSharding(mesh, spec)
+    options = {"context_layout": layout}
+    x = jnp.arange(32).reshape(1, 16, 2)
+    want = context.shard_sequence(x, 2, **options)
+    for wrap in (lambda f: f, jax.jit):
+        there = wrap(functools.partial(context.shard_sequence, size=2, **options))
+        found = there(jax.device_put(x, where))
+        assert jax.typeof(found).sharding.spec[1] == "context"
+        np.testing.assert_array_equal(found, want)
+        for length in (None, 13):
+            back = wrap(
+                functools.partial(context.unshard_sequence, size=2, length=length, **options)
+            )
+            np.testing.assert_array_equal(back(found), x[:, :length])
 
 
 def compiled_memory(case, function, dtype=jnp.float32):
