@@ -128,8 +128,8 @@ def with_indices(name: str, inputs: Inputs):
     @sequential_vmap
     def run(*arrays):
         if name == "mosaic":
-            return tuple(mosaic_decode.attention(OPS, *arrays, inputs.scale))
-        return tuple(triton_decode.attention(triton.OPS, *arrays, inputs.scale))
+            return tuple(mosaic_decode.attention(OPS, *arrays, scale=inputs.scale))
+        return tuple(triton_decode.attention(triton.OPS, *arrays, scale=inputs.scale))
 
     return run(inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths)
 
