@@ -43,7 +43,8 @@ A document names a table between two comments, and this command fills what stand
 
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
-A cell shows the newest record of its shape; the column `commit` says which commits those are.
+A cell shows the newest record of its shape: where it failed its status, and nothing where it was
+refused. The column `commit` says which commits those are, of all figures that a row compares.
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
@@ -67,6 +68,7 @@ from .lm import log as train_log
 from .lm.log import Header, Speed
 from .reports import crossover, sources
 from .reports.render import KERNEL_NAMES, kernel_name
+from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()
 WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)
@@ -80,26 +82,31 @@ MARKER = re.compile(
 )
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records are of correctness
-MISSING = "-"
+MISSING, REFUSED = "-", "unsupported"
 
 type Cells = Sequence[str]
 
 
 def load(device: str = DEVICE.name) -> list[Record]:
-    """The measured records of whole calls and of branches, oldest first."""
+    """The records of whole calls and of branches, oldest first."""
     found = records.read(DEVICE.parent / device / "compare.jsonl")
-    return sorted((r for r in found if r.status == "ok"), key=lambda r: r.time)
+    return sorted(found, key=lambda record: record.time)
 
 
 def length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
-def ms(record: Record | None) -> str:
-    if record is None or record.time_ms is None:
+def ms(record: Record | None, digits: int | None = None) -> str:
+    """Its time; the status of one that failed, whatever time it has."""
+    if record is None:
         return MISSING
-    digits = 2 if record.time_ms < 10 else 1 if record.time_ms < 100 else 0
-    return f"{record.time_ms:.{digits}f}"
+    if record.times_ms is None:
+        return record.status
+    time = record.times_ms[0]
+    if digits is None:
+        digits = 2 if time < 10 else 1 if time < 100 else 0
+    return f"{time:.{digits}f}"
 
 
 def shape_of(record: Record) -> tuple[Any, ...]:
@@ -123,14 +130,16 @@ def commits(found: Iterable[Any]) -> str:
 
 
 class Newest:
-    """The newest record of each shape, branch, framework and implementation of one mode."""
+    """The newest record of each shape, branch, framework and implementation of one mode, in
+    bfloat16 with the paper's sizes."""
 
     def __init__(self, found: Iterable[Record], mode: str):
-        self._of = {
+        newest = {
             (shape_of(r), r.branch, r.framework, r.implementation): r
             for r in found
-            if r.mode == mode and r.T >= SHORTEST and r.T == r.S
+            if r.mode == mode and r.T >= SHORTEST and r.T == r.S and _is_papers(r)
         }
+        self._of = {key: r for key, r in newest.items() if r.status != REFUSED}
 
     def shapes(self, branch: str, implementation: str) -> list[tuple[Any, ...]]:
         """Measured with `implementation`: the most heads first, then the longest."""
@@ -139,6 +148,10 @@ class Newest:
 
     def get(self, shape, branch, framework, implementation) -> Record | None:
         return self._of.get((shape, branch, framework, implementation))
+
+
+def _is_papers(record: Record) -> bool:
+    return record.dtype == "bfloat16" and PAPER.items() <= record.config.items()
 
 
 # What the README shows: problems of whole attention, heads, key/value heads, D, rows, tokens.
@@ -159,12 +172,14 @@ def summary(device: str = "nvidia-h200") -> str:
             shape = heads, kv_heads, width, width, batch, tokens, "random"
             ours = newest.get(shape, "all", "torch", "mosaic")
             dense = [newest.get(shape, "dense", "torch", name) for name in USUAL]
-            timed = [(x.time_ms, x) for x in (ours, *dense) if x and x.time_ms]
-            if len(timed) < 3 or ours is None:
+            timed = [(x.times_ms[0], x) for x in dense if x and x.times_ms]
+            if ours is None or len(timed) < len(dense):
                 raise ValueError(f"{device} has no times of {what}")
-            (time, _), (best, fastest) = timed[0], min(timed[1:], key=lambda x: x[0])
-            ratio = best / time
-            said = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
+            best, fastest = min(timed, key=lambda x: x[0])
+            said = ours.status
+            if ours.times_ms:
+                ratio = best / ours.times_ms[0]
+                said = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
             cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
@@ -178,8 +193,10 @@ def _packed_summary() -> list[str]:
     documents, _ = next(iter(newest))
     found = [newest[documents, mode] for mode in PASSES]
     ours, rows = ([forms[name] for forms in found] for name in ("varlen", "rows"))
-    changes = [(x.time_ms or 0) / (y.time_ms or 1) - 1 for x, y in zip(ours, rows, strict=True)]
-    said = "; ".join(f"{change:+.1%}" for change in changes)
+    said = "; ".join(
+        f"{x.times_ms[0] / y.times_ms[0] - 1:+.1%}" if x.times_ms and y.times_ms else MISSING
+        for x, y in zip(ours, rows, strict=True)
+    )
     return [
         f"{'; '.join(PASSES.values())}, ms",
         f"packed: {_documents(documents)} in one row, 64 / 4 heads, on an H100",
@@ -197,7 +214,7 @@ def _of_packed(device: str, implementation: str) -> dict[tuple[tuple[int, ...], 
     """The newest records of `bench.packed` by documents and mode."""
     found: dict[tuple[tuple[int, ...], str], _Forms] = {}
     for record in records.read(DEVICE.parent / device / "packed.jsonl"):
-        if record.status == "ok" and record.implementation == implementation:
+        if record.implementation == implementation:
             key = tuple(record.extra["documents"]), record.mode
             found.setdefault(key, {})[record.extra["form"]] = record
     return found
@@ -268,9 +285,7 @@ def branches(mode: str = "forward", framework: str = "torch", device: str = DEVI
 
 def _in_fp8(device: str) -> Newest:
     eight = records.read(DEVICE.parent / device / records.FP8_RECORDS)
-    return Newest(
-        sorted((r for r in eight if r.status == "ok"), key=lambda r: r.time), "forward"
-    )
+    return Newest(sorted(eight, key=lambda record: record.time), "forward")
 
 
 def fp8(device: str = DEVICE.name) -> str:
@@ -414,6 +429,13 @@ def _judged(line: Mapping[str, Any]) -> str:
     return f"{said} (`{line['watched']}`)" if line["watched"] else said
 
 
+def _figure(line: Mapping[str, Any] | None, name: str, form: str) -> str:
+    """That of a line, as `ms` of a record."""
+    if line is None or line["status"] == REFUSED:
+        return MISSING
+    return format(line[name], form) if line["status"] == "ok" else line["status"]
+
+
 def training(device: str = DEVICE.name) -> str:
     newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
     found = sorted((DEVICE.parent / device).glob("train*.jsonl"))
@@ -421,17 +443,19 @@ def training(device: str = DEVICE.name) -> str:
         raise ValueError(f"{device} has no train*.jsonl")
     for path in found:
         for _, line in records.read_lines(path):
-            if line["kind"] == "speed" and line["status"] == "ok":
+            if line["kind"] == "speed":
                 shape = newest.setdefault((line["batch"], line["seq_len"]), {})
                 # NSA's implementations share a column: one kernel choice a line.
                 which = "NSA" if line["attention"] == "nsa" else line["implementation"]
                 shape[line["framework"], which] = line
-    columns = list(dict.fromkeys(key for shape in newest.values() for key in shape))
+    ok = (key for shape in newest.values() for key in shape if shape[key]["status"] == "ok")
+    columns = list(dict.fromkeys(ok))
     columns.sort(key=lambda key: (key[0] != "torch", key[1] != "NSA", key[1]))
     rows = []
     for (batch, seq_len), shape in sorted(newest.items(), key=lambda item: item[0][::-1]):
-        cells = [f"{shape[c]['time_ms']:.0f}" if c in shape else MISSING for c in columns]
-        rows.append([f"{batch} x {seq_len}", *cells, commits(map(shape.get, columns))])
+        found = [shape.get(column) for column in columns]
+        cells = [_figure(line, "time_ms", ".0f") for line in found]
+        rows.append([f"{batch} x {seq_len}", *cells, commits(found)])
     names = [
         f"{kernel_name(which)}, {'JAX' if framework == 'jax' else 'torch'}"
         for framework, which in columns
@@ -459,10 +483,11 @@ def decode(device: str, commit: str = "") -> str:
     for (shape, tokens), found in newest.items():
         new, *sizes, _ = described(shape)
         cells = [found.get(name) for name in ("paged", *eight, "contiguous", *USUAL)]
-        times = [x.time_ms if x is not None else None for x in cells]
-        times += [x.extra.get("host_ms") if x is not None else None for x in cells[:hosts]]
-        shown = [MISSING if time is None else f"{time:.3f}" for time in times]
-        rows.append([new, length(tokens), *sizes, *shown, commits(cells[:1])])
+        cells = [x if x and x.status != REFUSED else None for x in cells]
+        host_times = [x.extra.get("host_ms") if x is not None else None for x in cells[:hosts]]
+        shown = [ms(x, digits=3) for x in cells]
+        shown += [MISSING if time is None else f"{time:.3f}" for time in host_times]
+        rows.append([new, length(tokens), *sizes, *shown, commits(cells)])
     head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
     head += ["in fp8"] * len(eight) + ["`cached_attention`"]
     eager = ["eager: host", "eager in fp8: host"][:hosts]
@@ -618,15 +643,14 @@ def block_attention(device: str) -> str:
     newest = {
         (line["mode"], line["implementation"], line["S"], line.get("overlap", 0.0)): line
         for line in lines_of("kernel_log/block_selection.jsonl", device)
-        if line["status"] == "ok"
     }
     columns = [(tokens, share) for tokens in (32768, 131072) for share in (0.0, 0.95)]
     columns = [x for x in columns if any(key[2:] == x for key in newest)]
     rows = []
     for mode, name, what in OF_BLOCKS:
         found = [newest.get((mode, name, *column)) for column in columns]
-        cells = [MISSING if x is None else f"{x['ms']:.3g}" for x in found]
-        if any(found):
+        cells = [_figure(x, "ms", ".3g") for x in found]
+        if {*cells} != {MISSING}:
             rows.append([what, *cells, commits(found)])
     kinds = [f"{length(n)}, {'alike' if share else 'random'}" for n, share in columns]
     return table(["ms", *kinds, "commit"], rows)
@@ -717,14 +741,15 @@ def parallel_training(device: str = DEVICE.name) -> str:
     rows = []
     for run, header, losses, rate, cells in runs:
         at = header.training
-        beside = [MISSING] * 3
+        beside, of = [MISSING] * 3, [header]
         if header.parallel is not None and key(run, header) in alone:
-            _, _, others, single, _ = alone[key(run, header)]
+            _, other, others, single, _ = alone[key(run, header)]
+            of.append(other)
             far = curves.difference(losses, others)
             first = far[: watched.PARITY_STEPS].max()
             beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
         how, tokens = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
-        rows.append([header.framework, how, tokens, *cells, *beside, commits([header])])
+        rows.append([header.framework, how, tokens, *cells, *beside, commits(of)])
     rows.sort(key=lambda row: (row[2], row[0] != "torch", row[1]))
     head = ["framework", "GPUs", "tokens a step", "ms a step", "GiB a GPU", "tokens/s kept"]
     head += [f"losses apart, first {watched.PARITY_STEPS} steps", "all steps", "commit"]
@@ -771,7 +796,7 @@ def gates(device: str = DEVICE.name) -> str:
     rows = []
     for kind, lines in times.items():
         shown = (f"{x['time_ms']:.1f} ({x['p20_ms']:.1f} to {x['p80_ms']:.1f})" for x in lines)
-        rows.append([f"`{kind}`", "; ".join(shown), commits(lines[:1])])
+        rows.append([f"`{kind}`", "; ".join(shown), commits(lines)])
     return table(["gates", "ms a step (p20 to p80), in turn", "commit"], rows)
 
 

@@ -112,6 +112,8 @@ def test_the_newest_row_counts():
     old = sweep({512: 0.4, 1024: 0.5, 2048: 0.6})
     new = record("all", "mosaic", 0.25, S=2048, time="2026-02-02T00:00:00+00:00", commit="b")
     assert panel([new, *old]).crossover == 2048
+    dense = [dataclasses.replace(r, commit="d") for r in old if r.branch == "dense"]
+    assert panel([new, *old, *dense]).commits == "c0ffee, d, b"
     wrong = dataclasses.replace(new, status="wrong", reason="far off", time="2026-03-03")
     assert panel([wrong, new, *old]).crossover is None
 

@@ -13,6 +13,8 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench import doc_tables
+from bench.harness import records
+from nsa_core.config import NSAConfig
 from tests.measured import record
 
 ROOT = doc_tables.ROOT
@@ -216,3 +218,48 @@ def test_which_fa2_and_whose_kernels(monkeypatch):
     head, _, line = doc_tables.attention().splitlines()
     assert "FA-2 (torch's bundled copy) | FA-2 (flash-attn) | FA-4 (flash-attn-4) |" in head
     assert "| - | 3.00 | 2.00 | 2.00 |" in line
+
+
+def test_a_row_that_failed_since_is_no_older_time(monkeypatch):
+    """Of a shape the newest record counts: one that is wrong shows no time and no ratio. Other
+    sizes and precisions than the tables speak of are other rows."""
+    shape = {"S": 4096, "bench": "compare"}
+    rows = [record("all", "mosaic", 1.0, **shape)]
+    rows += [record("dense", name, 3.0, **shape) for name in doc_tables.USUAL]
+    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
+    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": (8, 2, 64, 1, 4096)})
+    monkeypatch.setattr(doc_tables, "_packed_summary", lambda: [])
+    monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
+    assert "| 1.00 | 3.00 | **3.0x as fast** |" in doc_tables.summary("GPU")
+    table = doc_tables.attention()
+    rows += [
+        record("all", "mosaic", 0.5, **shape, dtype="float16"),
+        record("all", "mosaic", 0.5, **shape, config=NSAConfig(num_selected=8)),
+    ]
+    assert doc_tables.attention() == table
+    rows += [record("all", "mosaic", None, **shape), record("dense", "flash", None, **shape)]
+    assert "| wrong | 3.00 | wrong |" in doc_tables.attention()
+    rows += [record("dense", "flash", 4.0, **shape)]
+    assert "| wrong | 3.00 | **wrong** |" in doc_tables.summary("GPU")
+    refused = dict(status="unsupported", reason="no")
+    rows += [record("dense", "flash", None, **shape | refused)]
+    assert "| wrong | 3.00 | - |" in doc_tables.attention()
+    with pytest.raises(ValueError, match="GPU has no times of it"):
+        doc_tables.summary("GPU")
+
+
+@pytest.mark.parametrize("table", ["training", "block_attention"])
+def test_lines_that_failed_since(table, monkeypatch):
+    """As of records, of lines of training and of block attention."""
+    of_training = {"kind": "speed", "batch": 1, "seq_len": 512, "attention": "nsa"}
+    of_blocks = {"mode": "forward", "S": 32768}
+    about = of_training if table == "training" else of_blocks
+    about |= {"framework": "torch", "implementation": "nsa_torch", "commit": "c0ffee"}
+    lines = [about | {"status": "ok", "time_ms": 7.0, "ms": 7.0}]
+    monkeypatch.setattr(records, "read_lines", lambda path: [("", line) for line in lines])
+    make = getattr(doc_tables, table)
+    assert "| 7 |" in make(doc_tables.DEVICE.name)
+    lines.append(about | {"status": "oom", "time_ms": None, "ms": None})
+    if table == "training":  # a column has a time somewhere
+        lines.append(about | {"status": "ok", "time_ms": 9.0, "seq_len": 1024})
+    assert "| oom |" in make(doc_tables.DEVICE.name)

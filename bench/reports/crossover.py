@@ -164,8 +164,9 @@ class Panel:
 
     @property
     def commits(self) -> str:
-        """Of our points."""
-        return ", ".join(dict.fromkeys(point.ours.commit[:7] for point in self.points))
+        """Of all that is compared."""
+        found = [run.commit[:7] for point in self.points for run in (point.ours, *point.dense)]
+        return ", ".join(dict.fromkeys(found))
 
     @property
     def answer(self) -> str:
