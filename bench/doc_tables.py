@@ -113,6 +113,12 @@ def shape_of(record: Record) -> tuple[Any, ...]:
     return record.H, record.Hkv, record.D, record.Dv, record.B, record.T, record.input
 
 
+def _place(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a row: the most heads first, then the longest."""
+    heads, kv_heads, width, value_width, batch, tokens, source = shape
+    return -heads * width, kv_heads, width, -tokens, batch, value_width, source
+
+
 def described(shape: tuple[Any, ...]) -> Cells:
     heads, kv_heads, width, value_width, batch, tokens, source = shape
     what = f"{batch} x {length(tokens)}" if batch > 1 else length(tokens)
@@ -142,9 +148,9 @@ class Newest:
         self._of = {key: r for key, r in newest.items() if r.status != REFUSED}
 
     def shapes(self, branch: str, implementation: str) -> list[tuple[Any, ...]]:
-        """Measured with `implementation`: the most heads first, then the longest."""
+        """Measured with `implementation`, in their order."""
         shapes = {key[0] for key in self._of if key[1] == branch and key[3] == implementation}
-        return sorted(shapes, key=lambda s: (-s[0] * s[2], s[1], s[2], -s[5], s[6]))
+        return sorted(shapes, key=_place)
 
     def get(self, shape, branch, framework, implementation) -> Record | None:
         return self._of.get((shape, branch, framework, implementation))
@@ -276,7 +282,7 @@ def branches(mode: str = "forward", framework: str = "torch", device: str = DEVI
     newest = Newest(load(device), mode)
     rows = []
     shapes = [newest.shapes(branch, "mosaic") for branch in BRANCHES]
-    for shape in sorted(set().union(*shapes), key=lambda s: (-s[0] * s[2], s[1], -s[5], s[6])):
+    for shape in sorted(set().union(*shapes), key=_place):
         ours = [newest.get(shape, branch, framework, "mosaic") for branch in BRANCHES]
         if any(ours):
             rows.append([*described(shape), *map(ms, ours), commits(ours)])

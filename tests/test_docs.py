@@ -263,3 +263,11 @@ def test_lines_that_failed_since(table, monkeypatch):
     if table == "training":  # a column has a time somewhere
         lines.append(about | {"status": "ok", "time_ms": 9.0, "seq_len": 1024})
     assert "| oom |" in make(doc_tables.DEVICE.name)
+
+
+def test_rows_that_differ_in_their_batch_alone_have_an_order(monkeypatch):
+    """Not that of a set: the same records give the same table in another process."""
+    rows = [record("all", "mosaic", 1.0, S=4096, B=batch) for batch in (8, 5, 2, 7, 1, 6, 4, 3)]
+    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
+    told = doc_tables.attention().splitlines()[2:]
+    assert [line.split("x")[0].strip(" |") for line in told[1:]] == [*"2345678"]
