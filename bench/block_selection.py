@@ -86,7 +86,7 @@ OVERLAP = flags.DEFINE_float(
 )
 CHECKED = flags.DEFINE_integer("checked", 256, "Queries that are judged.", lower_bound=1, **at)
 SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", lower_bound=0, **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
 LOSS_RESULTS = ("loss", "index_query", "index_key")

@@ -40,7 +40,7 @@ FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed.", lower_bound=1, **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 
 REST, WHOLE = "rest", "whole"

@@ -87,7 +87,9 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and of the text mod
 SECONDS = flags.DEFINE_float(
     "row_seconds", 0.5, "Time spent on samples of a row.", lower_bound=0
 )
-OUT = flags.DEFINE_string("out", None, "Folder of the results; default: bench/results/<time>.")
+OUT = flags.DEFINE_string(
+    "out", None, "A new folder for the results; default: bench/results/<time>."
+)
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/compare.jsonl too."
 )
@@ -154,6 +156,9 @@ def of_length(length: int | None) -> int:
     with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
         if RECOMPUTE.value and "fwdbwd" not in MODE.value:
             raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")
+        for name in ("recompute", "packed"):
+            if flags.FLAGS[name].value and "all" not in BRANCHES.value:
+                raise ValueError(f"--{name} is of whole attention: give --branch all")
         plans = {mode: plan_of(runners, settings, mode) for mode in MODE.value}
         if EXPLAIN.value:
             print("\n".join(explanation(plan) for plan in plans.values()))

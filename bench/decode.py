@@ -330,6 +330,8 @@ def main(argv: Sequence[str]) -> int:
             "branch_force_mode must be run or env: to force a gate computes all three branches "
             f"and times none of them, so each runs alone here; got {FORCE.value!r}"
         )
+    if PAGED.value == "none" and CACHE_DTYPE.value != "same":
+        raise ValueError("--cache_dtype is of the paged cache: not with --paged=none")
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     default = (512, 1024, 2048, 4096) if gpu else (512, 1024)

@@ -42,7 +42,7 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
 JOBS = flags.DEFINE_integer(
     "jobs", None, "Processes that build; default: one a core.", lower_bound=1, **at
 )
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 STAGES = ("cold", "warm", "lengths", "jax", "jax_again")
 STAGE = flags.DEFINE_enum("stage", None, STAGES, "Only this one.", **at)

@@ -92,8 +92,11 @@ def age() -> str:
 
 def main(argv: Sequence[str]) -> int:
     if AGE.value:
+        cli.refuse_beside(AGE, (GPUS, PART, PROCESSES, OUT, SAVE))
         print(age())
         return exit_status.OK
+    if GPUS.value == "2":
+        cli.refuse_beside(GPUS, (PART, PROCESSES))
     if torch.cuda.device_count() < int(GPUS.value):
         raise NotImplementedError(
             f"{GPUS.value} GPU(s) needed, {torch.cuda.device_count()} found"

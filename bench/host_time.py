@@ -49,7 +49,7 @@ FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 CALLS = flags.DEFINE_integer("calls", 200, "Timed a form and round.", lower_bound=1, **at)
 ROUNDS = flags.DEFINE_integer("rounds", 2, "Processes a form.", lower_bound=1, **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
@@ -201,6 +201,8 @@ def one_launch() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    if LAUNCH.value:
+        cli.refuse_beside(LAUNCH, (IMPLEMENTATION, FORM))
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     if LAUNCH.value:

@@ -39,7 +39,7 @@ IMPLEMENTATION = flags.DEFINE_enum(
 )
 SECONDS = flags.DEFINE_float("row_seconds", 0.5, "Of timing a row.", lower_bound=0, **at)
 SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the records to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 
 FORMS = "rows", "varlen", "cu_seqlens"

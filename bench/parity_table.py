@@ -66,7 +66,8 @@ def paths(found: Iterable[Record]) -> dict[tuple[str, ...], list[Record]]:
     """The measured records of each path, in the order of their first appearance."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in found:
-        if record.branch == "dense" or record.status in ("unsupported", "oom"):
+        judged = record.branch != "dense" and record.extra.get("judged", True)
+        if not judged or record.status in ("unsupported", "oom"):
             continue
         key = (
             record.device,

@@ -25,7 +25,7 @@ from .reports import crossover, page, plots, render
 from .reports.sources import Report, read
 
 FLAGS = flags.FlagValues()
-OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)
+OUT = flags.DEFINE_string("out", None, "A new folder for the report.", flag_values=FLAGS)
 TITLE = flags.DEFINE_string("title", None, "Of the report.", flag_values=FLAGS)
 # The rows of speed-ups: a branch, the kernel, and what it is compared with.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
@@ -81,7 +81,8 @@ def _parity(some: Sequence[Record]) -> str:
     rows = []
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in some:
-        if r.branch != "dense" and r.status not in ("unsupported", "oom"):
+        judged = r.branch != "dense" and r.extra.get("judged", True)
+        if judged and r.status not in ("unsupported", "oom"):
             key = r.framework, r.branch, r.implementation, r.mode
             groups.setdefault(key, []).append(r)
     for key, group in sorted(groups.items()):
@@ -160,8 +161,10 @@ def _failed(failed: Sequence[Record]) -> str:
 def main(argv: Sequence[str]) -> int:
     if OUT.value is None:
         raise ValueError("--out must name a folder for the report")
-    report = read(argv[1:], TITLE.value)
     folder = Path(OUT.value)
+    if there := [name for name in ("report.md", "report.html") if (folder / name).exists()]:
+        raise ValueError(f"{folder / there[0]} exists; --out must name a new folder")
+    report = read(argv[1:], TITLE.value)
     folder.mkdir(parents=True, exist_ok=True)
     figures = plots.plots(report.records, folder)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")

@@ -80,8 +80,12 @@ SECONDS = flags.DEFINE_float("timeout_s", 600.0, "Of one number of devices.", **
 PREDICT = flags.DEFINE_list("predict", [], "Numbers of devices to predict from rows.", **at)
 RECORDS = flags.DEFINE_string("records", None, "The rows to predict from.", **at)
 LINK = flags.DEFINE_float("link_gb_s", None, "GB/s of other links than the measured.", **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
+MEASURED = (
+    *(DEVICES, LENGTHS, FRAMEWORK, MODE, LAYOUT, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, DTYPE),
+    *(DOCUMENTS, WEAK, SAMPLES, CHECKED, OUT),
+)  # what --predict does not ask
 WORKER = flags.DEFINE_string("worker", None, "Problems in JSON; what a run is given.", **at)
 
 
@@ -233,7 +237,10 @@ def main(argv: Sequence[str]) -> int:
     if PREDICT.value:
         if not RECORDS.value:
             raise app.UsageError("--predict needs --records")
+        cli.refuse_beside(PREDICT, MEASURED)
         return predict(RECORDS.value)
+    if RECORDS.value or LINK.value is not None:
+        raise app.UsageError("--records and --link_gb_s need --predict")
     devices = sorted(command.integers("devices", DEVICES.value, ()))
     for size in devices:
         check(problems(size), size)

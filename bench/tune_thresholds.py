@@ -266,6 +266,7 @@ def main(argv: Sequence[str]) -> int:
     if CHECK.value:
         if not DEVICE.value or files or CSV.value:
             raise ValueError("--check reads a device's file: give --device, and no records")
+        cli.refuse_beside(CHECK, (DENSE, MARGIN, WANTED, DRY))
         path = folder / f"{config_files.slug(DEVICE.value)}.yaml"
         if not path.is_file():
             raise ValueError(
@@ -277,6 +278,7 @@ def main(argv: Sequence[str]) -> int:
     if DENSE.value:
         if files or CSV.value:
             raise ValueError("--dense stands alone: give no --records and no --csv")
+        cli.refuse_beside(DENSE, (MARGIN, WANTED))
         return _write(folder, *_dense(DENSE.value, DEVICE.value))
     if not files and not CSV.value:
         raise ValueError("no rows: give --records FILE or --csv FILE")

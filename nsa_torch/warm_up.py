@@ -47,10 +47,12 @@ def prepare(
 
     Raises:
       ValueError: `device` is no GPU.
-      NotImplementedError: the GPU is not a Hopper one.
+      NotImplementedError: there is no GPU, or it is not a Hopper one.
       RuntimeError: a kernel could not be built; its compiler's words.
     """
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NotImplementedError("Mosaic kernels need a Hopper GPU, torch finds none")
     wanted = kernels.kernels_of_layer(
         list(lengths),
         gradients=gradients,

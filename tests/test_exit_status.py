@@ -11,7 +11,16 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-from bench import compare, oneshot, summarize
+from bench import (
+    compare,
+    decode,
+    gpu_tests,
+    host_time,
+    oneshot,
+    scale,
+    summarize,
+    tune_thresholds,
+)
 from bench.harness import cli, exit_status, heartbeat, problems
 from bench.harness.process import ROOT
 from nsa_core import debug
@@ -58,6 +67,66 @@ def test_what_was_asked_for_decides(asked_for, beside, expected):
 )
 def test_several_commands_end_as_the_worst(ends, expected):
     assert exit_status.worst(ends) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (tune_thresholds, "--dense=x --margin=3", "--margin says nothing with --dense"),
+        (
+            tune_thresholds,
+            "--check --device=x --dry_run",
+            "--dry_run says nothing with --check",
+        ),
+        (gpu_tests, "--age --part=1/2", "--part says nothing with --age"),
+        (gpu_tests, "--gpus=2 --processes=3", "--processes says nothing with --gpus"),
+        (host_time, "--launch --form=each", "--form says nothing with --launch"),
+        (scale, "--predict=8 --records=x --weak", "--weak says nothing with --predict"),
+        (scale, "--records=x", "need --predict"),
+        (decode, "--paged=none --cache_dtype=fp8", "not with --paged=none"),
+    ],
+)
+def test_a_flag_that_would_say_nothing_is_refused(command, words, said):
+    with flagsaver.flagsaver(), pytest.raises((ValueError, app.UsageError), match=said):
+        command.FLAGS(["command", *words.split()])
+        try:
+            command.main(["command"])
+        finally:
+            for flag in command.FLAGS:
+                command.FLAGS[flag].unparse()
+            command.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--packed --branch=selected", "--packed is of whole attention"),
+        ("--recompute --mode=fwdbwd --branch=dense", "--recompute is of whole attention"),
+    ],
+)
+def test_flags_of_compare_that_would_say_nothing(words, said):
+    with flagsaver.flagsaver(), pytest.raises(ValueError, match=said):
+        flags.FLAGS(["compare", "--framework=jax", "--config=tiny", *words.split()])
+        compare.main(["compare"])
+
+
+def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
+    """Where `--out` is a folder, ends within a line, or would be below a file."""
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text('{"schema": 1')
+    for path, said in {
+        tmp_path: "must be a file to append to",
+        cut: "the last line is truncated",
+        cut / "more.jsonl": "cut.jsonl is no folder",
+    }.items():
+        own = flags.FlagValues()
+        cli.define_lines(own)
+        with pytest.raises(flags.IllegalFlagValueError, match=said):
+            own(["command", f"--out={path}"])
+    own = flags.FlagValues()
+    holder = cli.define_lines(own)
+    own(["command", f"--out={tmp_path}/new/rows.jsonl"])
+    assert holder.value and list(tmp_path.iterdir()) == [cut]
 
 
 def test_help_shows_the_table():

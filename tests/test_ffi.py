@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+import nsa_torch
 from kernels_pallas.runtime import description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from nsa_core.config import NSAConfig
@@ -266,6 +267,9 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     pretend.machine(monkeypatch, jax_capability=(8, 0))
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
         warm_up.prepare(**given)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="need a Hopper GPU, torch finds none"):
+        nsa_torch.prepare(**given)
 
 
 # What a C compiler makes of XLA's header, and where `xla_call` looks for the same.

@@ -615,6 +615,12 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
     )
 
 
+def test_dense_runs_alone_decide_nothing(tmp_path, capsys):
+    log.append(tmp_path / "dense", lines("dense", 0, 1.0, 1.0))
+    assert quality.main(["", str(tmp_path / "dense")]) == quality.exit_status.NOT_MEASURED
+    assert "not decided: no run with NSA" in capsys.readouterr().err
+
+
 def test_a_kind_of_few_pairs_hides_no_verdict_on_others(tmp_path, capsys):
     runs = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
     for name, each in runs.items():

@@ -133,6 +133,7 @@ def test_markdown_has_the_seeds_sections(build):
     rows += [record("sliding", "masked", 1.07 / 29)]
     rows += pairs("selected", {256: 1.5}, "mosaic")
     rows += [record("all", "mosaic", 1.0, mode="decode", T=1, S=4096)]
+    rows += [record("all", "fla", 1.0, extra={"judged": False})]
     text = report.markdown(build(rows))
     shape = "torch forward B=1 H=8/2 D=64/64 bfloat16"
     assert f"- S=512: w=512 x1.07 (x29.00 over the portable path; {shape})" in text
@@ -141,6 +142,7 @@ def test_markdown_has_the_seeds_sections(build):
     assert "L=256 mosaic x1.50 (torch" in text
     assert "| 4096 | torch all mosaic | 1 | - |" in text
     assert "| torch sliding fa2 forward | 1 | 0.10 | PASS |" in text
+    assert "torch all fla" not in text  # timed only: no verdict
     assert "none: no file of this device" in text
 
 
@@ -193,6 +195,8 @@ def test_the_committed_records_make_a_report(tmp_path, monkeypatch):
     report.FLAGS.unparse_flags()
     rest = report.FLAGS(["report", f"--out={tmp_path}", *map(str, paths)])
     assert report.main(rest) == 0
+    with pytest.raises(ValueError, match=r"report.md exists; --out must name a new folder"):
+        report.main(rest)
     text = (tmp_path / "report.html").read_text()
     found = sources.read(paths)
     assert len(rows_of(text)) == len(found.rows) > 0

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -19,7 +19,7 @@ from absl import logging as absl_logging
 
 from nsa_core import debug, policy
 
-from . import exit_status, heartbeat, launchers, seed_env
+from . import exit_status, heartbeat, launchers, records, seed_env
 
 LOG = flags.DEFINE_list(
     "log",
@@ -43,6 +43,34 @@ def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str |
     """Defines `--commit`, which `records.environment` takes."""
     what = "The commit that this tree is a copy of; default: git's."
     return flags.DEFINE_string("commit", None, what, flag_values=own)
+
+
+def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
+    """Defines `--out`, a file that lines are appended to; one that takes none is refused before
+    anything is measured."""
+    what = "A JSON file to append the lines to."
+    holder = flags.DEFINE_string("out", None, what, flag_values=own)
+    flags.register_validator(holder, _takes_lines, flag_values=own)
+    return holder
+
+
+def _takes_lines(path: str | None) -> bool:
+    try:
+        if path is not None:
+            records.check_appendable(path)
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
+
+
+def refuse_beside(mode: flags.FlagHolder, others: Iterable[flags.FlagHolder]) -> None:
+    """Of a flag that changes what the command does.
+
+    Raises:
+      ValueError: one of `others`, which then say nothing, is not its default.
+    """
+    if given := [other.name for other in others if other.value != other.default]:
+        raise ValueError(f"--{given[0]} says nothing with --{mode.name}")
 
 
 def run(

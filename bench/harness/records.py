@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from nsa_core import config_files
 from nsa_core.extras import version
@@ -136,15 +136,38 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
-        if end := file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                raise ValueError(f"{path}: the last line is truncated; nothing appended")
+        end = _check_end(file, path)
         data = text.encode()
         if file.write(data) < len(data):  # a full disk takes what fits, without an error
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
+
+
+def check_appendable(path: str | Path) -> None:
+    """That lines can be appended to what is at `path`, before there are any.
+
+    Raises:
+      ValueError: it is no file, its last line is truncated, or a file stands where its folder
+        should be.
+    """
+    path = Path(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            _check_end(file, path)
+    elif path.exists():
+        raise ValueError(f"{path} must be a file to append to, or new")
+    elif not (folder := next(x for x in path.absolute().parents if x.exists())).is_dir():
+        raise ValueError(f"{path}: {folder} is no folder")
+
+
+def _check_end(file: BinaryIO, path: Path) -> int:
+    """The size of a file of whole lines."""
+    if end := file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            raise ValueError(f"{path}: the last line is truncated; nothing appended")
+    return end
 
 
 def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> dict:

@@ -37,8 +37,8 @@ BATCH = flags.DEFINE_integer("batch", 4, "Rows a step.", lower_bound=2, **_own)
 LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", lower_bound=256, **_own)
 HELD_OUT = flags.DEFINE_integer("held_out", 4, "Batches that judge.", lower_bound=1, **_own)
 SEED = flags.DEFINE_integer("seed", 0, "Of weights and rows.", **_own)
-OUT = flags.DEFINE_string("out", None, "A file that a line is appended to.", **_own)
-COMMIT = flags.DEFINE_string("commit", None, "That this tree is a copy of.", **_own)
+OUT = cli.define_lines(FLAGS)
+COMMIT = cli.define_commit(FLAGS)
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         name = str(kind).removeprefix("torch.")
         line = {"cache": name, "loss": loss, "above": loss - first, "copied": copied}
         shown = (
-            x if isinstance(x, str) else f"{x:.4f}" for x in line.values() if x is not None
+            x if isinstance(x, str) else "-" if x is None else f"{x:.4f}" for x in line.values()
         )
         print(markdown.line(shown), flush=True)
         if OUT.value is not None:

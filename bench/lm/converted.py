@@ -147,6 +147,8 @@ def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, 
 
 
 def main(argv: Sequence[str]) -> int:
+    path = Path(OUT.value) / "converted.jsonl"
+    records.check_appendable(path)
     preset = PRESETS[PRESET.value]
     given: dict[str, Any] = {"steps": STEPS.value, "after": AFTER.value}
     preset = dataclasses.replace(preset, **{k: x for k, x in given.items() if x is not None})
@@ -164,8 +166,6 @@ def main(argv: Sequence[str]) -> int:
     dense.to(device)
     for _ in train(dense, learned[:first], preset, preset.lr):
         pass
-    path = Path(OUT.value)
-    path.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"bench": "converted", "seed": SEED.value, "input_sha256": sha256}
     about |= {"preset": dataclasses.asdict(preset)} | records.environment(COMMIT.value)
     print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
                     continue
                 found = held_out(model, held, reach)
                 line = about | {"run": run, "step": step, **found}
-                records.append_lines(path / "converted.jsonl", [line])
+                records.append_lines(path, [line])
                 cells = run, step, *(f"{x:.4f}" for x in found.values())
                 print(markdown.line(map(str, cells)), flush=True)
     return 0

@@ -611,9 +611,11 @@ def main(argv: Sequence[str]) -> int:
         print(table(head, itertools.chain.from_iterable(map(of, found))))
     status = exit_status.OK
     kinds = [(group, kind) for group in found for kind in group.kinds]
+    kinds = [(group, kind) for group, kind in kinds if not kind.label.startswith("dense")]
+    if not kinds:
+        print("not decided: no run with NSA", file=sys.stderr)
+        status = exit_status.NOT_MEASURED
     for group, kind in kinds:
-        if kind.label.startswith("dense"):
-            continue
         told, untold = _told(group, kind)
         for reason in untold:
             print(f"not decided: {reason}", file=sys.stderr)
