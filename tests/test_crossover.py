@@ -108,6 +108,14 @@ def test_frameworks_shapes_and_devices_are_not_mixed():
     assert list(both) == [GPU, "B"]
 
 
+def test_neither_a_form_of_a_call_nor_a_peer_is_our_kernel():
+    """Though they are faster, at more lengths."""
+    rows = sweep({1024: 0.5, 2048: 2.0})
+    for name in ("mosaic packed", "mosaic recompute", "native-sparse-attention-triton"):
+        rows += [record("all", name, 0.1, S=tokens) for tokens in (1024, 2048, 4096)]
+    assert panel(rows).crossover == 2048 and panel(rows).points[0].ours.kernel == "mosaic"
+
+
 def test_the_newest_row_counts():
     old = sweep({512: 0.4, 1024: 0.5, 2048: 0.6})
     new = record("all", "mosaic", 0.25, S=2048, time="2026-02-02T00:00:00+00:00", commit="b")

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
 from ..lm.log import Line, Speed
 from .render import kernel_name
@@ -52,7 +53,8 @@ class Run:
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
     """What records and training logs say of whole attention and of dense attention."""
     for r in records:
-        if r.branch in ("all", "dense") and r.mode in QUESTIONS and r.extra.get("judged", True):
+        compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
+        if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
             config = json.dumps(r.config, sort_keys=True)
             queries = r.T if r.T < r.S else None
             shape = r.framework, r.B, queries, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
@@ -91,6 +93,11 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
                 time=x.time,
                 commit=x.commit or "unknown",
             )
+
+
+def _is_plain(implementation: str) -> bool:
+    """Whether it is ours, in no form of a call (`mosaic packed`, `mosaic recompute`)."""
+    return " " not in implementation and implementation not in PEERS
 
 
 @dataclasses.dataclass(frozen=True)
