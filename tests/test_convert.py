@@ -538,6 +538,11 @@ REFUSED = {
         {},
         "score.weight must not be in a qwen2 model",
     ),
+    "head of a tied model": (
+        with_config(tie_word_embeddings=True),
+        {},
+        "lm_head.weight must be model.embed_tokens.weight where tie_word_embeddings is true",
+    ),
     "shape": (
         changed_weights(lambda state: state.update({"model.norm.weight": torch.ones(3)})),
         {},
@@ -603,6 +608,16 @@ def test_what_is_refused_leaves_nothing_behind(what, source, tmp_path):
         convert(source, tmp_path / "made" / "target", **NSA | options)
     assert not (tmp_path / "made").exists()
     assert before == {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
+
+
+def test_a_tied_head_in_the_files_is_left_out(source, tmp_path):
+    edited(source, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    change = lambda state: state.update({"lm_head.weight": state[embedding].clone()})
+    changed_weights(change)(source)
+    convert(source, tmp_path / "target", **NSA)
+    saved = safetensors.torch.load_file(tmp_path / "target" / "model.safetensors")
+    assert embedding in saved and "lm_head.weight" not in saved
 
 
 def test_weights_keep_their_dtypes(source, tmp_path):

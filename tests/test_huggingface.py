@@ -1073,6 +1073,11 @@ def test_calls_that_are_refused():
         made(ids, output_attentions=True)
     with pytest.raises(ValueError, match="cache_implementation must be None, 'dynamic'"):
         made.generate(ids, cache_implementation="offloaded", max_new_tokens=1)
+    with pytest.raises(
+        NotImplementedError, match=r"assistant_early_exit must be None: .*got 1"
+    ):
+        made.generate(ids, assistant_early_exit=1, max_new_tokens=2)
+    assert made(ids).logits.isfinite().all()  # the configuration is as it was
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         NSAModelCache(made.config, 0)
     cache = made(ids)[CACHE]

@@ -76,6 +76,7 @@ IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GENERATION = "generation_config.json"
 BESIDE = (  # files that go with the weights as they are
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -398,12 +399,28 @@ def _checked(folder: Path, files: Sequence[str], theirs) -> torch.dtype:
     missing = [x for x in expected if x not in found and not _is_left_out(x, theirs)]
     if missing:
         raise ValueError(f"{folder} must have {missing[0]}, got no such weight")
-    return DTYPES[found["model.embed_tokens.weight"][1]]
+    if theirs.tie_word_embeddings and HEAD in found:
+        _check_tied(folder, files)
+    return DTYPES[found[EMBEDDING][1]]
+
+
+def _check_tied(folder: Path, files: Sequence[str]) -> None:
+    """That the head is the embedding: transformers reads another one, and does not tie it."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safetensors.safe_open(folder / file, framework="pt") as weights:
+            found |= {x: weights.get_tensor(x) for x in {HEAD, EMBEDDING} & {*weights.keys()}}
+    embedding = found[EMBEDDING]
+    if not torch.equal(found[HEAD].to(embedding), embedding):
+        raise ValueError(
+            f"{folder}: {HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got another "
+            "one: say tie_word_embeddings=false in config.json"
+        )
 
 
 def _is_left_out(name: str, theirs) -> bool:
     """Whether a weight follows from the rest."""
-    tied = name == "lm_head.weight" and theirs.tie_word_embeddings
+    tied = name == HEAD and theirs.tie_word_embeddings
     return tied or name.endswith("rotary_emb.inv_freq")
 
 

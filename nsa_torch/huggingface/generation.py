@@ -94,6 +94,12 @@ class NSAGenerationMixin(GenerationMixin):
         """`cache_implementation`: "dynamic" grows; "static" has room for `max_length`; None: pages
         where `goes_on_pages`, else "dynamic". "paged" means `generate_batch` there.
         """
+        # transformers would name fewer layers in the configuration, and leave it so after an error.
+        if (left := getattr(generation_config, "assistant_early_exit", None)) is not None:
+            raise NotImplementedError(
+                "assistant_early_exit must be None: a model with NSA leaves out no layers, give an "
+                f"assistant_model, got {left}"
+            )
         name, given = generation_config.cache_implementation, model_kwargs.get(CACHE)
         if given is not None and name is not None:
             raise ValueError(
