@@ -228,7 +228,7 @@ def test_the_plugin_is_found_by_its_entry_point():
 
 
 def test_models_and_devices_that_are_refused():
-    def given(config=None, **parallel):
+    def given(config=None, guesses=None, **parallel):
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
         cache = SimpleNamespace(cache_dtype="auto", user_specified_block_size=False)
         of_engine = SimpleNamespace(
@@ -236,6 +236,7 @@ def test_models_and_devices_that_are_refused():
             cache_config=cache,
             kv_transfer_config=None,
             quant_config=None,
+            speculative_config=guesses and SimpleNamespace(method=guesses),
         )
         return of_engine, config or model().config
 
@@ -243,6 +244,9 @@ def test_models_and_devices_that_are_refused():
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(NotImplementedError, match=f"{name} must be 1: .* got 2"):
             engine_model.check(*given(**{name: 2}))
+    engine_model.check(*given(guesses="ngram"))
+    with pytest.raises(NotImplementedError, match=r"guess without a model, .*'draft_model'"):
+        engine_model.check(*given(guesses="draft_model"))
     mixed = model.__wrapped__(attention=["nsa", "dense", "nsa"]).config
     with pytest.raises(NotImplementedError, match="NSA in every layer"):
         engine_model.check(*given(mixed))
@@ -255,6 +259,22 @@ def test_weights_that_do_not_fit(engine, monkeypatch):
     )
     with pytest.raises(Exception, match="weights are missing: "):
         engine(model())
+
+
+def test_a_head_that_is_tied_and_in_the_weights(engine, monkeypatch):
+    """transformers takes it where it is the embedding, and does not tie another."""
+    lm = model.__wrapped__(tie_word_embeddings=True)
+    load = engine_model.NSAForCausalLM.load_weights
+    given = lm.lm_head.weight.detach().clone()
+    monkeypatch.setattr(
+        engine_model.NSAForCausalLM,
+        "load_weights",
+        lambda self, x: load(self, [("lm_head.weight", given), *x]),
+    )
+    same_as_alone(lm, texts()[:1], answers(engine(lm), texts()[:1]))
+    given[3] += 1
+    with pytest.raises(Exception, match=r"lm_head\.weight must be the embedding where"):
+        engine(lm)
 
 
 @pytest.mark.parametrize("case", vllm_steps.CASES)

@@ -17,6 +17,9 @@ from nsa_torch.paged import PagedCache
 from nsa_torch.vllm.backend import OP, NSABackend, cache_spec
 from nsa_torch.vllm.step import check_block_size, gathered_elements, pages_in
 
+HEAD = "lm_head.weight"
+GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no layers
+
 
 class Pages(nn.Module, AttentionLayerBase):
     """What vLLM knows of a layer with NSA: its cache and its backend.
@@ -91,7 +94,7 @@ class NSAForCausalLM(nn.Module):
 
     Raises:
       NotImplementedError: several devices, layers with dense attention, a cache of another dtype,
-        blocks that are moved elsewhere, quantized weights.
+        blocks that are moved elsewhere, quantized weights, guesses of another model.
       ValueError: blocks of another size than `select_block`.
     """
 
@@ -132,10 +135,14 @@ class NSAForCausalLM(nn.Module):
         """Copies all of them.
 
         Raises:
-          ValueError: one is missing, unknown or of another shape.
+          ValueError: one is missing, unknown or of another shape; a head's that is tied and not
+            the embedding, which transformers would not tie.
         """
-        own, loaded = dict(self.named_parameters()), set()
+        own, loaded, head = dict(self.named_parameters()), set(), None
         for name, weight in weights:
+            if name == HEAD and self.config.tie_word_embeddings:
+                head = weight
+                continue
             if name not in own or own[name].shape != weight.shape:
                 wanted = tuple(own[name].shape) if name in own else "none of that name"
                 raise ValueError(
@@ -144,11 +151,15 @@ class NSAForCausalLM(nn.Module):
             with torch.no_grad():
                 own[name].copy_(weight)
             loaded.add(name)
-        if self.config.tie_word_embeddings:
-            loaded.add("lm_head.weight")
         if missing := sorted(own.keys() - loaded):
             raise ValueError(f"weights are missing: {missing[0]} and {len(missing) - 1} more")
-        return loaded
+        if not self.config.tie_word_embeddings:
+            return loaded
+        if head is not None and not torch.equal(
+            head.to(self.lm_head.weight), self.lm_head.weight
+        ):
+            raise ValueError(f"{HEAD} must be the embedding where tie_word_embeddings is set")
+        return loaded | {HEAD}
 
 
 def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
@@ -168,6 +179,12 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
         raise NotImplementedError(
             "quantization must be None: the layers are the library's own, which run as the "
             f"checkpoint has them, got {vllm_config.quant_config}"
+        )
+    guesses = vllm_config.speculative_config
+    if guesses is not None and guesses.method not in GUESSES:
+        raise NotImplementedError(
+            f"speculative_config must guess without a model, by one of {', '.join(GUESSES)}: "
+            f"layers of two models would share blocks and names, got {guesses.method!r}"
         )
     if set(config.layer_attention) != {"nsa"}:
         raise NotImplementedError(
