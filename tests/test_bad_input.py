@@ -326,7 +326,7 @@ def test_heads_before_tokens_in_torch(swapped, message):
 def test_recompute_is_a_bool(recompute):
     """No implementation is asked first: "no" would be true to each of them."""
     for library, given in ((nsa_jax, (Q, K, V, GATES)), (nsa_torch, TORCH)):
-        with pytest.raises(ValueError, match="^recompute must be a bool, got "):
+        with pytest.raises(ValueError, match=r"^recompute must be a bool, got "):
             library.attention(*given, config=SMALL, recompute=recompute)
 
 
