@@ -254,10 +254,11 @@ def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, i
 
     @sequential_vmap
     def run(query, pages, block_indices, paged):
-        arrays = query, *pages, block_indices
+        key, value = pages
+        arrays = query, key, value, block_indices, paged
         found = TRITON_OPS.capability(query)
-        sizes = triton_paged_blocks.sizes_of(*arrays, paged, block_size, include, scale, found)
-        return tuple(triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged))
+        sizes = triton_paged_blocks.sizes_of(*arrays, block_size, include, scale, found)
+        return tuple(triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays))
 
     return run(query, pages, block_indices, paged)
 

@@ -139,16 +139,16 @@ def paged_index_blocks(
     pages, keys = index_key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
     checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
-    arrays = *lax.stop_gradient(arrays[:2]), Paged(page_table, lengths, cu_seqlens_q)
+    query, pages = lax.stop_gradient(arrays[:2])
+    paged = Paged(page_table, lengths, cu_seqlens_q)
 
     def why_not():
-        *keys, paged = arrays
         found = jax_problem.capability()
-        return triton_paged_blocks.index_sizes_of(*keys, index, paged, found).why_not()
+        return triton_paged_blocks.index_sizes_of(query, pages, index, paged, found).why_not()
 
     name = chosen_implementation(implementation, why_not, index_query)
     run = compiled(_paged_on_triton if name == "triton" else _of_copies)
-    return run(*arrays, index=index)
+    return run(query, pages, paged, index=index)
 
 
 def chosen_implementation(

@@ -334,10 +334,11 @@ def _named(pair) -> dict[str, Any]:
 def _update(torch: bool) -> Callable[..., Any]:
     """The framework's function that appends tokens without attending."""
     if torch:
-        from nsa_torch import cache
+        from nsa_torch.cache import count, write
 
-        def updated(given, *rest):
-            cache.update(given, *rest)
+        def updated(given, key, value, config, params):
+            raw = write(given, key, value, config, params)
+            count(given, raw, key.compressed, value.compressed)
             return given
 
         return updated

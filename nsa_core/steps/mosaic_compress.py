@@ -40,7 +40,8 @@ def gradients(
         for arrays in (keys, values):
             arrays[:placed] = map(layout.varlen.of_keys, arrays[:placed]) if placed else []
         return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
-    spec = _spec(*compressed, params, length, len(others))
+    key, value = compressed
+    spec = _spec(key, value, params, length, len(others))
     spec = dataclasses.replace(spec, placed=placed)
     arrays = *compressed, *keys, *values, *_key_tiles(layout)
     key, value = ops.run(merge_key_gradients(spec), *arrays)
