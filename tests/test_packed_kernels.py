@@ -19,7 +19,7 @@ from tests.cross_compile import compile_report
 from tests.inputs import Case
 from tests.test_mosaic_compiled import ALLOWED
 from tests.test_torch_mosaic import inputs, interpret
-from tests.torch_inputs import check_branch, check_selection, check_whole, on_the_cpu
+from tests.torch_inputs import check_branch, check_whole, on_the_cpu
 
 FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
 # A tile of each walk has tokens of several sequences; the last of them is padding.
@@ -53,12 +53,6 @@ def test_means_are_made_in_slots(ran, shared):
     check_whole(G3, "mosaic", shared=shared)
     names = [kernel.name for kernel in ran]
     assert names[0] == "compress_means" and names[-1] == "merge_key_gradients"
-
-
-def test_compressed_tokens_that_are_given(ran):
-    for branch in ("compressed", "sliding"):
-        check_branch(G3, branch, "mosaic")
-    check_selection(G3, "mosaic")
 
 
 SMALL_BLOCKS = NSAConfig(8, 4, 16, num_selected=4, num_local=1, window=37)

@@ -88,15 +88,13 @@ def stored(monkeypatch):
     assert gradients.called
 
 
-@pytest.mark.parametrize("case", [G8, G16, G10, G64], ids=str)
+@pytest.mark.parametrize("case", [G8, G16, G64], ids=str)
 def test_gradients(case, interpreted, stored):
     check_whole(problem(case))
 
 
 @pytest.mark.parametrize(
-    ("ds_chunks", "name"),
-    [(1, "whole"), (1, "branch"), (3, "branch"), (4, "branch")],
-    indirect=["ds_chunks"],
+    ("ds_chunks", "name"), [(1, "whole"), (3, "branch"), (4, "branch")], indirect=["ds_chunks"]
 )
 def test_ds_chunks(name, interpreted, stored, ds_chunks):
     """Those of the branch alone begin with nothing that they are added to."""

@@ -119,11 +119,6 @@ def test_every_step(case):
     check_selection(case, "mosaic")
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_attention():
-    check_whole(PACKED, "mosaic")
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 def test_means_are_part_of_attention(shared, interpreted):
     """Each branch has tokens of its own, or all have the same."""
