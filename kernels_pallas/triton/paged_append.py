@@ -64,16 +64,15 @@ def _store(
     head,
     HEADS: tl.constexpr,
     PER_PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROW: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """`pages[at] = rows`, `[1, COLUMNS]`, of one head."""
+    """`pages[at] = rows`, `[1, columns]`, of one head; ROW: width and columns."""
     one = tl.arange(0, 1)
     if FP8:
         rows, scales = _rounded(rows.to(tl.float32))
         tl.store(scale + _scale_place(at, head, HEADS, PER_PAGE) + one, scales)
-    store_rows(pages, at * HEADS + head + one, rows, one == 0, WIDTH, COLUMNS)
+    store_rows(pages, at * HEADS + head + one, rows, one == 0, ROW[0], ROW[1])
 
 
 @triton.jit
@@ -86,14 +85,13 @@ def _store_token(
     head,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROW: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """`pages[at] = new[token]` of one head."""
     one = tl.arange(0, 1)
-    row = load_rows(new, token * HEADS + head + one, one == 0, WIDTH, COLUMNS)
-    _store(row, pages, scale, at, head, HEADS, PAGE, WIDTH, COLUMNS, FP8)
+    row = load_rows(new, token * HEADS + head + one, one == 0, ROW[0], ROW[1])
+    _store(row, pages, scale, at, head, HEADS, PAGE, ROW, FP8)
 
 
 @triton.jit
@@ -105,15 +103,14 @@ def _keep_token(
     position,
     head,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROW: tl.constexpr,
     RING: tl.constexpr,
 ):
     """The token to its row's ring."""
     one = tl.arange(0, 1)
-    row = load_rows(new, token * HEADS + head + one, one == 0, WIDTH, COLUMNS)
+    row = load_rows(new, token * HEADS + head + one, one == 0, ROW[0], ROW[1])
     at = slot.to(tl.int64) * RING + position % RING
-    store_rows(recent, at * HEADS + head + one, row, one == 0, WIDTH, COLUMNS)
+    store_rows(recent, at * HEADS + head + one, row, one == 0, ROW[0], ROW[1])
 
 
 @triton.jit
@@ -134,8 +131,7 @@ def _store_mean(
     head,
     P,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROW: tl.constexpr,
     PAGE: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr,
     COMPRESS_STRIDE: tl.constexpr,
@@ -148,17 +144,17 @@ def _store_mean(
     back = tl.arange(0, BLOCK_ROWS)
     inside = back < COMPRESS_BLOCK
     mine = token - COMPRESS_BLOCK + 1 + back
-    rows = load_rows(new, mine * HEADS + head, inside & (mine >= begin), WIDTH, COLUMNS)
+    rows = load_rows(new, mine * HEADS + head, inside & (mine >= begin), ROW[0], ROW[1])
     older = inside & (mine < begin)
     entry = tl.maximum(position - COMPRESS_BLOCK + 1 + back, 0)
     place = entry_place(table, entry, older, P, PAGE)
-    stored = load_rows(raw, place * HEADS + head, older, WIDTH, COLUMNS)
+    stored = load_rows(raw, place * HEADS + head, older, ROW[0], ROW[1])
     if FP8:
         scales = _scale_place(place, head, HEADS, PAGE)
         scales = tl.load(raw_scale + scales, mask=older, other=0.0)
         stored = _restored(stored, scales, recent)
         kept_at = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * RING + entry % RING
-        kept = load_rows(recent, kept_at * HEADS + head, older, WIDTH, COLUMNS).to(tl.float32)
+        kept = load_rows(recent, kept_at * HEADS + head, older, ROW[0], ROW[1]).to(tl.float32)
         most = tl.abs(stored) * NEAR + scales[:, None] * LEAST_NEAR
         known = tl.min((tl.abs(kept - stored) <= most).to(tl.int32), axis=1)
         stored = tl.where((known > 0)[:, None], kept, stored)
@@ -168,9 +164,7 @@ def _store_mean(
     to = at // PAGE * PER_PAGE + position % PAGE // COMPRESS_STRIDE
     if FP8:
         mean = mean.to(recent.dtype.element_ty)
-    _store(
-        mean, compressed, compressed_scale, to, head, HEADS, PER_PAGE, WIDTH, COLUMNS, FP8_MEAN
-    )
+    _store(mean, compressed, compressed_scale, to, head, HEADS, PER_PAGE, ROW, FP8_MEAN)
 
 
 @triton.jit(do_not_specialize=["N", "B", "M", "P", "R"])
@@ -267,45 +261,26 @@ def append(
     scales = selected_scales + sliding_scales + raw_scales
     raw, recent = (raw_key, raw_value), (recent_key, recent_value)
     compressed_pages = compressed_key_pages, compressed_value_pages
+    KEY: tl.constexpr = (WIDTH, COLUMNS)
+    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
     if WRITES & (page >= 0):
         at = page.to(tl.int64) * PAGE + position % PAGE
         for i in tl.static_range(6 if SEPARATE else 2):
-            _store_token(
-                new[i],
-                pages[i],
-                scales[i],
-                token,
-                at,
-                head,
-                HEADS,
-                PAGE,
-                VALUE_WIDTH if i % 2 else WIDTH,
-                VALUE_COLUMNS if i % 2 else COLUMNS,
-                FP8,
-            )
+            of_token = new[i], pages[i], scales[i], token, at, head
+            _store_token(*of_token, HEADS, PAGE, VALUE if i % 2 else KEY, FP8)
         if MEANS:
             into = position - COMPRESS_BLOCK + 1
             if (into >= 0) & (into % COMPRESS_STRIDE == 0):
                 for i in tl.static_range(2):
+                    arrays = raw[i], raw_pages[i], raw_scales[i], recent[i]
+                    means = compressed_pages[i], compressed_value_scale
+                    of_window = token, begin, slot, R, table, position, at, head, P
                     _store_mean(
-                        raw[i],
-                        raw_pages[i],
-                        raw_scales[i],
-                        recent[i],
-                        compressed_pages[i],
-                        compressed_value_scale,
-                        token,
-                        begin,
-                        slot,
-                        R,
-                        table,
-                        position,
-                        at,
-                        head,
-                        P,
+                        *arrays,
+                        *means,
+                        *of_window,
                         HEADS,
-                        VALUE_WIDTH if i else WIDTH,
-                        VALUE_COLUMNS if i else COLUMNS,
+                        VALUE if i else KEY,
                         PAGE,
                         COMPRESS_BLOCK,
                         COMPRESS_STRIDE,
@@ -317,15 +292,5 @@ def append(
     if FP8 & KEEPS:
         if (page >= 0) & (position >= length - RING) & (slot >= 0) & (slot < R):
             for i in tl.static_range(2):
-                _keep_token(
-                    raw[i],
-                    recent[i],
-                    token,
-                    slot,
-                    position,
-                    head,
-                    HEADS,
-                    VALUE_WIDTH if i else WIDTH,
-                    VALUE_COLUMNS if i else COLUMNS,
-                    RING,
-                )
+                of_ring = raw[i], recent[i], token, slot, position, head
+                _keep_token(*of_ring, HEADS, VALUE if i else KEY, RING)
