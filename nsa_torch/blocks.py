@@ -9,10 +9,11 @@ from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.functional import as_given, one_step
+from nsa_torch.functional import one_step
 from nsa_torch.geometry import geometry_of
 from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
 from nsa_torch.operators import refuse_transforms, requires_grad
+from nsa_torch.plain import as_given
 from nsa_torch.sdpa import attend_rows
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 

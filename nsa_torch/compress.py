@@ -13,6 +13,7 @@ from nsa_torch import operators
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import packed_windows
 from nsa_torch.heads import _rotated
+from nsa_torch.plain import as_given
 
 __all__ = ["MLPParams", "PoolParams", "RopeMLPParams", "compress"]
 
@@ -80,9 +81,10 @@ def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
     position, w1, b1, w2, b2 = params[:5]
     embedded = (windows + position.to(total)[:, None]).to(dtype)
     flat = rearrange(embedded, "b c l k d -> b c k (l d)")
-    hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
-    hidden = F.gelu(hidden, approximate="tanh").to(dtype)
-    out = (hidden @ w2.to(dtype)).to(total) + b2.to(total)
+    with as_given(flat):
+        hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
+        hidden = F.gelu(hidden, approximate="tanh").to(dtype)
+        out = (hidden @ w2.to(dtype)).to(total) + b2.to(total)
     if isinstance(params, RopeMLPParams):
         middle = first.to(torch.float32) + (windows.shape[2] - 1) / 2
         angle = middle[..., None, None] * params.rates

@@ -35,6 +35,7 @@ from nsa_torch.context_ranks import Ranks
 from nsa_torch.context_shards import Shards, shards_of
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
+from nsa_torch.plain import as_given
 from nsa_torch.plans import Cache
 from nsa_torch.signature import signature_of
 
@@ -170,7 +171,8 @@ def select_blocks(
         problem = description(chunk, key, chunk.shape[-1], config, packed, memory)
         chosen = choose(problem, implementation, "scores")
         place = {"kv_len": end, "cu_seqlens": cu_seqlens, "scale": scale}
-        found.append(chosen.load("scores")(chunk, key, config=config, **place))
+        with as_given(query):
+            found.append(chosen.load("scores")(chunk, key, config=config, **place))
     return torch.cat(found, dim=1)
 
 

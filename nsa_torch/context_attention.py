@@ -19,6 +19,7 @@ from nsa_torch import batch_tables, early_release, functional, operators
 from nsa_torch.batch_tables import tables_of
 from nsa_torch.chunks import wide
 from nsa_torch.first_order import first_order
+from nsa_torch.plain import as_given
 
 
 class Given(NamedTuple):
@@ -64,7 +65,7 @@ class Call:
         tensors = query, *(compressed or (None, None)), block_indices, *keys_values, *gates
         floats = (x for x in tensors if x is not None and x is not block_indices)
         keep = operators.requires_grad(*floats)
-        with functional.as_given(query):
+        with as_given(query):
             return _Attention.apply(self, keep, *tensors)
 
     def given(self, tensors: Sequence) -> Given:

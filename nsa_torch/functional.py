@@ -28,7 +28,6 @@ Bad input raises `ValueError` (argument, expected, got); what an implementation 
 `NotImplementedError`.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
 from nsa_torch.geometry import geometry_of
+from nsa_torch.plain import as_given
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 type Names = str | Branches[str | None] | None
@@ -519,11 +519,3 @@ def _problem(query, key, value, config, cu_seqlens, compressed=None):
         memory |= dict(zip(("compressed_key", "compressed_value"), compressed, strict=True))
     width, packed = value.selected.shape[-1], cu_seqlens is not None
     return query, key.selected, width, config, packed, memory
-
-
-def as_given(x):
-    """Autocast off: it would make the scores of float32 tensors bfloat16."""
-    # Tensors on meta have no autocast; torch 2.11 compiles no call that asks for it by name.
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)

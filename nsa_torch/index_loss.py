@@ -16,9 +16,9 @@ from nsa_core.steps.triton_index import Kept
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.first_order import first_order
-from nsa_torch.functional import as_given
 from nsa_torch.geometry import Geometry, geometry, own_tokens
 from nsa_torch.indexer import PLAIN, device_why_not
+from nsa_torch.plain import as_given
 
 
 def indexer_kl(

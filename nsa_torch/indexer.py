@@ -15,8 +15,8 @@ from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.functional import as_given
 from nsa_torch.geometry import Geometry, geometry
+from nsa_torch.plain import as_given
 from nsa_torch.select import select_from_scores
 from nsa_torch.torch_ops import TORCH_OPS, capability_of
 

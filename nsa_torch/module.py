@@ -24,6 +24,7 @@ from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
+from nsa_torch.plain import as_given
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
@@ -313,7 +314,7 @@ class NSAAttention(nn.Module):
         name = Branches.each(self.implementation).sliding
         if name is None and cu_seqlens is None and key.shape[-1] == value.shape[-1]:
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-            with functional.as_given(query):
+            with as_given(query):
                 out = F.scaled_dot_product_attention(
                     query, key, value, is_causal=True, enable_gqa=True
                 )

@@ -1,5 +1,6 @@
 """Whether torch alone decides what is done with tensors, and what its compiler is told."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,14 @@ def traced(tensors: Iterable[Any]) -> bool:
     2.11 traces a backward pass, `is_compiling` is false.
     """
     return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)
+
+
+def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off: it would make the scores of float32 tensors bfloat16."""
+    # Tensors on meta have no autocast; torch 2.11 compiles no call that asks for it by name.
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def constant[Function: Callable](function: Function) -> Function:

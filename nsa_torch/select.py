@@ -15,6 +15,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of
+from nsa_torch.plain import as_given
 
 
 def select_blocks(
@@ -47,7 +48,8 @@ def blocks_by(
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
     indices = query.new_empty(shape, dtype=torch.int32)
     for part in _parts(query, compressed_key):
-        scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
+        with as_given(query):
+            scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
         indices[:, part] = rule(scores, own)
     return indices

@@ -46,12 +46,14 @@ class Case:
     implementation: str | None = None
     config: NSAConfig = CONFIG
     apart: bool = False  # each key/value head is gathered by itself
+    autocast: bool = False  # of the ranks alone: it changes nothing
 
 
 CASES = {
     "zigzag": Case(96, batch=2, separate=True, given=True, apart=True, learned=True, rope=True),
     "contiguous": Case(96, batch=2, layout="contiguous"),
     "recompute": Case(96, recompute=True, separate=True),
+    "autocast": Case(96, learned=True, rope=True, given=True, autocast=True),
     "learned": Case(96, learned=True, separate=True, apart=True),
     "odd-length": Case(91, learned=True, rope=True),  # chunks of 12, padding of 5
     "odd-chunks": Case(103, learned=True, rope=True, apart=True),  # chunks of 13, and d = 4
@@ -146,7 +148,10 @@ def token_axis(name: str) -> int | None:
 def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """`run` on shards, the results put together again."""
     shard = {"context_layout": case.layout}
-    with changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+    with (
+        changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES),
+        torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
+    ):
         found = run(case, mine(case, mesh), mesh)
     whole = {}
     for name, t in found.items():

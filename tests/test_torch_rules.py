@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
-from nsa_torch import Branches, NSAConfig, chunks, fa2, operators, sdpa
+from nsa_torch import Branches, NSAConfig, chunks, fa2, operators, sdpa, select
+from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu, poison
 
@@ -285,6 +286,47 @@ def test_autocast_changes_nothing():
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             out = nsa_torch.attention(*leaves, config=x.config)
             results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def by_cache(x, params):
+    cache = nsa_torch.init_cache(2, 61, *x.key.shape[2:], x.value.shape[3], config=x.config)
+    given = *x.tensors, cache
+    out, cache = nsa_torch.cached_attention(*given, compress_params=params)
+    return out, cache.compressed_key
+
+
+def by_pages(x, params):
+    size = x.config.select_block
+    pages, (heads, width) = -(-61 // size), x.key.shape[2:]
+    sizes = 2 * pages, heads, width, x.value.shape[3]
+    cache = nsa_torch.PagedCache(*sizes, config=x.config, dtype=torch.float32)
+    table = torch.arange(2 * pages, dtype=torch.int32).unflatten(0, (2, -1))
+    query, key, value, gates = (t.flatten(0, 1) for t in x.tensors)
+    rest = table, torch.tensor([61, 61], dtype=torch.int32)
+    nsa_torch.append(cache, key, value, *rest, params=params)
+    return nsa_torch.paged_attention(query, gates, cache, *rest), cache.compressed_key
+
+
+def by_rule(x, params):
+    keys = nsa_torch.compress(x.tensors[1], config=x.config)
+    rule = lambda scores, own: (scores[..., : x.config.num_selected] * 1e6).int()
+    return (select.blocks_by(rule, x.tensors[0], keys, config=x.config, kv_len=61),)
+
+
+@pytest.mark.parametrize("found", [by_cache, by_pages, by_rule])
+@torch.no_grad()
+def test_autocast_changes_nothing_beside_whole_sequences(found):
+    x = Inputs(61, 61, config=SMALL)
+    x.tensors = [t.detach().float() for t in (x.query, x.key, x.value, x.gates)]
+    params = [
+        nsa_torch.MLPParams(*map(torch.randn, ([block, w], [block * w, 9], [9], [9, w], [w])))
+        for block, w in [(x.config.compress_block, t.shape[3]) for t in (x.key, x.value)]
+    ]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(found(x, params))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
