@@ -223,6 +223,8 @@ def paged_block_attention(
     pool, page = key_pages.shape[:2]
     checks.page_numbers(page_table, lengths, pool, page, read=True)
     checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = jnp.asarray(cu_seqlens_q)  # NumPy's take no traced index
     if all(map(checks.is_read, (block_indices, lengths))):
         named = block_indices[None]
         if include == "tail":

@@ -109,12 +109,13 @@ class PagedCache(PagedArrays):
 
     def _copied(self, names, source, target) -> Self:
         validate_paged.copied(source, target)
-        kept = {name: x for name in names if (x := getattr(self, name)) is not None}
+        given = ((name, getattr(self, name)) for name in names)
+        kept = {name: jnp.asarray(x) for name, x in given if x is not None}
         for x in kept.values():
             for name, index in (("source", source), ("target", target)):
                 checks.within(name, index, 0, x.shape[0] - 1)
         return self.replace(
-            **{k: put(x, jnp.asarray(target), x[source]) for k, x in kept.items()}
+            **{k: put(x, jnp.asarray(target), x[jnp.asarray(source)]) for k, x in kept.items()}
         )
 
     def read(self, name: str, at):

@@ -4,6 +4,7 @@ queries (decode, guesses), else on rows gathered from the pages, by the steps of
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
@@ -92,6 +93,9 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
     checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     gates = paged_dispatch.joined_gates(OPS, gates, query)
+    # NumPy's arrays, which the checks could read, take no traced index.
+    inputs = query, gates, cache, page_table, lengths, cu_seqlens_q
+    query, gates, cache, page_table, lengths, cu_seqlens_q = jax.tree.map(jnp.asarray, inputs)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 

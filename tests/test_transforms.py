@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import pathlib
 import re
+from typing import Any
 
 import chex
 import jax
@@ -121,6 +122,41 @@ def test_where_integers_have_64_bits(dtype):
         found = nsa_jax.paged_attention(flat[0], flat[3], pages, *where)
         want = nsa_jax.attention(*new, config=SMALL).reshape(found.shape)
         np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def on_pages() -> dict[str, tuple[Any, tuple]]:
+    """Calls on pages, each with its arrays, of NumPy: rows of 5 and 3 queries."""
+    floats = lambda *shape: np.ones(shape, np.float32)
+    integers = lambda *rows: np.array(rows, np.int32)
+    cache = nsa_jax.PagedCache(8, 2, 8, 8, config=SMALL, dtype=jnp.float32)
+    cache = jax.tree.map(np.asarray, cache)
+    where = integers([5, 0], [2, 3]), integers(20, 21)
+    few = functools.partial(nsa_jax.paged_attention, max_seqlen_q=5)
+    tail = functools.partial(nsa_jax.paged_block_attention, block_size=16, include="tail")
+    query, gates, starts = floats(8, 4, 8), floats(8, 4, 3), integers(0, 5, 8)
+    attention = query, gates, cache, *where
+    return {
+        "paged_attention": (nsa_jax.paged_attention, attention),
+        "paged_attention, rows that differ": (nsa_jax.paged_attention, (*attention, starts)),
+        "paged_attention, rows made even": (few, (*attention, starts)),
+        "paged_block_attention": (
+            lambda *x: tail(*x[:-1], cu_seqlens_q=x[-1]),
+            (query, *floats(2, 8, 16, 2, 8), *where, np.full((8, 1, 2), -1, np.int32), starts),
+        ),
+        "copy_pages": (nsa_jax.PagedCache.copy_pages, (cache, integers(1), integers(2))),
+    }
+
+
+@pytest.mark.parametrize("name", on_pages())
+def test_arrays_of_numpy_beside_traced_ones(name):
+    function, arrays = on_pages()[name]
+    for i in range(len(arrays)):
+        for traced in ({i}, {*range(len(arrays))} - {i}):
+
+            def call(given, traced=traced):
+                return function(*(given[j] if j in traced else x for j, x in enumerate(arrays)))
+
+            jax.eval_shape(call, {j: arrays[j] for j in traced})
 
 
 ON_LISTS = (
