@@ -442,18 +442,19 @@ def _figure(line: Mapping[str, Any] | None, name: str, form: str) -> str:
     return format(line[name], form) if line["status"] == "ok" else line["status"]
 
 
+TRAINED = "125m", "bfloat16"  # model and precision; variants of the model have other names
+
+
 def training(device: str = DEVICE.name) -> str:
     newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
-    found = sorted((DEVICE.parent / device).glob("train*.jsonl"))
-    if not found:
-        raise ValueError(f"{device} has no train*.jsonl")
-    for path in found:
-        for _, line in records.read_lines(path):
-            if line["kind"] == "speed":
-                shape = newest.setdefault((line["batch"], line["seq_len"]), {})
-                # NSA's implementations share a column: one kernel choice a line.
-                which = "NSA" if line["attention"] == "nsa" else line["implementation"]
-                shape[line["framework"], which] = line
+    for line in lines_of("train.jsonl", device):
+        if line["kind"] != "speed" or line.get("devices", 1) > 1:
+            continue
+        if (line["model"], line["dtype"]) == TRAINED:
+            shape = newest.setdefault((line["batch"], line["seq_len"]), {})
+            # NSA's implementations share a column: one kernel choice a line.
+            which = "NSA" if line["attention"] == "nsa" else line["implementation"]
+            shape[line["framework"], which] = line
     ok = (key for shape in newest.values() for key in shape if shape[key]["status"] == "ok")
     columns = list(dict.fromkeys(ok))
     columns.sort(key=lambda key: (key[0] != "torch", key[1] != "NSA", key[1]))

@@ -254,14 +254,21 @@ def test_lines_that_failed_since(table, monkeypatch):
     of_training = {"kind": "speed", "batch": 1, "seq_len": 512, "attention": "nsa"}
     of_blocks = {"mode": "forward", "S": 32768}
     about = of_training if table == "training" else of_blocks
-    about |= {"framework": "torch", "implementation": "nsa_torch", "commit": "c0ffee"}
+    about |= {
+        "model": "125m",
+        "dtype": "bfloat16",
+        "framework": "torch",
+        "implementation": "nsa_torch",
+        "commit": "c0ffee",
+    }
     lines = [about | {"status": "ok", "time_ms": 7.0, "ms": 7.0}]
     monkeypatch.setattr(records, "read_lines", lambda path: [("", line) for line in lines])
     make = getattr(doc_tables, table)
     assert "| 7 |" in make(doc_tables.DEVICE.name)
     lines.append(about | {"status": "oom", "time_ms": None, "ms": None})
-    if table == "training":  # a column has a time somewhere
+    if table == "training":  # a column has a time somewhere; another model is another table
         lines.append(about | {"status": "ok", "time_ms": 9.0, "seq_len": 1024})
+        lines.append(about | {"status": "ok", "time_ms": 8.0, "model": "125m-head-gates"})
     assert "| oom |" in make(doc_tables.DEVICE.name)
 
 
