@@ -200,6 +200,10 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--gate must be of {GATES}, got {GATE.value}")
     if len(GATE.value) > 1 and not THROUGHPUT.value:
         raise ValueError(f"several --gate are for --throughput, got {GATE.value}")
+    if not THROUGHPUT.value:
+        for flag in (LENGTHS, TOKENS, SECONDS):
+            if flag.value != flag.default:
+                raise ValueError(f"--{flag.name} is for --throughput, got a training run")
     if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
         raise ValueError("--throughput measures one device, got --parallel or --accumulate")
     if GRAPH.value and FRAMEWORK.value == "jax":

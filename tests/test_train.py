@@ -600,6 +600,8 @@ def raising(error):
         (["--gate=head,sigmoid"], "several --gate are for --throughput"),
         (["--gate=relu"], "--gate must be of"),
         (["--dense=all"], "--dense=all is for --throughput"),
+        (["--lengths=64"], "--lengths is for --throughput"),
+        (["--tokens=64"], "--tokens is for --throughput"),
         (["--resume"], "--resume needs a checkpoint, found none in"),
         (["--corpus_bytes=99"], "corpus_bytes must be over"),
         (["--throughput", "--lengths=512,x"], "lengths must be numbers over 0"),
