@@ -15,7 +15,7 @@ raw ones; `phi` runs once for each.
 Shapes: `T` is what one rank has, `S` the whole sequence.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from nsa_torch.geometry import geometry
 from nsa_torch.plain import as_given
 from nsa_torch.plans import Cache
 from nsa_torch.signature import signature_of
+from nsa_torch.varlen import borders_of
 
 
 def shard_sequence(
@@ -119,7 +120,7 @@ def compress(
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
     """
-    ranks = Ranks(context_mesh, x.device)
+    ranks, device = _ranks_of(context_mesh, x)
 
     def describe():
         validate.array("x", x, 4)
@@ -131,9 +132,10 @@ def compress(
             "config": config,
             "phi": phi,
             "context_layout": context_layout,
+            "gradient": _wanted(x=x, params=params),
         }
 
-    context_ranks.agree(ranks, x.device, describe)
+    context_ranks.agree(ranks, device, describe)
     shards = shards_of(ranks, "x", x.shape[1], context_layout)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     return compressed_tokens(ranks, shards, x, params, config, cu_seqlens)
@@ -176,6 +178,12 @@ def select_blocks(
     return torch.cat(found, dim=1)
 
 
+def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
+    """The ranks of a mesh for tensors like `x`, which may be none: that is told to all of them."""
+    device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
+    return Ranks(mesh, device), device
+
+
 class _Decided(NamedTuple):
     """What calls of one signature have in common.
 
@@ -205,6 +213,7 @@ def attention(
     compressed,
     block_indices,
     cu_seqlens,
+    varlen,
     scale,
     recompute,
     implementation,
@@ -214,9 +223,14 @@ def attention(
     """`functional.attention` of this rank's queries; arguments as there."""
     from nsa_torch import context_attention
 
-    validate.queries(query)
-    validate.in_dtype_of_query(config, "context parallelism")
-    ranks = Ranks(context_mesh, query.device)
+    ranks, device = _ranks_of(context_mesh, query)
+    if varlen is not None:
+        try:
+            length = query.shape[1] * ranks.size
+            cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)
+        except Exception:
+            context_ranks.refuse(ranks, device)
+            raise
     given = query, key, value, gates, compressed, block_indices, cu_seqlens
     called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
     known = called and (called, ranks.group, str(context_layout))
@@ -227,7 +241,7 @@ def attention(
     else:
         tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
         how = config, scale, recompute, implementation
-        decided = _decide(ranks, *tensors, *how, context_layout)
+        decided = _decide(ranks, device, *tensors, *how, context_layout)
         if known is not None:
             _calls.keep(known, decided)
     shards, _, on_mosaic, gaps = decided
@@ -251,6 +265,7 @@ def attention(
 
 def _decide(
     ranks,
+    device,
     query,
     key,
     value,
@@ -267,19 +282,23 @@ def _decide(
     """Checks the arguments of a call, here and between the ranks."""
 
     def describe():
+        validate.flag("recompute", recompute)
         checks.tensors(query=query, gates=gates)
+        validate.queries(query)
         each = validate.gates(gates, query)
         shards, tensors = shards_of(ranks, "query", query.shape[1], layout), (query, key, value)
         _check(*tensors, each, config, compressed, block_indices, cu_seqlens, scale, shards)
-        gradient = torch.is_grad_enabled() and any(
-            x.requires_grad for x in (query, *key, *value, *each, *(compressed or ()))
-        )
+        validate.in_dtype_of_query(config, "context parallelism")
+        named = {"query": query}
+        for *names, k, v in validate.named(key, value):
+            named |= dict(zip(names, (k, v), strict=True))
+        pair = zip(("compressed_key", "compressed_value"), compressed or (), strict=False)
         return _described(query=query, key=key.selected, value=value.selected) | {
             "separate": separate(key, value),
             "compressed": compressed is not None,
             "block_indices": block_indices is not None,
             "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            "gradient": gradient,
+            "gradient": _wanted(gates=each, **named, **dict(pair)),
             "recompute": recompute,
             "context_layout": layout,
             "config": config,
@@ -287,7 +306,7 @@ def _decide(
             "on_mosaic": _on_mosaic(*tensors, each, config, shards, implementation),
         }
 
-    words, row = context_ranks.agree(ranks, query.device, describe)
+    words, row = context_ranks.agree(ranks, device, describe)
     on_mosaic = words["on_mosaic"]
     shards = shards_of(ranks, "query", query.shape[1], layout)
     group, packed = query.shape[2] // key.selected.shape[2], cu_seqlens is not None
@@ -329,6 +348,15 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
         checks.compressed(query, k_cmp, v_cmp, config, shards.length, value.selected)
     if indices is not None:
         checks.indices(indices, query, key.selected, config)
+
+
+def _wanted(**tensors: Any) -> str:
+    """Which of these want a gradient, tensors or several together: every rank must take part in the
+    steps of a backward pass, and those follow from it.
+    """
+    several = {n: x if isinstance(x, tuple) else (x,) for n, x in tensors.items()}
+    wants = lambda x: x is not None and x.requires_grad and torch.is_grad_enabled()
+    return " ".join(n for n, each in several.items() if any(map(wants, each))) or "none"
 
 
 def _described(**tensors: Tensor) -> dict:

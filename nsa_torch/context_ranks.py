@@ -99,7 +99,7 @@ def agree(
     error, words = None, {}
     try:
         words = describe()
-    except (ValueError, NotImplementedError) as raised:
+    except Exception as raised:
         error = raised
     text = "" if error else "; ".join(f"{name}={value}" for name, value in words.items())
     known = _agreed.setdefault(ranks.group, {})
@@ -107,12 +107,12 @@ def agree(
     if row is not None and error is None and device.type != "cpu":
         say(ranks, row)
         return words, row
-    data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    if error is not None:
+        refuse(ranks, device)
+        raise error
+    row = _row(text, device)
     rows = ranks.gather(row, SIZES)
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
-    if error is not None:
-        raise error
     for rank, other in enumerate(texts):
         if not other:
             raise ValueError(
@@ -130,6 +130,16 @@ def agree(
         )
     known[text, device] = row
     return words, row
+
+
+def refuse(ranks: Ranks, device: torch.device) -> None:
+    """Tells ranks that `agree` or `say` that this one has an error in place of a call."""
+    ranks.gather(_row("", device), SIZES)()
+
+
+def _row(text: str, device: torch.device) -> Tensor:
+    data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def say(ranks: Ranks, row: Tensor) -> None:

@@ -101,10 +101,6 @@ def attention(
       ValueError: an argument that no implementation could take.
       NotImplementedError: the named implementation cannot run this.
     """
-    validate.flag("recompute", recompute)
-    if varlen is not None:
-        length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
-        cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)
     if context_mesh is not None:
         from nsa_torch import context
 
@@ -114,12 +110,15 @@ def attention(
             compressed=compressed,
             block_indices=block_indices,
             cu_seqlens=cu_seqlens,
+            varlen=varlen,
             scale=scale,
             recompute=recompute,
             implementation=implementation,
             context_mesh=context_mesh,
             context_layout=context_layout,
         )
+    validate.flag("recompute", recompute)
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     if cu_seqlens is not None:
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
     given = query, key, value, gates, compressed, block_indices, cu_seqlens

@@ -233,10 +233,22 @@ def bad_input(mesh: DeviceMesh) -> dict[str, str]:
     meta = {name: t.to("meta") for name, t in x.items()}
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     packed = torch.tensor([0, 20, 48])[: 2 if odd else 3]
+    varlen = nsa_torch.varlen_metadata(torch.tensor([0, 48]), total=48, config=CONFIG)
+
+    def one_wants(name):
+        return {n: t.detach().requires_grad_(n == name) for n, t in x.items()}
+
     calls = {
         "length": lambda: plain(mesh, cut if odd else x),
         "dtype": lambda: plain(mesh, half if odd else x),
         "invalid": lambda: plain(mesh, unequal if odd else x),
+        "axes of query": lambda: plain(mesh, dict(x, query=x["query"][0]) if odd else x),
+        "kind": lambda: plain(mesh, dict(x, query=x["query"].numpy()) if odd else x),
+        "metadata": lambda: plain(mesh, x, varlen="none" if odd else varlen),
+        "gradient": lambda: plain(mesh, one_wants("key" if odd else "query")),
+        "gradient of means": lambda: context.compress(
+            one_wants("key" if odd else "")["key"][0], config=CONFIG, context_mesh=mesh
+        ),
         "sequences": lambda: plain(mesh, x, cu_seqlens=packed),
         "odd": lambda: plain(mesh, single),
         "layout": lambda: plain(mesh, x, context_layout="striped"),

@@ -133,6 +133,8 @@ ERRORS = {
     "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 4, 4, 8) float32 on rank 2",
     "dtype": "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 12, 4, 8) float16 on rank 2",
     "sequences": "got cu_seqlens=2 on rank 0 and cu_seqlens=1 on rank 2",
+    "gradient": "got gradient=query on rank 0 and gradient=key on rank 2",
+    "gradient of means": "got gradient=none on rank 0 and gradient=x on rank 2",
     "odd": "query must have an even number of tokens on each rank",
     "layout": "context_layout must be one of ('zigzag', 'contiguous'), got 'striped'",
     "device": "context_mesh must be of the device of query, meta, got a mesh of cpu",
@@ -148,10 +150,19 @@ def test_bad_input_on_every_rank(several, name, text):
         assert error.startswith("ValueError: ") and text in error
 
 
-def test_invalid_input_on_one_rank(several):
-    errors = [found["errors"]["invalid"] for found in several[0]]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("invalid", "value"),
+        ("axes of query", "query must have 4 axes"),
+        ("kind", "query must be a torch tensor"),
+        ("metadata", "varlen must be what nsa_torch.varlen_metadata returns"),
+    ],
+)
+def test_invalid_input_on_one_rank(several, name, text):
+    errors = [found["errors"][name] for found in several[0]]
     own = errors.pop(2)
-    assert "value" in own and "on all ranks" not in own
+    assert text in own and "on all ranks" not in own
     for error in errors:
         assert "must be valid on all ranks of context_mesh, got an error on rank 2" in error
 
