@@ -239,7 +239,8 @@ class _Attention(torch.autograd.Function):
                     part = function(*leaves)
                 out.put(part, unit.row, tokens, heads)
         if keep:
-            ctx.save_for_backward(*tensors, *kept)
+            # The borders too, so that torch knows if they were written to since.
+            ctx.save_for_backward(call.options["cu_seqlens"], *tensors, *kept)
             ctx.call, ctx.graphs, ctx.count = call, graphs, len(tensors)
             ctx.calls = calls
         return out.found
@@ -247,7 +248,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, do):
-        call, saved = ctx.call, ctx.saved_tensors
+        call, (_, *saved) = ctx.call, ctx.saved_tensors
         given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])
         query, compressed, gates, keys_values, _ = given
         own = [Whole(x, x.shape) for x in (query, *gates)]

@@ -305,6 +305,19 @@ def twice(mesh: DeviceMesh) -> bool:
     )
 
 
+def out_of_date(mesh: DeviceMesh) -> list[str]:
+    """Backward passes after the borders were written to."""
+    found = []
+    for recompute in (False, True):
+        borders, other = (torch.tensor([0, at, 96]) for at in (20, 40))
+        x = {name: t.requires_grad_() for name, t in mine(Case(96), mesh).items()}
+        meta = nsa_torch.varlen_metadata(borders, config=CONFIG)
+        out = plain(mesh, x, varlen=meta, recompute=recompute)
+        meta.update(other)
+        found.append(raised(lambda out=out: out.sum().backward()))
+    return found
+
+
 def by_kv_head() -> dict[str, torch.Tensor]:
     """Two ranks a sequence, two a key/value head, through a checkpoint."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
@@ -459,6 +472,7 @@ def main(rank: int, folder: Path) -> None:
     results["nan"] = with_nan(mesh)
     results["second derivatives"] = second_derivatives(mesh)
     results["twice"] = twice(mesh)
+    results["out of date"] = out_of_date(mesh)
     results["errors"] = bad_input(mesh)
     results["known calls"] = known_calls(dist.new_group())  # whose ranks fall out of step
     if rank == 3:

@@ -124,6 +124,13 @@ def test_second_derivatives_are_refused(several):
             )
 
 
+def test_borders_that_were_written_to_are_an_error(several):
+    """Not the gradients of other sequences."""
+    for found in several[0]:
+        for error in found["out of date"]:
+            assert "modified by an inplace operation" in error
+
+
 def test_a_graph_that_is_retained(several):
     assert all(found["twice"] for found in several[0])
 
