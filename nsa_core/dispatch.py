@@ -181,6 +181,11 @@ class Registry:
         """The implementation of `step` called `name`, if there is one."""
         return next((x for x in self.table.get(step, ()) if x.name == name), None)
 
+    def _check_name(self, name: Any) -> None:
+        known = (*self.names(), *self.elsewhere)
+        if name is not None and name not in known:
+            raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
+
     def choose(
         self,
         problem: Problem,
@@ -196,9 +201,7 @@ class Registry:
         entries = {entry.name: entry for entry in self.table[problem.step]}
         refused: dict[str, str] = {}
         if name is not None:
-            known = (*self.names(), *self.elsewhere)
-            if name not in known:
-                raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
+            self._check_name(name)
             if name in entries:
                 reason = entries[name].refusal(problem)
             else:
@@ -250,6 +253,8 @@ class Registry:
             choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
             return self._with_whole(problem, choices)
         names = Branches.each(implementation)._asdict()
+        for name in names.values():
+            self._check_name(name)
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
         strict = isinstance(implementation, str) and own is not None

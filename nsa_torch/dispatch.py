@@ -185,7 +185,9 @@ def problem_of(
 
 @constant
 def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
-    if debug.on or problem[0][0] != "cuda":
+    names = implementation if isinstance(implementation, tuple) else (implementation,)
+    known = all(name is None or isinstance(name, str) for name in names)  # else refused
+    if debug.on or problem[0][0] != "cuda" or not known:
         return _choose(implementation, step, problem)
     # What else decides. A choice takes as long as the launches of a short sequence.
     state = policy.in_force(), capability.interpret.get() is not False

@@ -22,7 +22,7 @@ from nsa_torch.plans import Cache, is_unplanned
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps are planned
 DEVICE_TYPES = ("cuda",)  # whose calls have signatures
-NAMES = frozenset({type(None), str, Branches})
+NAMES = frozenset({type(None), str})
 NUMBERS = frozenset({type(None), int, float})
 
 
@@ -46,7 +46,8 @@ def signature_of(
     """
     if type(config) is not NSAConfig or type(recompute) is not bool:
         return None
-    if type(scale) not in NUMBERS or type(implementation) not in NAMES or debug.on:
+    names = implementation if type(implementation) is Branches else (implementation,)
+    if type(scale) not in NUMBERS or not NAMES.issuperset(map(type, names)) or debug.on:
         return None
     if is_unplanned() or not plain(()):
         return None

@@ -330,6 +330,16 @@ def test_recompute_is_a_bool(recompute):
             library.attention(*given, config=SMALL, recompute=recompute)
 
 
+@pytest.mark.parametrize("given", [["xla"], 7, Branches(["xla"], None, None)], ids=str)
+def test_names_of_implementations_are_words(given):
+    """Not what cannot be looked up: on a GPU that was a TypeError."""
+    for library, tensors in ((nsa_jax, (Q, K, V, GATES)), (nsa_torch, TORCH)):
+        with pytest.raises(
+            ValueError, match=r"implementation must be one of \(.*\) or None, got"
+        ):
+            library.attention(*tensors, config=SMALL, implementation=given)
+
+
 def test_float64_of_numpy_where_jax_keeps_it():
     arrays = [np.asarray(x, np.float64) for x in (Q, K, V)]
     with pytest.raises(ValueError, match="query must not be a NumPy array of float64"):

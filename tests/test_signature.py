@@ -486,7 +486,9 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
         assert key_of(arguments) is None
     assert key_of(arguments | {"query": arguments["query"].as_subclass(Own)}) is None
     assert key_of(arguments | {"query": Parameter(arguments["query"])}) is not None
-    for other in ({"config": None}, {"implementation": ["mosaic"]}, {"scale": SAME}):
+    names = ["mosaic"], Branches(["mosaic"], None, None)
+    others = {"config": None}, {"scale": SAME}, *({"implementation": x} for x in names)
+    for other in others:
         assert key_of(arguments | other) is None
     seen = []
     watch = lambda x: seen.append(key_of(arguments | {"query": x})) or x.float().sum()
