@@ -87,14 +87,18 @@ def test_several_commands_end_as_the_worst(ends, expected):
     ],
 )
 def test_a_flag_that_would_say_nothing_is_refused(command, words, said):
-    with flagsaver.flagsaver(), pytest.raises((ValueError, app.UsageError), match=said):
-        command.FLAGS(["command", *words.split()])
-        try:
+    def unparse():
+        command.FLAGS.unparse_flags()
+        for name in command.FLAGS:
+            command.FLAGS[name].unparse()
+
+    unparse()  # another test may have left some
+    command.FLAGS(["command", *words.split()])
+    try:
+        with pytest.raises((ValueError, app.UsageError), match=said):
             command.main(["command"])
-        finally:
-            for flag in command.FLAGS:
-                command.FLAGS[flag].unparse()
-            command.FLAGS.unparse_flags()
+    finally:
+        unparse()
 
 
 @pytest.mark.parametrize(
