@@ -233,7 +233,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         apart = both(tensors)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = both(tensors)
     graph.replay()
     with plans.unplanned(Eager()):

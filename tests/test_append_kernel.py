@@ -274,7 +274,7 @@ def test_append(name, graph):
             for x, to in zip(pages.values(), tensors(cache), strict=True):
                 to.copy_(tensor(x))
             recorded = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(recorded):
+            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
                 call(implementation="mosaic")
             recorded.replay()
         torch.cuda.synchronize()

@@ -619,7 +619,7 @@ def test_one_graph_over_500_steps(implementation):
         step(eager)
         step(captured)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = step(captured)
         for i in range(500):
             grown = starts + i + 1

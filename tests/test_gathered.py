@@ -263,7 +263,9 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
     with torch.cuda.stream(side):
         beside = step()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):  # which the host could not wait in
+    with torch.cuda.graph(
+        graph, capture_error_mode="thread_local"
+    ):  # which the host could not wait in
         again = step()
     graph.replay()
     for got, other, want in zip(again, beside, found, strict=True):

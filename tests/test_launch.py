@@ -469,7 +469,7 @@ def test_a_captured_launch_is_replayed():
     prepare(tiny(), "cuda")
     x, y = (tensor.clone() for tensor in inputs_on_gpu())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = launch(tiny(), x, y)
     for seed in (1, 2):
         for static, value in zip((x, y), inputs_on_gpu(seed), strict=True):
@@ -501,7 +501,7 @@ def test_a_compilation_while_another_thread_captures():
         prepare(first, "cuda")
         x, y = inputs_on_gpu()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = launch(first, x, y)
             thread = threading.Thread(target=prepare, args=(second, "cuda:0"))
             thread.start()

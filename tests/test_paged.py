@@ -764,7 +764,7 @@ def test_rows_of_few_tokens_on_a_gpu(implementation):
         if replay is None:
             call()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = call()
             replay = graph.replay
         replay()
@@ -878,7 +878,7 @@ def test_one_graph_over_500_steps(implementation):
     step(eager)
     step(captured)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = step(captured)
     for i in range(500):
         grown = starts + i + 1

@@ -261,7 +261,7 @@ def test_a_step_appends_and_attends_on_a_gpu(separate):
         for name, x in before.items():
             one.tensors()[name].copy_(x)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = step()
         for turn in range(500):
             lengths += (lengths > 0).int()

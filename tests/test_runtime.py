@@ -544,7 +544,7 @@ def test_one_cubin_is_right_for_every_length(results):
         assert torch.equal(out, x) and bool((lengths == T).all())
 
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             bound.launch(torch.cuda.current_stream().cuda_stream, addresses)
         x.neg_()
         graph.replay()

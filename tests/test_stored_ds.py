@@ -398,7 +398,7 @@ def test_what_runs_beside_changes_nothing_on_gpu(monkeypatch):
         torch.cuda._sleep(10_000_000)
         found += [gradients() for _ in range(3)]
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = gradients()
     for _ in range(3):
         for x in captured:

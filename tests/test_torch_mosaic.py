@@ -865,7 +865,7 @@ def test_a_captured_call_is_replayed(packed):
         options["cu_seqlens"] = bounds
     nsa_torch.attention(*static, **options)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = nsa_torch.attention(*static, **options)
     for seed, ends in enumerate(([0, 100, 101, 290], [0, 1, 200, 300])):
         make = torch.Generator("cuda").manual_seed(seed)
@@ -890,7 +890,7 @@ def test_captured_gradients_are_replayed():
         gradients(static)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = gradients(static)
     make = torch.Generator("cuda").manual_seed(1)
     for _ in range(2):
