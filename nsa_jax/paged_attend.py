@@ -95,7 +95,8 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     # NumPy's arrays, which the checks could read, take no traced index.
     inputs = query, gates, cache, page_table, lengths, cu_seqlens_q
-    query, gates, cache, page_table, lengths, cu_seqlens_q = jax.tree.map(jnp.asarray, inputs)
+    of_jax = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+    query, gates, cache, page_table, lengths, cu_seqlens_q = jax.tree.map(of_jax, inputs)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 

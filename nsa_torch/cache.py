@@ -219,7 +219,7 @@ def cached_attention(
     kv_len = cache.length + num_new
     if requires_grad(*memory.values(), *gates, *new):
         cache = cache.clone()
-    recent = write(cache, key, value, config, compress_params)
+    recent = write(cache, key, value, config, compress_params, new_lengths)
     tokens = cache.longest + num_new
     slots: int | None = config.num_compressed(tokens)
     if "mosaic" in chosen:
@@ -239,12 +239,12 @@ def cached_attention(
     return out, cache
 
 
-def write(cache, key, value, config, compress_params) -> list[Tensor]:
+def write(cache, key, value, config, compress_params, new_lengths=None) -> list[Tensor]:
     """Writes the new tokens, `[B, T, Hkv, .]` in each branch, and the compressed tokens whose last
     raw token is among them, behind what the cache has: they are its own when they are counted.
 
     Returns:
-      Keys and values of the recent tokens and the new ones, of the compressed branch.
+      Keys and values, of the compressed branch, of the tokens that are recent then.
     """
     batch, num_new = key.selected.shape[:2]
     row = torch.arange(batch, device=cache.length.device)[:, None]
@@ -259,21 +259,23 @@ def write(cache, key, value, config, compress_params) -> list[Tensor]:
         (cache.compressed_key, cache.recent_key, key.compressed, compress_params[0]),
         (cache.compressed_value, cache.recent_value, value.compressed, compress_params[1]),
     ):
-        found.append(torch.cat([recent, tokens], dim=1))
-        _emit(buffer, found[-1], num_new, cache.length, config, params)
+        raw = torch.cat([recent, tokens], dim=1)
+        _emit(buffer, raw, num_new, cache.length, config, params)
+        kept = recent.shape[1]
+        last = _last(raw, kept, new_lengths, kept)
+        found.append(last.clone() if num_new > kept else last)  # a view holds all of `raw`
     return found
 
 
-def count(cache, raw, key, value, new_lengths=None) -> None:
+def count(cache, recent, key, value, new_lengths=None) -> None:
     """Makes tokens that were written the cache's own.
 
     Args:
-      raw: what `write` returned.
+      recent: what `write` returned.
       key, value: of the compressed branch.
     """
-    for recent, each in zip((cache.recent_key, cache.recent_value), raw, strict=True):
-        kept = recent.shape[1]
-        recent.copy_(_last(each, kept, new_lengths, kept))
+    for kept, now in zip((cache.recent_key, cache.recent_value), recent, strict=True):
+        kept.copy_(now)
     if cache.history_key is not None and cache.history_value is not None:
         cache.history_key = _recorded(cache.history_key, key, new_lengths)
         cache.history_value = _recorded(cache.history_value, value, new_lengths)

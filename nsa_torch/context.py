@@ -199,7 +199,7 @@ class _Decided(NamedTuple):
     gaps: bool
 
 
-# By signature, process group and layout.
+# By signature, process group, layout, and whether branches have keys of their own.
 _calls: Cache[_Decided] = Cache()
 
 
@@ -233,9 +233,9 @@ def attention(
             raise
     given = query, key, value, gates, compressed, block_indices, cu_seqlens
     called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
-    known = called and (called, ranks.group, str(context_layout))
-    decided = None if known is None else _calls.get(known)
     key, value = Branches.each(key), Branches.each(value)
+    known = called and (called, ranks.group, str(context_layout), separate(key, value))
+    decided = None if known is None else _calls.get(known)
     if decided is not None:
         context_ranks.say(ranks, decided.row)
     else:

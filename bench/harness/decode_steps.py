@@ -337,8 +337,8 @@ def _update(torch: bool) -> Callable[..., Any]:
         from nsa_torch.cache import count, write
 
         def updated(given, key, value, config, params):
-            raw = write(given, key, value, config, params)
-            count(given, raw, key.compressed, value.compressed)
+            recent = write(given, key, value, config, params)
+            count(given, recent, key.compressed, value.compressed)
             return given
 
         return updated
