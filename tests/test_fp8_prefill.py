@@ -181,6 +181,7 @@ def test_what_kernels_refuse(reason):
     assert reason not in (capability.why_not(exact) or "")
 
 
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 def test_caches_and_context_parallelism_refuse():
     sizes = 1, 64, 1, 16, 16
     for framework in (nsa_torch, nsa_jax):
@@ -193,8 +194,15 @@ def test_caches_and_context_parallelism_refuse():
         ):
             framework.PagedCache(4, 1, 16, 16, config=PAPER)
     said = "context parallelism computes in the dtype of the query"
-    with pytest.raises(NotImplementedError, match=said):
-        nsa_torch.attention(*tensors(), config=PAPER, context_mesh=object())
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        with pytest.raises(NotImplementedError, match=said):
+            nsa_torch.attention(*tensors(), config=PAPER, context_mesh=mesh)
+    finally:
+        torch.distributed.destroy_process_group()
     with pytest.raises(NotImplementedError, match=said):
         nsa_jax.attention(*arrays(), config=PAPER, context_axis="ranks")
 
