@@ -63,6 +63,18 @@ ROWS = (
 EAGER = tuple(p for p in ROWS if p.framework == "torch" and not p.graph)
 
 
+def chosen(only: Sequence[str], rows: Sequence[Problem]) -> list[Problem]:
+    """Those of `rows` whose names begin with one of `only`; all where that is empty.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [p for p in rows if p.name.startswith(tuple(only) or "")]
+    if not found:
+        raise ValueError(f"--only: no such row, known: {'; '.join(p.name for p in rows)}")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What was found of one problem in one mode; times of the rounds in milliseconds."""
@@ -180,9 +192,7 @@ def main(argv: Sequence[str]) -> int:
     there = Path(CHECKOUT.value).resolve()
     if not (there / "nsa_torch").is_dir():
         raise ValueError(f"--checkout: no nsa_torch in {there}")
-    rows = [p for p in ROWS if p.name.startswith(tuple(ONLY.value) or "")]
-    if not rows:
-        raise ValueError(f"--only: no such row, known: {', '.join(p.name for p in ROWS)}")
+    rows = chosen(ONLY.value, ROWS)
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
     print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)

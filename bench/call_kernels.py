@@ -128,16 +128,21 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 
 
-def measure(problem: Problem, rounds: int) -> dict[str, float]:
-    """Milliseconds by column."""
-    *tensors, do = torch_inputs(problem)
-    nsa_torch.prepare(  # all kernels side by side
+def prepare(problem: Problem) -> None:
+    """Builds its kernels, side by side."""
+    nsa_torch.prepare(
         heads=problem.H,
         kv_heads=problem.Hkv,
         key_width=problem.D,
         value_width=problem.Dv,
         lengths=[problem.T],
     )
+
+
+def measure(problem: Problem, rounds: int) -> dict[str, float]:
+    """Milliseconds by column."""
+    *tensors, do = torch_inputs(problem)
+    prepare(problem)
     run(TorchOps(), tensors, do)
     found = []
     for _ in range(rounds):
@@ -158,11 +163,7 @@ def lines(
 
 
 def main(argv: Sequence[str]) -> int:
-    rows = [p for p in against.EAGER if p.name.startswith(tuple(ONLY.value) or "")]
-    if not rows:
-        raise ValueError(
-            f"--only: no such row, known: {'; '.join(p.name for p in against.EAGER)}"
-        )
+    rows = against.chosen(ONLY.value, against.EAGER)
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
     commit = records.environment(COMMIT.value)["commit"]

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from absl import flags
 
-import nsa_torch
 from nsa_torch.torch_ops import TorchOps
 
 from . import against, call_kernels
@@ -141,13 +140,8 @@ def measure(problem: Problem, commit: str | None) -> Iterable[dict[str, Any]]:
     Raises:
       ChildProcessError: ncu failed; the message has what it said.
     """
-    nsa_torch.prepare(  # here: what builds kernels puts its own driver in the place of ncu's
-        heads=problem.H,
-        kv_heads=problem.Hkv,
-        key_width=problem.D,
-        value_width=problem.Dv,
-        lengths=[problem.T],
-    )
+    # Here: what builds kernels puts its own driver in the place of ncu's.
+    call_kernels.prepare(problem)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         words = [
@@ -176,15 +170,13 @@ def measure(problem: Problem, commit: str | None) -> Iterable[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    known = {p.name: p for p in against.EAGER}
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
     if UNDER.value:
-        watched(known[UNDER.value])
+        (row,) = (p for p in against.EAGER if p.name == UNDER.value)
+        watched(row)
         return exit_status.OK
-    rows = [p for name, p in known.items() if name.startswith(tuple(ONLY.value) or "")]
-    if not rows:
-        raise ValueError(f"--only: no such row, known: {'; '.join(known)}")
+    rows = against.chosen(ONLY.value, against.EAGER)
     if not shutil.which("ncu"):
         raise NotImplementedError("ncu is needed, of CUDA's toolkit")
     commit = records.environment(COMMIT.value)["commit"]

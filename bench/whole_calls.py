@@ -77,11 +77,7 @@ def measure(problem: Problem, rounds: int) -> Iterator[tuple[str, Mapping[str, f
 
 
 def main(argv: Sequence[str]) -> int:
-    rows = [p for p in against.ROWS if p.name.startswith(tuple(ONLY.value) or "")]
-    if not rows:
-        raise ValueError(
-            f"--only: no such row, known: {'; '.join(p.name for p in against.ROWS)}"
-        )
+    rows = against.chosen(ONLY.value, against.ROWS)
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
     commit, status = records.environment(COMMIT.value)["commit"], exit_status.OK

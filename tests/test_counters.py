@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from bench import counters
+from bench import call_kernels, counters
 from tests import pretend
 
 NAMES = [
@@ -55,7 +55,7 @@ def test_what_ncu_says_where_it_fails(monkeypatch):
         return subprocess.CompletedProcess(words, 1, "", "no counters")
 
     pretend.gpu(monkeypatch)
-    monkeypatch.setattr(counters.nsa_torch, "prepare", lambda **_: None)
+    monkeypatch.setattr(call_kernels, "prepare", lambda _: None)
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(counters.subprocess, "run", run)
     counters.FLAGS.unparse_flags()
