@@ -103,6 +103,20 @@ VARIANTS = {
     "shared_first_dense": Variant("a dense first layer", SHARED | {"dense_first": 1}),
     "shared_index": Variant("a loss trains the selection", SHARED | {"selection_loss": 0.1}),
     "shared_mlp_pe": Variant("learned compression", SHARED | {"phi": "mlp_pe"}),
+    "shared_n32": Variant("32 blocks selected", SHARED | {"n_sel": 32}),
+    "shared_n64": Variant("64 blocks selected", SHARED | {"n_sel": 64}),
+    "shared_fine": Variant("compressed tokens of 16, every 8", SHARED | {"l": 16, "d": 8}),
+    "shared_dense_third": Variant("every third layer dense", SHARED | {"dense_every": 3}),
+    **{
+        f"shared_{rule}": Variant(what, SHARED | {"choice": rule})
+        for rule, what in {
+            "mass": "blocks chosen by attention to all keys",
+            "bound": "blocks chosen by the box of their keys",
+            "middle": "compressed keys rotated after the mean",
+            "heads": "blocks chosen per query head",
+            "mass_heads": "blocks chosen per query head by attention to all keys",
+        }.items()
+    },
 }
 
 
@@ -132,6 +146,7 @@ SETTINGS = {
     "13m_bytes": Setting("13m", 4, 2048, 3000, 1.5e-3, data.TEXT),
     "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
     "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
+    "52m_8k_long": Setting("52m", 1, 8192, 10000, 1e-3),
     "125m_2k": Setting("125m", 4, 2048, 3000, 6e-4),
     "125m_bytes": Setting("125m", 16, 2048, 1000, 6e-4, data.TEXT),
 }
@@ -160,7 +175,7 @@ EXPERIMENTS = {
         "Is NSA as good as dense attention at rows of 8k?",
         "52m_8k",
         ("dense", "head_shared"),
-        (0, 1, 2, 3, 4),
+        (0, 1, 2, 3, 4, 7, 8, 9, 10),
     ),
     "table_125m": Experiment(
         "Is a larger model with NSA as good as with dense attention?",
@@ -210,6 +225,18 @@ EXPERIMENTS = {
             *("dense_taps", "shared_taps", "shared_first_dense", "shared_index"),
         ),
         (0, 1, 2),
+    ),
+    "far": Experiment(
+        "What keeps NSA from what lies more than a thousand tokens back: how many blocks are "
+        "selected, by which rule, or the compressed keys?",
+        "52m_8k_long",
+        (
+            *("dense", "head_shared", "head", "shared_n32", "shared_n64", "shared_mass"),
+            *("shared_bound", "shared_middle", "shared_heads", "shared_mass_heads"),
+            *("shared_fine", "shared_half", "dense_taps", "shared_taps", "shared_index"),
+            *("shared_first_dense", "shared_dense_third"),
+        ),
+        (7,),
     ),
     "selection_13m": Experiment(
         "What makes a small model's selection find what counts at rows of 8k?",

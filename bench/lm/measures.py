@@ -29,7 +29,7 @@ PARTS = ("first quarter", "second quarter", "second half")
 CATEGORIES = len(KINDS) * len(PARTS)
 # Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
 ORDER, BYTES_ORDER = 3, 8
-DISTANCES = (128, 256, 512, 1024, 2048, 4096)  # of a passage and its copy
+DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)  # of a passage and its copy
 BEYOND = 2 * PASSAGE  # tokens from the window to a passage that heads have to find
 OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is looked at; thoroughly
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged

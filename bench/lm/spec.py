@@ -26,6 +26,10 @@ class ModelSpec:
       vocabulary: tokens there are.
       norm_eps: of the norms.
       dense_first: blocks, the first ones, that attend densely in a model with NSA; torch only.
+      dense_every: of so many blocks the first attends densely, in a model with NSA; 0: none; torch
+        only.
+      choice: how NSA selects key blocks, of `choice.RULES`; torch only, and for rows of one
+        sequence.
       key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
         depthwise convolution of so many taps, in NSA and in dense attention; 0: they stay; torch
         only, and for rows of one sequence.
@@ -41,6 +45,8 @@ class ModelSpec:
     vocabulary: int = 256
     norm_eps: float = 1e-6
     dense_first: int = 0
+    dense_every: int = 0
+    choice: str = ""
     key_taps: int = 0
     shared_window: bool = False
     selection_loss: float = 0.0
@@ -51,7 +57,7 @@ class ModelSpec:
                 "dense_first must be below the layers of a model with NSA, and 0 in others, got "
                 f"{self.dense_first}"
             )
-        for name in ("key_taps", "selection_loss"):
+        for name in ("dense_every", "key_taps", "selection_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.shared_window and not self.layer.separate:
@@ -74,6 +80,14 @@ class ModelSpec:
                 del own[name]
         return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
 
+    def is_dense(self, block: int) -> bool:
+        """Whether the block of this number attends densely."""
+        every = self.dense_every and block % self.dense_every == 0
+        return self.attention == "dense" or block < self.dense_first or bool(every)
+
+    def dense_layers(self) -> int:
+        return sum(map(self.is_dense, range(self.layers)))
+
     def products(self) -> int:
         """Multiply-adds of one token in all matrix products but attention's."""
         at = self.layer
@@ -87,12 +101,14 @@ class ModelSpec:
             return at.dim * heads + taps + gates + 3 * at.dim * self.hidden
 
         nsa = block(3 - self.shared_window if at.separate else 1, at.gate_heads * inputs)
-        dense = self.layers if self.attention == "dense" else self.dense_first
+        dense = self.dense_layers()
         blocks = dense * block(1, 0) + (self.layers - dense) * nsa
         return blocks + at.dim * self.vocabulary
 
 
-TORCH_ONLY = ("dense_first", "key_taps", "shared_window", "selection_loss")
+TORCH_ONLY = (
+    *("dense_first", "dense_every", "choice", "key_taps", "shared_window", "selection_loss"),
+)
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 # "125m": bytes need next to no embedding, so that its MLP is
@@ -205,7 +221,7 @@ class Task:
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
         shape = cost.Shape(self.training.batch, length, length, *heads, itemsize=2)
         model = self.model
-        dense = model.layers if model.attention == "dense" else model.dense_first
+        dense = model.dense_layers()
         counts = {"dense": dense, "all": model.layers - dense}
         attention = sum(
             n * cost.cost(x, shape, at.config).flops for x, n in counts.items() if n

@@ -17,13 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nsa_core.config import NSAConfig
 from nsa_interop import weights
-from nsa_torch import functional
 from nsa_torch.checks import room
 from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
 from ..harness import timing
-from . import share
+from . import choice, share
 from .data import Batch
 from .ranks import Ranks
 from .spec import DivergedError, Task
@@ -387,9 +386,6 @@ def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarra
     """For the input `x` [1, T, dim] of a layer."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
-    compressed = functional.compress(
-        key.compressed, attention.compress_params()[0], config=spec.config
-    )
-    indices = functional.select_blocks(query, compressed, config=spec.config)
+    indices = choice.blocks(attention, query, key.compressed, key.selected)
     heads = slice(None, None, spec.n_heads // spec.gate_heads)
     return gates[0, :, heads].float().cpu().numpy(), indices[0].cpu().numpy()

@@ -21,6 +21,7 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata
 
 from . import selection
+from .choice import Chosen
 from .spec import ModelSpec
 
 BACKENDS = {
@@ -143,11 +144,13 @@ class Block(nn.Module):
         self.norm_attention = RMSNorm(spec.layer.dim, spec.norm_eps)
         if spec.attention == "dense":
             self.attention = DenseAttention(spec.layer, implementation or "math")
-        elif number < spec.dense_first:
+        elif spec.is_dense(number):
             self.attention = DenseAttention(spec.layer, None)
         else:
             options = spec.layer.as_dict() | spec.layer.start()
             kind = SharedWindow if spec.shared_window else NSAAttention
+            if spec.choice:
+                kind, options = Chosen, options | {"rule": spec.choice}
             self.attention = kind(**options, implementation=implementation)
         self.spec = spec
         self.selection_loss: Tensor | None = None  # of the last pass that records gradients
@@ -170,7 +173,7 @@ class Block(nn.Module):
                 found = selection.loss(attention, x)
                 self.selection_loss = spec.selection_loss * found
             return attention(x)[0]
-        for name in ("key_taps", "selection_loss"):
+        for name in ("choice", "key_taps", "selection_loss"):
             if getattr(spec, name):
                 raise NotImplementedError(f"{name} must be 0 for packed rows")
         if isinstance(attention, DenseAttention):
