@@ -6,7 +6,7 @@
 
 Runs of one seed start from the same weights and see the same rows. A run is one file,
 `<out>/<setting>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
-again makes those that are missing, so that a call may be cut. It has every 20th step of
+again makes those that are missing, so that a call may be cut. It has about a hundred steps of
 `bench.train`'s lines, all else whole. `--jobs 4` runs four at a time, over the GPUs that there are
 in turn: two on one GPU hide what the host does between steps. Times of steps are kept of `--jobs 1`
 alone. Exit status 3: runs were left out, since they might not have ended within `--limit` seconds.
@@ -54,7 +54,7 @@ COMMIT = cli.define_commit(FLAGS)
 HELD_OUT_TOKENS, HELD_OUT_ROWS = 2**17, 32
 HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
-KEPT_EVERY = 20  # step lines of a record
+KEPT_EVERY, KEPT_STEPS = 20, 100  # step lines of a record: not more often, about so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +374,8 @@ def run(job: Job) -> tuple[Job, str, float]:
             ),
             loop.Stop(),  # not entered: SIGTERM ends the process at once, nothing is lost
         )
-        lines = [x for x in log.read(path) if kept(x, job.timed)]
+        every = max(KEPT_EVERY, job.setting.steps // KEPT_STEPS)
+        lines = [x for x in log.read(path) if kept(x, job.timed, every)]
         if summary.status == "ok":
             # Whole or not at all, since a file that is there is a run that has ended.
             scratch = job.path.with_suffix(".part")
@@ -393,10 +394,10 @@ def _evaluated(todo: spec.Task) -> int:
     return max(2, int(min(wanted, most)) // todo.tokens())
 
 
-def kept(line: log.Line, timed: bool) -> bool:
-    """Whether a record has it."""
+def kept(line: log.Line, timed: bool, every: int = KEPT_EVERY) -> bool:
+    """Whether a record has it: every so many steps, and all else."""
     if isinstance(line, log.Step):
-        return line.step % KEPT_EVERY == 0
+        return line.step % every == 0
     return timed or not isinstance(line, log.Speed)
 
 

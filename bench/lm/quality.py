@@ -113,6 +113,8 @@ class Difference:
     error: float  # NaN of one pair
     pairs: int
     dense: float
+    least: float  # of the pairs
+    most: float
 
     @property
     def t(self) -> float:
@@ -299,7 +301,8 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
     apart = values[:, 0] - values[:, 1]
     several = len(apart) > 1
     error = float(apart.std(ddof=1) / len(apart) ** 0.5) if several else math.nan
-    return Difference(float(apart.mean()), error, len(apart), float(values[:, 1].mean()))
+    mean, dense = float(apart.mean()), float(values[:, 1].mean())
+    return Difference(mean, error, len(apart), dense, float(apart.min()), float(apart.max()))
 
 
 def verdicts(group: Group, kind: Kind) -> list[Verdict]:
@@ -538,8 +541,9 @@ SUMMARY_HEAD += ("loss of new tokens", "of all tokens", "recall", "pairs", "as g
 
 def summary_rows(group: Group) -> list[list[str]]:
     """The cells below `SUMMARY_HEAD`, of the kinds with the most pairs, two at least: of dense
-    attention, then how NSA differs, with an interval of 95 %. None where neither recalls anything
-    yet, since losses then say when a model learns to copy rather than how well."""
+    attention, then how NSA differs, with an interval of 95 % and the range of the pairs. None where
+    neither recalls anything yet, since losses then say when a model learns to copy rather than how
+    well."""
     kinds = [kind for kind in group.kinds if not kind.label.startswith("dense")]
     pairs = max((len(kind.runs) for kind in kinds), default=0)
     found = []
@@ -552,7 +556,9 @@ def summary_rows(group: Group) -> list[list[str]]:
         ours, theirs = (next(iter(x.runs.values())) for x in (kind, group.dense))
         sizes = (f"{x.header.parameters / 1e6:.1f}" for x in (ours, theirs))
         cells = (
-            "-" if x is None else f"{x.dense:.2f}, {x.mean:+.3f} ± {x.half:.3f}"
+            "-"
+            if x is None
+            else f"{x.dense:.2f}, {x.mean:+.3f} ± {x.half:.3f} ({x.least:+.2f} to {x.most:+.2f})"
             for x in of.values()
         )
         size, decided = "; ".join(sizes), _decided(group, kind)
