@@ -18,13 +18,14 @@ export PYTHONDONTWRITEBYTECODE :=
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all test-gpu test-clean test-versions test-vllm durations wheel sdist check format clean
+.PHONY: help setup compare oneshot test test-all mutants test-gpu test-clean test-versions test-vllm durations wheel sdist check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
 	@echo "make oneshot     environment, tests, every bench and a report, within 10 minutes"
-	@echo "make test        those that fit in six minutes (GPU tests run where there is a GPU)"
-	@echo "make test-all    all tests, 25 minutes on two cores"
+	@echo "make test        all tests, 25 minutes on two cores (GPU tests run where there is a GPU);"
+	@echo "                 PART=1/5 a fifth of them; make test-all is the same"
+	@echo "make mutants     mistakes in the library that tests must catch; PART=1/10 a tenth of them"
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch, both, hf"
 	@echo "make test-versions  what other versions can break: oldest, pinned and newest; VERSIONS=pre-release"
@@ -58,10 +59,12 @@ oneshot: $(READY)
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(if $(PART),--part $(PART))
 
-test-all: $(READY)
-	$(PYTEST)
+test-all: test
+
+mutants: $(READY)
+	$(RUN) -m tests.mutants $(if $(PART),--part $(PART))
 
 durations: $(READY)
 	$(PYTEST) --record-durations

@@ -77,16 +77,7 @@ pytest_plugins = ["tests.durations"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", help="K/N: the Kth of N parts of the tests, in their order.")
-
-
-def part_of(items, part):
-    """The Kth of N parts as "K/N", and the others."""
-    k, _, n = part.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {part}")
-    begin, end = (len(items) * i // int(n) for i in (int(k) - 1, int(k)))
-    return items[begin:end], items[:begin] + items[end:]
+    parser.addoption("--part", help="K/N: the Kth of N parts of the tests, of equal seconds.")
 
 
 def may_have(marker, path):
@@ -108,7 +99,9 @@ def pytest_collection_modifyitems(config, items):
     -k asks for say why they do not run. Those that need two are skipped where there is one.
     """
     if config.option.part:
-        items[:], others = part_of(items, config.option.part)
+        from tests import durations  # a plugin: pytest loads it after this file
+
+        items[:], others = durations.part_of(items, config.option.part, durations.read())
         config.hook.pytest_deselected(items=others)
     if torch.cuda.is_available():
         for item in items:

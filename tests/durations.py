@@ -1,17 +1,16 @@
-"""Recorded durations of tests: which are slow, and which file a worker takes first.
+"""Recorded durations of tests: which file a worker takes first, and what makes equal parts.
 
     make durations    # runs everything and writes tests/durations.json
 
 Seconds are those of a processor, of the test's process and of those that it starts: what else
-the machine does changes them little. The dearest tests carry the marker `slow`, which `make test`
-leaves out: the others fit in `BUDGET` seconds together. The cheapest of each file is never
-slow, nor is a test without a record. A fixture that tests share is recorded by itself, as
+the machine does changes them little. A fixture that tests share is recorded by itself, as
 `@name file`, and counts once where any of them runs. Files begin in the order of what they
 take, the longest first, so that no worker is left with a long one at the end (`--dist
 loadfile`: tests of a file share what they compile).
 """
 
 import collections
+import itertools
 import json
 import os
 from pathlib import Path
@@ -19,8 +18,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
-# Seconds. Imports, collection and results that move to another test take 380 more.
-BUDGET = 320.0
+UNRECORDED = 0.1  # seconds of a test without a record, and of each besides
 
 served = 0.0  # Seconds of processes that outlive a test, which whoever asks them adds.
 
@@ -39,18 +37,9 @@ def pytest_configure(config):
         config.pluginmanager.register(Recorder())
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    mark_and_order(items, config.getoption("markexpr"), read())
-
-
-def mark_and_order(items, markexpr: str, recorded, budget: float = BUDGET) -> None:
-    """Marks the dearest tests as slow, and puts the longest files first."""
-    slow = slow_of(recorded, {item.nodeid: shared_by(item) for item in items}, budget)
-    for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
-    longest_first(items, recorded, without_slow="not slow" in markexpr)
+    longest_first(items, read())
 
 
 def name_of(fixture) -> str:
@@ -63,41 +52,29 @@ def shared_by(item) -> set[str]:
     return {name_of(found[-1]) for found in fixtures if found[-1].scope != "function"}
 
 
-def slow_of(recorded, needed, budget: float = BUDGET) -> set[str]:
-    """The tests that do not fit in the budget, the cheapest of each file first in it;
-    `needed`: the shared fixtures of each test."""
-
-    def seconds(name, paid=frozenset()):
-        fixtures = needed.get(name, set()) - paid
-        return recorded[name] + sum(recorded.get(x, 0.0) for x in fixtures)
-
-    first, rest = {}, []
-    for name in sorted(filter(is_test, recorded), key=lambda name: (seconds(name), name)):
-        if first.setdefault(name.split("::")[0], name) != name:
-            rest.append(name)
-    left, paid, slow = budget, set(), set()
-    for name in [*first.values(), *rest]:
-        if seconds(name, paid) > left and name in rest:
-            slow.add(name)
-            continue
-        left -= seconds(name, paid)
-        paid |= needed.get(name, set())
-    return slow
-
-
-def is_test(name: str) -> bool:
-    return not name.startswith("@")
-
-
-def longest_first(items, recorded, without_slow: bool) -> None:
+def longest_first(items, recorded) -> None:
     """Puts files in the order of what their tests take; tests stay in the order of the file."""
     total, paid = collections.Counter(), set()
     for item in items:
-        if not (without_slow and item.get_closest_marker("slow")):
-            fixtures = shared_by(item) - paid
-            paid |= fixtures
-            total[item.path] += sum(recorded.get(x, 0.0) for x in {item.nodeid, *fixtures})
+        fixtures = shared_by(item) - paid
+        paid |= fixtures
+        total[item.path] += sum(recorded.get(x, 0.0) for x in {item.nodeid, *fixtures})
     items.sort(key=lambda item: (-total[item.path], str(item.path)))
+
+
+def part_of(items, part: str, recorded):
+    """The Kth of N parts as "K/N", which take equal seconds, and the other items."""
+    k, _, n = part.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {part}")
+    weights = [recorded.get(x.nodeid, 0.0) + UNRECORDED for x in items]
+    middles = [
+        end - own / 2 for end, own in zip(itertools.accumulate(weights), weights, strict=True)
+    ]
+    parts = [int(int(n) * middle / sum(weights)) + 1 for middle in middles]
+    chosen = [part == int(k) for part in parts]
+    others = [item for item, own in zip(items, chosen, strict=True) if not own]
+    return list(itertools.compress(items, chosen)), others
 
 
 _spent = 0.0  # when the last phase ended

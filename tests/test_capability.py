@@ -136,7 +136,6 @@ def test_gathered_query_tiles_can_be_copied():
     assert lowering.lower(kernel)
 
 
-@pytest.mark.slow
 def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
     case = Case(13, 33, H=5, Hkv=1, D=96, Dv=80, B=1, dtype="bfloat16")
     check_step(problem(case), "selected_attention")
@@ -147,14 +146,12 @@ def test_small_groups_are_compiled_with_the_gathered_kernels():
     assert {"gathered_forward", "gathered_dq"} < names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SAMPLE + BORDERS)
 def test_what_is_accepted_compiles(shape):
     assert not capability.why_not(asked(*shape))
     assert all(lowering.lower(kernel) for kernel in kernels(*shape))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_does_not_compile(name, monkeypatch):
     change, error, message = REFUSED[name]

@@ -506,7 +506,11 @@ def test_workflows_run_the_checks_and_the_gpu():
         name: [step.get("run", "") for job in jobs.values() for step in job["steps"]]
         for name, jobs in flows.items()
     }
-    assert {"make check", "make test"} <= set(commands["ci"])
+    assert {"make check", 'make test PART="$PART"'} <= set(commands["ci"])
+    assert 'make test mutants PART="$PART"' in commands["release"]
+    for name in ("ci", "release"):  # the parts are all tests
+        parts = flows[name]["test"]["strategy"]["matrix"]["part"]
+        assert parts == [f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)]
     assert any("bench.oneshot" in text for text in commands["gpu-bench"])
     bench, propose = flows["gpu-bench"]["bench"], flows["gpu-bench"]["propose"]
     assert bench["runs-on"] == ["self-hosted", "gpu"] and "permissions" not in bench

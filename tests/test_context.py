@@ -258,7 +258,6 @@ def test_eight_devices_of_jax_equal_one_of_torch():
     assert_devices_equal_one(found, {"zigzag", "packed"})
 
 
-@pytest.mark.slow
 def test_more_layouts_on_eight_devices():
     found = on_devices("contiguous", "odd-chunks", "mutant")
     mutant = found.pop("mutant order")

@@ -67,9 +67,7 @@ def compiled(**sizes):
     return decode(posed(**sizes)).for_any_length()
 
 
-@pytest.mark.parametrize(
-    "each", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
-)
+@pytest.mark.parametrize("each", [COMPILED, OTHERS], ids=["some", "others"])
 def test_every_variant_fits_the_chip(each):
     reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in each])
     for sizes, report in zip(each, reports, strict=True):

@@ -37,7 +37,6 @@ def run(text):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
 def test_examples_run(path):
     done = run(path.read_text())

@@ -1,4 +1,4 @@
-"""Recorded durations: what is slow, which file comes first, what is written."""
+"""Recorded durations: which file comes first, parts of equal seconds, what is written."""
 
 import json
 import time
@@ -9,7 +9,7 @@ import pytest
 
 from tests import durations
 
-RECORDED, BUDGET = {"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}, 2.5
+RECORDED = {"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}
 
 
 def fixture(name, scope="module"):
@@ -18,46 +18,12 @@ def fixture(name, scope="module"):
 
 class Item:
     def __init__(self, name, *fixtures):
-        self.nodeid, self.path, self.marks = name, Path(name.split("::")[0]), []
+        self.nodeid, self.path = name, Path(name.split("::")[0])
         found = {x: (fixture(x, scope),) for x, scope in fixtures}
         self._fixtureinfo = SimpleNamespace(name2fixturedefs=found)
 
-    def add_marker(self, mark):
-        self.marks.append(mark.name)
-
-    def get_closest_marker(self, name):
-        return name in self.marks
-
-
-def collected(markexpr, *names):
-    """The tests in the order in which they run, and those that are slow."""
-    items = [Item(name) for name in names]
-    durations.mark_and_order(items, markexpr, RECORDED, BUDGET)
-    return [x.nodeid for x in items], [x.nodeid for x in items if x.marks]
-
 
 NAMES = "c.py::new", "b.py::some", "a.py::short", "a.py::long"
-
-
-def test_what_does_not_fit_is_slow():
-    assert collected("", *NAMES)[1] == ["a.py::long"]
-
-
-def test_the_cheapest_fit_but_each_file_has_one():
-    tests = {"a.py::1": 200.0, "a.py::2": 350.0, "b.py::1": 300.0, "c.py::1": 30, "c.py::2": 40}
-    for seconds, slow in (
-        (300, {"a.py::2"}),
-        (400, both := {"a.py::2", "c.py::2"}),
-        (9000, both),
-    ):
-        assert durations.slow_of(tests | {"b.py::1": seconds}, {}, 600.0) == slow
-
-
-def test_a_shared_fixture_is_paid_for_once():
-    tests = {"a.py::1": 1.0, "a.py::2": 2.0, "a.py::3": 3.0, "@x a.py": 50.0}
-    needed = {"a.py::2": {"@x a.py"}, "a.py::3": {"@x a.py"}}
-    for budget, slow in ((54.0, {"a.py::3"}), (52.0, {"a.py::2", "a.py::3"}), (56.0, set())):
-        assert durations.slow_of(tests, needed, budget) == slow
 
 
 def test_fixtures_that_tests_share_are_those_of_more_than_a_function():
@@ -66,13 +32,31 @@ def test_fixtures_that_tests_share_are_those_of_more_than_a_function():
 
 
 def test_the_longest_file_comes_first():
-    order, _ = collected("", *NAMES)
-    assert order == ["a.py::short", "a.py::long", "b.py::some", "c.py::new"]
+    items = [Item(name) for name in NAMES]
+    durations.longest_first(items, RECORDED)
+    assert [x.nodeid for x in items] == ["a.py::short", "a.py::long", "b.py::some", "c.py::new"]
 
 
-def test_what_is_left_out_does_not_count():
-    order, _ = collected("not slow", *NAMES)
-    assert order == ["b.py::some", "a.py::short", "a.py::long", "c.py::new"]
+def test_parts_take_equal_seconds():
+    items = [Item(f"a.py::{i}") for i in range(12)]
+    recorded = {"a.py::0": 8.0, "a.py::1": 4.0} | {f"a.py::{i}": 1.0 for i in range(2, 10)}
+    parts = [durations.part_of(items, f"{k}/3", recorded)[0] for k in (1, 2, 3)]
+    assert [x for part in parts for x in part] == items
+    assert [sum(recorded.get(x.nodeid, 0) for x in part) for part in parts] == [8, 6, 6]
+
+
+def test_tests_without_a_record_are_shared_out_by_count():
+    items = [Item(f"a.py::{i}") for i in range(11)]
+    parts = [durations.part_of(items, f"{k}/3", {}) for k in (1, 2, 3)]
+    assert [x for kept, _ in parts for x in kept] == items
+    assert all(set(kept) | set(others) == set(items) for kept, others in parts)
+    assert max(len(kept) for kept, _ in parts) == 4
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "one", "1"])
+def test_a_part_that_is_none_is_refused(part):
+    with pytest.raises(pytest.UsageError, match="--part must be K/N"):
+        durations.part_of([Item("a.py::x")], part, {})
 
 
 def test_phases_of_a_test_add_up(tmp_path):

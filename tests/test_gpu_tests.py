@@ -1,4 +1,4 @@
-"""bench.gpu_tests: the age of the last run of GPU tests, and parts of the tests."""
+"""bench.gpu_tests: the age of the last run of GPU tests."""
 
 import json
 import subprocess
@@ -10,7 +10,6 @@ import pytest
 from bench import gpu_tests
 from bench.harness import records
 from tests import pretend
-from tests.conftest import part_of
 
 CHANGED = "2026-11-20T12:00:00+02:00"
 LATER, EARLIER = "2026-11-20T10:00:01+00:00", "2026-11-20T09:59:59+00:00"
@@ -59,20 +58,6 @@ def test_a_warning_has_both_dates(age, runs, said):
 @pytest.mark.parametrize("parts", [[None], ["1/2", "2/2"], ["3/3", "1/2", "2/3", "1/3"]])
 def test_no_warning_after_a_whole_run(age, parts):
     assert age(*((LATER, part, []) for part in parts)).startswith("ok: ")
-
-
-def test_parts_are_all_tests_once():
-    items = list(range(11))
-    parts = [part_of(items, f"{k}/3") for k in (1, 2, 3)]
-    assert [x for kept, _ in parts for x in kept] == items
-    assert all(sorted(kept + others) == items for kept, others in parts)
-    assert max(len(kept) for kept, _ in parts) == 4
-
-
-@pytest.mark.parametrize("part", ["0/2", "3/2", "one", "1"])
-def test_a_part_that_is_none_is_refused(part):
-    with pytest.raises(pytest.UsageError, match="--part must be K/N"):
-        part_of([1], part)
 
 
 def test_the_command_says_the_age_of_this_checkout():

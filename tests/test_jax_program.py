@@ -111,7 +111,6 @@ def instructions(compiled: jax.stages.Compiled) -> int:
     return sum(INSTRUCTION.match(line) is not None for line in compiled.as_text().splitlines())
 
 
-@pytest.mark.slow
 def test_a_step_on_two_devices(h100):
     """Rows for which Shardy has crashed, at the empty constants of a scatter."""
     compiled = step_of(2, 8, 8192)

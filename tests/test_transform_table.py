@@ -362,19 +362,13 @@ CHECKS = {
 }
 
 
-# Lengths compile in JAX; the dense reference is one graph of everything.
-SLOW = ("torch `reference`", "torch `jax`", "torch `fa2`")
-
-
 def cells():
     torch_names = [f"torch `{name}`" for name in ("sdpa", "fa2", "jax", "reference")]
     assert HEADER[2:] == [*torch_names, "JAX `xla`", "JAX `reference`"]
     assert [line[0] for line in LINES] == [*CHECKS]
     for line in LINES:
         for column, word in zip(HEADER[2:], line[2:], strict=True):
-            slow = line[0] == "compiled once for all lengths" and column in SLOW
-            marks = pytest.mark.slow if slow else ()
-            yield pytest.param(line[0], column, word, id=f"{line[0]}-{column}", marks=marks)
+            yield pytest.param(line[0], column, word, id=f"{line[0]}-{column}")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of jvp
