@@ -1,6 +1,7 @@
 """What the tokens of a cache were made with, as far as shapes and sizes do not tell."""
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -43,6 +44,21 @@ class Contents:
 def facts_of(params: tuple[CompressParams, CompressParams]) -> Facts:
     """What parameters of the compression say, those of keys and those of values."""
     return tuple((f"phi_{x}", PHI[type(one)]) for x, one in zip("kv", params, strict=True))
+
+
+def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
+    """`repr` of a cache in one line. Its arrays may be anything while a transform holds it."""
+    arrays = {name: getattr(cache, name) for name in (key, value)}
+    words = {name: getattr(x, "shape", x) for name, x in arrays.items()}
+    words = {name: tuple(x) if isinstance(x, tuple) else x for name, x in words.items()} | facts
+    words["dtype"] = getattr(arrays[key], "dtype", None)
+    if length is not None:
+        try:
+            words["lengths"] = reprlib.repr(length.tolist())
+        except Exception:  # traced, or without memory
+            words["lengths"] = "unknown"
+    said = ", ".join(f"{name}={value}" for name, value in words.items())
+    return f"{type(cache).__name__}({said})"
 
 
 UNSAID = Contents()

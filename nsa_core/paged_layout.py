@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 from nsa_core import validate
 from nsa_core.array_ops import ArrayOps
-from nsa_core.cache_contents import UNSAID, Contents
+from nsa_core.cache_contents import UNSAID, Contents, summary
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class PagedArrays:
     """The pages of one layer; `P`: their number. The memory is the caller's to share out.
 
@@ -67,6 +67,9 @@ class PagedArrays:
     recent_key: Any = None
     recent_value: Any = None
     contents: Contents = dataclasses.field(default=UNSAID, kw_only=True)
+
+    def __repr__(self) -> str:
+        return summary(self, "selected_key", "selected_value", separate=self.separate)
 
     @property
     def num_pages(self) -> int:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nsa_core import validate
-from nsa_core.cache_contents import MEANS, UNSAID, Contents, Facts, facts_of
+from nsa_core.cache_contents import MEANS, UNSAID, Contents, Facts, facts_of, summary
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -52,6 +52,10 @@ class NSACache(NamedTuple):
     def reset(self) -> Self:
         """The cache without tokens, which knows nothing of what they were made with: zeros, since
         kernels multiply a tile whole, and behind the last token nothing may be NaN.
+    def __repr__(self) -> str:
+        separate = self.sliding_key is not None
+        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
+
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 

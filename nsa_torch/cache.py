@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_core import validate
-from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
+from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of, summary
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -24,7 +24,7 @@ from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class NSACache:
     """`M`: capacity in tokens. Sliding fields are None where it reads the selected ones."""
 
@@ -54,6 +54,10 @@ class NSACache:
             field.name: function(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
+    def __repr__(self) -> str:
+        separate = self.sliding_key is not None
+        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
+
         }
         return dataclasses.replace(self, **tensors)
 

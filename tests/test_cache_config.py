@@ -530,3 +530,38 @@ def test_tokens_that_were_taken_back_leave_no_nan(wanted, separate):
         torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
     else:
         assert cache.selected_key.data_ptr() == before
+@FRAMEWORKS
+@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
+def test_a_cache_is_shown_in_one_line(api, array, rows, lengths):
+    cache = api.init_cache(rows, 70, 1, 8, 4, config=SMALL)
+    dtype = "torch.float32" if api is nsa_torch else "float32"
+    assert repr(cache) == (
+        f"NSACache(selected_key=({rows}, 70, 1, 8), selected_value=({rows}, 70, 1, 4), "
+        f"separate=False, dtype={dtype}, lengths={lengths})"
+    )
+    pages = api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)
+    dtype = dtype.replace("float32", "bfloat16")
+    assert repr(pages) == (
+        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
+        f"dtype={dtype})"
+    )
+
+
+@torch.no_grad()
+def test_caches_that_hold_no_numbers_are_shown():
+    model = NSAForCausalLM(NSAModelConfig(**MODEL, attention=["nsa", "dense"])).eval()
+    caches = NSAModelCache(model.config), NSAPagedModelCache(NSAModelConfig(**MODEL), 1, 20)
+    model(torch.ones(1, 3, dtype=torch.long), past_key_values=caches[0])
+    states = [each.state for each in caches[0].layers]
+    assert repr(states[1]) == (
+        "DenseCache(key=(1, 64, 1, 8), value=(1, 64, 1, 8), dtype=torch.float32, lengths=[3])"
+    )
+    seen = []
+    cache = nsa_jax.init_cache(1, 9, 1, 8, 8, config=SMALL)
+    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
+    axes = jax.tree.map(lambda _: 0, cache)
+    meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
+    shown = [*seen, *map(repr, (*caches, *states, axes, meta))]
+    assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)
+
+

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nsa_core.cache_contents import Contents
+from nsa_core.cache_contents import Contents, summary
 from nsa_core.config import SIZES
 from nsa_torch import cache as nsa_cache
 from nsa_torch.geometry import own_tokens
@@ -41,7 +41,7 @@ CACHED = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class DenseCache:
     """Keys and values of a dense layer, as `nsa_torch.NSACache` has them."""
 
@@ -51,6 +51,9 @@ class DenseCache:
     longest: int = 0  # no row is longer; known on the host
 
     @property
+    def __repr__(self) -> str:
+        return summary(self, "key", "value", self.length)
+
     def capacity(self) -> int:
         return self.key.shape[1]
 
