@@ -162,6 +162,7 @@ def shapes(
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
     """The shape of each of `ARRAYS`; None: not there. `fp8_rows`: of a cache in fp8."""
+    validate.flag("separate", separate)
     sizes = {"key": key_width, "value": value_width}
     found: dict[str, tuple[int, ...] | None] = {}
     for name in ARRAYS:

@@ -96,6 +96,7 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
+    validate.flag("separate", separate)
     validate.float_dtype(jnp.dtype(dtype).name)
 
     def zeros(length, width):

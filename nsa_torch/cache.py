@@ -121,6 +121,7 @@ def init_cache(
         kv_heads=kv_heads,
         key_width=key_width,
         value_width=value_width,
+    validate.flag("separate", separate)
     )
     validate.float_dtype(str(dtype).removeprefix("torch."))
 

@@ -14,6 +14,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises ValueError unless it is a mesh with one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"context_mesh must have one dimension, got {mesh.ndim}: pass one of a larger mesh by "
+            "its name, mesh['context']"
+        )
+
+
 class Ranks:
     """The ranks of a mesh with one dimension.
 
@@ -22,13 +33,7 @@ class Ranks:
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device):
-        if not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"context_mesh must have one dimension, got {mesh.ndim}: pass one of a larger "
-                "mesh by its name, mesh['context']"
-            )
+        check_mesh(mesh)
         if mesh.device_type != device.type:
             raise ValueError(
                 f"context_mesh must be of the device of query, {device.type}, "

@@ -83,10 +83,14 @@ def project(
         gates=0 if beside is None else 3,
         raw_keys=raw_keys,
     )
-    if fused:
-        projection = _product(x, layers, beside, sizes.row)
-    else:
-        projection = torch.cat([each(x) for each in layers], dim=-1)
+    try:
+        if fused:
+            projection = _product(x, layers, beside, sizes.row)
+        else:
+            projection = torch.cat([each(x) for each in layers], dim=-1)
+    except RuntimeError as error:
+        _check_dtype(x, query, error)
+        raise
     turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
     found = split(projection, position, sizes, norms=norms, **turns)
     if gate is None:
@@ -96,6 +100,16 @@ def project(
         return found._replace(gates=gate(x).unflatten(-1, each))
     bias = beside.bias.to(projection.dtype).unflatten(0, each)
     return found._replace(gates=found.gates + bias)
+
+
+def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
+    """Raises ValueError where `error` is about a product with weights of another dtype."""
+    weight = getattr(layer, "weight", x)
+    if type(error) is RuntimeError and weight.itemsize > 1 and weight.dtype != x.dtype:
+        raise ValueError(
+            f"x must have the dtype of the layer's weights, {dtype_name(weight)}, got "
+            f"{dtype_name(x)}"
+        ) from error
 
 
 def _product(

@@ -19,9 +19,11 @@ from nsa_core.cache_contents import Contents
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
+from nsa_core.context_layout import check as check_layout
 from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
+from nsa_torch.context_ranks import check_mesh
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
 from nsa_torch.plain import as_given
@@ -143,6 +145,9 @@ class NSAAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if context_mesh is not None:
+            check_mesh(context_mesh)
+        check_layout(context_layout)
         self.context_mesh, self.context_layout = context_mesh, context_layout
         self.spec = spec = LayerSpec(
             dim=dim,

@@ -121,6 +121,8 @@ class PagedCache(PagedArrays):
           ValueError: shapes or dtypes that do not fit, such as pages of another size than
             `config.select_block`, or of fp8 without scales.
         """
+        validate.flag("separate", separate)
+        validate.sizes(max_rows=max_rows)
         for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
             validate.array(name, x, 4, validate_paged.PAGE_DTYPES)
             if x.shape[1] != config.select_block:

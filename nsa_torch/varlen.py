@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.kernel import Array
+from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, checks, operators
 from nsa_torch.batch_tables import Tables
@@ -89,6 +90,8 @@ class VarlenMetadata:
         sizes = {"max_seqlen": max_seqlen, "total": total, "max_sequences": max_sequences}
         for name, size in sizes.items():
             _check_size(name, size)
+        if padded is not None:
+            validate.flag("padded", padded)
         if not isinstance(config, NSAConfig):
             raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
         count = cu_seqlens.shape[0] - 1

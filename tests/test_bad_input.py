@@ -288,6 +288,10 @@ BAD_CACHES = {
     "dtype must be one of .*, got int32": lambda api, xp, x: api.init_cache(
         1, 30, 2, 8, 8, config=SMALL, dtype=xp.int32
     ),
+    "separate must be a bool, got 'no'": lambda api, xp, _: api.init_cache(
+        1, 30, 2, 8, 8, config=SMALL, separate="no"
+    ),
+    "separate must be a bool, got 0": lambda api, xp, _: api.PagedCache(2, 2, 8, 8, separate=0),
 }
 
 
@@ -298,6 +302,35 @@ def test_bad_caches_and_parameters(library, message):
     given = [xp.zeros((1, 20, *shape)) for shape in ((4, 8), (2, 8), (2, 8), (4, 3))]
     with pytest.raises(ValueError, match=f"^{message}"):
         BAD_CACHES[message](library, xp, given)
+
+
+PAGES = torch.zeros(2, SMALL.select_block, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "message, run",
+    [
+        (
+            "separate must be a bool, got 'no'",
+            lambda: nsa_torch.PagedCache.view(PAGES, PAGES, config=SMALL, separate="no"),
+        ),
+        (
+            "max_rows must be an int >= 1, got 0",
+            lambda: nsa_torch.PagedCache.view(PAGES, PAGES, config=SMALL, max_rows=0),
+        ),
+        (
+            "separate must be a bool, got 'no'",
+            lambda: nsa_torch.PagedCache.carve(PAGES.flatten(), 2, 8, 8, separate="no"),
+        ),
+        (
+            "padded must be a bool, got 'no'",
+            lambda: nsa_torch.varlen_metadata(torch.tensor([0, 9]), padded="no"),
+        ),
+    ],
+)
+def test_bad_flags_of_torch(message, run):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run()
 
 
 TORCH = [torch.from_numpy(np.array(x)) for x in (Q, K, V, GATES)]

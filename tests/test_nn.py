@@ -743,6 +743,22 @@ BAD = {
     ),
     "another cache": (
         lambda: TorchAttention(**SIZES)(torch.zeros(2, 1, 24), (torch.zeros(1), None)),
+    "x of another dtype": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 24).bfloat16()),
+        "x must have the dtype of the layer's weights, float32, got bfloat16",
+    ),
+    "weights of another dtype": (
+        lambda: TorchAttention(**SIZES, gate="head").bfloat16()(torch.zeros(1, 8192, 24)),
+        "x must have the dtype of the layer's weights, bfloat16, got float32",
+    ),
+    "a mesh of another type": (
+        lambda: TorchAttention(**SIZES, context_mesh="ranks"),
+        "context_mesh must be a DeviceMesh, got str",
+    ),
+    "no layout": (
+        lambda: TorchAttention(**SIZES, context_layout="spiral"),
+        "context_layout must be one of ('zigzag', 'contiguous'), got 'spiral'",
+    ),
         "kv must be a cache from init_cache, got builtins.tuple",
     ),
     "cache of another batch": (
