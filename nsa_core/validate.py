@@ -418,8 +418,8 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
         )
     if cache.recent_key.dtype != query.dtype:
         raise ValueError(
-            f"cache must have the dtype of query, {dtype_name(query)}, "
-            f"got {dtype_name(cache.recent_key)}"
+            f"cache must have the dtype of query, {dtype_name(query)}, got "
+            f"{dtype_name(cache.recent_key)}: make it by init_cache(.., dtype={query.dtype})"
         )
     own = key.sliding is not key.selected or value.sliding is not value.selected
     if own and cache.sliding_key is None:

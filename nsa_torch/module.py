@@ -26,7 +26,7 @@ from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.context_ranks import check_mesh
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
-from nsa_torch.plain import as_given
+from nsa_torch.plain import as_given, product_dtype
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
@@ -256,13 +256,15 @@ class NSAAttention(nn.Module):
         """An empty cache for `capacity` tokens.
 
         Args:
-          dtype: what the projections return; None: that of the first parameter which is of 16
-            bits or more and floating-point, so name it where weights are quantized.
+          dtype: what the projections return; None: autocast's where it is on, otherwise that of the
+            first floating-point parameter of 16 bits or more. Name it where weights are quantized,
+            or where autocast is on only in the calls.
           device: None: where the parameters are.
         """
         spec = self.spec
         tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
         floating = next(x for x in tensors if x.is_floating_point() and x.itemsize > 1)
+        place = torch.device(device or tensors[0].device)
         made = cache.init_cache(
             batch,
             capacity,
@@ -270,8 +272,8 @@ class NSAAttention(nn.Module):
             spec.d_k,
             spec.d_v,
             config=spec.config,
-            dtype=dtype or floating.dtype,
-            device=device or tensors[0].device,
+            dtype=dtype or product_dtype(place, floating.dtype),
+            device=place,
             separate=spec.separate,
         )
         made.contents = Contents(spec.cached)

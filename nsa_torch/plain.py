@@ -44,6 +44,13 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Of products of tensors of `dtype`: autocast's where it is on."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
 def constant[Function: Callable](function: Function) -> Function:
     """`torch.compiler.assume_constant_result`, which would import the compiler at once: that takes
     longer than everything else here.

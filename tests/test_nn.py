@@ -676,6 +676,20 @@ def test_norms_are_of_each_head_and_before_the_rotation():
     assert np.linalg.norm(np.asarray(value.selected), axis=-1).std() > 0.1
 
 
+def of_autocast(layer, cached_before):
+    """`layer` in two steps under autocast, on a cache that was made before it or within."""
+    x, cache = torch.from_numpy(tokens(40)), layer.init_cache(2, 40)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = cache if cached_before else layer.init_cache(2, 40)
+        steps = [layer(each, cache)[0] for each in x.split(25, dim=1)]
+        return torch.cat(steps, dim=1), layer(x)[0]
+
+
+def test_a_cache_made_under_autocast_has_its_dtype():
+    found, wanted = of_autocast(TorchAttention(**SIZES), cached_before=False)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
+
+
 BAD = {
     "rope_scaling": (
         lambda: TorchAttention(**SIZES, rope_scaling=YARN | {"rope_type": "dynamic"}),

@@ -20,6 +20,7 @@ from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
+from nsa_torch.plain import product_dtype
 
 ROOM = 64  # capacities of a growing cache are multiples of it
 # Of a model's configuration, what its cache follows.
@@ -173,7 +174,8 @@ class NSALayer(RowLayer):
         """`attention` of the columns `x` [B, T, dim] to all before; `count`: `Rows.count`."""
 
         def make(capacity):
-            state = attention.init_cache(x.shape[0], capacity, compute_dtype(x), x.device)
+            dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
+            state = attention.init_cache(x.shape[0], capacity, dtype, x.device)
             if self.recording:
                 state.record()
             return state
@@ -321,15 +323,6 @@ def taken_back(tokens_to_remove: int | Tensor, columns: int) -> int:
             f"tokens to take back, got {removed}"
         )
     return -removed
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a projection of `x`, whose weights may be quantized: autocast's where it is
-    on.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def _rounded(tokens: int) -> int:

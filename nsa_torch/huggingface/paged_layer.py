@@ -13,10 +13,11 @@ from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
 from nsa_torch.cache import zero_behind, zeroed
 from nsa_torch.geometry import own_tokens
-from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
+from nsa_torch.huggingface.cache import ModelLayer
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
+from nsa_torch.plain import product_dtype
 
 
 class Call(NamedTuple):
@@ -176,14 +177,15 @@ class PagedLayer(SharedRowsLayer):
         rows, call, spec = self.rows, self.rows.call, attention.spec
         assert call is not None
         if self.pages is None:
+            dtype = product_dtype(x.device, x.dtype)
             self.pages = PagedCache(
                 rows.batch * rows.pages_a_row,
                 *(spec.n_kv_groups, spec.d_k, spec.d_v),
                 config=spec.config,
-                dtype=FP8 if self.fp8 else compute_dtype(x),
+                dtype=FP8 if self.fp8 else dtype,
                 device=x.device,
                 separate=spec.separate,
-                compressed_dtype=compute_dtype(x),
+                compressed_dtype=dtype,
                 max_rows=rows.batch,
             )
         at = call.page_table, call.lengths, call.starts, x.shape[1], call.order, call.runs
