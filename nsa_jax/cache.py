@@ -1,4 +1,7 @@
-"""Decoding: a preallocated cache, and one function for prefill, chunk and token.
+"""Decoding: a call returns a new cache with its tokens; the one that it is given is unchanged.
+
+A cache that is donated is gone, and its memory is the new one's. One function does prefill, chunks
+and tokens.
 
 The cache keeps the keys and values of the selected and the sliding branch whole, of the
 compressed branch the compressed tokens and the last `l - 1` raw ones, from which the next
@@ -31,7 +34,11 @@ jax.tree_util.register_static(Contents)
 
 
 class NSACache(NamedTuple):
-    """`M`: capacity in tokens. Sliding fields are None where it reads the selected ones."""
+    """Keys and values. A call returns a new cache with its tokens; the one that it is given is
+    unchanged, or gone where it is donated.
+
+    `M`: capacity in tokens. Sliding fields are None where it reads the selected ones.
+    """
 
     selected_key: Float[Array, "B M Hkv D"]
     selected_value: Float[Array, "B M Hkv Dv"]
@@ -45,6 +52,10 @@ class NSACache(NamedTuple):
     config: NSAConfig  # what compressed tokens are made with
     contents: Contents = UNSAID  # what its tokens were made with
 
+    def __repr__(self) -> str:
+        separate = self.sliding_key is not None
+        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
+
     @property
     def capacity(self) -> int:
         return self.selected_key.shape[1]
@@ -52,10 +63,6 @@ class NSACache(NamedTuple):
     def reset(self) -> Self:
         """The cache without tokens, which knows nothing of what they were made with: zeros, since
         kernels multiply a tile whole, and behind the last token nothing may be NaN.
-    def __repr__(self) -> str:
-        separate = self.sliding_key is not None
-        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
-
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -71,7 +78,7 @@ def init_cache(
     dtype=jnp.float32,
     separate: bool = False,
 ) -> NSACache:
-    """An empty cache for `capacity` tokens.
+    """An empty cache for `capacity` tokens; a call returns another with tokens (`NSACache`).
 
     Args:
       batch, capacity: rows, and tokens of a row at most.
@@ -89,6 +96,7 @@ def init_cache(
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
+    validate.flag("separate", separate)
     validate.sizes(
         batch=batch,
         capacity=capacity,
@@ -96,7 +104,6 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
-    validate.flag("separate", separate)
     validate.float_dtype(jnp.dtype(dtype).name)
 
     def zeros(length, width):
@@ -131,11 +138,11 @@ def cached_attention(
     scale: float | None = None,
     implementation: str | Branches[str | None] | None = None,
 ):
-    """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
+    """Attends from `T >= 1` tokens behind those of a cache: `(out, cache with them)`.
 
     The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
-    size or token by token.
-    Donate the cache (`jax.jit(.., donate_argnames="cache")`), or XLA copies it whole.
+    size or token by token. The cache that is given is unchanged. Donate it
+    (`jax.jit(.., donate_argnames="cache")`), or XLA copies it whole; it is then gone.
 
     Args:
       query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.

@@ -252,7 +252,7 @@ class NSAAttention(nnx.Module):
         return None, None
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
-        """An empty cache for `capacity` tokens of this layer."""
+        """An empty cache for `capacity` tokens of this layer; calls return others with tokens."""
         made = cache.init_cache(
             batch,
             capacity,
@@ -318,17 +318,25 @@ class NSAAttention(nnx.Module):
         *,
         segment_ids=None,
         varlen: PackedRows | None = None,
+        attention_mask: None = None,
     ):
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`; None: the tokens are whole sequences, and None comes back.
+          kv: from `init_cache`; None: the tokens are whole sequences, and None comes back. The
+            cache that is given is unchanged, or gone where it is donated.
           segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
           varlen: in its place what `varlen_metadata` made of it, once for all layers.
+          attention_mask: None. Padding has `segment_ids` below 0; rows of a cache have none.
         """
         spec = self.spec
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be None: padding has segment_ids below 0, and rows of a cache "
+                "have none"
+            )
         for name, given in (("segment_ids", segment_ids), ("varlen", varlen)):
             if kv is not None and given is not None:
                 raise ValueError(f"{name} must be None where a cache is given, got both")

@@ -1,12 +1,12 @@
-"""Decoding in torch: a preallocated cache, and one function for prefill, chunk and token.
+"""Decoding in torch: a call appends its tokens to the cache that it is given, and returns that one.
 
-The twin of `nsa_jax.cache`. The cache is written in place; where a gradient is recorded, which
-keeps what it reads, into a copy of it. Nothing grows: a write past the capacity is a
-`ValueError`.
+So it does whether gradients are recorded or not: the cache's tensors are written in place, and
+copies replace those that a graph of autograd's has. The twin is `nsa_jax.cache`. Nothing
+grows: a write past the capacity is a `ValueError`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -26,7 +26,10 @@ from nsa_torch.operators import refuse_transforms, requires_grad
 
 @dataclasses.dataclass(repr=False)
 class NSACache:
-    """`M`: capacity in tokens. Sliding fields are None where it reads the selected ones."""
+    """Keys and values, to which each call appends, whether gradients are recorded or not.
+
+    `M`: capacity in tokens. Sliding fields are None where it reads the selected ones.
+    """
 
     selected_key: Tensor  # [B, M, Hkv, D]
     selected_value: Tensor  # [B, M, Hkv, Dv]
@@ -44,9 +47,16 @@ class NSACache:
     history_key: Tensor | None = None
     history_value: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.made_in = torch._C._current_graph_task_id()  # a backward pass; -1: in none
+
     @property
     def capacity(self) -> int:
         return self.selected_key.shape[1]
+
+    def __repr__(self) -> str:
+        separate = self.sliding_key is not None
+        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The cache with `function` of each tensor in its place."""
@@ -54,10 +64,6 @@ class NSACache:
             field.name: function(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
-    def __repr__(self) -> str:
-        separate = self.sliding_key is not None
-        return summary(self, "selected_key", "selected_value", self.length, separate=separate)
-
         }
         return dataclasses.replace(self, **tensors)
 
@@ -96,7 +102,7 @@ def init_cache(
     device: torch.device | str | None = None,
     separate: bool = False,
 ) -> NSACache:
-    """An empty cache for `capacity` tokens.
+    """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
 
     Args:
       batch, capacity: rows, and tokens of a row at most.
@@ -115,13 +121,13 @@ def init_cache(
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
+    validate.flag("separate", separate)
     validate.sizes(
         batch=batch,
         capacity=capacity,
         kv_heads=kv_heads,
         key_width=key_width,
         value_width=value_width,
-    validate.flag("separate", separate)
     )
     validate.float_dtype(str(dtype).removeprefix("torch."))
 
@@ -157,12 +163,14 @@ def cached_attention(
     new_lengths: Tensor | None = None,
     implementation: str | Branches[str | None] | None = None,
 ) -> tuple[Tensor, NSACache]:
-    """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
+    """Appends `T >= 1` tokens to the cache that is given and attends from them: `(out, cache)`.
 
     The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
-    size or token by token. Go on with the cache that comes back: it is the one given, unless a
-    gradient made a copy necessary. Copies stay in the graph, so that steps without a gradient
-    belong under `torch.no_grad()`.
+    size or token by token. The call returns the cache that it was given, with or without
+    gradients; `cache.clone()` before it keeps the earlier state. Where gradients are recorded
+    each call copies the tensors, and the graph keeps them: steps without a gradient belong under
+    `torch.no_grad()`. A function that `torch.utils.checkpoint` runs again must append to a clone
+    that it makes.
 
     Args:
       query, key, value, gates: of the new tokens, as of `attention`, with `S = T`.
@@ -178,12 +186,12 @@ def cached_attention(
         `T`.
 
     Returns:
-      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.
+      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache that was given.
 
     Raises:
       ValueError: bad shapes, a cache of another config or filled with parameters of another
-        kind, or more tokens than the capacity.
-      NotImplementedError: the named implementation cannot run this.
+        kind, more tokens than the capacity, or a call that a backward pass runs again.
+      NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
     checks.tensors(query=query, key=key, value=value, gates=gates)
     key, value = Branches.each(key), Branches.each(value)
@@ -192,6 +200,16 @@ def cached_attention(
     validate.cached(query, key, value, cache, config, compress_params, scale)
     contents = cache.contents.with_facts((*made_with, *facts_of(compress_params)))
     checks.devices(query, {"query": query, "cache": cache.selected_key})
+    if torch.is_grad_enabled() and cache.made_in != torch._C._current_graph_task_id():
+        raise ValueError(
+            "cache must be a clone() made within the function that a checkpoint runs again in the "
+            "backward pass, got one that has its tokens since the forward pass"
+        )
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
+            "so that replays would write to one place: capture steps of paged_attention"
+        )
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
         raise ValueError(
@@ -215,14 +233,14 @@ def cached_attention(
         for field in dataclasses.fields(cache)
         if isinstance(x := getattr(cache, field.name), Tensor)
     }
-    memory["query"] = query
-    problem = query, cache.selected_key, width, config, False, memory
+    problem = query, cache.selected_key, width, config, False, memory | {"query": query}
     new = *key, *value, *(x for params in compress_params for x in params or ())
     chosen = choose(description(*problem, (*gates, *new), cached=True), implementation)
     if {*chosen[:4]} != {"reference"}:
         refuse_transforms(query, *gates, *new)
     kv_len = cache.length + num_new
-    if requires_grad(*memory.values(), *gates, *new):
+    same = cache
+    if in_graph(memory.values(), (query, *gates, *new)):
         cache = cache.clone()
     recent = write(cache, key, value, config, compress_params, new_lengths)
     tokens = cache.longest + num_new
@@ -241,7 +259,13 @@ def cached_attention(
     out = functional.attend(*tensors, chosen, lengths, assume_finite=True)
     count(cache, recent, key.compressed, value.compressed, new_lengths)
     cache.contents = contents
-    return out, cache
+    vars(same).update(vars(cache))
+    return out, same
+
+
+def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
+    """Whether a graph of autograd's has tensors `kept` in a cache, or will by a call with `new`."""
+    return any(x.requires_grad for x in kept) or requires_grad(*new)
 
 
 def write(cache, key, value, config, compress_params, new_lengths=None) -> list[Tensor]:

@@ -253,7 +253,7 @@ class NSAAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> cache.NSACache:
-        """An empty cache for `capacity` tokens.
+        """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
 
         Args:
           dtype: what the projections return; None: autocast's where it is on, otherwise that of the
@@ -342,28 +342,45 @@ class NSAAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         varlen: VarlenMetadata | None = None,
         new_lengths: Tensor | None = None,
+        attention_mask: None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 
         Args:
           x: `[B, T, dim]`.
           kv: from `init_cache`; None: the tokens are whole sequences (training), and None
-            comes back. Decode under `torch.no_grad()`: under autograd each call copies the
-            cache, and its graph keeps the copies.
-          prefill: False says that `x` continues a cache, which must then be given; chunks of
-            any length may be appended either way.
+            comes back. The call appends to the cache that it is given and returns that one, with
+            or without gradients. Decode under `torch.no_grad()`: where gradients are recorded
+            each call copies its tensors, and the graph keeps them.
+          prefill: False says that `x` continues a cache, which must then be given and hold tokens;
+            chunks of any length may be appended either way.
           cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
           varlen: in its place what `varlen_metadata` made of it, once for all layers.
           new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
+          attention_mask: None. Padding is behind a row's tokens, whose number is `new_lengths`.
         """
         spec = self.spec
         checks.tensors(x=x)
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
-        if kv is None and not prefill:
-            raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
+        if prefill is not True:
+            validate.flag("prefill", prefill)
+            if kv is None:
+                raise ValueError(
+                    "kv must be a cache from init_cache where prefill=False, got None"
+                )
+            if not kv.longest:
+                raise ValueError("kv must hold tokens where prefill=False, got an empty cache")
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be None: put a row's padding behind its tokens, and with a "
+                "cache give their number as new_lengths"
+            )
         for name, given in (("cu_seqlens", cu_seqlens), ("varlen", varlen)):
             if kv is not None and given is not None:
-                raise ValueError(f"{name} must be None where a cache is given, got both")
+                raise ValueError(
+                    f"{name} must be None where a cache is given, got both: a sequence is a row of "
+                    "the cache, with padding behind its tokens (new_lengths)"
+                )
         if kv is None and new_lengths is not None:
             raise ValueError("new_lengths must be None where no cache is given, got a tensor")
         if kv is not None and self.context_mesh is not None:

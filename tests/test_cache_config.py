@@ -1,6 +1,7 @@
 """A cache holds what one configuration makes: with another it is refused, never read wrongly."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import torch
 from flax import nnx
 from torch.autograd import forward_ad
+from torch.utils import checkpoint
 
 import nsa_jax
 import nsa_jax.paged
@@ -29,6 +31,7 @@ from nsa_torch.huggingface import (
 )
 from nsa_torch.huggingface.paged_layer import attend_pages
 from tests.inputs import SMALL, Case, problem
+from tests.test_block_query_lists import needs_gpu
 
 CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)
 FRAMEWORKS = pytest.mark.parametrize(
@@ -416,6 +419,95 @@ def test_a_step_that_failed_appends_nothing(new_lengths, monkeypatch):
         assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
+def steps_of(kind):
+    """`step(part, cache)` of 40 tokens, an empty cache, its length, and what all tokens give."""
+    if kind == "model":
+        model = NSAForCausalLM(NSAModelConfig(**MODEL, attention=["nsa", "dense"])).eval()
+        ids = torch.arange(40)[None] % 32
+        step = lambda part, cache: model(ids[:, part], past_key_values=cache).logits
+        return step, NSAModelCache(model.config, 80), lambda x: x.get_seq_length(), step
+    layer, x = TorchAttention(**LAYER), torch.randn(1, 40, 24)
+    if kind == "layer":
+        step = lambda part, cache: layer(x[:, part], cache, prefill=cache.longest == 0)[0]
+        whole = lambda *_: layer(x)[0]
+    else:
+        given = layer.project(x, torch.arange(40)[None])
+        given = [x if isinstance(x, torch.Tensor) else [*x] for x in given]
+        cut = lambda x, part: (
+            x[:, part]
+            if isinstance(x, torch.Tensor)
+            else nsa_torch.Branches(*[y[:, part] for y in x])
+        )
+        step = lambda part, cache: nsa_torch.cached_attention(
+            *(cut(x, part) for x in given), cache
+        )[0]
+        whole = lambda *_: nsa_torch.attention(
+            *(cut(x, slice(None)) for x in given), config=layer.spec.config
+        )
+    return step, layer.init_cache(1, 80), lambda x: x.length.tolist()[0], whole
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=["grad", "no grad"])
+@pytest.mark.parametrize("kind", ["functions", "layer", "model"])
+def test_a_call_appends_to_the_cache_that_it_is_given(kind, mode):
+    """Whether gradients are recorded or not, and whoever binds what comes back."""
+    step, cache, length, whole = steps_of(kind)
+    with mode():
+        first = step(slice(0, 25), cache)
+        assert length(cache) == 25
+        last = step(slice(25, 40), cache)
+        assert length(cache) == 40
+        wanted = whole(slice(None), NSAModelCache(cache.config) if kind == "model" else None)
+        torch.testing.assert_close(torch.cat([first, last], 1), wanted, rtol=0, atol=1e-5)
+        step(slice(25, 40), cache)  # once more: 15 tokens more
+    assert length(cache) == 55
+
+
+@pytest.mark.parametrize("kind", ["functions", "layer", "model"])
+def test_a_step_without_gradients_leaves_what_a_graph_keeps(kind):
+    step, cache, *_ = steps_of(kind)
+    first = step(slice(0, 25), cache)
+    with torch.no_grad():
+        if kind == "model":
+            cache.reorder_cache(torch.tensor([0]))
+        step(slice(25, 40), cache)
+        cache.reset()
+    first.square().sum().backward()
+
+
+def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
+    """A second time to the same cache would be other tokens: an error, in place of gradients."""
+    layer, x = TorchAttention(**LAYER), torch.randn(1, 40, 24)
+    cache, weight = layer.init_cache(1, 40), layer.W_K_cmp.weight
+    _, cache = layer(x[:, :25], cache)
+    kept = cache.clone()
+    run = functools.partial(checkpoint.checkpoint, use_reentrant=False)
+    out = run(lambda x: layer(x, kept.clone())[0], x[:, 25:])
+    found = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)
+    wanted = torch.autograd.grad(layer(x)[0][:, 25:].square().sum(), weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    out = run(lambda x: layer(x, cache)[0], x[:, 25:])
+    with pytest.raises(ValueError, match=r"cache must be a clone\(\) made within"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.no_grad()
+def test_a_cache_of_rows_is_no_part_of_a_graph():
+    """Whose replays would write to the place that it was captured with."""
+    layer, x = TorchAttention(**LAYER, device="cuda"), torch.randn(1, 40, 24, device="cuda")
+    cache = layer.init_cache(1, 80)
+    layer(x, cache)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(NotImplementedError, match="a CUDA graph must not append"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        layer(x, cache)
+    assert cache.longest == 40
+
+
 @pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
 def test_a_cache_is_copied_where_phi_alone_learns(phi):
     """Steps after it write over what the backward pass needs, else."""
@@ -431,7 +523,7 @@ def test_a_cache_is_copied_where_phi_alone_learns(phi):
     wanted = torch.autograd.grad(layer(x)[0].square().sum(), learned)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert empty.longest == 0 and not empty.compressed_key.requires_grad
+    assert cache is empty
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
@@ -460,6 +552,41 @@ def test_forward_mode_derivatives_of_caches_are_refused():
                 call()
         assert cache.longest == 0
         assert forward_ad.unpack_dual(pages.selected_key).tangent is None
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
+def test_a_cache_is_shown_in_one_line(api, array, rows, lengths):
+    cache = api.init_cache(rows, 70, 1, 8, 4, config=SMALL)
+    dtype = "torch.float32" if api is nsa_torch else "float32"
+    assert repr(cache) == (
+        f"NSACache(selected_key=({rows}, 70, 1, 8), selected_value=({rows}, 70, 1, 4), "
+        f"separate=False, dtype={dtype}, lengths={lengths})"
+    )
+    pages = api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)
+    dtype = dtype.replace("float32", "bfloat16")
+    assert repr(pages) == (
+        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
+        f"dtype={dtype})"
+    )
+
+
+@torch.no_grad()
+def test_caches_that_hold_no_numbers_are_shown():
+    model = NSAForCausalLM(NSAModelConfig(**MODEL, attention=["nsa", "dense"])).eval()
+    caches = NSAModelCache(model.config), NSAPagedModelCache(NSAModelConfig(**MODEL), 1, 20)
+    model(torch.ones(1, 3, dtype=torch.long), past_key_values=caches[0])
+    states = [each.state for each in caches[0].layers]
+    assert repr(states[1]) == (
+        "DenseCache(key=(1, 64, 1, 8), value=(1, 64, 1, 8), dtype=torch.float32, lengths=[3])"
+    )
+    seen = []
+    cache = nsa_jax.init_cache(1, 9, 1, 8, 8, config=SMALL)
+    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
+    axes = jax.tree.map(lambda _: 0, cache)
+    meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
+    shown = [*seen, *map(repr, (*caches, *states, axes, meta))]
+    assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -530,38 +657,3 @@ def test_tokens_that_were_taken_back_leave_no_nan(wanted, separate):
         torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
     else:
         assert cache.selected_key.data_ptr() == before
-@FRAMEWORKS
-@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
-def test_a_cache_is_shown_in_one_line(api, array, rows, lengths):
-    cache = api.init_cache(rows, 70, 1, 8, 4, config=SMALL)
-    dtype = "torch.float32" if api is nsa_torch else "float32"
-    assert repr(cache) == (
-        f"NSACache(selected_key=({rows}, 70, 1, 8), selected_value=({rows}, 70, 1, 4), "
-        f"separate=False, dtype={dtype}, lengths={lengths})"
-    )
-    pages = api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)
-    dtype = dtype.replace("float32", "bfloat16")
-    assert repr(pages) == (
-        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
-        f"dtype={dtype})"
-    )
-
-
-@torch.no_grad()
-def test_caches_that_hold_no_numbers_are_shown():
-    model = NSAForCausalLM(NSAModelConfig(**MODEL, attention=["nsa", "dense"])).eval()
-    caches = NSAModelCache(model.config), NSAPagedModelCache(NSAModelConfig(**MODEL), 1, 20)
-    model(torch.ones(1, 3, dtype=torch.long), past_key_values=caches[0])
-    states = [each.state for each in caches[0].layers]
-    assert repr(states[1]) == (
-        "DenseCache(key=(1, 64, 1, 8), value=(1, 64, 1, 8), dtype=torch.float32, lengths=[3])"
-    )
-    seen = []
-    cache = nsa_jax.init_cache(1, 9, 1, 8, 8, config=SMALL)
-    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
-    axes = jax.tree.map(lambda _: 0, cache)
-    meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
-    shown = [*seen, *map(repr, (*caches, *states, axes, meta))]
-    assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)
-
-

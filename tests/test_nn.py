@@ -743,20 +743,6 @@ BAD = {
         lambda: TorchAttention(**SIZES, use_triton_sel=True, implementation="sdpa"),
         "use_flash and use_triton_sel must keep their defaults",
     ),
-    "x of another width": (
-        lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 23)),
-        "x must have shape (B, T, 24), got (1, 5, 23)",
-    ),
-    "no array": (
-        lambda: TorchAttention(**SIZES)([[0.0]]),
-        "x must be an array, got list",
-    ),
-    "no token": (
-        lambda: TorchAttention(**SIZES)(torch.zeros(2, 0, 24)),
-        "x must not be empty, got shape (2, 0, 24)",
-    ),
-    "another cache": (
-        lambda: TorchAttention(**SIZES)(torch.zeros(2, 1, 24), (torch.zeros(1), None)),
     "x of another dtype": (
         lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 24).bfloat16()),
         "x must have the dtype of the layer's weights, float32, got bfloat16",
@@ -773,6 +759,20 @@ BAD = {
         lambda: TorchAttention(**SIZES, context_layout="spiral"),
         "context_layout must be one of ('zigzag', 'contiguous'), got 'spiral'",
     ),
+    "x of another width": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 23)),
+        "x must have shape (B, T, 24), got (1, 5, 23)",
+    ),
+    "no array": (
+        lambda: TorchAttention(**SIZES)([[0.0]]),
+        "x must be an array, got list",
+    ),
+    "no token": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(2, 0, 24)),
+        "x must not be empty, got shape (2, 0, 24)",
+    ),
+    "another cache": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(2, 1, 24), (torch.zeros(1), None)),
         "kv must be a cache from init_cache, got builtins.tuple",
     ),
     "cache of another batch": (
@@ -807,6 +807,29 @@ BAD = {
         lambda: TorchAttention(**SIZES)(torch.zeros(1, 1, 24), None, prefill=False),
         "kv must be a cache from init_cache where prefill=False, got None",
     ),
+    "decode from an empty cache": (
+        lambda: (m := TorchAttention(**SIZES))(
+            torch.zeros(1, 1, 24), m.init_cache(1, 8), prefill=False
+        ),
+        "kv must hold tokens where prefill=False, got an empty cache",
+    ),
+    "prefill of another type": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 1, 24), prefill="no"),
+        "prefill must be a bool, got 'no'",
+    ),
+    "left padding": (
+        lambda: (m := TorchAttention(**SIZES))(
+            torch.zeros(1, 4, 24),
+            m.init_cache(1, 8),
+            attention_mask=torch.tensor([[0, 1, 1, 1]]),
+        ),
+        "attention_mask must be None: put a row's padding behind its tokens, and with a cache give "
+        "their number as new_lengths",
+    ),
+    "a cache made outside of autocast": (
+        lambda: of_autocast(TorchAttention(**SIZES), cached_before=True),
+        "got float32: make it by init_cache(.., dtype=torch.bfloat16)",
+    ),
     "torch cache full": (
         lambda: (m := TorchAttention(**SIZES))(torch.zeros(1, 9, 24), m.init_cache(1, 8)),
         "cache capacity is 8 tokens, got 9",
@@ -815,7 +838,8 @@ BAD = {
         lambda: (m := TorchAttention(**SIZES))(
             torch.zeros(1, 4, 24), m.init_cache(1, 8), cu_seqlens=torch.tensor([0, 4])
         ),
-        "cu_seqlens must be None where a cache is given, got both",
+        "cu_seqlens must be None where a cache is given, got both: a sequence is a row of the "
+        "cache, with padding behind its tokens (new_lengths)",
     ),
     "x of another width in JAX": (
         lambda: modules()[1](jnp.zeros((1, 5, 23))),
@@ -828,6 +852,10 @@ BAD = {
     "words in JAX": (
         lambda: modules()[1](jnp.zeros((1, 4, 24), jnp.int32)),
         "x must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",
+    ),
+    "a mask in JAX": (
+        lambda: modules()[1](jnp.zeros((1, 4, 24)), attention_mask=jnp.ones((1, 4))),
+        "attention_mask must be None: padding has segment_ids below 0",
     ),
     "cache and segments in JAX": (
         lambda: (m := modules()[1])(

@@ -51,10 +51,10 @@ class DenseCache:
     length: Tensor  # int32 [B], tokens seen by each row
     longest: int = 0  # no row is longer; known on the host
 
-    @property
     def __repr__(self) -> str:
         return summary(self, "key", "value", self.length)
 
+    @property
     def capacity(self) -> int:
         return self.key.shape[1]
 
@@ -140,9 +140,16 @@ class RowLayer(ModelLayer):
             self.state.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are."""
+        """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are, but for those
+        in a graph of autograd's.
+        """
+
+        def moved(x):
+            found = x.index_select(0, beam_idx.to(x.device))
+            return found if x.requires_grad else x.copy_(found)
+
         if self.state is not None:
-            self.state.map(lambda x: x.copy_(x.index_select(0, beam_idx.to(x.device))))
+            self.state = self.state.map(moved)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -211,7 +218,7 @@ class DenseLayer(RowLayer):
             return DenseCache(zeros(key), zeros(value), length)
 
         state = self.reserve(key.shape[1], make)
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        if nsa_cache.in_graph((state.key, state.value), (key, value)):
             self.state = state = state.map(Tensor.clone)
         key, value = own_tokens(count, key, value)
         row = torch.arange(key.shape[0], device=key.device)[:, None]
@@ -234,7 +241,7 @@ class DenseLayer(RowLayer):
 
 
 class NSAModelCache(Cache):
-    """The past of a batch, for `NSAForCausalLM`.
+    """The past of a batch: each call of `NSAForCausalLM` appends to it, with or without gradients.
 
     Args:
       config: of the model.
