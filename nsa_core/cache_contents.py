@@ -41,9 +41,28 @@ class Contents:
         return bool(self.said)
 
 
-def facts_of(params: tuple[CompressParams, CompressParams]) -> Facts:
-    """What parameters of the compression say, those of keys and those of values."""
-    return tuple((f"phi_{x}", PHI[type(one)]) for x, one in zip("kv", params, strict=True))
+def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = ()) -> Facts:
+    """What a writer says: `made_with`, and parameters of the compression, of keys and of values.
+
+    Raises:
+      ValueError: `made_with` has no such pairs.
+    """
+    if not isinstance(made_with, tuple | list) or not _are_facts(made_with):
+        raise ValueError(
+            "made_with must be pairs of a name and a value that has a hash, such as "
+            f'(("rope_base", 1e4),), got {made_with!r}'
+        )
+    phi = ((f"phi_{x}", PHI[type(one)]) for x, one in zip("kv", params, strict=True))
+    return *made_with, *phi
+
+
+def _are_facts(pairs: Sequence[Any]) -> bool:
+    try:
+        said = dict(pairs)
+        "".join(said), hash(tuple(said.values()))
+    except (TypeError, ValueError):
+        return False
+    return not any(getattr(x, "shape", ()) for x in said.values())
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:

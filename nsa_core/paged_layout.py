@@ -161,8 +161,17 @@ def shapes(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each of `ARRAYS`; None: not there. `fp8_rows`: of a cache in fp8."""
+    """The shape of each of `ARRAYS`; None: not there. `fp8_rows`: of a cache in fp8.
+
+    Raises:
+      ValueError: a size that is not a positive int, no configuration, no bool.
+    """
+    validate.configuration(config)
+    validate.in_dtype_of_query(config, "a cache")
     validate.flag("separate", separate)
+    validate.sizes(
+        num_pages=num_pages, kv_heads=kv_heads, key_width=key_width, value_width=value_width
+    )
     sizes = {"key": key_width, "value": value_width}
     found: dict[str, tuple[int, ...] | None] = {}
     for name in ARRAYS:
@@ -204,16 +213,7 @@ def allocate(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, Any]:
-    """Each of `ARRAYS`, made by `zeros` of its name and shape, or None.
-
-    Raises:
-      ValueError: a size that is not a positive int.
-    """
-    validate.configuration(config)
-    validate.in_dtype_of_query(config, "a cache")
-    validate.sizes(
-        num_pages=num_pages, kv_heads=kv_heads, key_width=key_width, value_width=value_width
-    )
+    """Each of `ARRAYS`, made by `zeros` of its name and shape, or None. Raises as `shapes`."""
     found = shapes(num_pages, kv_heads, key_width, value_width, config, separate, fp8_rows)
     return {name: None if x is None else zeros(name, x) for name, x in found.items()}
 

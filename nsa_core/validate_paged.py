@@ -42,21 +42,16 @@ def copied(source, target) -> None:
 
 def pages(cache: PagedArrays) -> None:
     """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
-    config = cache.config
-    validate.configuration(config)
-    validate.in_dtype_of_query(config, "a cache")
     array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
     number, _, kv_heads, key_width = cache.selected_key.shape
     array("selected_value", cache.selected_value, 4, PAGE_DTYPES)
     value_width = cache.selected_value.shape[3]
-    validate.sizes(
-        num_pages=number, kv_heads=kv_heads, key_width=key_width, value_width=value_width
-    )
     dtype = dtype_name(cache.selected_key)
     if (dtype == FP8) != cache.is_fp8:
         raise ValueError(f"pages of {FP8}, and no others, must have scales, got {dtype}")
     rows = cache.recent_key.shape[0] if cache.is_fp8 else 0
-    sizes = number, kv_heads, key_width, value_width, config, cache.separate, rows
+    sizes = number, kv_heads, key_width, value_width, cache.config, cache.separate, rows
+    expected_shapes = shapes(*sizes)
     compressed = dtype_name(cache.compressed_key)
     dtypes(dtype, compressed)
     for one, two in (("sliding_key", "sliding_value"), ("raw_key", "raw_value")):
@@ -64,7 +59,7 @@ def pages(cache: PagedArrays) -> None:
             raise ValueError(f"{one} and {two} must both be given or both be None")
     if (cache.sliding_key is None) != (cache.raw_key is None):
         raise ValueError("sliding_key and raw_key must both be given or both be None")
-    for name, wanted in shapes(*sizes).items():
+    for name, wanted in expected_shapes.items():
         x = getattr(cache, name)
         if x is None and wanted is not None:
             raise ValueError(f"{name} must be given in a cache of {dtype}, got None")
@@ -142,11 +137,21 @@ def _new_of_rows(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> 
     return np.diff(starts)
 
 
-def runs(found: Sequence[Run], rows: int, tokens: int, starts: np.ndarray | None) -> None:
-    """That runs are of a call with so many rows and tokens, and with `cu_seqlens_q` where it is
-    read.
+def runs(
+    found: Sequence[Run],
+    page_table,
+    tokens: int,
+    page_size: int,
+    starts: np.ndarray | None,
+    lengths: np.ndarray | None,
+) -> None:
+    """That runs are of a call with these rows and so many tokens, and with `cu_seqlens_q` and
+    `lengths` where they are read.
     """
-    row = token = 0
+    if not isinstance(found, Sequence) or not all(isinstance(x, Run) for x in found):
+        raise ValueError(f"runs must be a list of Run, as plan_runs makes it, got {found!r}")
+    rows, pages = page_table.shape
+    covered, row, token = np.zeros(rows, bool), 0, 0
     for i, run in enumerate(found):
         at = f"runs[{i}]"
         for name, part, before, end in (
@@ -169,16 +174,33 @@ def runs(found: Sequence[Run], rows: int, tokens: int, starts: np.ndarray | None
                 f"{at} must have tokens {said[0]} to {said[1]} and at most {said[2]} of a row, as "
                 f"cu_seqlens_q has, got {run.tokens.start} to {run.tokens.stop} and {run.queries}"
             )
+        if lengths is None:
+            continue
+        reach = lengths[run.rows]
+        before = bool((reach > np.diff(own)).any())
+        columns = 0 if run.few else min(-(-int(reach.max(initial=0)) // page_size), pages)
+        if run.columns < columns or (run.whole and before):
+            raise ValueError(
+                f"{at} must have columns={columns} at least and whole={not before}, as lengths "
+                f"have, got columns={run.columns} and whole={run.whole}"
+            )
+        covered[run.rows] = True
+    if starts is not None and lengths is not None:
+        for (missing,) in np.argwhere((lengths > 0) & (np.diff(starts) > 0) & ~covered):
+            raise ValueError(
+                f"runs must have each row with new tokens, got none of row {missing}"
+            )
 
 
-def longest(max_seqlen_q: int, starts: np.ndarray) -> None:
-    """That no row of `cu_seqlens_q` is longer."""
+def longest(max_seqlen_q: int, starts: np.ndarray, capacity: int) -> None:
+    """That no row of `cu_seqlens_q` is longer, nor has more tokens than its pages."""
     found = int(np.diff(starts).max())
     if found > max_seqlen_q:
         raise ValueError(
             f"max_seqlen_q must be {found} at least, as the longest row of cu_seqlens_q has, "
             f"got {max_seqlen_q}"
         )
+    row_length(found, capacity)
 
 
 def slots(cache: PagedArrays, found, lengths) -> None:
@@ -211,13 +233,15 @@ def new_tokens(
     cache: PagedArrays, key: Branches, value: Branches, lengths, cu_seqlens_q
 ) -> int:
     """The number of tokens to append: keys `[N, Hkv, D]`, values `[N, Hkv, Dv]`."""
+    count = None
     for kind, given in (("key", key), ("value", value)):
         width = getattr(cache, f"selected_{kind}").shape[3]
         one = given.compressed is given.selected is given.sliding
         for branch, x in given._asdict().items():
             name = kind if one else f"{kind}.{branch}"
             array(name, x, 3)
-            shape(name, x, (key.selected.shape[0], cache.kv_heads, width))
+            count = x.shape[0] if count is None else count
+            shape(name, x, (count, cache.kv_heads, width))
             if x.dtype != cache.dtype:
                 raise ValueError(
                     f"{name} must have the dtype of the cache, "
@@ -228,7 +252,7 @@ def new_tokens(
             raise ValueError(
                 f"{kind} must be one array where the cache is not separate=True, got Branches"
             )
-    count = key.selected.shape[0]
+    assert count is not None
     validate.sizes(tokens=count)
     rows("key", count, lengths, cu_seqlens_q)
     return count
@@ -261,11 +285,12 @@ def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> N
     shape("gates", gates, (*expected, 3))
 
 
-def same_config(cache: PagedArrays, config: NSAConfig | None) -> NSAConfig:
-    """The cache's configuration, which `config` must be where it is given."""
+def paged(cache, config: NSAConfig | None = None) -> None:
+    """That there are pages, whose configuration `config` is where it is given."""
+    if not isinstance(cache, PagedArrays):
+        raise ValueError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if config is not None and config != cache.config:
         raise ValueError(f"config must be the cache's, {cache.config}, got {config}")
-    return cache.config
 
 
 def row_length(T: int, capacity: int) -> None:

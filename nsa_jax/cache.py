@@ -165,7 +165,7 @@ def cached_attention(
     gates = validate.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
-    facts = *made_with, *facts_of(compress_params)
+    facts = facts_of(compress_params, made_with)
     contents, mixed = known_contents(cache.contents, facts, lambda: cache.length)
     longest = query.shape[1]
     if not isinstance(cache.length, jax.core.Tracer):

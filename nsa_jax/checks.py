@@ -61,9 +61,13 @@ def written_once(
         validate_paged.written_once(table, tokens, starts[0] if starts else None, count, size)
 
 
-def longest(max_seqlen_q: int | None, cu_seqlens_q: Any) -> None:
-    """Checks that no row has more queries than is said."""
-    if max_seqlen_q is not None:
-        validate.sizes(max_seqlen_q=max_seqlen_q)
-        if cu_seqlens_q is not None and is_read(cu_seqlens_q):
-            validate_paged.longest(max_seqlen_q, np.asarray(cu_seqlens_q))
+def longest(max_seqlen_q: int | None, cu_seqlens_q: Any, capacity: int) -> int | None:
+    """`max_seqlen_q`, at most the `capacity` of a row's pages. Checks that no row has more queries,
+    where the host reads them.
+    """
+    if max_seqlen_q is None:
+        return None
+    validate.sizes(max_seqlen_q=max_seqlen_q)
+    if cu_seqlens_q is not None and is_read(cu_seqlens_q):
+        validate_paged.longest(max_seqlen_q, np.asarray(cu_seqlens_q), capacity)
+    return min(max_seqlen_q, capacity)

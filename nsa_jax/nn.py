@@ -263,7 +263,7 @@ class NSAAttention(nnx.Module):
             dtype=self.dtype,
             separate=self.spec.separate,
         )
-        facts = *self.spec.cached, *facts_of(self.compress_params())
+        facts = facts_of(self.compress_params(), self.spec.cached)
         return made._replace(contents=UNSAID.with_facts(facts))
 
     def project(self, x, position):

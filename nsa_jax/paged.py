@@ -168,6 +168,7 @@ def append(
       ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
         another kind. Where tracing hides that a row had tokens before, what is wrong is NaN.
     """
+    validate_paged.paged(cache)
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
@@ -180,7 +181,7 @@ def append(
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
     checks.rows_of_tokens(lengths, cu_seqlens_q, count)
     checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
-    facts = *made_with, *facts_of(params)
+    facts = facts_of(params, made_with)
 
     def before():
         if cu_seqlens_q is None:

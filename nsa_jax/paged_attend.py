@@ -48,8 +48,9 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as of `append`.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
-      max_seqlen_q: no row of `cu_seqlens_q` is longer; None: `N`. Up to 8, rows are padded to it
-        and run on kernels that read pages.
+      max_seqlen_q: no row of `cu_seqlens_q` is longer; it may exceed the tokens of a table, which
+        then count in its place. None: `N`. Up to 8, rows are padded to it and run on kernels that
+        read pages.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
         queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
@@ -57,9 +58,9 @@ def paged_attention(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: the named implementation cannot run this.
     """
-    validate_paged.same_config(cache, config)
+    validate_paged.paged(cache, config)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    checks.longest(max_seqlen_q, cu_seqlens_q)
+    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
     if max_seqlen_q is None or not paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
         choice, name = _choose(inputs, implementation)
         return choice.load()(inputs, max_seqlen_q, name)
@@ -80,7 +81,9 @@ def explain(
     implementation: str | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    validate_paged.paged(cache)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
     if max_seqlen_q is not None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
         inputs, _ = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
     return _choose(inputs, implementation)[0]

@@ -193,13 +193,16 @@ def cached_attention(
         kind, more tokens than the capacity, or a call that a backward pass runs again.
       NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
-    checks.tensors(query=query, key=key, value=value, gates=gates)
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "gates": gates}
+    given["new_lengths"] = new_lengths
+    checks.tensors(**given)
     key, value = Branches.each(key), Branches.each(value)
     gates = checks.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
-    contents = cache.contents.with_facts((*made_with, *facts_of(compress_params)))
-    checks.devices(query, {"query": query, "cache": cache.selected_key})
+    contents = cache.contents.with_facts(facts_of(compress_params, made_with))
+    checks.devices(query, {**given, "cache": cache.selected_key})
+    checks.parameters(compress_params, query, "query")
     if torch.is_grad_enabled() and cache.made_in != torch._C._current_graph_task_id():
         raise ValueError(
             "cache must be a clone() made within the function that a checkpoint runs again in the "
@@ -218,7 +221,6 @@ def cached_attention(
     if new_lengths is not None:
         validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
         validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
-        checks.devices(query, {"new_lengths": new_lengths})
         checks.within("new_lengths", new_lengths, 0, num_new)
         each = {id(x): x for x in (query, *key, *value, *gates)}
         own = dict(zip(each, own_tokens(new_lengths, *each.values()), strict=True))

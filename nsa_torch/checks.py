@@ -15,18 +15,26 @@ FEWEST = 8  # sequences that tables have room for
 
 
 def tensors(**given):
-    """That no array is another framework's, by itself or as one of `Branches`, nor without memory
-    of its own.
+    """That no array is another framework's, by itself or as one of `Branches` or of parameters, nor
+    without memory of its own.
     """
+    for name, each in _each(given):
+        if isinstance(each, Tensor):
+            _whole(name, each)
+        elif hasattr(each, "dtype"):
+            kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
+            raise ValueError(f"{name} must be a torch tensor, got a {kind}")
+
+
+def _each(given):
+    """Names and values, by field where several are together."""
+    found = []
     for name, x in given.items():
-        branches = isinstance(x, Branches)
-        for suffix, each in x._asdict().items() if branches else [("", x)]:
-            where = f"{name}.{suffix}" if branches else name
-            if isinstance(each, Tensor):
-                _whole(where, each)
-            elif hasattr(each, "dtype"):
-                kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
-                raise ValueError(f"{where} must be a torch tensor, got a {kind}")
+        if isinstance(x, tuple) and hasattr(x, "_asdict"):
+            found += [(f"{name}.{field}", each) for field, each in x._asdict().items()]
+        else:
+            found.append((name, x))
+    return found
 
 
 def _whole(name: str, x: Tensor) -> None:
@@ -157,18 +165,24 @@ def written_once(page_table, lengths, cu_seqlens_q, count, size):
         validate_paged.written_once(table, tokens, starts[0] if starts else None, count, size)
 
 
-def longest(max_seqlen_q, cu_seqlens_q):
-    """Checks that no row has more queries than is said, where the host reads them."""
-    if max_seqlen_q is not None:
-        validate.sizes(max_seqlen_q=max_seqlen_q)
-        if cu_seqlens_q is not None and is_read(cu_seqlens_q):
-            validate_paged.longest(max_seqlen_q, cu_seqlens_q.cpu().numpy())
+def longest(max_seqlen_q, cu_seqlens_q, capacity):
+    """`max_seqlen_q`, at most the `capacity` of a row's pages. Checks that no row has more queries,
+    where the host reads them.
+    """
+    if max_seqlen_q is None:
+        return None
+    validate.sizes(max_seqlen_q=max_seqlen_q)
+    if cu_seqlens_q is not None and is_read(cu_seqlens_q):
+        validate_paged.longest(max_seqlen_q, cu_seqlens_q.cpu().numpy(), capacity)
+    return min(max_seqlen_q, capacity)
 
 
-def runs(found, rows, tokens, cu_seqlens_q):
-    """Checks runs of a call with so many rows and tokens, by its bounds where they are read."""
-    starts = cu_seqlens_q.cpu().numpy() if is_read(cu_seqlens_q) else None
-    validate_paged.runs(found, rows, tokens, starts)
+def runs(found, inputs):
+    """Checks runs of a call, by its bounds and lengths where they are read."""
+    given = inputs.cu_seqlens_q, inputs.lengths
+    numbers = (x.cpu().numpy() if is_read(x) else None for x in given)
+    sizes = inputs.query.shape[0], inputs.cache.config.select_block
+    validate_paged.runs(found, inputs.page_table, *sizes, *numbers)
 
 
 def is_read(x: Tensor) -> bool:
@@ -251,16 +265,43 @@ def compressed(query, compressed_key, compressed_value, config, kv_len, value=No
 
 
 def indices(block_indices, query, key, config):
+    tensors(block_indices=block_indices)
     validate.indices(block_indices, query, key, config)
     devices(query, {"block_indices": block_indices})
     distinct(block_indices)
 
 
-def devices(query, tensors):
-    for name, tensor in tensors.items():
+def devices(query, tensors, name_of_query="query"):
+    """That what is given is on the device of `query`."""
+    wanted = getattr(query, "device", None)
+    for name, tensor in _each(tensors):
+        if tensor is None:
+            continue
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.device != query.device:
+        if tensor.device != wanted:
             raise ValueError(
-                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+                f"{name} must be on the device of {name_of_query}, {wanted}, "
+                f"got {tensor.device}"
             )
+
+
+def parameters(params, x, name_of_x):
+    """The tensors of parameters of `compress`, all on the device of `x`."""
+    found = []
+    for one in params:
+        if one is not None:
+            tensors(params=one)
+            devices(x, {"params": one}, name_of_x)
+            found += one
+    return found
+
+
+def device(given) -> torch.device:
+    """Of tensors to be made; None: torch's default."""
+    try:
+        return torch.empty(0, device=given).device
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be a device that torch has here, or None, got {given!r}"
+        ) from error

@@ -322,8 +322,7 @@ def compress(
     validate.phi(params, x, config)
     cu_seqlens = borders_of(cu_seqlens, varlen, x, "x", config)
     checks.packed(cu_seqlens, x, "x")
-    for name, param in zip(getattr(params, "_fields", ()), params or (), strict=True):
-        checks.devices(x, {f"params.{name}": param})
+    checks.parameters((params,), x, "x")
     cu_seqlens = checks.clamped(cu_seqlens, x.shape[1])
     with as_given(x):
         return compress_windows(x, params, config=config, cu_seqlens=cu_seqlens)

@@ -34,6 +34,9 @@ from nsa_torch.torch_ops import capability_of, readable
 APPENDERS = "mosaic", "triton", "torch"
 FP8 = torch.float8_e4m3fn
 MAX_ROWS = 64
+# Of the arguments of `PagedCache.view`, what they are in a cache.
+ARRAY_OF = {f"{kind}_pages": f"selected_{kind}" for kind in ("key", "value")}
+ARRAY_OF |= {f"{kind}_scale": f"selected_{kind}_scale" for kind in ("key", "value")}
 
 
 class PagedCache(PagedArrays):
@@ -75,10 +78,8 @@ class PagedCache(PagedArrays):
     ):
         is_fp8 = dtype is FP8
         compressed_dtype = compressed_dtype or (torch.bfloat16 if is_fp8 else dtype)
-        validate_paged.dtypes(
-            *(str(x).removeprefix("torch.") for x in (dtype, compressed_dtype))
-        )
-        validate.sizes(max_rows=max_rows)
+        _check_made(dtype, compressed_dtype, max_rows)
+        device = checks.device(device)
 
         def zeros(name, shape):
             one = paged_layout.dtype_of(name, dtype, compressed_dtype, torch.float32)
@@ -123,13 +124,26 @@ class PagedCache(PagedArrays):
         """
         validate.flag("separate", separate)
         validate.sizes(max_rows=max_rows)
-        for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
-            validate.array(name, x, 4, validate_paged.PAGE_DTYPES)
-            if x.shape[1] != config.select_block:
+        validate.configuration(config)
+        given: dict[str, Any] = {
+            "key_pages": key_pages,
+            "value_pages": value_pages,
+            "compressed_key": compressed_key,
+            "compressed_value": compressed_value,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+        }
+        checks.tensors(**given)
+        for name, x in given.items():
+            if x is not None or name in ("key_pages", "value_pages"):
+                axes = 3 if name.endswith("_scale") else 4
+                validate.array(name, x, axes, validate_paged.PAGE_DTYPES)
+            if name in ("key_pages", "value_pages") and x.shape[1] != config.select_block:
                 raise ValueError(
                     f"{name} must have pages of select_block={config.select_block} tokens, "
                     f"got {x.shape[1]}"
                 )
+        checks.devices(key_pages, given, "key_pages")
         if (compressed_key is None) != (compressed_value is None):
             raise ValueError(
                 "compressed_key and compressed_value must both be given or both be None"
@@ -139,19 +153,13 @@ class PagedCache(PagedArrays):
             raise ValueError(
                 "pages of float8_e4m3fn must have key_scale and value_scale, and no compressed ones"
             )
-        given: dict[str, Any] = {
-            "selected_key": key_pages,
-            "selected_value": value_pages,
-            "compressed_key": compressed_key,
-            "compressed_value": compressed_value,
-            "selected_key_scale": key_scale,
-            "selected_value_scale": value_scale,
-        }
+        compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
+        _check_made(key_pages.dtype, compressed_dtype, max_rows)
+        given = {ARRAY_OF.get(name, name): x for name, x in given.items()}
         apart = _pages_apart([x for x in given.values() if x is not None])
         if apart > 1:
             given = {k: x if x is None else _with_gaps(x, apart) for k, x in given.items()}
             key_pages, value_pages = given["selected_key"], given["selected_value"]
-        compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
         pages, _, kv_heads, key_width = key_pages.shape
         sizes = pages, kv_heads, key_width, value_pages.shape[3]
         rows = max_rows if is_fp8 else 0
@@ -166,7 +174,6 @@ class PagedCache(PagedArrays):
         PagedArrays.__init__(cache, config, **arrays)
         cache.apart = apart
         validate_paged.pages(cache)
-        checks.devices(key_pages, cache.tensors())
         return cache
 
     @classmethod
@@ -191,12 +198,10 @@ class PagedCache(PagedArrays):
           ValueError: `memory` is not such a tensor, or has no room for a page.
         """
         sizes = kv_heads, key_width, value_width, config, separate
-        if memory.ndim != 1 or not memory.is_contiguous():
-            raise ValueError(
-                f"memory must be contiguous and have one axis, got shape {tuple(memory.shape)} "
-                f"with strides {memory.stride()}"
-            )
+        checks.tensors(memory=memory)
         validate.array("memory", memory, 1)
+        if not memory.is_contiguous():
+            raise ValueError(f"memory must be contiguous, got strides {memory.stride()}")
         page = paged_layout.page_elements(*sizes)
         if memory.shape[0] < page:
             raise ValueError(
@@ -279,6 +284,15 @@ class PagedCache(PagedArrays):
         write(scale.transpose(1, 2), at, new_scale)
 
 
+def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int) -> None:
+    """Of what a cache is made with, beside its sizes."""
+    for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype)):
+        if not isinstance(x, torch.dtype):
+            raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
+    validate_paged.dtypes(*(str(x).removeprefix("torch.") for x in (dtype, compressed_dtype)))
+    validate.sizes(max_rows=max_rows)
+
+
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
     """Of what is copied, among `count`."""
     checks.tensors(source=source, target=target)
@@ -341,22 +355,30 @@ def append(
         `mosaic` where its kernel is on disk.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
-        another kind.
-      NotImplementedError: a gradient is wanted, or the named implementation cannot run.
+      ValueError: shapes, dtypes or devices that do not fit the cache, or it was filled with
+        parameters of another kind.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run. Either is
+        raised before a token is written.
     """
+    validate_paged.paged(cache)
     page_table = cache.in_memory(page_table, lengths, read=False)
     given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
-    new = checked_tokens(cache, *given)
+    write_tokens(cache, checked_tokens(cache, *given), *given[2:5], slots, implementation)
+
+
+def write_tokens(
+    cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
+) -> None:
+    """`append` of tokens that were checked."""
     key, value, count = new.key, new.value, new.key.selected.shape[0]
     call = cache, key, page_table, cu_seqlens_q, new.are_means
     by_kernel = _kernel(*call, implementation)
-    cache.contents = new.contents
     if by_kernel is not None:
         by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, new.are_means, slots)
         if not new.are_means:
             tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
             _compress(cache, page_table, tokens, new.params)
+        cache.contents = new.contents
         return
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
@@ -372,6 +394,7 @@ def append(
     _compress(cache, page_table, tokens, new.params, recent)
     if recent is not None:
         recent.keep(tokens, at)
+    cache.contents = new.contents
 
 
 class NewTokens(NamedTuple):
@@ -412,25 +435,27 @@ def checked_tokens(
     slots: Tensor | None = None,
 ) -> NewTokens:
     """Arguments and errors as of `append`."""
-    checks.tensors(key=key, value=value, page_table=page_table, lengths=lengths)
+    given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "slots": slots}
+    checks.tensors(**given)
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
     validate_paged.slots(cache, slots, lengths)
-    params = (None, None) if params is None else params
-    validate.phi_pair(
-        params, key.compressed[None], value.compressed[None], cache.config, "params"
-    )
-    contents = cache.contents.with_facts((*made_with, *facts_of(params)))
-    check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
+    if params is None:
+        params = None, None
+    else:
+        pair = key.compressed[None], value.compressed[None]
+        validate.phi_pair(params, *pair, cache.config, "params")
+    contents = cache.contents.with_facts(facts_of(params, made_with))
+    checks.devices(cache.selected_key, given, "the cache")
+    learned = checks.parameters(params, cache.selected_key, "the cache")
     checks.rows_of_tokens(lengths, cu_seqlens_q, count)
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
     checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
-    if slots is not None:
-        checks.devices(key.selected, {"slots": slots})
     refuse_transforms(*key, *value)
-    if requires_grad(*key, *value):
+    if requires_grad(*key, *value, *learned):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
     return NewTokens(key, value, params, contents)
 
@@ -544,12 +569,3 @@ def write(pages: Tensor, at: Places, new: Tensor) -> None:
     page, offset = at.page[source], at.offset[source]
     none = ~at.there.any()
     pages[page, offset] = torch.where(none, pages[page, offset], new[source])
-
-
-def check_devices(cache, page_table, lengths, cu_seqlens_q, **tensors) -> None:
-    """All on the device of the one of `tensors`."""
-    ((_, first),) = tensors.items()
-    others = {"cache": cache.selected_key, "page_table": page_table, "lengths": lengths}
-    if cu_seqlens_q is not None:
-        others["cu_seqlens_q"] = cu_seqlens_q
-    checks.devices(first, others)

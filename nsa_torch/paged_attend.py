@@ -3,6 +3,7 @@ queries (decode, guesses), else on rows gathered from the pages, by the steps of
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from nsa_torch import checks, dispatch, functional, signature
 from nsa_torch.debug import TORCH
 from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import refuse_transforms, requires_grad
-from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
+from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
 from nsa_torch.plans import Cache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
@@ -75,10 +76,12 @@ def paged_attention(
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
       max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them, and
-        elsewhere an undefined output of such rows; None: read from the device. Up to 8, rows are
-        padded to it and run on kernels that read pages; a row's bits follow from it too.
+        elsewhere an undefined output of such rows; it may exceed the tokens of a table, which then
+        count in its place. None: read from the device. Up to 8, rows are padded to it and run on
+        kernels that read pages; a row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
-        each run are attended together, and nothing is read from the device. None: all rows are.
+        each run are attended together, and nothing is read from the device. The lengths may be
+        upper bounds. None: all rows are.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
         queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
@@ -86,13 +89,13 @@ def paged_attention(
       ValueError: shapes or dtypes that do not fit, `runs` without `cu_seqlens_q`, of more rows or
         tokens than the call has, or, where the host reads it, of another one.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
+        Either is raised before a token is written.
     """
-    validate_paged.same_config(cache, config)
+    validate_paged.paged(cache, config)
     if (key is None) != (value is None):
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
         raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
-    given_table = page_table
     page_table = cache.in_memory(page_table, lengths, read=True)
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
@@ -106,36 +109,39 @@ def paged_attention(
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    checks.longest(max_seqlen_q, cu_seqlens_q)
+    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
     if runs is not None:
-        checks.runs(runs, page_table.shape[0], query.shape[0], cu_seqlens_q)
+        checks.runs(runs, inputs)
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
-    decided = _decide(inputs, max_seqlen_q, implementation) if runs is None else None
-    is_mosaic = decided is not None and decided.is_mosaic_step
+    # All is decided before a token is written: a call that is refused changes nothing.
+    attend = None
+    if runs is not None:
+        attend = _in_runs(inputs, runs, implementation, new)
+    elif not (decided := _decide(inputs, max_seqlen_q, implementation)).is_mosaic_step:
+        attend = decided.prepared()
     together = None
-    if new is not None and is_mosaic and _appends(inputs, new):
-        cache.contents, together = new.contents, (new.key, new.value)
+    if new is not None and attend is None and _appends(inputs, new):
+        together = new.key, new.value
     elif new is not None:
-        step, options = None, {"params": params, "made_with": made_with, "slots": slots}
-        at = given_table, lengths
-        append(cache, new.key, new.value, *at, cu_seqlens_q=cu_seqlens_q, **options)
-    if decided is None:
-        return _in_runs(inputs, runs or (), implementation, new)
-    if not is_mosaic:
-        return decided.run()
+        step = None
+        write_tokens(cache, new, page_table, lengths, cu_seqlens_q, slots)
+    if attend is not None:
+        return attend()
     out, _ = with_indices("mosaic", inputs, together, slots)
+    if new is not None:
+        cache.contents = new.contents
     return out if step is None else step.keep(implementation, inputs, out)
 
 
 def _in_runs(
     inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
-) -> Tensor:
-    """The rows of each run together; `new`: the tokens' keys and values."""
+) -> Callable[[], Tensor]:
+    """What attends to the rows of each run together; `new`: the tokens' keys and values."""
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
-    found: list[tuple[slice, Tensor]] = []
+    parts: list[tuple[slice, Callable[[], Tensor]]] = []
     for run in runs:
         table, own = inputs.page_table[run.rows], None
         if not run.few:
@@ -156,18 +162,22 @@ def _in_runs(
         # What the host says of a prompt's rows holds: none of their tokens is missing.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
-            out = _decide(mine, run.queries, implementation).run(*rest)
+            part = _decide(mine, run.queries, implementation).prepared(*rest)
         else:  # no kernel on pages takes as many
-            out = gathered(mine, run.queries, None, *rest)
-        found.append((run.tokens, out))
-    if len(found) == 1 and found[0][1].shape[0] == query.shape[0]:
-        return found[0][1]
-    shape = *query.shape[:2], cache.selected_value.shape[-1]
-    covered = sum(x.shape[0] for _, x in found) == query.shape[0]
-    joined = query.new_empty(shape) if covered else query.new_zeros(shape)
-    for tokens, out in found:
-        joined[tokens] = out
-    return joined
+            part = gathering(mine, run.queries, None, *rest)
+        parts.append((run.tokens, part))
+    covered = sum(x.stop - x.start for x, _ in parts) == query.shape[0]
+    if len(parts) == 1 and covered:
+        return parts[0][1]
+
+    def attend() -> Tensor:
+        shape = *query.shape[:2], cache.selected_value.shape[-1]
+        joined = query.new_empty(shape) if covered else query.new_zeros(shape)
+        for tokens, part in parts:
+            joined[tokens] = part()
+        return joined
+
+    return attend
 
 
 class _Decided(NamedTuple):
@@ -183,13 +193,16 @@ class _Decided(NamedTuple):
     def is_mosaic_step(self) -> bool:
         return self.choice.implementation == "mosaic" and self.of_tokens is None
 
-    def run(self, whole: tuple[Branches, Branches] | None = None, full: bool = False) -> Tensor:
-        """The output; `whole`, `full` as of `gathered`."""
+    def prepared(
+        self, whole: tuple[Branches, Branches] | None = None, full: bool = False
+    ) -> Callable[[], Tensor]:
+        """What computes the output; `whole`, `full` as of `gathering`."""
+        of_tokens = self.of_tokens
         if self.choice.implementation == paged_dispatch.GATHERED:
-            out = gathered(self.inputs, self.max_seqlen_q, self.name, whole, full)
+            run = gathering(self.inputs, self.max_seqlen_q, self.name, whole, full)
         else:
-            out = self.choice.load()(self.inputs, self.max_seqlen_q, self.name)
-        return out if self.of_tokens is None else self.of_tokens(out)
+            run = functools.partial(self.choice.load(), self.inputs)
+        return run if of_tokens is None else lambda: of_tokens(run())
 
 
 def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> _Decided:
@@ -227,9 +240,12 @@ class _Step:
 
     def known(self, implementation: str | None) -> Tensor | None:
         """The output, or None where no such step was run."""
-        if self.given[0].device.type not in signature.DEVICE_TYPES:
+        if self.cache.selected_key.device.type not in signature.DEVICE_TYPES:
             return None
-        found = _LAUNCHES.get(self._key(implementation))
+        try:
+            found = _LAUNCHES.get(self._key(implementation))
+        except TypeError:  # `made_with` without a hash
+            return None
         if found is None:
             return None
         device = self.given[0].device
@@ -291,16 +307,20 @@ def explain(
     implementation: str | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    validate_paged.paged(cache)
     page_table = cache.in_memory(page_table, lengths, read=True)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
     return _decide(inputs, max_seqlen_q, implementation).choice
 
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
-    checks.tensors(query=query, gates=gates, page_table=page_table, lengths=lengths)
+    given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
+    given["cu_seqlens_q"] = cu_seqlens_q
+    checks.tensors(**given)
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
+    checks.devices(cache.selected_key, given, "the cache")
     checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
     size = cache.config.select_block
     checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
@@ -368,14 +388,19 @@ def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tenso
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
 
 
-def gathered(
+def gathered(*call: Any) -> Tensor:
+    """Each row's pages side by side, then the steps of `attention`; arguments as of `gathering`."""
+    return gathering(*call)()
+
+
+def gathering(
     inputs: Inputs,
     max_seqlen_q: int | None,
     implementation: str | None,
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
-) -> Tensor:
-    """Each row's pages side by side, then the steps of `attention`.
+) -> Callable[[], Tensor]:
+    """What computes `gathered`, once the tokens are in their pages.
 
     `whole`: keys and values of rows that have no others, in place of their pages; `full`: each row
     has all of its queries, as many as the others.
@@ -413,27 +438,35 @@ def gathered(
         keys, memory["key"], memory["value"] = whole[0].selected, *(x.selected for x in whole)
     problem = queries, keys, width, config, False, memory
     chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
-    margin = KEY_TILE if full and chosen.attention in READING_TILES else None
-    at = cache, table, lengths, length, whole, margin
-    in_pages = full and whole is None and _reads_pages(chosen, inputs)
-    compressed, selected, sliding = side_by_side(*at, in_pages)
-    if in_pages:
-        page_table = table.clamp(0, cache.num_pages - 1)
-        pages = Pages(page_table.to(torch.int32), lengths.to(torch.int32), *selected)
-        selected = (x.flatten(0, 1)[None] for x in (cache.selected_key, cache.selected_value))
-        key, value = map(Branches, compressed, selected, sliding)
-        options = {"config": config, "kv_len": lengths, "scale": inputs.scale}
-        path: Any = chosen.load("attention")
-        return path.on_pages(queries, key, value, gates, pages, **options).flatten(0, 1)
-    key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-    rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
-    out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest, True)
-    out = out.flatten(0, 1)
-    if tokens is None:
-        return out
-    if padded is not None:
-        out = out[padded.flat.clamp(0, rows * length - 1)]
-    return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+
+    def attend() -> Tensor:
+        margin = KEY_TILE if full and chosen.attention in READING_TILES else None
+        at = cache, table, lengths, length, whole, margin
+        in_pages = full and whole is None and _reads_pages(chosen, inputs)
+        compressed, selected, sliding = side_by_side(*at, in_pages)
+        if in_pages:
+            page_table = table.clamp(0, cache.num_pages - 1)
+            pages = Pages(page_table.to(torch.int32), lengths.to(torch.int32), *selected)
+            selected = (
+                x.flatten(0, 1)[None] for x in (cache.selected_key, cache.selected_value)
+            )
+            key, value = map(Branches, compressed, selected, sliding)
+            options = {"config": config, "kv_len": lengths, "scale": inputs.scale}
+            path: Any = chosen.load("attention")
+            return path.on_pages(queries, key, value, gates, pages, **options).flatten(0, 1)
+        key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
+        rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
+        out = functional.attend(
+            queries, key, value, gates, compressed, None, chosen, rest, True
+        )
+        out = out.flatten(0, 1)
+        if tokens is None:
+            return out
+        if padded is not None:
+            out = out[padded.flat.clamp(0, rows * length - 1)]
+        return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+
+    return attend
 
 
 def _reads_pages(chosen: Any, inputs: Inputs) -> bool:

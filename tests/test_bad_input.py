@@ -256,12 +256,16 @@ def test_bad_input(name):
     assert message in str(error.value)
 
 
-def paged_step(library, zeros, params):
+def paged_step(library, zeros, cache=None, **options):
     lengths = np.array([20], np.int32)
     table, lengths = map(zeros.asarray, (np.arange(2, dtype=np.int32)[None], lengths))
-    cache = library.PagedCache(2, 2, 8, 8, config=SMALL, dtype=zeros.float32)
+    cache = cache or library.PagedCache(2, 2, 8, 8, config=SMALL, dtype=zeros.float32)
     x = zeros.zeros((20, 2, 8))
-    return library.append(cache, x, x, table, lengths, params=params)
+    return library.append(cache, x, x, table, lengths, **options)
+
+
+def cached_step(api, xp, x, **options):
+    return api.cached_attention(*x, api.init_cache(1, 30, 2, 8, 8, config=SMALL), **options)
 
 
 BAD_CACHES = {
@@ -272,12 +276,31 @@ BAD_CACHES = {
         *x, "cache", config=SMALL
     ),
     "compress_params must be a pair of parameters of compress, got NoneType": (
-        lambda api, xp, x: api.cached_attention(
-            *x, api.init_cache(1, 30, 2, 8, 8, config=SMALL), compress_params=None
-        )
+        lambda api, xp, x: cached_step(api, xp, x, compress_params=None)
     ),
     "params must be a pair of parameters of compress, got 1 of them": (
-        lambda api, xp, x: paged_step(api, xp, (None,))
+        lambda api, xp, x: paged_step(api, xp, params=(None,))
+    ),
+    "made_with must be pairs of a name and a value that has a hash, .*, got 3": (
+        lambda api, xp, x: cached_step(api, xp, x, made_with=3)
+    ),
+    "made_with must be pairs .*, got 'rope'": (
+        lambda api, xp, x: cached_step(api, xp, x, made_with="rope")
+    ),
+    r"made_with must be pairs .*, got \('rope_base',": (
+        lambda api, xp, x: paged_step(api, xp, made_with=("rope_base", 1e4))
+    ),
+    r"made_with must be pairs .*, got \(\('rope_base', \[1\]\),\)": (
+        lambda api, xp, x: paged_step(api, xp, made_with=(("rope_base", [1]),))
+    ),
+    r"made_with must be pairs .*, got \(\(1, 2\),\)": (
+        lambda api, xp, x: paged_step(api, xp, made_with=((1, 2),))
+    ),
+    "cache must be a PagedCache, got dict": (
+        lambda api, xp, x: paged_step(api, xp, cache={"pages": 3})
+    ),
+    "separate must be a bool, got 'yes'": (
+        lambda api, xp, x: api.PagedCache(2, 2, 8, 8, config=SMALL, separate="yes")
     ),
     "params.weight must be an array, got NoneType": lambda api, xp, x: api.compress(
         x[1], api.PoolParams(None), config=SMALL
@@ -516,8 +539,8 @@ class Numbers:
         dtype = self.xp.float32
         return self.library.PagedCache(4, 2, 8, 8, config=SMALL, dtype=dtype)
 
-    def attend(self, starts, lengths=(12, 8), **options):
-        given = self.zeros(7, 4, 8), self.zeros(7, 4, 3), self.cache
+    def attend(self, starts, lengths=(12, 8), count=7, **options):
+        given = self.zeros(count, 4, 8), self.zeros(count, 4, 3), self.cache
         at = self.ints([0, 1], [2, 3]), self.ints(*lengths), self.ints(*starts)
         return self.library.paged_attention(*given, *at, **options)
 
@@ -575,6 +598,10 @@ BAD_NUMBERS = {
     "a row longer than said": (
         lambda n: n.attend((0, 4, 7), max_seqlen_q=3),
         "max_seqlen_q must be 4 at least, as the longest row of cu_seqlens_q has, got 3",
+    ),
+    "a row longer than its pages, and less than said": (
+        lambda n: n.attend((0, 0, 40), lengths=(0, 40), count=40, max_seqlen_q=99),
+        "a row must not have more queries than tokens, 32 in the pages of its table, got 40",
     ),
     "no row at all": (
         lambda n: n.attend((0, 4, 7), max_seqlen_q=0),

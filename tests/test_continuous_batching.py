@@ -206,14 +206,14 @@ def test_steps_see_no_padding_and_no_token_lists(monkeypatch):
 @served
 def test_decode_rows_are_not_gathered_beside_a_prompt(monkeypatch):
     """The kernels on pages take rows of one token, whatever else a step has."""
-    seen, gathered = set(), paged_attend.gathered
+    seen, gathering = set(), paged_attend.gathering
 
-    def gathering(inputs, queries, *rest):
+    def watched(inputs, queries, *rest):
         rows = inputs.page_table.shape[0]
         seen.add((rows, queries or inputs.query.shape[0] // rows))
-        return gathered(inputs, queries, *rest)
+        return gathering(inputs, queries, *rest)
 
-    monkeypatch.setattr(paged_attend, "gathered", gathering)  # no kernels here
+    monkeypatch.setattr(paged_attend, "gathering", watched)  # no kernels here
     generated(model(), prompts()[:3], tokens=6)
     assert any(rows == 1 and count > 8 for rows, count in seen)  # a prompt
     assert all(count <= 1 for rows, count in seen if rows > 1)  # no row is padded to it

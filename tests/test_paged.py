@@ -196,6 +196,18 @@ def test_rows_of_few_tokens_are_one_call(framework):
         at = [a + c for a, c in zip(at, taken, strict=True)]
 
 
+@FRAMEWORKS
+@pytest.mark.parametrize("bound", [7, 100, 2**31 - 1])
+def test_the_longest_row_may_be_said_to_be_longer_than_a_table(framework, bound):
+    """A bound of all calls, whatever the room of this one's rows; of few queries too."""
+    config = NSAConfig(4, 4, 4, num_selected=3, num_initial=1, num_local=1, window=5)
+    sizes = Sizes(config=config)
+    rows, paged = Rows(sizes, [4, 3]), framework(sizes)
+    table = tables([4, 3], config, POOL, 1)
+    found = step(paged, rows, table, [0, 0], [4, 3], max_seqlen_q=bound)
+    close(found, rows.expected([0, 0], [4, 3]))
+
+
 def test_float64_is_not_rounded():
     """By gates in float32, say."""
     generator = torch.Generator().manual_seed(0)
@@ -393,7 +405,7 @@ def test_memory_of_another_manager_is_carved(separate):
     assert memory[-5:].isnan().all()
     with pytest.raises(ValueError, match=f"must have {page} elements, those of a page, got 3"):
         carve(memory[:3], 2, 8, 6)
-    with pytest.raises(ValueError, match="must be contiguous and have one axis, got shape"):
+    with pytest.raises(ValueError, match="memory must be contiguous, got strides"):
         carve(memory[::2], 2, 8, 6)
 
 
@@ -429,7 +441,7 @@ def test_runs_of_a_step():
         plan_runs([0, 1], [1, 1], 16)
     with pytest.raises(ValueError, match="starts must not descend, got 5, 3 at row 1"):
         plan_runs([0, 5, 3], [9, 9], 16)
-    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="page_size must be an int >= 1, got 0"):
         plan_runs([0, 1], [1], 0)
 
 
@@ -472,28 +484,83 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
     found = step(paged, rows, table, begin, end, runs=runs)
     close(found, rows.expected(begin, end))
     assert gathered == [(2, WIDTH), (2, 4)]  # no kernels here; the prompts' pages alone
+    most = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), [40, 60, 0, 90, 40], 16)
+    close(step(paged, rows, table, begin, end, runs=most), rows.expected(begin, end))
     with pytest.raises(ValueError, match="runs need cu_seqlens_q"):
         step(paged, rows, table, [37, 44, 0, 60, 19], [38, 45, 1, 61, 20], True, runs=runs)
 
 
+PLANNED = [38, 45, 0, 61, 20]
+
+
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("counts", "last", "planned", "message"),
     [
-        ([1, 2, 0, 60, 20], r"runs\[0\] must have tokens 0 to 3 and at most 2 of a row"),
-        ([1, 1, 1, 60, 20], r"runs\[1\] must have tokens 3 to 83 and at most 60 of a row"),
-        ([1, 1, 0, 60, 21], r"runs\[1\] must have tokens 2 to 83 and at most 60 of a row"),
-        ([1, 1, 0, 61, 2], r"runs\[1\]\.tokens must lie within 2 and 65, .* got 2 to 83"),
-        ([1, 1, 0, 61], r"runs\[1\]\.rows must lie within 2 and 4, .* got 3 to 5"),
+        (
+            [1, 2, 0, 60, 20],
+            [],
+            [],
+            r"runs\[0\] must have tokens 0 to 3 and at most 2 of a row",
+        ),
+        (
+            [1, 1, 1, 60, 20],
+            [],
+            [],
+            r"runs\[1\] must have tokens 3 to 83 and at most 60 of a row",
+        ),
+        (
+            [1, 1, 0, 60, 21],
+            [],
+            [],
+            r"runs\[1\] must have tokens 2 to 83 and at most 60 of a row",
+        ),
+        (
+            [1, 1, 0, 61, 2],
+            [],
+            [],
+            r"runs\[1\]\.tokens must lie within 2 and 65, .* got 2 to 83",
+        ),
+        ([1, 1, 0, 61], [], [], r"runs\[1\]\.rows must lie within 2 and 4, .* got 3 to 5"),
+        (
+            [1, 1, 0, 61, 20],
+            [],
+            [],
+            r"runs\[1\] must have columns=4 .* whole=False, as lengths",
+        ),
+        (
+            [1, 1, 0, 61, 20],
+            [],
+            [1, 1, 0, 61, 30],
+            r"runs\[0\] must have .* whole=False, .* and whole=True",
+        ),
+        (
+            [1, 1, 0, 61, 20],
+            [38, 45, 1, 90, 20],
+            [],
+            r"runs\[1\] must have columns=6 at least .* got columns=4",
+        ),
+        (
+            [1, 1, 0, 61, 20],
+            [],
+            [38, 45, 0, 0, 30],
+            "runs must have each row with new tokens, .* row 3",
+        ),
+        (
+            [1, 1, 0, 61, 20],
+            [],
+            [38, 45, 0, 61, 0],
+            "runs must have each row with new tokens, .* row 4",
+        ),
     ],
 )
-def test_runs_of_another_call_are_refused(counts, message):
+def test_runs_of_another_call_are_refused(counts, last, planned, message):
     """Before a token is appended; more rows or tokens than there are also where the host reads
     nothing.
     """
-    sizes, last = Sizes(), [38, 45, 1, 61, 30][: len(counts)]
+    sizes, last = Sizes(), last or [38, 45, 1, 61, 30][: len(counts)]
     rows, paged = Rows(sizes, last), Torch(sizes)
     table = tables(last, SMALL, POOL, WIDTH)
-    runs = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), [38, 45, 0, 61, 20], 16)
+    runs = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), planned or PLANNED, 16)
     begin = [end - count for end, count in zip(last, counts, strict=True)]
     cut = functools.partial(rows.cut, begin=begin, end=last, as_array=paged.array)
     lengths = np.array(last, np.int32) * (np.array(counts) > 0)
@@ -503,7 +570,7 @@ def test_runs_of_another_call_are_refused(counts, message):
     assert all(x.isnan().all() for x in paged.cache.tensors().values())
     backwards = runs[::-1]
     with pytest.raises(ValueError, match=r"runs\[1\]\.rows must lie within"):
-        validate_paged.runs(backwards, 5, 83, None)
+        validate_paged.runs(backwards, np.zeros((5, 4)), 83, 16, None, None)
 
 
 @pytest.mark.parametrize("separate", [False, True])
