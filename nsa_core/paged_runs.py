@@ -6,10 +6,12 @@ gathered from as many pages as they have. Without it a prompt in a call would ga
 as wide as the page table.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core import validate
 
 # Of one run with several rows that are gathered, at most: keys that it copies from pages, and
 # queries that pad rows to the longest.
@@ -64,16 +66,16 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
       page_size: tokens of a page (`select_block`).
 
     Raises:
-      ValueError: `starts` is not a row longer than `lengths`, or descends; a row is shorter than
-        its new tokens; a size below 1.
+      ValueError: `starts` or `lengths` is no list of ints; `starts` is not a row longer than
+        `lengths`, or descends; a row is shorter than its new tokens; a size is no int from 1 on.
     """
+    starts, lengths = _ints("starts", starts), _ints("lengths", lengths)
     if len(starts) != len(lengths) + 1:
         raise ValueError(
             f"starts must have {len(lengths) + 1} entries, one more than lengths, "
             f"got {len(starts)}"
         )
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    validate.sizes(page_size=page_size)
     runs: list[Run] = []
     for row, length in enumerate(lengths):
         begin, end = starts[row : row + 2]
@@ -94,6 +96,13 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
         else:
             runs[-1] = joined
     return runs
+
+
+def _ints(name: str, found: Sequence[int]) -> list[int]:
+    try:
+        return [*map(operator.index, found)]
+    except TypeError:
+        raise ValueError(f"{name} must be a list of ints, got {found!r}") from None
 
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:

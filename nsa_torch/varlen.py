@@ -54,7 +54,7 @@ def varlen_metadata(
         of two, at least 8. Calls of any number of sequences with the same room, row and bucket of
         `max_seqlen` (a power of two) have one signature: nothing is planned or compiled anew.
       config: of the calls.
-      device: of the calls; None: that of `cu_seqlens`.
+      device: of the calls, one that torch has; None: that of `cu_seqlens`.
 
     Returns:
       A `VarlenMetadata` for calls on such rows.
@@ -63,7 +63,9 @@ def varlen_metadata(
       ValueError: an argument contradicts another, or what the host reads.
     """
     checks.borders_array(cu_seqlens)
-    place = torch.device(cu_seqlens.device if device is None else device)
+    place = cu_seqlens.device if device is None else checks.device(device)
+    if cu_seqlens.is_meta and place.type != "meta":
+        raise ValueError(f"device must be that of cu_seqlens, meta, got {place}")
     sizes = max_seqlen, total, padded, max_sequences
     return VarlenMetadata(cu_seqlens, *sizes, config, place)
 
