@@ -303,12 +303,15 @@ def test_packed_rows(kind):
     want = torch.cat([model(kind)(x, use_cache=False).logits for x in pieces], dim=1)
     position = torch.cat([torch.arange(x.shape[1]) for x in pieces])[None]
     run = functools.partial(model(kind), ids, use_cache=False)
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    borders = torch.tensor(bounds, dtype=torch.int32)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     collated = collator([{"input_ids": x[0].tolist()} for x in pieces])
     assert torch.equal(collated.pop("input_ids"), ids) and {"max_length_q"} < collated.keys()
+    names = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
     for options in (
         dict(position_ids=position),
-        dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)),
+        dict(seq_idx=collated["seq_idx"]),
+        *({name: borders} for name in names),
         collated,
     ):
         for more in ({}, {"use_cache": None}):  # a cache is made of other rows alone
@@ -1032,6 +1035,7 @@ def test_calls_that_are_refused():
     ones = torch.ones(1, 6, dtype=torch.long)
     cache = made(ids)[CACHE]
     longer = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    apart = torch.tensor([0, 4, 6]), torch.tensor([0, 2, 6])
     for message, options in (
         ("as many ones as the cache has", dict(attention_mask=longer, cache=cache)),
         ("cache must be an NSAModelCache", dict(cache=DynamicCache())),
@@ -1041,6 +1045,27 @@ def test_calls_that_are_refused():
         ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=ones[0, :2], attention_mask=ones)),
         ("cu_seq_lens_q must be an array, got list", dict(cu_seq_lens_q=[0, 6])),
         ("cu_seq_lens_q must have dtype", dict(cu_seq_lens_q=ones[0] * 1.0)),
+        ("cu_seqlens must be an array, got list", dict(cu_seqlens=[0, 6])),
+        ("cu_seqlens must be None", dict(cu_seqlens=ones[0, :2], attention_mask=ones)),
+        ("seq_idx must be None where", dict(seq_idx=ones, attention_mask=ones)),
+        (r"seq_idx must have shape \(1, 6\), got \(6,\)", dict(seq_idx=ones[0])),
+        ("seq_idx must not decrease", dict(seq_idx=torch.tensor([[0, 0, 1, 1, 0, 0]]))),
+        (
+            r"cu_seq_lens_k must be the borders of cu_seq_lens_q, \[0, 4, 6\], got \[0, 2, 6\]",
+            dict(cu_seq_lens_q=apart[0], cu_seq_lens_k=apart[1]),
+        ),
+        (
+            r"seq_idx must be the borders of cu_seqlens, \[0, 4, 6\], got \[0, 6\]",
+            dict(cu_seqlens=apart[0], seq_idx=ones),
+        ),
+        (
+            "position_ids must count from 0 in every sequence of cu_seq_lens_q, got .0, 1, 2, 3, 4",
+            dict(cu_seq_lens_q=apart[0], position_ids=torch.arange(6)[None]),
+        ),
+        (
+            r"labels must have shape \(1, 2\), as the logits of logits_to_keep, got \(1, 6\)",
+            dict(labels=ids, logits_to_keep=2),
+        ),
         (r"must have shape \(1, 6\).* got dict", dict(attention_mask={"full_attention": ones})),
         (
             r"must have shape \(1, 6\).* got \(1, 1, 6, 6\)",
@@ -1069,8 +1094,12 @@ def test_calls_that_are_refused():
             made(torch.tensor([[1, token]]))
     with pytest.raises(ValueError, match="both or neither"):
         made()
-    with pytest.raises(NotImplementedError, match="output_attentions"):
-        made(ids, output_attentions=True)
+    for name, found in (("output_attentions", True), ("is_causal", False)):
+        for call in (made, made.model, functools.partial(made.generate, max_new_tokens=2)):
+            with pytest.raises(NotImplementedError, match=f"{name} must be {not found}, got"):
+                call(ids, **{name: found})
+    with pytest.raises(ValueError, match="output_attentions must be False in an nsa model"):
+        NSAModelConfig(**SIZES, output_attentions=True)
     with pytest.raises(ValueError, match="cache_implementation must be None, 'dynamic'"):
         made.generate(ids, cache_implementation="offloaded", max_new_tokens=1)
     with pytest.raises(
@@ -1085,6 +1114,36 @@ def test_calls_that_are_refused():
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"tokens_to_remove must be in -6\.\.0"):
         cache.crop(-7)
+
+
+@pytest.mark.parametrize(
+    "name", ["cumulative_seqlens_q", "segment_ids", "cu_seq_len_q", "token_type_ids"]
+)
+@torch.no_grad()
+def test_keywords_that_nobody_reads(name):
+    """What a caller says and the model does not know would change nothing, without a word."""
+    made, ids = model("mixed"), tokens(1, 6)
+    for call in (made, made.model, functools.partial(made, labels=ids)):
+        with pytest.raises(TypeError, match=f"{name} is no argument of .*boundaries of packed"):
+            call(ids, **{name: torch.tensor([0, 4, 6])})
+        call(ids, **{name: None})
+
+
+def test_keywords_of_the_loss():
+    made, ids = copy.deepcopy(model()), tokens(1)
+    want = made(ids, labels=ids).loss
+    found = made(ids, labels=ids, num_items_in_batch=2 * (WIDTH - 1)).loss
+    torch.testing.assert_close(found, want / 2)
+    assert made(ids, num_items_in_batch=3, shift_labels=None).loss is None
+
+    def loss_function(logits, labels, vocab_size, weight=1.0, **rest):
+        return weight * logits.mean()
+
+    made.loss_function = loss_function
+    torch.testing.assert_close(
+        made(ids, labels=ids, weight=3.0, num_items_in_batch=3).loss,
+        3 * made(ids, labels=ids).loss,
+    )
 
 
 def test_a_cached_chunk_that_is_refused():

@@ -134,12 +134,23 @@ def test_packed_is_apart(selection):
     want = torch.cat([made(x).logits for x in ids.split(ends, dim=1)], dim=1)
     position = torch.cat([torch.arange(n) for n in ends])[None]
     borders = torch.tensor([0, 21, 22, 59])
-    for options in ({"position_ids": position}, {"cu_seq_lens_q": borders, "max_length_q": 37}):
+    for options in (
+        {"position_ids": position},
+        {"cu_seq_lens_q": borders, "max_length_q": 37},
+        {"cu_seqlens": borders},
+        {"cu_seq_lens_k": borders, "position_ids": position},
+        {"seq_idx": torch.repeat_interleave(torch.tensor(ends))[None]},
+    ):
         got = made(ids, **options)
         torch.testing.assert_close(got.logits, want, rtol=0, atol=1e-6)
         assert got.get(CACHE) is None
-    with pytest.raises(ValueError, match="position_ids must count from 0"):
-        made(ids, position_ids=position + 1)
+    for more in ({}, {"cu_seq_lens_q": borders}):
+        with pytest.raises(ValueError, match="position_ids must count from 0"):
+            made(ids, position_ids=position + 1, **more)
+    with pytest.raises(TypeError, match="segment_ids is no argument of the model"):
+        made(ids, segment_ids=position)
+    with pytest.raises(NotImplementedError, match="output_attentions must be False, got True"):
+        made(ids, output_attentions=True)
     with pytest.raises(
         ValueError, match=r"cu_seq_lens_q must be None where .* a cache is given"
     ):

@@ -31,6 +31,7 @@ FIXED: dict[str, Any] = {
     "final_logit_softcapping": None,
     "num_experts": None,
     "num_local_experts": None,
+    "output_attentions": False,
 }
 INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
 NO_SCALING = ("rope_theta", "partial_rotary_factor")  # of rope_parameters

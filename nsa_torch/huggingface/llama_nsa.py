@@ -15,6 +15,7 @@ by force. So one `nsa_torch.attention` is the layer, but for its selection:
 The checkpoint was trained by the second, if by the file that its README has put into place.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import nsa_torch
 from nsa_core.config import NSAConfig
 from nsa_torch.huggingface.compatibility import CACHE
-from nsa_torch.huggingface.rows import rows
+from nsa_torch.huggingface.rows import BORDERS, INDEX, LOSS, check_keywords, rows
 from nsa_torch.select import blocks_by
 
 SELECTIONS = "trained", "exact"
-BORDERS, LONGEST = "cu_seq_lens_q", "max_length_q"  # as transformers' collators name them
+THEIRS = *inspect.signature(LlamaForCausalLM.forward).parameters, "return_dict", *LOSS
 
 
 class LlamaNSAConfig(LlamaConfig):
@@ -102,7 +103,7 @@ class LlamaNSAAttention(nn.Module):
         )
         gates = self.g_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        cache, borders = rest.get(CACHE), rest.get(BORDERS)
+        cache, borders = rest.get(CACHE), rest.get(BORDERS[0])
         if cache is not None:
             pair = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
@@ -167,10 +168,12 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 class LlamaNSAForCausalLM(LlamaForCausalLM):
     """`from_pretrained(path, selection="exact")` or `"trained"`; no remote code is involved.
 
-    A packed row is told by `cu_seq_lens_q`, or by `position_ids` of one row that start anew.
+    A packed row is told by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
+    `position_ids` of one row that start anew.
 
     Raises:
       NotImplementedError: padding; a cache that is not one of transformers' dynamic ones.
+      TypeError: a keyword that the model does not read.
       ValueError: a packed row with a cache, or of wrong borders or positions.
     """
 
@@ -190,25 +193,24 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
             raise NotImplementedError(
                 "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
             )
+        check_keywords(rest, *THEIRS)
         given = rest.get("inputs_embeds") if input_ids is None else input_ids
         borders = None if given is None else _borders(given, self.config.sizes, rest)
         if borders is not None:
-            rest |= {BORDERS: borders, "use_cache": False}
+            rest |= {BORDERS[0]: borders, "use_cache": False}
         return super().forward(input_ids, **rest)
 
 
 def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | None:
     """Those of a packed row `x` [1, T, ...], or None."""
-    position, borders, cache = call.get("position_ids"), call.get(BORDERS), call.get(CACHE)
-    if borders is None:
+    position, cache = call.get("position_ids"), call.get(CACHE)
+    if all(call.get(name) is None for name in (*BORDERS, INDEX)):
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):
             return None
         if cache is not None:
             raise ValueError(f"position_ids must follow each other where {CACHE} is given")
-    longest = call.get(LONGEST) if isinstance(call.get(LONGEST), int) else None
-    position = position if borders is None else None
     batch, length = x.shape[:2]
-    return rows(batch, length, None, position, borders, cache, config, longest).cu_seqlens
+    return rows(batch, length, None, position, call, cache, config).cu_seqlens
 
 
 transformers.AutoConfig.register(LlamaNSAConfig.model_type, LlamaNSAConfig, exist_ok=True)

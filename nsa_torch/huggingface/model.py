@@ -1,6 +1,7 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder, and what transformers asks of one."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,7 @@ from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
-from nsa_torch.huggingface.rows import Rows, rows
+from nsa_torch.huggingface.rows import LOSS, READ, Rows, check_keywords, rows
 from nsa_torch.module import MLP, NSAAttention, Pool
 
 
@@ -279,10 +280,12 @@ class NSAModel(NSAPreTrainedModel):
           use_cache: makes a cache where none is given, but of a packed row. None: the
             configuration's outside training.
           cu_seq_lens_q: int `[sequences + 1]`, a packed row, as of transformers'
-            `DataCollatorWithFlattening`. What follows from it is made once for all layers.
+            `DataCollatorWithFlattening`. What follows from it is made once for all layers. Also as
+            `cu_seqlens`, `cu_seq_lens_k` or, for each token, `seq_idx` [1, T].
           max_length_q: its longest sequence's tokens; the last one then ends with the row.
 
         Raises:
+          TypeError: a keyword that the model does not read.
           ValueError: as `rows.rows` says; a cache where gradient checkpointing trains, or in which
             a call did not end; a token that is not in the vocabulary (on the CPU,
             where it is not compiled).
@@ -296,11 +299,10 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError(
                 f"input_ids must have a row and a column, got shape {tuple(x.shape[:2])}"
             )
-        if kwargs.get("output_attentions"):
-            raise NotImplementedError("no layer makes attention weights: output_attentions")
-        if "read_index" in kwargs:
-            paged = {"cache": cache, "cu_seq_lens_q": cu_seq_lens_q, **kwargs}
-            return self._continuous(x, attention_mask, position_ids, **paged)
+        call = {"cu_seq_lens_q": cu_seq_lens_q, **kwargs}
+        if "read_index" in call:
+            return self._continuous(x, attention_mask, position_ids, cache=cache, **call)
+        check_keywords(call)
         if cache is not None and not isinstance(cache, NSAModelCache):
             raise ValueError(f"cache must be an NSAModelCache, got {type(cache).__name__}")
         if use_cache is None:
@@ -311,10 +313,8 @@ class NSAModel(NSAPreTrainedModel):
                     "cache must be None where gradient checkpointing trains, got one: call eval()"
                 )
             use_cache = False
-        given = attention_mask, position_ids, cu_seq_lens_q, cache
-        longest = max_length_q if isinstance(max_length_q, int) else None
-        config = self.config.layer_spec.config
-        where = rows(x.shape[0], x.shape[1], *given, config, longest)
+        given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache
+        where = rows(x.shape[0], x.shape[1], *given, self.config.layer_spec.config)
         if cache is None and use_cache and where.cu_seqlens is None:
             cache = NSAModelCache(self.config)
         if cache is not None:
@@ -413,12 +413,16 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Arguments of `NSAModel.forward`, and:
+        """Arguments of `NSAModel.forward`, those of the loss function, and:
 
         Args:
           labels: `[B, T]`, tokens that are predicted one column earlier; -100 counts nothing.
           logits_to_keep: logits of that many last columns only, or of these; 0: of all.
         """
+        others = [name for name in kwargs if name not in READ and name not in LOSS]
+        if others and labels is not None:
+            of_loss = inspect.signature(self.loss_function).parameters
+            others = [name for name in others if name not in of_loss]
         if use_cache is None and labels is not None:
             use_cache = False
         outputs = self.model(
@@ -428,13 +432,18 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **kwargs,
+            **{name: x for name, x in kwargs.items() if name in READ or name in others},
         )
         keep = logits_to_keep
         kept = slice(-keep, None) if isinstance(keep, int) else keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
+            if (isinstance(keep, Tensor) or keep) and labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must have shape {tuple(logits.shape[:2])}, as the logits of "
+                    f"logits_to_keep, got {tuple(labels.shape)}"
+                )
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
         return CausalLMOutputWithPast(

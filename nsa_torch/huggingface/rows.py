@@ -1,5 +1,6 @@
 """Where the tokens of a padded or packed batch stand, from what transformers passes."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,20 @@ from nsa_torch import checks
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.varlen import varlen_metadata
+
+# What a call may say of a packed row: borders, by any name; which sequence each token is of; tokens
+# of the longest sequence.
+BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
+INDEX = "seq_idx"
+LONGEST = "max_length_q", "max_length_k"
+# What it may say of what no call changes.
+FIXED = {
+    "is_causal": (True, "attention is causal"),
+    "output_attentions": (False, "no layer computes attention weights"),
+    "output_router_logits": (False, "there are no experts"),
+}
+READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
+LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
 
 
 class Rows(NamedTuple):
@@ -45,15 +60,31 @@ class Rows(NamedTuple):
         return column < self.count[:, None]
 
 
+def check_keywords(call: dict[str, Any], *others: str) -> None:
+    """Raises where one of a call's keywords is neither in `READ` nor in `others`, or asks for what
+    the model does not do.
+    """
+    for name, x in call.items():
+        if x is None or name in others:
+            continue
+        if name not in READ:
+            raise TypeError(
+                f"{name} is no argument of the model; boundaries of packed sequences are "
+                f"{', '.join(BORDERS)}, {INDEX} or position_ids"
+            )
+        if name in FIXED and bool(x) is not FIXED[name][0]:
+            value, reason = FIXED[name]
+            raise NotImplementedError(f"{name} must be {value}, got {x!r}; {reason}")
+
+
 def rows(
     batch: int,
     length: int,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
+    call: dict[str, Any],
     cache: NSAModelCache | None,
     config: NSAConfig,
-    max_length: int | None = None,
 ) -> Rows:
     """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
@@ -62,31 +93,35 @@ def rows(
         an `NSAPagedModelCache`, also takes `[B, 1]`: that of its own column.
       position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
         cache they may start anew in a single row, which is then a packed one.
-      cu_seqlens: int `[sequences + 1]`, a packed row.
+      call: its keywords, of which a packed row is told by one of `BORDERS`, int `[sequences + 1]`,
+        or by `INDEX`, int `[1, T]`, on a GPU after a wait. One of `LONGEST`: the longest sequence
+        has so many tokens at most, and nothing follows the last one.
       config: of the layers with NSA.
-      max_length: of the longest sequence of a packed row at most, where nothing follows the last
-        one; None: unknown.
 
     Raises:
-      ValueError: a row is padded in the middle or on both sides, mask, positions and cache
-        contradict each other. On a GPU it is known after the device has been waited for; a
-        step does not wait there, and only shapes are checked; in a CUDA graph and under
+      ValueError: a row is padded in the middle or on both sides, mask, positions, borders and cache
+        contradict each other. On a GPU it is known after the device has been waited for; a step and
+        borders do not wait there, and only shapes are checked; in a CUDA graph and under
         `torch.compile` nothing is.
     """
-    if cu_seqlens is not None:
+    told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
+    if told:
+        name = next(iter(told))
         if attention_mask is not None or cache is not None:
             raise ValueError(
-                "cu_seq_lens_q must be None where attention_mask or a cache is given, got both"
+                f"{name} must be None where attention_mask or a cache is given, got both"
             )
-        checks.borders_array(cu_seqlens, "cu_seq_lens_q")
         if batch != 1:
             raise ValueError(
-                f"input_ids must be one row where cu_seq_lens_q is given, got {batch} rows"
+                f"input_ids must be one row where {name} is given, got {batch} rows"
             )
-        checks.borders(cu_seqlens, length, "cu_seq_lens_q")
-        padded = None if max_length is None else False
-        sizes = {"max_seqlen": max_length, "total": length, "padded": padded}
-        return Rows(cu_seqlens=_shared(cu_seqlens, config=config, **sizes))
+        longest = next((x for n in LONGEST if isinstance(x := call.get(n), int)), None)
+        padded = None if longest is None else False
+        sizes = {"max_seqlen": longest, "total": length, "padded": padded}
+        borders = _borders(told, position_ids, length)
+        return Rows(
+            cu_seqlens=_shared(borders, config=config, device=told[name].device, **sizes)
+        )
     if attention_mask is None and cache is None and position_ids is not None and batch == 1:
         return _packed(position_ids, length, config)
     past = 0 if cache is None else cache.get_seq_length()
@@ -159,6 +194,44 @@ def _shared(cu_seqlens: Tensor, *, total: int, **sizes: Any) -> Tensor:
         assert clamped is not None
         return clamped
     return varlen_metadata(cu_seqlens, total=total, **sizes).cu_seqlens
+
+
+def _borders(told: dict[str, Any], position_ids: Tensor | None, length: int) -> Tensor:
+    """Those of a packed row. What else a call says of them must agree, where the host reads it."""
+    found: dict[str, Tensor] = {}
+    for name, x in told.items():
+        if name != INDEX:
+            checks.borders_array(x, name)
+            checks.borders(x, length, name)
+            found[name] = x
+        elif not found or checks.is_read(x):
+            found[name] = _borders_of_index(x, length)
+    (first, borders), *others = found.items()
+    if not checks.is_read(borders):
+        return borders
+    starts = [*dict.fromkeys(borders.tolist())]
+    for name, x in others:
+        if checks.is_read(x) and (given := [*dict.fromkeys(x.tolist())]) != starts:
+            raise ValueError(f"{name} must be the borders of {first}, {starts}, got {given}")
+    if position_ids is not None and checks.is_read(position_ids):
+        position = position_ids.reshape(-1).tolist()
+        counted = [i for a, b in itertools.pairwise(starts) for i in range(b - a)]
+        if len(position) != length or position[: starts[-1]] != counted:
+            raise ValueError(
+                f"position_ids must count from 0 in every sequence of {first}, got {position[:16]}"
+            )
+    return borders
+
+
+def _borders_of_index(index: Any, length: int) -> Tensor:
+    """On the host, which waits for the device."""
+    shape = tuple(index.shape) if isinstance(index, Tensor) else type(index).__name__
+    if shape != (1, length):
+        raise ValueError(f"{INDEX} must have shape {(1, length)}, got {shape}")
+    steps = index[0].cpu().diff()
+    if (steps < 0).any():
+        raise ValueError(f"{INDEX} must not decrease, got {index[0].tolist()[:16]}")
+    return torch.tensor([0, *(steps.nonzero()[:, 0] + 1).tolist(), length])
 
 
 def _packed(position_ids: Tensor, length: int, config: NSAConfig) -> Rows:
