@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import os
+import subprocess
 import sys
 
 import pytest
@@ -111,3 +113,32 @@ def test_outputs_without_a_cache():
     made = NSAForCausalLM(NSAModelConfig(**model().config.to_dict()))
     assert made(tokens(1), use_cache=False).get(CACHE) is None
     assert len(made(tokens(1), use_cache=False, return_dict=False)) == 1
+
+
+EVALUATION = """
+import sys, torch, transformers
+folder, again = sys.argv[1:]
+for name in ("AutoModel", "AutoModelForCausalLM"):
+    options = {"trust_remote_code": True, "dtype": torch.float32}
+    made = getattr(transformers, name).from_pretrained(folder, **options).eval()
+    print(type(made).__name__, float(made(torch.arange(1, 42)[None])[0].double().sum()))
+made.save_pretrained(again)
+"""
+
+
+@torch.no_grad()
+def test_a_program_that_never_names_us(tmp_path):
+    """It loads what was saved by transformers' names alone; what it saves is the same again."""
+    folders = tmp_path / "saved", tmp_path / "again"
+    made, ids = model(), torch.arange(1, 42)[None]
+    made.save_pretrained(folders[0])
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", EVALUATION, *map(str, folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    base, whole = (line.split() for line in done.stdout.splitlines())
+    assert (base[0], whole[0]) == ("NSAModel", "NSAForCausalLM")
+    for (_, found), x in ((base, made.model(ids)[0]), (whole, made(ids)[0])):
+        assert float(found) == pytest.approx(float(x.double().sum()), rel=1e-5)
+    files = [{x.name: x.read_bytes() for x in each.iterdir()} for each in folders]
+    assert files[0] == files[1]

@@ -165,6 +165,13 @@ def test_files(tmp_path):
     made.save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["model_type"] == "llama-nsa" and about["block_counts"] == PLACES
+    found = {}
+    exec((tmp_path / "modeling_nsa.py").read_text(), found)
+    names = {
+        auto: found[name.removeprefix("modeling_nsa.")]
+        for auto, name in about["auto_map"].items()
+    }
+    assert names == {"AutoConfig": LlamaNSAConfig, "AutoModelForCausalLM": LlamaNSAForCausalLM}
     for name in ("selection", "rope_parameters", "dtype"):
         about.pop(name, None)
     about |= {"rope_theta": 500000.0, "architectures": ["LlamaNSAForCausalLM"]}

@@ -2,7 +2,8 @@
 
 RMSNorm, rotary embedding, grouped heads and SwiGLU; each layer attends by NSA or to all keys, as
 the configuration says. Importing this module registers `model_type="nsa"` with `AutoConfig`,
-`AutoModel` and `AutoModelForCausalLM`; no remote code is involved:
+`AutoModel` and `AutoModelForCausalLM`; a program that does not import it passes them
+`trust_remote_code=True`, for which `save_pretrained` and `convert` write a module:
   `NSAModelConfig`                      the sizes, and what makes each layer's function
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer

@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
@@ -35,9 +36,42 @@ FIXED: dict[str, Any] = {
 }
 INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
 NO_SCALING = ("rope_theta", "partial_rotary_factor")  # of rope_parameters
+REMOTE = "modeling_nsa"  # the module beside config.json
+REMOTE_CODE = """\
+# For transformers' `trust_remote_code=True`; the model's code is in the installed package.
+try:
+    from nsa_torch.huggingface import {names}
+except ModuleNotFoundError as error:
+    if error.name != "nsa_torch":
+        raise
+    text = "nsa_torch must be installed: pip install 'native-sparse-attention[hf]'"
+    raise ImportError(text) from error
+"""
 
 
-class NSAModelConfig(PreTrainedConfig):
+class SavedConfig(PreTrainedConfig):
+    """A configuration beside which `save_pretrained` writes a module, by which programs that do not
+    import `nsa_torch.huggingface` find the classes.
+
+    Attributes:
+      classes: of ours, by the names of transformers' Auto classes.
+    """
+
+    classes: ClassVar[dict[str, str]]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' `save_pretrained`, and the module."""
+        self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        text = REMOTE_CODE.format(names=", ".join(self.classes.values()))
+        (Path(save_directory) / f"{REMOTE}.py").write_text(text)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would write the source of this file beside config.json."""
+
+
+class NSAModelConfig(SavedConfig):
     """A decoder with Native Sparse Attention.
 
     Attributes:
@@ -72,6 +106,11 @@ class NSAModelConfig(PreTrainedConfig):
 
     model_type = "nsa"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
+    classes = {  # noqa: RUF012
+        "AutoConfig": "NSAModelConfig",
+        "AutoModel": "NSAModel",
+        "AutoModelForCausalLM": "NSAForCausalLM",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 768

@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import nsa_torch
 from nsa_core.config import NSAConfig
 from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.huggingface.configuration import SavedConfig
 from nsa_torch.huggingface.rows import BORDERS, INDEX, LOSS, check_keywords, rows
 from nsa_torch.select import blocks_by
 
@@ -35,7 +36,7 @@ SELECTIONS = "trained", "exact"
 THEIRS = *inspect.signature(LlamaForCausalLM.forward).parameters, "return_dict", *LOSS
 
 
-class LlamaNSAConfig(LlamaConfig):
+class LlamaNSAConfig(SavedConfig, LlamaConfig):
     """Llama's, and the sizes of NSA.
 
     Attributes:
@@ -50,6 +51,10 @@ class LlamaNSAConfig(LlamaConfig):
     """
 
     model_type = "llama-nsa"
+    classes = {  # noqa: RUF012
+        "AutoConfig": "LlamaNSAConfig",
+        "AutoModelForCausalLM": "LlamaNSAForCausalLM",
+    }
 
     block_size: int = 16
     block_counts: int = 16
@@ -166,7 +171,7 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 
 
 class LlamaNSAForCausalLM(LlamaForCausalLM):
-    """`from_pretrained(path, selection="exact")` or `"trained"`; no remote code is involved.
+    """`from_pretrained(path, selection="exact")` or `"trained"`.
 
     A packed row is told by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
     `position_ids` of one row that start anew.
