@@ -1098,8 +1098,16 @@ def test_calls_that_are_refused():
         for call in (made, made.model, functools.partial(made.generate, max_new_tokens=2)):
             with pytest.raises(NotImplementedError, match=f"{name} must be {not found}, got"):
                 call(ids, **{name: found})
-    with pytest.raises(ValueError, match="output_attentions must be False in an nsa model"):
-        NSAModelConfig(**SIZES, output_attentions=True)
+    for message, words in (
+        ("output_attentions must be False in an nsa model", dict(output_attentions=True)),
+        (
+            "multiple of num_attention_heads=4 where head_dim is None, got 65",
+            dict(hidden_size=65, head_dim=None),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NSAModelConfig(**SIZES | words)
+    assert NSAModelConfig(**SIZES | dict(hidden_size=65)).head_dim == 8
     with pytest.raises(ValueError, match="cache_implementation must be None, 'dynamic'"):
         made.generate(ids, cache_implementation="offloaded", max_new_tokens=1)
     with pytest.raises(

@@ -158,7 +158,12 @@ class NSAModelConfig(SavedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim, rest = divmod(self.hidden_size, self.num_attention_heads)
+            if rest:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads="
+                    f"{self.num_attention_heads} where head_dim is None, got {self.hidden_size}"
+                )
         if self.v_head_dim is None:
             self.v_head_dim = self.head_dim
         super().__post_init__(**kwargs)
