@@ -468,6 +468,29 @@ def test_what_warms_up_first(given, expected, monkeypatch):
 
 
 @served
+def test_a_manager_that_persists_serves_the_weights_of_now():
+    """It keeps prefixes from call to call, which were computed by the weights before a step."""
+    lm, prompt = model.__wrapped__(), prompts()[1]
+    call = lambda: [
+        *lm.generate_batch([prompt], persistent_manager=True, **options(lm)).values()
+    ]
+    kept = lambda: lm._cached_continuous_batching_manager
+    try:
+        for change in (None, "step", "other tensors"):
+            before = call() and kept()
+            if change == "step":
+                lm(torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
+                torch.optim.SGD(lm.parameters(), lr=10.0).step()
+            elif change == "other tensors":
+                lm.load_state_dict(model().state_dict(), assign=True)
+            (result,) = call()
+            same_as_alone(lm, prompt, result)
+            assert (kept() is before) == (change is None)
+    finally:
+        lm.destroy_cached_continuous_batching_manager()
+
+
+@served
 @pytest.mark.parametrize(
     ("prompt", "found"),
     [

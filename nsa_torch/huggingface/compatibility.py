@@ -83,6 +83,7 @@ OVERRIDDEN: dict[type, tuple[str, ...]] = {
         "_prepare_cache_for_generation",
         "_prepare_position_ids_for_generation",
         "_valid_auto_compile_criteria",
+        "destroy_cached_continuous_batching_manager",
         "generate",
         "generate_batch",
         "init_continuous_batching",

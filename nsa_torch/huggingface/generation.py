@@ -45,8 +45,15 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """transformers' manager of `generate_batch`; errors as of `continuous.manager_of`."""
+        """transformers' manager of `generate_batch`; errors as of `continuous.manager_of`. One that
+        persists is destroyed here if weights were replaced or written to since it was last asked
+        for: its prefixes are those of old weights, and its graphs may read old tensors.
+        """
         model: Any = self
+        weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
+        if getattr(self, "_served", weights) != weights:
+            model.destroy_cached_continuous_batching_manager()
+        self._served = weights
         base: Any = super()
         given = generation_config, continuous_batching_config, workload_hints
         make = base.init_continuous_batching
@@ -63,6 +70,11 @@ class NSAGenerationMixin(GenerationMixin):
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate_batch`. Where nobody says, a manager that persists warms up, one
         of a single call does not: it captures graphs when steps need them, after first tokens.
+
+        Args:
+          persistent_manager: as of transformers; after weights have changed a new manager is made.
+            Changes that torch does not count, of `.data` or of which adapter is active, need
+            `destroy_cached_continuous_batching_manager()` first.
 
         Raises:
           ValueError: a prompt is not a list of tokens of the vocabulary, at least one; in a step it
