@@ -68,6 +68,9 @@ def project(
       means: whether the mean of each key/value head's query heads is wanted too.
       gate: makes the logits of gates, which is one more projection; None: there are none.
       raw_keys: so many branches, the first, have keys that are not rotated.
+
+    Raises:
+      ValueError: the projections do not give all heads.
     """
     layers = query, *keys, *values
     # What is exported takes any number of tokens.
@@ -85,12 +88,20 @@ def project(
     )
     try:
         if fused:
+            columns = sum(each.weight.shape[0] for each in layers)
             projection = _product(x, layers, beside, sizes.row)
         else:
             projection = torch.cat([each(x) for each in layers], dim=-1)
+            columns = projection.shape[-1]
     except RuntimeError as error:
         _check_dtype(x, query, error)
         raise
+    if columns != sizes.row - sizes.gate_columns:
+        raise ValueError(
+            f"projections must give all heads of the layer, {spec.n_heads} of queries and "
+            f"{spec.n_kv_groups} of keys and values, in {sizes.row - sizes.gate_columns} columns, "
+            f"got {columns}: heads cannot be sharded over devices (tensor parallel)"
+        )
     turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
     found = split(projection, position, sizes, norms=norms, **turns)
     if gate is None:

@@ -394,6 +394,20 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
     torch.testing.assert_close(module(x)[0], wanted)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("fused_from", [1, 2**20])
+def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
+    """As tensor parallelism gives a rank some heads of a layer that counts all of them."""
+    set_limits(monkeypatch, fused_heads_from=fused_from)
+    module, x = layer(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+    wanted = module.W_Q.out_features
+    module.W_Q = nn.Linear(24, wanted // 2, bias=False)
+    with pytest.raises(
+        ValueError, match=r"must give all heads of the layer, 6 .* and 2 .*, got"
+    ):
+        module(x)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2])
 @by_norms
