@@ -587,6 +587,12 @@ REFUSED = {
         "kv must be 'separate'",
     ),
     "name": (nothing, dict(hidden_size=3), "hidden_size must be one of"),
+    "keys": (nothing, dict(kv="x"), "kv must not be given, got 'x'; start='shared' conv"),
+    "a layer alone": (
+        nothing,
+        dict(dense_layers=1),
+        "dense_layers must be several ints, got 1",
+    ),
     "layer": (nothing, dict(dense_layers=(2,)), "dense_layers must be in 0..1, got 2"),
     "start": (nothing, dict(start="zero"), "start must be one of"),
 }
@@ -670,10 +676,26 @@ def test_the_command(source, tmp_path, capsys):
         assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_source_that_is_not_there(tmp_path, capsys):
-    assert main([str(tmp_path / "none"), str(tmp_path / "target")]) == 2
-    assert "none must be a folder, or a name" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["none", "./none", "../no/folder", None])
+def test_a_source_that_is_not_there(name, tmp_path, capsys):
+    """What is no folder and no owner/name is not asked of the Hub."""
+    source = str(tmp_path / "none") if name is None else name
+    assert main([source, str(tmp_path / "target")]) == 2
+    message = "none must be a folder, or owner/name on the Hugging Face Hub; there is no such"
+    assert message.replace("none", source) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_the_hub_has_not(tmp_path, monkeypatch):
+    def from_pretrained(source):
+        raise OSError(f"{source} is not a valid\nmodel identifier")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    message = (
+        "no/model must be a folder, or owner/name .*, got no config.json: .* valid model id"
+    )
+    with pytest.raises(OSError, match=message):
+        convert("no/model", tmp_path / "target")
 
 
 def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):

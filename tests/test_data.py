@@ -292,8 +292,12 @@ class TestTokenizer:
         path.write_text(path.read_text()[:40])
         with pytest.raises(ValueError, match=r"file of the library tokenizers, got .*r.json: "):
             load("text", tokenizer=str(path))
-        with pytest.raises(FileNotFoundError, match=r"none.json"):
-            load("text", tokenizer=str(tmp_path / "none.json"))
+        for name, reason in (("gpt2", "No such file"), (tmp_path, "Is a directory")):
+            message = (
+                f"tokenizer must be a file .*, got {name}: {reason}.*; download tokenizer.json"
+            )
+            with pytest.raises(FileNotFoundError, match=message):
+                load("text", tokenizer=str(name))
 
 
 class Memory:

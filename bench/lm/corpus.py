@@ -41,7 +41,7 @@ from absl import flags
 from nsa_core import config_files, extras
 
 from ..harness import cli, heartbeat, records
-from .tokens import TOGETHER, Documents
+from .tokens import TOGETHER, Documents, tokenizer_file
 
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
@@ -329,7 +329,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
     for name, path in ((TOKENIZER, folder / TOKENIZER), (TOKENIZER, tokenizer)):
         if path is None:
             continue
-        got = sha256(Path(path).read_bytes())
+        got = sha256(tokenizer_file(path))
         if got != sums[name]:
             raise ValueError(
                 f"tokenizer must be that of the corpus {folder}, with SHA-256 {sums[name]}, got "

@@ -62,12 +62,27 @@ class Bytes:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
+def tokenizer_file(path: str | Path) -> bytes:
+    """What the file of a tokenizer holds.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"tokenizer must be a file of the library tokenizers, got {path}: {error.strerror}; "
+            "download tokenizer.json of a model"
+        ) from None
+
+
 class FromFile:
     """A tokenizer of the library `tokenizers`, with the special tokens that its own
     post-processor adds to a document.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: as of `tokenizer_file`.
       ValueError: the library cannot read it.
     """
 
@@ -76,7 +91,7 @@ class FromFile:
             import tokenizers
         except ModuleNotFoundError as error:
             raise extras.missing("data", error) from error
-        data = Path(path).read_bytes()
+        data = tokenizer_file(path)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower

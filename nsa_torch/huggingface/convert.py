@@ -3,7 +3,7 @@
     python -m nsa_torch.huggingface.convert SOURCE TARGET
     python -m nsa_torch.huggingface.convert SOURCE TARGET --set num_selected=64 --check 512
 
-SOURCE is a folder or a name on the Hugging Face Hub; TARGET becomes a folder. Weights are read
+SOURCE is a folder or owner/name on the Hugging Face Hub; TARGET becomes a folder. Weights are read
 and written a safetensors file at a time.
 
   transformers     here                         how
@@ -74,7 +74,8 @@ OURS = {
 }
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the Hub
+NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # on the Hub
+SOURCES = "must be a folder, or owner/name on the Hugging Face Hub"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GENERATION = "generation_config.json"
@@ -136,6 +137,8 @@ def configuration(
     if nsa.get("gate", "sigmoid") == "softmax":
         raise ValueError("gate must not be 'softmax': its gates cannot start as 0, 1, 0 or 1/2")
     layers = range(source.num_hidden_layers)
+    if not isinstance(dense_layers, Iterable):
+        raise ValueError(f"dense_layers must be several ints, got {dense_layers!r}")
     dense_layers = set(dense_layers)
     if outside := sorted(dense_layers - set(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
@@ -226,7 +229,7 @@ def convert(
     """Writes the model at `source` as one with NSA to the folder `target`, all or nothing.
 
     Args:
-      source: a folder, or a name on the Hugging Face Hub.
+      source: a folder, or owner/name on the Hugging Face Hub.
       start: "values", "gates" or "shared", as above.
       dtype: of the weights; None: as they are.
       dense_layers, nsa: as of `configuration`.
@@ -247,10 +250,15 @@ def convert(
         raise ValueError(
             "gate must not be 'selected' where start='values', whose gates are 1/2"
         )
+    if "kv" in nsa:
+        raise ValueError(
+            f"kv must not be given, got {nsa['kv']!r}; start='shared' converts with kv='shared', "
+            "other starts with kv='separate'"
+        )
     if target.exists():
         raise FileExistsError(f"{target} must not be there before")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
-        raise FileNotFoundError(f"{source} must be a folder, or a name on the Hugging Face Hub")
+        raise FileNotFoundError(f"{source} {SOURCES}; there is no such folder")
     theirs = _theirs(source)
     kv = "shared" if start == "shared" else "separate"
     config = configuration(theirs, dense_layers, kv, **nsa)
@@ -306,12 +314,13 @@ def _theirs(source: str | Path) -> transformers.PreTrainedConfig:
     """
     try:
         return transformers.AutoConfig.from_pretrained(source)
-    except OSError:
-        raise
     except Exception as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, OSError):
+            raise OSError(f"{source} {SOURCES}, got no config.json: {text}") from error
         raise ValueError(
             f"{source} must have a config.json that transformers reads, got "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"{type(error).__name__}: {text}"
         ) from error
 
 
