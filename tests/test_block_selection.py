@@ -344,6 +344,9 @@ def test_packed_rows_and_masks_of_the_caller_are_refused():
     ids, positions = tokens(1, 8), torch.arange(8)[None] % 4
     with pytest.raises(NotImplementedError, match="packed rows"):
         model(NAME)(ids, position_ids=positions, use_cache=False)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"):
+        with pytest.raises(NotImplementedError, match=f"{name} must be None with"):
+            model(NAME)(ids, **{name: torch.tensor([0, 4, 8])})
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="attention_mask must be"):
         model(NAME)(ids, attention_mask=mask)

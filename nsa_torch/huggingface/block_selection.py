@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import nsa_torch
 from nsa_torch.huggingface import block_indexer
 from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
+from nsa_torch.huggingface.rows import BORDERS, INDEX
 
 NAME = "nsa_blocks"
 NAMES: set[str] = set()  # all that were registered
@@ -37,8 +38,8 @@ NAMES: set[str] = set()  # all that were registered
 # multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
 LANES, HIDDEN = 16, -30000.0
 # Arguments of other models' attention that would be lost here: sinks, windows, biases, and
-# `indices`, single tokens that DeepSeek-V3.2 and its kin choose.
-FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias", "indices")
+# `indices`, single tokens that DeepSeek-V3.2 and its kin choose; boundaries of packed rows.
+FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias", "indices", *BORDERS, INDEX)
 
 
 def register_block_attention(name: str = NAME, *, implementation: str | None = None) -> None:
@@ -167,7 +168,7 @@ def block_attention(
     Raises:
       ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
       NotImplementedError: dropout where blocks are chosen; sinks, a sliding window,
-        softcapping, a position bias, indices of single tokens.
+        softcapping, a position bias, indices of single tokens, packed rows.
     """
     for name in FOREIGN:
         if kwargs.get(name) is not None:
