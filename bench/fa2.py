@@ -2,15 +2,18 @@
 
     python -m bench.fa2
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
+    python -m bench.fa2 --sliding_kernel=fa2 --log=timing
 
 `masked` is one `scaled_dot_product_attention` under the whole boolean mask `[T, S]`, made
 before the clock starts. `fa2` is FlashAttention-2 on the same arrays,
 by one of two calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`.
 `sdpa` is the library's portable path, which runs where FA-2 does not pay: thresholds compare
-these two. All are compared with the reference before they are timed. Without CUDA FA-2 is not
-measured, and the command says so and ends with status 3.
+these two. All three are measured at every length: a kernel that is named must be `fa2`, and
+thresholds (`--fa2_min_len_win`) leave out no row. All are compared with the reference before they
+are timed. Without CUDA FA-2 is not measured, and the command says so and ends with status 3.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from absl import flags
 from torch import Tensor
 
+from nsa_core import flags as kernel_flags
 from nsa_core.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
@@ -269,6 +273,12 @@ def configs(lengths: Sequence[int], windows: Sequence[int]):
 
 
 def main(argv: Sequence[str]) -> int:
+    if other := set(kernel_flags.named()) - {None, "fa2"}:
+        raise ValueError(
+            f"bench.fa2 measures fa2: a kernel must be auto or fa2, got {other.pop()}"
+        )
+    if given := kernel_flags.thresholds().given():
+        print(f"note: --{' --'.join(given)} leaves out no row of bench.fa2", file=sys.stderr)
     runner = TorchRunner(FLAGS.device)
     gpu = runner.platform == "cuda"
     lengths = integers("S_list", LENGTHS.value, (256, 512, 1024) if gpu else (256, 512))

@@ -1,5 +1,6 @@
 """What the documents say: examples run, links lead somewhere, tables are what the records give."""
 
+import ast
 import inspect
 import os
 import re
@@ -13,8 +14,9 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench import doc_tables
-from bench.harness import records
+from bench.harness import records, seed_env
 from nsa_core.config import NSAConfig
+from tests import parse_commands
 from tests.measured import record
 
 ROOT = doc_tables.ROOT
@@ -113,6 +115,27 @@ COMMANDS = [
     for path in [*sorted(ROOT.glob("bench/*.py")), *sorted(ROOT.glob("bench/lm/*.py"))]
     if '\nif __name__ == "__main__":\n    cli.run(' in path.read_text()
 ]
+
+
+def test_every_command_of_a_page_parses():
+    """By the flags that it has by itself, after the variables that stand before it."""
+    pages = [path.read_text() for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]]
+    for folder in ("bench", "cloud", "examples", "interop", "nsa_core", "nsa_torch"):
+        modules = [ast.parse(path.read_text()) for path in (ROOT / folder).rglob("*.py")]
+        pages += [ast.get_docstring(module) or "" for module in modules]
+    pages += [
+        f"`{name}=1 NSA_DEBUG_TIMING=1 python -m bench.fa2`"
+        for name, meaning in seed_env.TABLE.items()
+        if "FA2" in name and meaning.flags
+    ]
+    lines = [line for page in pages for line in parse_commands.lines(page)]
+    wrong = """`python -m bench.fa2 --no_such` `python -m bench.report`
+        `NSA_SEL_CUDA=1 python -m bench.fa2` `python -m bench.fa2 word`
+        `python examples/train.py --steps` `python examples/train.py --out x --resume`"""
+    found = parse_commands.parsed([*lines, *parse_commands.lines(wrong)])
+    faults = [(line, x.said) for line, x in zip(lines, found, strict=False) if not x.ok]
+    assert len(lines) > 200 and not faults
+    assert [x.ok for x in found[len(lines) :]] == [False, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

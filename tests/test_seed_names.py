@@ -1,22 +1,19 @@
 """The seed system's scripts and test names lead to what is here."""
 
-import collections
-import importlib
+import functools
 import importlib.util
 import itertools
 import re
 import shlex
-from typing import cast
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from bench import train
 from bench.harness import seed_env, seed_names
 from bench.harness.process import ROOT
 from bench.judge import parity
 from bench.lm import config_file
+from tests import parse_commands
 
 # What the seed system's five documents run.
 SCRIPTS = """bench_fa2 bench_sel_triton bench_decode summarize_decode_csv bench_masked
@@ -37,11 +34,6 @@ def test_what_stands_in_its_place_is_there(script):
         assert all((ROOT / word).is_file() for word in words)
     elif program == "python":
         assert words[0] == "-m" and importlib.util.find_spec(words[1]), words
-        module = (ROOT / f"{words[1].replace('.', '/')}.py").read_text()
-        shared = "".join((ROOT / path).read_text() for path in ("nsa_core/flags.py",))
-        for flag in (word[2:] for word in words if word.startswith("--")):
-            known = flag in module or flag.removesuffix("_kernel") in shared
-            assert known or flag == "selected_kernel", flag
     elif program in ("sky", "modal"):
         assert all((ROOT / word).is_file() for word in words if "/" in word)
     else:
@@ -55,45 +47,42 @@ def test_every_keyword_selects_a_test(keyword):
     assert any(keyword in f"{path.name} {name}" for name in found), found
 
 
-def flags_of(words):
-    """The flags of the command of `bench` in these words of a shell, by name, parsed."""
-    name, *arguments = words[words.index("-m") + 1 :]
-    module = importlib.import_module(name)
-    own = getattr(module, "FLAGS", None)
-    rest = [name, *arguments]
-    if isinstance(own, flags.FlagValues):
-        for flag in own:
-            own[flag].unparse()
-        rest = own(rest, known_only=True)
-    else:
-        own = {}
-    rest = flags.FLAGS(rest)[1:]
-    assert not any(word.startswith("-") for word in rest), "no flag is left"
-    return collections.ChainMap(*({x: each[x] for x in each} for each in (own, flags.FLAGS)))
-
-
 BENCH = [
     x for x in seed_names.COMMANDS if " -m bench." in x.here or x.here.startswith("torchrun")
 ]
 
 
+def before(seed):
+    """The variables before a command."""
+    words = itertools.takewhile(lambda word: "=" in word, shlex.split(seed))
+    return dict(word.split("=", 1) for word in words)
+
+
+@functools.cache
+def parsed():
+    """Of each of `BENCH` its line, and its command alone after the seed's variables."""
+    lines = []
+    for command in BENCH:
+        (given,) = parse_commands.lines(f"`{command.here}`")
+        lines += [given, given._replace(variables=before(command.seed), words=[])]
+    found = parse_commands.parsed(lines)
+    return dict(zip(BENCH, itertools.batched(found, 2), strict=True))
+
+
 @pytest.mark.parametrize("command", BENCH, ids=lambda command: command.seed)
 def test_a_command_of_the_documents(command):
     """The line that is given parses, and the variables before the seed's are those flags."""
-    words = shlex.split(command.here)
-    with flagsaver.flagsaver():
-        given = {name: flag.value for name, flag in flags_of(words).items()}
-        bare = flags_of(words[: words.index("-m") + 2])
-        before = itertools.takewhile(lambda word: "=" in word, shlex.split(command.seed))
-        environ = dict(word.split("=", 1) for word in before)
-        if (config := environ.pop("CONFIG", None)) is not None:
-            assert config == f"configs/{given['config']}.yaml"
-            assert config_file.path_of(given["config"]).is_file()
-        name = words[words.index("-m") + 1].removeprefix("bench.")
-        told = list(seed_env.apply(cast(flags.FlagValues, bare), name, environ))
-        assert len(told) == len(environ)
-        meant = [x for name in environ for x in seed_env.TABLE[name].flags]
-        assert {x: bare[x].value for x in meant} == {x: given[x] for x in meant}
+    given, bare = parsed()[command]
+    assert given.ok and bare.ok, given.said + bare.said
+    environ = before(command.seed)
+    assert all(f"warning: {name}=" in bare.said for name in environ)
+    meant = [x for name in environ for x in seed_env.TABLE[name].flags]
+    if "CONFIG" in environ:
+        assert config_file.path_of(bare.values["config"]) == config_file.path_of(
+            given.values["config"]
+        )
+        meant.remove("config")
+    assert {x: bare.values[x] for x in meant} == {x: given.values[x] for x in meant}
 
 
 TESTED = [x for x in seed_names.COMMANDS if " -m pytest " in x.here]
@@ -104,8 +93,7 @@ def test_tests_of_the_documents(command):
     words = shlex.split(command.here)
     keywords = words[words.index("-k") + 1].split(" or ")
     assert set(keywords) <= set(seed_names.TESTS)
-    for name in itertools.takewhile(lambda word: "=" in word, shlex.split(command.seed)):
-        assert name.partition("=")[0] in seed_env.TABLE
+    assert set(before(command.seed)) <= set(seed_env.TABLE)
 
 
 def test_every_command_is_tried():

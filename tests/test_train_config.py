@@ -137,6 +137,22 @@ def test_faults_of_changes(change, message):
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError, match=r"configs/train/ has \['125m', .*'tiny'\]"):
         config_file.read("none")
+    with pytest.raises(FileNotFoundError, match=r"no config file .*/none\.yaml'"):
+        config_file.read("configs/none.yaml")
+
+
+@pytest.mark.parametrize("name", ["runbook_s512", "configs/runbook_s512.yaml"])
+def test_a_run_by_its_name_and_by_the_seeds_path(name, tmp_path, monkeypatch):
+    """A file that is there is that file."""
+    assert config_file.path_of(name) == config_file.FOLDER / "runbook_s512.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert config_file.path_of(name) == config_file.FOLDER / "runbook_s512.yaml"
+    own = tmp_path / "configs" / "runbook_s512.yaml"
+    own.parent.mkdir()
+    own.touch()
+    assert config_file.path_of(str(own)) == own
+    with pytest.raises(FileNotFoundError):
+        config_file.path_of("other/runbook_s512.yaml")
 
 
 def test_the_seed_systems_names():

@@ -42,7 +42,7 @@ SCRIPTS = (
     Script("bench/bench_pcmp.py", "python -m bench.compare --branch scores"),
     Script("bench/needle_64k_smoke.py", "python -m bench.needle --S 65536"),
     Script("bench/threshold_optimizer.py", "python -m bench.tune_thresholds"),
-    Script("bench/sel_threshold_from_csv.py", "python -m bench.tune_thresholds --csv"),
+    Script("bench/sel_threshold_from_csv.py", "python -m bench.tune_thresholds --csv FILE"),
     Script("bench/run_automated_bench.py", "python -m bench.oneshot", "elsewhere: cloud/"),
     Script("bench/prime_gpu_bench.py", "python cloud/launch.py cloud/sky/primeintellect.yaml"),
     Script("bench/modal_gpu_bench.py", "modal run cloud/modal_app.py"),

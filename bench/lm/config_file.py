@@ -75,7 +75,8 @@ SEED_IGNORED = {
 
 
 def path_of(name: str) -> Path:
-    """The file that `--config` names: one of `configs/train`, or a path.
+    """The file that `--config` names: one of `configs/train`, or a path. What is not in `configs/`
+    itself, where the seed system has its runs, is looked for in `configs/train`.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -83,6 +84,8 @@ def path_of(name: str) -> Path:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
         path = FOLDER / f"{name}.yaml"
+    elif path.parent == Path("configs") and not path.is_file():
+        path = FOLDER / path.name
     if not path.is_file():
         known = sorted(x.stem for x in FOLDER.glob("*.yaml"))
         raise FileNotFoundError(f"no config file {str(path)!r}; configs/train/ has {known}")
