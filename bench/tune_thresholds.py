@@ -218,10 +218,11 @@ def lifted(
             # What choice keeps to: `policy.Device.limit`.
             value = about.get("over_portable_path", about["value"])
             pays = value != policy.NEVER
-            told.append(
-                f"policy {rule['kernel']} {step}: "
-                + (f"lifted, it pays from {value} on" if pays else f"stays, {name} is never")
-            )
+            said = f"lifted, it pays from {value} on" if pays else f"stays, {name} is never"
+            if value != about["value"]:
+                said += " over the portable path, by which it is chosen; over masked SDPA "
+                said += f"{name} is {about['value']}"
+            told.append(f"policy {rule['kernel']} {step}: {said}")
             if pays:
                 steps.remove(step)
         if steps:

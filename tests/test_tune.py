@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import subprocess
 
 import pytest
 import yaml
 
 from bench import tune_thresholds
 from bench.harness import records
+from bench.harness.process import ROOT
 from bench.tuners import dense_crossover, threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
@@ -254,20 +256,26 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     matrix += [r for r in pairs("selected", {64: 0.5, 256: 0.9}, H=4, device=CARD)]
     write(matrix, "run/selection_s2/selection.jsonl")
     grid = [
-        *pairs("sliding", {256: 1.3}, device=CARD),
+        *pairs("sliding", {256: 0.9}, device=CARD),
+        record("sliding", "sdpa", 2.0, S=256, device=CARD),
         *pairs("compressed", {8: 0.5}, device=CARD),
     ]
     folder = write(grid, "run/fa2/fa2.jsonl").parents[1]
     before = card.read_text().splitlines()
     assert run(folder) == 0
     device = policy.read(card)
-    thresholds = policy.Thresholds(256, "never", "never", 128)
+    thresholds = policy.Thresholds("never", "never", "never", 128)
     assert device.thresholds == thresholds
     (rule,) = device.policy
     assert (rule.kernel, rule.steps) == ("fa2", ("compressed", "selected"))
     printed = capsys.readouterr().out
     assert "policy triton selected: lifted, it pays from 128 on" in printed
     assert "policy fa2 compressed: stays, fa2_min_len_cmp is never" in printed
+    assert (
+        "policy fa2 sliding: lifted, it pays from 256 on over the portable path, by which it is "
+        "chosen; over masked SDPA fa2_min_len_win is never" in printed
+    )
+    assert device.limit("fa2_min_len_win") == 256
     after = card.read_text()
     kept = [line for line in before if "#" in line and "sel_min_len" not in line]
     assert len(kept) >= 4 and all(line in after.splitlines() for line in kept)
@@ -276,6 +284,34 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     policy.of.cache_clear()
     assert run(folder) == 0
     assert card.read_text() == after and "unchanged" in capsys.readouterr().out
+
+
+def test_the_workflow_tunes_from_every_step(run, tmp_path, monkeypatch):
+    """What its pull request proposes, of records as `bench.oneshot` leaves them."""
+    made = {
+        "fa2": [*pairs("sliding", {256: 1.3}), *pairs("compressed", {256: 1.3})],
+        "selection": pairs("selected", {64: 1.3}, "mosaic"),
+        "selection_s2": pairs("selected", {64: 1.0, 128: 1.3}, "triton"),
+    }
+    plan = yaml.safe_load((config_files.FOLDER / "oneshot" / "gpu.yaml").read_text())["steps"]
+    for step, rows in made.items():
+        (command,) = [x["command"] for x in plan if x["name"] == step]
+        name = command.split()[0].partition(".")[2]
+        records.append(
+            tmp_path / "artifacts" / "artifacts" / "c0ffee" / step / f"{name}.jsonl", rows
+        )
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
+    steps = [x.get("run", "") for x in flow["jobs"]["propose"]["steps"]]
+    (script,) = [x for x in steps if "bench.tune_thresholds" in x]
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')  # tells its words
+    python.chmod(0o755)
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert run(*(tmp_path / "thresholds.txt").read_text().split()[2:]) == 0
+    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    assert device.thresholds == policy.Thresholds(256, 256, 64, 128)
 
 
 def test_a_rule_of_a_person_is_not_lifted(run, write, card):
