@@ -165,7 +165,7 @@ class Run:
         if reason is None and left_s <= 0:
             reason = f"the budget of {MINUTES.value:g} minutes is spent"
         if reason is not None:
-            shown = " ".join(["python -m", template])
+            shown = f"python -m {process.module(template)}"
             return Result(step.name, shown, "skipped", reason=reason)
         before = self.files()
         print(f"{step.name} ...", flush=True)

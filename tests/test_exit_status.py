@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import logging
+import os
+import re
 import subprocess
 import sys
 import time
@@ -140,6 +142,40 @@ def test_help_shows_the_table():
     assert exit_status.TABLE.strip() in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [
+        (["-m", "bench.compare"], "python -m bench.compare"),
+        (["-m", "nsa_bench.compare"], "python -m nsa_bench.compare"),
+        (["nsa-compare"], "nsa-compare"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_a_command_is_called_what_was_typed(program, typed, tmp_path):
+    """In its help and in what it says of a fault, which is shorter than the help."""
+    script = tmp_path / "nsa-compare"
+    script.write_text("from nsa_core.scripts import compare\ncompare()\n")
+    words = [str(script) if word == script.name else word for word in program]
+
+    def said(*arguments):
+        command = [sys.executable, "-W", "ignore", *words, *arguments]
+        variables = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    status, told, _ = said("--help")
+    assert status == exit_status.OK and f"    {typed} --framework both\n" in told
+    assert f"\n{typed}:\n" in told and not re.search(
+        r"(?<!\w)bench\.compare", told.replace(typed, "")
+    )
+    status, told, faults = said("a.jsonl", "b.jsonl")
+    assert (status, told) == (exit_status.USAGE, "")
+    assert faults.splitlines() == [
+        "error: unexpected argument 'a.jsonl'",
+        f"{typed} --help shows the flags",
+    ]
+
+
 def test_bad_flags_are_usage_errors(capsys):
     for bad in ("--no_such_flag", "--log=everything", "--log_limit=0"):
         with pytest.raises(SystemExit) as end:
@@ -172,10 +208,10 @@ def test_faults_by_kind(tmp_path, capsys):
     assert start(raising(ValueError("length must be over 0"))) == exit_status.USAGE
     assert start(raising(NotImplementedError("needs a GPU"))) == exit_status.NOT_MEASURED
     assert start(summarize.main, str(tmp_path / "none.csv")) == exit_status.USAGE
-    assert capsys.readouterr().err.count("error: ") == 3
-    with pytest.raises(app.UsageError) as error:
-        start(summarize.main)
-    assert error.value.exitcode == exit_status.USAGE
+    assert start(summarize.main) == exit_status.USAGE
+    assert capsys.readouterr().err.count("error: ") == 4
+    assert start(raising(KeyboardInterrupt())) == exit_status.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
     with pytest.raises(RuntimeError):  # Python's own status is 1
         start(raising(RuntimeError("the kernel broke")))
 

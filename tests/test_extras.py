@@ -180,11 +180,16 @@ def test_every_file_of_configs_is_installed(installed):
 USES = {
     "base": ENVIRONMENTS["base"].program.partition("refused")[0],
     "torch": """
-import nsa_bench.harness.process, nsa_bench.harness.records, nsa_interop.build
+import pathlib
+import nsa_bench.harness.command, nsa_bench.harness.process, nsa_bench.harness.records
+import nsa_interop.build
 import torch, nsa_torch, nsa_interop.weights
 layer = nsa_torch.NSAAttention(16, 2, 1, 8, 8)
 layer(torch.ones(1, 40, 16))[0].sum().backward()
-assert nsa_interop.build.kernels_of and nsa_bench.harness.records.folder_of("a GPU")
+assert nsa_interop.build.kernels_of
+here = pathlib.Path.cwd() / "bench"  # what commands write does not go into the package
+assert nsa_bench.harness.records.folder_of("a GPU") == here / "records" / "a-gpu"
+assert nsa_bench.harness.command.folder(None).parent == here / "results"
 assert nsa_bench.harness.process.module("bench.train") == "nsa_bench.train"
 """,
 }

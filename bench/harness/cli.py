@@ -10,6 +10,7 @@ end. A command that works in silence says on stderr that it goes on (`heartbeat`
 import dataclasses
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from absl import logging as absl_logging
 
 from nsa_core import debug, policy
 
-from . import exit_status, heartbeat, launchers, records, seed_env
+from . import exit_status, heartbeat, launchers, process, records, seed_env
 
 LOG = flags.DEFINE_list(
     "log",
@@ -87,14 +88,40 @@ def run(
       arguments: whether the command takes any that are no flags.
       several: whether it looks itself at the processes that a launcher started.
     """
+    main_flags = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
     if own is not None:
+        main_flags = [own[name] for name in own]
         for name in own:
             flags.FLAGS[name] = own[name]
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], own[name])
         own.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
     program = sys.modules["__main__"]
-    program.__doc__ = f"{(program.__doc__ or '').rstrip()}\n{exit_status.TABLE}"
+    sys.argv[0] = _typed(program.__spec__)
+    for flag in main_flags:
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    own_name = rf"python -m bench\.{_command(sys.argv[0])}\b"
+    told = process.module(re.sub(own_name, sys.argv[0], program.__doc__ or ""))
+    program.__doc__ = f"{told.rstrip()}\n{exit_status.TABLE}"
     app.run(functools.partial(_start, main, arguments, several=several), flags_parser=_parse)
+
+
+def _typed(spec) -> str:
+    """How the command was called: `nsa-compare`, `python -m bench.compare`."""
+    script = Path(sys.orig_argv[-len(sys.argv) :][0]).name
+    return script if script.startswith("nsa-") else f"python -m {spec.name}"
+
+
+def _command(program: str) -> str:
+    """Its name in `bench`."""
+    return re.split(r"[.-]", program)[-1]
+
+
+def _fault(error: Exception, program: str) -> int:
+    """Says what is wrong with the command line; the exit status."""
+    print(
+        f"error: {process.module(str(error))}\n{program} --help shows the flags",
+        file=sys.stderr,
+    )
+    return exit_status.USAGE
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -103,8 +130,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        print(f"error: {error}\n{argv[0]} --help shows the flags", file=sys.stderr)
-        raise SystemExit(exit_status.USAGE) from None
+        raise SystemExit(_fault(error, argv[0])) from None
     except SystemExit as end:
         asked = any(word.lstrip("-").startswith("help") for word in argv[1:])
         raise SystemExit(exit_status.OK if asked or "-?" in argv else end.code) from None
@@ -118,19 +144,21 @@ def _start(main, arguments, argv, several=False):
             raise app.UsageError(f"unexpected argument {argv[1]!r}")
         if not several:
             launchers.check_one()
-        for line in seed_env.apply(flags.FLAGS, Path(argv[0]).stem):
-            print(f"warning: {line}", file=sys.stderr)
+        for line in seed_env.apply(flags.FLAGS, _command(argv[0])):
+            print(f"warning: {process.module(line)}", file=sys.stderr)
         _log_events()
         with heartbeat.beating(), policy.overridden(_thresholds(), "a flag"):
             return main(argv)
     except app.UsageError as error:
-        error.exitcode = exit_status.USAGE
-        raise
+        return _fault(error, argv[0])
     except (OSError, ValueError, NotImplementedError) as error:
         log.debug("", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {process.module(str(error))}", file=sys.stderr)
         refused = isinstance(error, NotImplementedError)
         return exit_status.NOT_MEASURED if refused else exit_status.USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return exit_status.INTERRUPTED
 
 
 def _thresholds() -> policy.Thresholds:

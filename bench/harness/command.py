@@ -168,9 +168,10 @@ def settings(
 
 
 def folder(out: str | None) -> Path:
-    """Where a run writes: `out`, or a folder of `bench/results` that bears the time."""
+    """Where a run writes: `out`, or a folder of `bench/results` that bears the time: of the
+    checkout, or, where the library is installed, of the current folder."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    return Path(out) if out else Path(__file__).parents[1] / "results" / stamp
+    return Path(out) if out else records.FOLDER.with_name("results") / stamp
 
 
 def new_file(out: str | None, name: str) -> Path:

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from .records import Record
 
 OK, WRONG, USAGE, NOT_MEASURED = range(4)
+INTERRUPTED = 130  # as a shell says it of Ctrl-C
 TABLE = """
 Exit status:
   0  all that was asked for was measured, and is right
   1  a result is wrong, or code broke
   2  the command line is wrong, or a file that it names
   3  some or all of what was asked for could not be measured here
+  130  it was interrupted
 """
 
 

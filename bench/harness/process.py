@@ -107,9 +107,10 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
     return found
 
 
-def module(name: str) -> str:
-    """`bench.<command>` by the name that `bench` has here: `nsa_bench` where it is installed."""
-    return re.sub(r"^bench\b", __name__.partition(".")[0], name)
+def module(text: str) -> str:
+    """`bench.<command>`, wherever it stands, by the name that `bench` has here: `nsa_bench` where
+    it is installed."""
+    return re.sub(r"\bbench(?=\.[a-z])", __name__.partition(".")[0], text)
 
 
 def run(
@@ -160,7 +161,9 @@ def run(
             with _lock:
                 _running.discard(child)
     seconds = round(time.monotonic() - start, 2)
-    shown = shlex.join(["python", "-m", *words]).replace(f"{ROOT}{os.sep}", "")
+    shown = shlex.join(["python", "-m", module(words[0]), *words[1:]]).replace(
+        f"{ROOT}{os.sep}", ""
+    )
     return Result(name, shown, status, seconds, reason)
 
 

@@ -23,9 +23,10 @@ from nsa_core import config_files
 from nsa_core.extras import version
 
 from ..judge.parity import SLOPE
+from . import process
 
 SCHEMA = 1
-FOLDER = Path(__file__).parents[1] / "records"
+FOLDER = process.ROOT / "bench" / "records"
 FP8_RECORDS = "fp8/compare.jsonl"  # in the folder of a device
 Status = Literal["ok", "wrong", "oom", "unsupported", "error"]
 
@@ -293,7 +294,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "cuda": version("nvidia-cuda-runtime") or version("nvidia-cuda-runtime-cu12"),
         "driver": _driver(),
     }
-    here, status = head(FOLDER), None
+    here, status = head(Path(__file__).parents[1] / "records"), None
     if here and here.startswith(commit or ""):
         # Records that a run adds do not change what the next one measures.
         changed = "git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records"

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..harness import records
+from ..harness import process, records
 from ..harness.records import Record
 from ..lm import curves, watched
 from . import crossover, render
@@ -193,7 +193,8 @@ def _thresholds(report: Report) -> str:
         cards.append(
             f'<div class="card"><h3>{escape(name)}</h3><p class="soft">No file in '
             "<code>configs/devices/</code>: automatic choice takes the first kernel that can "
-            "run. <code>python -m bench.tune_thresholds</code> writes one from records."
+            f"run. <code>python -m {process.module('bench.tune_thresholds')}</code> writes one "
+            "from records."
             "</p></div>"
         )
     return "".join(cards)
