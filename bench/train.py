@@ -7,13 +7,13 @@
     python -m bench.train --model 125m --steps 300          # 124 million weights, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
     python -m bench.train --model 125m --throughput --gate sigmoid,head     # beside each other
-    python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
+    python -m bench.train --resume --out bench/results/...  # go on where Ctrl-C stopped it
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
 and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
-75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on; 69 where
-another process of the run is gone, and 76 where no step ended for `--hang_s`.
+75 where SIGTERM or Ctrl-C stopped the runs: what was done is saved, and `--resume` goes on; 69
+where another process of the run is gone, and 76 where no step ended for `--hang_s`.
 """
 
 import dataclasses
@@ -379,7 +379,12 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
             if summary.status != "ok":
                 if ranks.rank == 0:
                     print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
-                return STOPPED if summary.status == "stopped" else DIVERGED
+                if summary.status != "stopped":
+                    return DIVERGED
+                if ranks.rank == 0:
+                    again = f"the same command with --resume --out={folder} goes on"
+                    print(again, file=sys.stderr)
+                return STOPPED
     if ranks.rank:
         return 0
     tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value

@@ -634,7 +634,18 @@ def test_results_are_not_mixed(command):
         command(*once, f"--checkpoint_dir={kept}", folder="other")
 
 
-def test_sigterm_saves_and_resume_goes_on(command, tmp_path):
+def test_a_second_ctrl_c_ends_a_run_at_once(capsys):
+    with loop.Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked and stop.by == "SIGINT"
+        assert "Ctrl-C again" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
+def test_a_signal_saves_and_resume_goes_on(command, tmp_path, number):
     arguments = [
         "--framework=torch", "--attention=dense", "--seq_len=64", "--batch=1",
         "--steps=200", f"--corpus_bytes={CORPUS}",
@@ -651,12 +662,13 @@ def test_sigterm_saves_and_resume_goes_on(command, tmp_path):
     while not path.exists() or len(path.read_text().splitlines()) < 4:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == train.STOPPED, errors
+    assert process.returncode == train.STOPPED and "Traceback" not in errors, errors
     found = log.read(path)
     done = len([line for line in found if isinstance(line, log.Step)])
-    assert f"torch-dense stopped: SIGTERM after {done} steps, saved to" in errors
+    assert f"torch-dense stopped: {number.name} after {done} steps, saved to" in errors
+    assert f"the same command with --resume --out={tmp_path / 'out'} goes on" in errors
     kept = tmp_path / "out" / "checkpoints" / "torch-dense"
     assert [x.name for x in kept.iterdir()] == [f"step-{done:06d}"] and done < 200
     status, _, found = command(*arguments, "--resume")

@@ -41,20 +41,33 @@ class Learner(checkpoint.Kept, measures.Learner, health.Observed, Protocol):
 
 
 class Stop:
-    """While entered, SIGTERM asks the run to stop after the step that it is in."""
+    """While entered, SIGTERM or Ctrl-C asks the run to stop after the step that it is in; a second
+    Ctrl-C ends it at once.
+
+    Attributes:
+      asked: whether one came.
+      by: its name; SIGTERM where it came to another rank.
+    """
+
+    by = signal.SIGTERM.name
 
     def __init__(self):
         self.asked = False
 
     def __enter__(self) -> "Stop":
-        self.before = signal.signal(signal.SIGTERM, self._ask)
+        numbers = signal.SIGTERM, signal.SIGINT
+        self.before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
-    def _ask(self, *_: object) -> None:
-        self.asked = True
+    def _ask(self, number: int, _: object) -> None:
+        self.asked, self.by = True, signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self.before[number])
+            print("stops after this step; Ctrl-C again ends it now", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +128,7 @@ def run(run: Run, stop: Stop) -> log.Summary:
     """Trains from the last checkpoint on, if there is one, and writes every line of it. Every
     rank calls it, and all end alike.
 
-    The run ends `ok` after its steps, `stopped` by SIGTERM with a checkpoint of what is done,
+    The run ends `ok` after its steps, `stopped` by a signal with a checkpoint of what is done,
     or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
     no later one is written.
 
@@ -180,7 +193,7 @@ def steps(
             # Signals come to ranks at different steps: all stop where one was asked to.
             if run.ranks.any(stop.asked):
                 where = "not saved" if run.save_every is None else f"saved to {save(step)}"
-                reason = f"SIGTERM after {step} steps, {where}"
+                reason = f"{stop.by} after {step} steps, {where}"
                 return summary(status="stopped", steps=step, reason=reason)
             done = step + 1
             last, observes = done == training.steps, watch.due(done)
