@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.kernel import LENGTHS, Kernel
-from kernels_pallas.runtime.build import terminal_progress
+from kernels_pallas.runtime.build import progress
 from kernels_pallas.runtime.store import Store
 from nsa_core import config_files
 from nsa_core.config import NSAConfig
@@ -101,7 +101,7 @@ def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) ->
     begin = time.perf_counter()
     try:
         kernels = [kernel for name in presets for kernel in kernels_of(name, options.decode)]
-        built = store.fetch(kernels, options.jobs, terminal_progress())
+        built = store.fetch(kernels, options.jobs, progress(waited_for=True))
     except (ModuleNotFoundError, RuntimeError) as error:
         print(f"{error}", file=sys.stderr)
         return 1

@@ -39,6 +39,26 @@ def cubin(results):
     return results[2].cubin
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_building_says_how_long_it_still_takes(terminal, monkeypatch, capsys):
+    """On a terminal of every kernel; elsewhere every half a minute, to one who waits for it."""
+    now = 0.0
+    monkeypatch.setattr(building.time, "monotonic", lambda: now)
+    monkeypatch.setattr(building.sys.stderr, "isatty", lambda: terminal)
+    assert (building.progress() is None) == (not terminal)
+    tell = building.progress(waited_for=True)
+    for done in range(1, 391):
+        now = 4.5 * done
+        tell(done, 390, "copy")
+    told = capsys.readouterr().err.replace("\r", "\n").split("\n")
+    told = [line.rstrip() for line in told if line]
+    assert len(told) == (390 if terminal else 56)
+    assert told[119 if terminal else 0] == (
+        "kernel 120 of 390, 20 min left" if terminal else "kernel 7 of 390, 29 min left"
+    )
+    assert told[-1] == "kernel 390 of 390, 0 s left"
+
+
 # Descriptions
 
 

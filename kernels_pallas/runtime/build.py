@@ -34,7 +34,7 @@ RECORDER = Path(__file__).with_name("recorder.c")
 TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
 PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
-BAR = 30  # columns
+TOLD_S = 30.0  # between two lines of progress in a log
 SECONDS = 600.0  # that a kernel may take
 
 # Called when a kernel is done: how many are, of how many, and its name.
@@ -48,15 +48,25 @@ class Built(NamedTuple):
     image: bytes
 
 
-def terminal_progress() -> Progress | None:
-    """A line on stderr that is drawn over itself; None where nobody looks."""
-    return _show if sys.stderr.isatty() else None
+def progress(waited_for: bool = False) -> Progress | None:
+    """Tells on stderr how many kernels are done and how long the others take: on a terminal in a
+    line that is drawn over itself, elsewhere every half a minute if it is `waited_for`, else None.
+    """
+    drawn, told = sys.stderr.isatty(), time.monotonic()
+    begin = told
 
+    def tell(done: int, total: int, name: str) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if not drawn and done < total and now - told < TOLD_S:
+            return
+        told, left = now, (now - begin) / done * (total - done)
+        time_left = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
+        text = f"kernel {done} of {total}, {time_left} left"
+        text = f"\r{text:<40}" + "\n" * (done == total) if drawn else f"{text}\n"
+        print(text, end="", file=sys.stderr, flush=True)
 
-def _show(done: int, total: int, name: str) -> None:
-    bar = "#" * (BAR * done // total)
-    end = "\n" if done == total else ""
-    print(f"\r{bar:<{BAR}} {done}/{total} {name:<30.30}", end=end, file=sys.stderr, flush=True)
+    return tell if drawn or waited_for else None
 
 
 def default_jobs() -> int:

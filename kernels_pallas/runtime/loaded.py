@@ -74,7 +74,7 @@ def load(
             others = [x.for_any_length() for x in prefetch() if x.source]
             others = [x for x in others if not is_loaded(x, device)]
             missing = list(dict.fromkeys((*missing, *others)))
-            found = store().fetch(missing, jobs, build.terminal_progress())
+            found = store().fetch(missing, jobs, build.progress())
         for kernel, built in zip(missing, found, strict=True):
             _loaded[kernel, device] = built.cubin, driver.load(built.cubin, built.image, device)
 
