@@ -67,8 +67,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       ValueError: the tensor requires a gradient, is not contiguous or not aligned, is sparse,
-        quantised, meta, pinned or a tracing stand-in, has a dtype that JAX would convert
-        (64-bit types without x64), or JAX has no such device.
+        quantised, meta, pinned or a tracing stand-in, has the negative bit or a dtype that JAX
+        would convert (64-bit types without x64), or JAX has no such device.
       NotImplementedError: torch's current stream is capturing a CUDA graph.
     """
     return _to_jax(tensor, "tensor")
@@ -155,6 +155,11 @@ def _to_jax(tensor: torch.Tensor, name: str) -> jax.Array:
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}: pass {name}.contiguous()"
         )
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} must not have the negative bit, got a view whose memory holds its negative: "
+            f"pass {name}.resolve_neg()"
+        )
     if not _is_aligned(tensor, name):
         raise ValueError(
             f"{name} must start at a multiple of {ALIGNMENT[tensor.device.type]} bytes, got "
@@ -210,6 +215,7 @@ def _shareable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     _check_plain(tensor, name)
     if tensor.requires_grad and not torch.is_grad_enabled():
         tensor = tensor.detach()
+    tensor = tensor.resolve_neg()
     # A clone of a strided tensor would be contiguous, which is the caller's to decide.
     shared = _is_aligned(tensor, name) or not tensor.is_contiguous()
     return tensor if shared else tensor.clone()

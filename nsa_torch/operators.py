@@ -412,8 +412,13 @@ class Gradient(torch.autograd.Function):
 # The operators
 
 
+def _in_memory(tensors):
+    """As kernels read them: the dispatcher resolves no tensor of a list with None in it."""
+    return [x if x is None else x.resolve_neg() for x in tensors]
+
+
 def _run(kind, tensors, *rest):
-    return list(_calls[kind].run(*tensors, *rest))
+    return list(_calls[kind].run(*_in_memory(tensors), *rest))
 
 
 def _shapes(kind, tensors, *rest):
@@ -432,7 +437,7 @@ def _run_backward(kind, grad, kept, tensors, *rest):
     # What it calls need not be traceable. An autograd kernel, and that of torch.library.custom_op,
     # would keep autograd from working inside.
     backward: Any = _calls[kind].backward
-    return [x.contiguous() for x in backward(grad, *kept, *tensors, *rest)]
+    return [x.contiguous() for x in backward(grad, *kept, *_in_memory(tensors), *rest)]
 
 
 def _backward_shapes(kind, grad, kept, tensors, *rest):

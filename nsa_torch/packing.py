@@ -113,6 +113,7 @@ class Ranges:
           ValueError: `x` has other batch rows or heads than the runs, or is elsewhere.
         """
         self._check("x", x)
+        x = x.resolve_neg()
         packed = x.new_empty(self.capacity, x.shape[-1])
         pack = _kernels()
         self._launch(pack.gather_ranges, pack.tile, (x, packed), x, x.stride())

@@ -438,7 +438,12 @@ def checked_tokens(
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
     given |= {"cu_seqlens_q": cu_seqlens_q, "slots": slots}
     checks.tensors(**given)
-    key, value = Branches.each(key), Branches.each(value)
+    key, value = (
+        Branches(*(y.resolve_neg() for y in x))
+        if isinstance(x, Branches)
+        else Branches.each(x.resolve_neg())
+        for x in (key, value)
+    )
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
     validate_paged.slots(cache, slots, lengths)

@@ -15,8 +15,8 @@ TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in
 
 def plain(tensors: Iterable[Any]) -> bool:
     """Whether torch does what it is asked with these tensors (others than tensors do not count),
-    and nothing else: they have no class of their own, nothing is traced, compiled or transformed,
-    and no mode sees it.
+    and nothing else: they have no class of their own, memory holds what they are and not its
+    negative, nothing is traced, compiled or transformed, and no mode sees it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -25,7 +25,7 @@ def plain(tensors: Iterable[Any]) -> bool:
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
-        and all(type(x) in TENSORS for x in tensors if isinstance(x, Tensor))
+        and all(type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor))
     )
 
 

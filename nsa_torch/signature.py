@@ -59,6 +59,8 @@ def signature_of(
         if kind in TENSORS:
             each = (x,)
         elif kind is tuple or kind is Branches:
+            if not TENSORS.issuperset(map(type, x)):
+                return None
             each = x
             # Where all branches have the same tokens, an operator takes them once.
             branches = kind is Branches
@@ -69,7 +71,7 @@ def signature_of(
         else:
             return None
         for x in each:
-            if type(x) not in TENSORS or x.layout is not torch.strided:
+            if x.layout is not torch.strided or x.is_neg():
                 return None
             if device is None and (device := x.device).type not in DEVICE_TYPES:
                 return None

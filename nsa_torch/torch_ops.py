@@ -131,10 +131,10 @@ def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def readable(x):
     """`x`, or a copy where kernels cannot read it in place.
 
-    Only bounds, gates, block indices, tokens that are compressed and nothing else, and what
-    torch.compile laid out are ever copied: `dispatch.choose` refuses other such tensors of the
-    caller.
+    Only bounds, gates, block indices, tokens that are compressed and nothing else, what
+    torch.compile laid out, and tensors with the negative bit are ever copied: `dispatch.choose`
+    refuses other such tensors of the caller.
     """
-    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
+    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x
     return x.clone(memory_format=torch.contiguous_format)

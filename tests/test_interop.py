@@ -131,6 +131,7 @@ def _fake():
         (lambda: torch.zeros(4, 8)[:, :4], r"contiguous.*strides.*contiguous\(\)"),
         (lambda: torch.zeros(1).expand(16), r"contiguous.*strides.*contiguous\(\)"),
         (lambda: torch.zeros(40)[1:], r"multiple of 64 bytes.*tensor\.clone\(\)"),
+        (lambda: torch._neg_view(torch.zeros(16)), r"negative bit.*tensor\.resolve_neg\(\)"),
         (lambda: torch.zeros(4, 4).to_sparse(), r"dense, got torch\.sparse_coo.*to_dense"),
         (lambda: torch.zeros(16, device="meta"), "must be on a cpu or cuda device, got meta"),
         (_fake, "must be a plain torch.Tensor, got its subclass FakeTensor"),

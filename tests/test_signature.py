@@ -196,6 +196,22 @@ def test_a_gradient_without_a_plan(before):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(got, want, strict=True))
 
 
+def test_the_negative_bit():
+    """Of a known call's tensors, or of its gradient: memory holds the negative."""
+    arguments = good()
+    leaves = [arguments[name].requires_grad_() for name in GIVEN]
+    grad, found = torch.full((1, 24, 4, 16), 0.5).bfloat16(), []
+    negated = lambda x: torch._neg_view(-x)
+    for change, of_grad in ((torch.clone, torch.clone),) * 2 + (
+        (negated, torch.clone),
+        (torch.clone, negated),
+    ):
+        out = nsa_torch.attention(**arguments | {x: change(arguments[x]) for x in GIVEN})
+        found.append([out, *torch.autograd.grad(out, leaves, of_grad(grad))])
+    for each in found[1:]:
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(each, found[0], strict=True))
+
+
 def elsewhere(x):
     """The same numbers, between others."""
     return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]

@@ -128,6 +128,20 @@ WHOLE = (
 )
 
 
+@pytest.mark.parametrize("implementation", [None, "reference", "jax"])
+def test_tensors_with_the_negative_bit(implementation):
+    """Memory holds their negative; the gradient that comes in has the bit too."""
+    leaves = [torch.randn(1, 24, n, 8).requires_grad_() for n in (4, 2, 2)]
+    leaves.append(torch.randn(1, 24, 4, 3).requires_grad_())
+    found = []
+    for change in torch.clone, lambda x: torch._neg_view(-x):
+        given = map(change, leaves)
+        out = nsa_torch.attention(*given, config=SMALL, implementation=implementation)
+        found.append([out, *torch.autograd.grad(out, leaves, change(torch.ones_like(out)))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 @pytest.mark.parametrize("implementation", [None, "reference", "jax"])
 def test_attention(case, implementation):

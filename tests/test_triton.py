@@ -8,6 +8,7 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import nsa_interop.launch
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from nsa_jax import dispatch as jax_dispatch
 from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
-from nsa_torch import dispatch
+from nsa_torch import dispatch, torch_ops
 from tests import interpreted_triton, pretend
 from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -234,6 +235,112 @@ def test_a_gate_that_is_nan(branch):
     assert want[0].isnan().any(dim=-1).nonzero().tolist() == [[0, 2, 1]]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def same(x):
+    return x
+
+
+def negated(x):
+    """Equal to `x`, in memory its negative."""
+    return torch._neg_view(-x)
+
+
+def on_pages(bit, call):
+    """What `call` makes of a cache that was given tokens, and the cache."""
+    cache = nsa_torch.PagedCache(4, 2, 16, 16, config=SMALL, dtype=torch.float32, device=DEVICE)
+    table = torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
+    at = cache, table, torch.full((2,), 20, dtype=torch.int32, device=DEVICE)
+    key, value = (bit(draw(40, 2, 16, seed=i)) for i in range(2))
+    nsa_torch.append(at[0], key, value, *at[1:], implementation="triton")
+    found = call(bit, *at)
+    return *([found] if isinstance(found, torch.Tensor) else found), *cache.tensors().values()
+
+
+def lists(*shape):
+    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+
+def step(bit, cache, *at):
+    query, gates = bit(draw(2, 4, 16, seed=2)), bit(draw(2, 4, 3, seed=3))
+    new = {"key": bit(draw(2, 2, 16, seed=4)), "value": bit(draw(2, 2, 16, seed=5))}
+    return nsa_torch.paged_attention(query, gates, cache, *at, **new, implementation="triton")
+
+
+def block_step(bit, cache, *at):
+    query, pages = bit(draw(2, 4, 16)), map(bit, (cache.selected_key, cache.selected_value))
+    options = {"block_size": 16, "return_residual": True, "implementation": "triton"}
+    return nsa_torch.paged_block_attention(query, *pages, *at, lists(2, 1, 1), **options)
+
+
+def index_step(bit, cache, *at):
+    query, pages = draw(2, 1, 16), bit(cache.selected_key[:, :, 0].contiguous())
+    options = {"pool": 16, "num_selected": 1, "num_local": 0, "implementation": "triton"}
+    return nsa_torch.paged_index_blocks(query, pages, *at, **options)
+
+
+def pulled(bit, function, *tensors, **options):
+    """What a function gives, and gradients."""
+    leaves = [x.requires_grad_() for x in tensors]
+    out = function(*map(bit, leaves), **options, implementation="triton")
+    return out, *torch.autograd.grad(out, leaves, bit(draw(*out.shape, seed=9)))
+
+
+def four(length=24):
+    shapes = [(1, length, heads, 16) for heads in (4, 2, 2)] + [(1, length, 4, 3)]
+    return [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def loss(bit):
+    query, key, index_query = (x[..., :2, :] for x in four()[:3])
+    kept = [bit(x.contiguous()) for x in (query, key, draw(1, 24, 2, seed=5))]
+    learn = lambda *pair, **options: nsa_torch.indexer_kl(
+        *kept, *pair, lists(1, 24, 2, 1), block_size=16, **options
+    )
+    return pulled(bit, learn, index_query.contiguous(), draw(1, 24, 16))
+
+
+BOUNDS = torch.tensor([0, 9, 20], device=DEVICE)
+BLOCKS = {"block_indices": lists(1, 24, 2, 1), "block_size": 8}
+WITH_THE_BIT = {
+    "attention": lambda bit: pulled(bit, nsa_torch.attention, *four(), config=SMALL),
+    "packed": lambda bit: pulled(
+        bit, nsa_torch.attention, *four(), config=SMALL, cu_seqlens=BOUNDS
+    ),
+    "again": lambda bit: pulled(
+        bit, nsa_torch.attention, *four(), config=SMALL, recompute=True
+    ),
+    "blocks": lambda bit: pulled(bit, nsa_torch.block_attention, *four()[:3], **BLOCKS),
+    "indexer": lambda bit: [
+        nsa_torch.index_blocks(
+            bit(draw(1, 60, 2, 16)),
+            draw(1, 60, 16),
+            pool=8,
+            num_selected=2,
+            implementation="triton",
+        )
+    ],
+    "indexer's loss": loss,
+    "a cache": lambda bit: on_pages(bit, step),
+    "blocks of pages": lambda bit: on_pages(bit, block_step),
+    "an index of pages": lambda bit: on_pages(bit, index_step),
+}
+
+
+@kernel
+@pytest.mark.parametrize("name", WITH_THE_BIT)
+def test_tensors_with_the_negative_bit(name, monkeypatch):
+    """Kernels read memory, which is the negative of such a tensor."""
+    if INTERPRETED:
+        set_limits(monkeypatch, index_segment=16)
+        # It reads in place what a GPU would.
+        for module in (nsa_interop.launch, torch_ops):
+            monkeypatch.setattr(module, "ALIGNMENT", 16)
+        names = "append_why_not", "indexer_why_not", "index_loss_why_not"
+        pretend.machine(monkeypatch, **dict.fromkeys(names))
+    clean, marked = WITH_THE_BIT[name](same), WITH_THE_BIT[name](negated)
+    for got, want in zip(marked, clean, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
