@@ -19,7 +19,7 @@ from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.indexer import chosen_implementation
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.numerics import precision_of, scale_of, softmax, wide
+from nsa_jax.numerics import product, scale_of, softmax, weighted
 
 type Lengths = int | Int[Array, ""] | Int[Array, " B"] | None
 
@@ -291,12 +291,10 @@ def _paged(query, pages, block_indices, paged: Paged, *, block_size, include, sc
             for x in (key_pages, value_pages)
         )
         grouped = query[0].reshape(-1, number, heads // number, query.shape[-1])
-        exact = precision_of(query.dtype)
-        sums = {"precision": exact, "preferred_element_type": wide(query.dtype)}
-        logits = jnp.einsum("tlgd,tlsd->tlgs", grouped, keys, **sums)
+        logits = product("tlgd,tlsd->tlgs", grouped, keys)
         logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
         probs, lse = softmax(logits, seen[:, :, None])
-        out = jnp.einsum("tlgs,tlsd->tlgd", probs.astype(values.dtype), values, **sums)
+        out = weighted("tlgs,tlsd->tlgd", probs, values)
         out = out.reshape(1, -1, heads, out.shape[-1]).astype(query.dtype)
         return out, lse.reshape(1, -1, heads)
 

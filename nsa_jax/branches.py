@@ -13,7 +13,7 @@ from jax import lax
 from nsa_core.steps import key_bounds
 from nsa_jax import geometry
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
-from nsa_jax.numerics import grouped, logits_of, precision_of, scale_of, softmax, wide
+from nsa_jax.numerics import grouped, logits_of, product, scale_of, softmax, weighted, wide
 
 
 def _rows(out, lse, query):
@@ -30,13 +30,7 @@ def _attend(query, key, value, seen, scale):
     query = jnp.where(some, query, 0)
     logits = logits_of(grouped(query, key), key, scale)
     probs, lse = softmax(logits, seen[:, None, None])
-    out = jnp.einsum(
-        "bkgqs,bskd->bqkgd",
-        probs.astype(value.dtype),
-        value,
-        precision=precision_of(value.dtype),
-        preferred_element_type=wide(value.dtype),
-    )
+    out = weighted("bkgqs,bskd->bqkgd", probs, value)
     return _rows(jnp.where(some[..., None], out, 0), lse, query)
 
 
@@ -126,23 +120,10 @@ def selected_attention(
             for x in (key, value)
         )
         keys, values = (rearrange(x, "b q k n l d -> b q k (n l) d") for x in (keys, values))
-        logits = jnp.einsum(
-            "bqkgd,bqksd->bkgqs",
-            grouped(query, key),
-            keys,
-            precision=precision_of(query.dtype),
-            preferred_element_type=wide(query.dtype),
-        )
+        logits = product("bqkgd,bqksd->bkgqs", grouped(query, key), keys)
         logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
         probs, lse = softmax(logits, rearrange(seen, "b q k n l -> b k 1 q (n l)"))
-        out = jnp.einsum(
-            "bkgqs,bqksd->bqkgd",
-            probs.astype(query.dtype),
-            values,
-            precision=precision_of(query.dtype),
-            preferred_element_type=wide(query.dtype),
-        )
-        return _rows(out, lse, query)
+        return _rows(weighted("bkgqs,bqksd->bqkgd", probs, values), lse, query)
 
     keys_per_row = kv_heads * block_indices.shape[-1] * size
     row_bytes = batch * keys_per_row * (width + value.shape[-1]) * key.dtype.itemsize

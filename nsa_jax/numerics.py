@@ -1,5 +1,8 @@
 """The numerics that every XLA branch shares: grouped logits and a softmax that may be empty."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
@@ -18,6 +21,39 @@ def wide(dtype):
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
+def product(subscripts: str, x, y):
+    """`jnp.einsum` of two arrays of one dtype, exact as `precision_of` says, in the wide dtype."""
+    exact = precision_of(y.dtype)
+    return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted(subscripts: str, probs, values):
+    """The `product` of probabilities, rounded to the dtype of the values, with the values.
+
+    The gradient of the probabilities is not rounded: times a loss scale, it may be larger than any
+    number of float16. The gradient of the result must be one of that dtype.
+    """
+    return product(subscripts, probs.astype(values.dtype), values)
+
+
+def _weighted_forward(subscripts, probs, values):
+    probs = probs.astype(values.dtype)
+    return product(subscripts, probs, values), (probs, values)
+
+
+def _weighted_backward(subscripts, saved, grad):
+    probs, values = saved
+    of_probs, of_values, of_grad = subscripts.replace("->", ",").split(",")
+    grad = grad.astype(values.dtype)
+    grad_probs = product(f"{of_grad},{of_values}->{of_probs}", grad, values)
+    grad_values = product(f"{of_grad},{of_probs}->{of_values}", grad, probs)
+    return grad_probs, grad_values.astype(values.dtype)
+
+
+weighted.defvjp(_weighted_forward, _weighted_backward)
+
+
 def put(x, index, values):
     """`x` with `values` at `index`, an array or a tuple of them; what is behind the end is dropped.
 
@@ -34,13 +70,7 @@ def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
 
 def logits_of(query: Float[Array, "B Q Hkv G D"], key: Float[Array, "B K Hkv D"], scale):
     """`scale * q . k` for keys that all queries share, `[B, Hkv, G, Q, K]`."""
-    logits = jnp.einsum(
-        "bqkgd,bskd->bkgqs",
-        query,
-        key,
-        precision=precision_of(query.dtype),
-        preferred_element_type=wide(query.dtype),
-    )
+    logits = product("bqkgd,bskd->bkgqs", query, key)
     return logits * jnp.asarray(scale_of(scale, query), logits.dtype)
 
 

@@ -156,8 +156,10 @@ def attend_rows(query, key, value, seen, scale, with_lse):
     """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
     empty = ~seen.any(dim=-1, keepdim=True)
     query = query.masked_fill(empty, 0)
-    if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
-        return _plain(query, key, value, seen, empty, scale, with_lse)
+    if query.device.type == "cpu" and query.dtype is not torch.bfloat16:
+        wider = (x.to(wide(x.dtype)) for x in (query, key, value))
+        out, lse = _plain(*wider, seen, empty, scale, with_lse)
+        return out.to(query.dtype), lse
     # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
     with sdpa_kernel(BACKENDS):
@@ -177,7 +179,8 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
     of a NaN or an infinity that nobody sees.
 
     The CPU's flash kernel takes a 20-bit exponential, which doubles the error of float32
-    gradients; chunks are small enough for plain math.
+    gradients, and keeps float16 gradients of probabilities in float16, beyond whose range a loss
+    scale brings them; chunks are small enough for plain math.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)

@@ -179,3 +179,16 @@ def selection(query, key, **options):
         found = _by_torch("select_blocks", (query, key), exact=False, **options)
         return jnp.asarray(found)
     return call(reference.select_blocks, query, key, **options)
+
+
+def under_a_loss_scale(size_of_do=4800.0):
+    """Query, key, value, gates and the output's gradient: float16 has the gradients of all of these
+    but the gates, and not those of the probabilities, dO . V, nor by default those of the logits.
+    """
+    rng = np.random.default_rng(0)
+    size = {"query": 1 / 64, "key": 1 / 64, "value": 64.0, "do": size_of_do}
+    heads = {"query": 4, "key": 2, "value": 2, "do": 4}
+    made = [size[x] * rng.standard_normal((1, 40, heads[x], 16), np.float32) for x in size]
+    products = np.einsum("bqhd,bkhd->bhqk", made[3] / 3, made[2].repeat(2, axis=2))
+    assert np.abs(products).max() > np.finfo(np.float16).max
+    return *made[:3], np.full((1, 40, 4, 3), 1 / 3, np.float32), made[3]

@@ -14,7 +14,7 @@ from bench.judge.parity import assert_parity
 from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_jax import reference
 from nsa_jax.select import block_scores
-from tests.inputs import CASES, SMALL, Case, call, problem, selection
+from tests.inputs import CASES, SMALL, Case, call, problem, selection, under_a_loss_scale
 from tests.limits import set_limits
 
 # Hundreds of queries share each block: their sum must not be kept in bfloat16.
@@ -67,6 +67,30 @@ def test_backward_parity(case, rng):
     names = ("query", "key", "value", "gates")
     for name, got, want, rough in zip(names, fast, exact, low, strict=True):
         assert_parity(f"d{name}", got, want, rough, dtype=case.dtype)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["attention", "block_attention"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_under_a_loss_scale(dtype, blocks):
+    """dO . V is beyond float16, and no gradient that is asked for."""
+    query, key, value, gates, do = under_a_loss_scale()
+
+    def gradients(dtype, implementation):
+        def run(*tensors):
+            if not blocks:
+                options = {"config": SMALL, "implementation": implementation}
+                return nsa_jax.attention(*tensors, jnp.asarray(gates, dtype), **options)
+            lists = jnp.zeros((1, 40, 1, 1), jnp.int32)
+            options = {"block_size": 40, "implementation": implementation}
+            return nsa_jax.block_attention(*tensors, lists, **options)
+
+        _, pull = jax.vjp(run, *(jnp.asarray(x, dtype) for x in (query, key, value)))
+        return [np.asarray(x, np.float32) for x in pull(jnp.asarray(do / 3**blocks, dtype))]
+
+    for got, want in zip(
+        gradients(dtype, "xla"), gradients("float32", "reference"), strict=True
+    ):
+        assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("budget", [1, 20_000])

@@ -21,6 +21,7 @@ from tests.torch_inputs import (
     array,
     check_branch,
     check_selection,
+    check_under_a_loss_scale,
     check_whole,
     compiled,
     cu_seqlens,
@@ -126,6 +127,12 @@ WHOLE = (
     Case(63, 111, H=6, Hkv=2, D=8, Dv=12),
     Case(91, 91, B=1, H=6, Hkv=2, segments=(1, 20, 0, 1, 43, 8, 0, -18)),
 )
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "jax"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_under_a_loss_scale(dtype, implementation):
+    check_under_a_loss_scale(dtype, implementation)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "jax"])

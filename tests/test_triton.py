@@ -36,6 +36,7 @@ from tests.torch_inputs import (
     check_branch,
     check_reach,
     check_selection,
+    check_under_a_loss_scale,
     check_whole,
     cu_seqlens,
     poison,
@@ -130,6 +131,13 @@ def test_any_blocks_in_any_order(case, monkeypatch):
     if INTERPRETED:  # query lists with whole tiles of rows behind a block's own tokens
         set_limits(monkeypatch, triton_segment=256)
     check_branch(case, "selected", "triton", DEVICE, any_blocks)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_under_a_loss_scale(dtype):
+    """The kernels multiply with gradients of the logits in 16 bits."""
+    check_under_a_loss_scale(dtype, "triton", DEVICE, 600.0)
 
 
 @kernel

@@ -21,7 +21,7 @@ from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, fa2
 from nsa_torch import reference as torch_reference
 from tests import torch_oracle
-from tests.inputs import SMALL, problem, selection
+from tests.inputs import SMALL, problem, selection, under_a_loss_scale
 from tests.limits import set_limits
 from tests.reach import NUMBERS
 from tests.reach import check_reach as check_reach_of
@@ -350,6 +350,22 @@ def _summed(out, gradients):
     query, *pair, gates = gradients
     key, value = (sum(x.astype(np.float64) for x in branches) for branches in pair)
     return out, (query, key, value, gates)
+
+
+def check_under_a_loss_scale(dtype, implementation, device="cpu", *size):
+    """dO . V is beyond float16, and no gradient that is asked for."""
+    *tensors, gates, do = (torch.from_numpy(x).to(device) for x in under_a_loss_scale(*size))
+
+    def gradients(dtype, implementation):
+        *leaves, given, grad = (x.to(dtype) for x in (*tensors, gates, do))
+        leaves = [x.requires_grad_() for x in leaves]
+        options = {"config": SMALL, "implementation": implementation}
+        out = nsa_torch.attention(*leaves, given, **options)
+        return torch.autograd.grad(out, leaves, grad)
+
+    pairs = gradients(dtype, implementation), gradients(torch.float32, "reference")
+    for got, want in zip(*pairs, strict=True):
+        assert (got.float() - want).abs().max() < 0.02 * want.abs().max()
 
 
 def check_whole(case, implementation, device="cpu", shared=False):
