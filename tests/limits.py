@@ -2,7 +2,10 @@
 small problems shall have all of it.
 """
 
+import functools
 import importlib
+
+from nsa_jax import eager
 
 LIMITS = {
     "jax_chunk_bytes": ("nsa_jax.chunks.BUDGET_BYTES", "nsa_jax.branches.BUDGET_BYTES"),
@@ -42,7 +45,11 @@ LIMITS = {
 
 
 def set_limits(monkeypatch, **values):
-    """Of a test, by the names of `LIMITS`."""
+    """Of a test, by the names of `LIMITS`. Programs of JAX are compiled again: what was compiled
+    before has other limits.
+    """
+    program = functools.lru_cache(eager._program.__wrapped__)
+    monkeypatch.setattr(eager, "_program", program)
     for name, value in values.items():
         for place in LIMITS[name]:
             module, _, attribute = place.rpartition(".")

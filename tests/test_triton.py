@@ -49,6 +49,9 @@ JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
 ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=1, window=7)
 ONE_EACH = NSAConfig(16, 16, 16, num_selected=2, num_initial=0, num_local=1, window=0)
 FINE = NSAConfig(2, 1, 16, num_selected=4, window=20)  # fewer blocks a step than are selected
+OVERLAPPING = NSAConfig(
+    8, 1, 8, num_selected=4
+)  # half of a score is carried from block to block
 LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
 # All steps, all gradients. In the interpreter a few small ones have every property between them.
 WHOLE = (
@@ -153,6 +156,12 @@ def test_what_nan_reaches(branch):
 @pytest.mark.parametrize("case", SELECTIONS, ids=str)
 def test_selection(case):
     check_selection(case, "triton", DEVICE)
+
+
+@kernel
+def test_scores_are_carried_from_one_chunk_of_blocks_to_the_next():
+    """38 blocks, of which a step has 16 at most."""
+    check_selection(Case(9, 300, B=1, H=4, Hkv=2, config=OVERLAPPING), "triton", DEVICE)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

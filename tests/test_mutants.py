@@ -1,0 +1,53 @@
+"""The table of mutants fits the sources, and its runner refuses one that does not."""
+
+import json
+
+import pytest
+
+from tests import mutants
+
+
+def test_the_table_fits_the_sources():
+    assert len(mutants.read()) >= 100
+
+
+ROW = {
+    "path": "core",
+    "name": "nothing",
+    "file": "nsa_core/__init__.py",
+    "old": "no such text",
+    "new": "",
+    "tests": ["tests/test_masks.py"],
+}
+SAME = ROW | {"file": "tests/mutants.py", "old": '"""Small mistakes in the library, each'}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([ROW], "old must occur once in nsa_core/__init__.py, got 0 times"),
+        ([ROW | {"file": "pyproject.toml", "old": "["}], "old must occur once"),
+        ([ROW | {"file": "none.py"}], "none.py"),
+        ([SAME | {"tests": ["tests/test_none.py::test_it"]}], "the file of tests/test_none.py"),
+        ([SAME | {"tests": []}], "must be there once, with tests"),
+        ([SAME, SAME], "must be there once, with tests"),
+        ([ROW | {"kind": "x"}], "a mutant must have"),
+    ],
+    ids=["no text", "several texts", "no file", "no test file", "no tests", "twice", "keys"],
+)
+def test_rows_that_are_refused(rows, words, tmp_path, capsys):
+    table = tmp_path / "mutants.toml"
+    table.write_text(
+        "\n".join(
+            "[[mutant]]\n" + "\n".join(f"{key} = {json.dumps(x)}" for key, x in row.items())
+            for row in rows
+        )
+    )
+    assert mutants.main(["--table", str(table)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["no such mutant"], ["--part", "one"]])
+def test_arguments_that_are_refused(arguments, capsys):
+    assert mutants.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("mutants: ")
