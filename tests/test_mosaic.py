@@ -190,6 +190,18 @@ def test_scores_in_parts(case, in_parts):
     check_steps(problem(case), ("scores",))
 
 
+@pytest.mark.parametrize("group", [3, 20])  # of `scores_qk` and `scores_kq`
+def test_scores_are_carried_from_one_part_to_the_next(group, in_parts):
+    """A compressed token that lies in two blocks counts in both, wherever a part ends."""
+    config = NSAConfig(16, 8, 16, num_selected=8)
+    p = problem(Case(4, 2200, H=group, Hkv=1, B=1, config=config, dtype="float16"))
+    key = compressed_of(p)[0] * 0
+    key = key.at[:, [127, 255]].set(1)  # in the blocks 63 and 64, 127 and 128
+    indices = np.asarray(run("select_blocks", p.query * 0 + 1, key, **p.where))
+    for chosen in indices.reshape(-1, 8):
+        assert {63, 64, 127, 128} <= {*chosen.tolist()}
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -174,6 +174,21 @@ def test_what_was_recorded():
     ] + [5]
 
 
+def even_step(count, lengths, rows):
+    """The plan of the first `rows` rows, which have `count` tokens each."""
+    starts = [count * i for i in range(rows + 1)]
+    step = {"seq_lens": lengths[:rows], "seq_lens_cpu_upper_bound": lengths, "columns": 8}
+    step |= {"query_start_loc": starts, "block_table": [[1, 2, 3]] * rows, "num_reqs": rows}
+    step |= {"num_actual_tokens": count * rows, "max_query_len": count}
+    return vllm_step.Step.of(metadata(step, "cpu"), BLOCK)
+
+
+def test_lengths_behind_the_rows_of_a_step_are_not_looked_at():
+    """An engine's arrays have room for more rows; 65 would follow the block that 64 fills."""
+    assert even_step(1, [64, 66, 65], 3).runs is not None
+    assert even_step(1, [64, 66, 65], 2).runs is None
+
+
 @pytest.mark.parametrize(
     ("count", "lengths", "alone"),
     [
@@ -191,12 +206,7 @@ def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
     """Rows of the same few tokens are no launch that appends and attends where one may begin with a
     block that another one fills in it.
     """
-    rows = len(lengths)
-    starts = [count * i for i in range(rows + 1)]
-    step = {"seq_lens": lengths, "seq_lens_cpu_upper_bound": lengths, "columns": 8}
-    step |= {"query_start_loc": starts, "block_table": [[1, 2, 3]] * rows, "num_reqs": rows}
-    step |= {"num_actual_tokens": count * rows, "max_query_len": count}
-    planned = vllm_step.Step.of(metadata(step, "cpu"), BLOCK)
+    planned = even_step(count, lengths, len(lengths))
     assert (planned.runs is not None) == (planned.starts is not None) == alone
 
 
