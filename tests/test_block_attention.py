@@ -356,21 +356,22 @@ def test_numbers_whose_multiples_are_small():
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
 @pytest.mark.parametrize("include", ["selected", "tail"])
-def test_a_block_of_more_than_all_keys(include):
-    """No memory is taken for what it might hold."""
-    query, key, value = (torch.randn(1, 9, 1, 16) for _ in range(3))
-    lists = torch.full((1, 9, 1, 1), -1 if include == "tail" else 0).int()
+@pytest.mark.parametrize("tokens", [9, 128])
+def test_a_block_of_more_than_all_keys(tokens, include):
+    """No memory is taken for what it might hold; no token is its last one."""
+    query, key, value = (torch.randn(1, tokens, 1, 16) for _ in range(3))
+    lists = torch.full((1, tokens, 1, 1), -1 if include == "tail" else 0).int()
     options = {"include": include, "implementation": "sdpa"}
     out, want = (
         nsa_torch.block_attention(query, key, value, lists, block_size=size, **options)
-        for size in (2**31 - 1, 10)
+        for size in (2**31 - 1, tokens + 1)
     )
     torch.testing.assert_close(out, want)
     arrays = [jnp.asarray(x.numpy()) for x in (query, key, value, lists)]
     found = nsa_jax.block_attention(*arrays, block_size=2**31 - 1, include=include)
     np.testing.assert_allclose(found, want, atol=1e-5)
     pages = (x[0, :, None] for x in (key, value))
-    table, lengths = torch.arange(9).int()[None], torch.tensor([9]).int()
+    table, lengths = torch.arange(tokens).int()[None], torch.tensor([tokens]).int()
     given = query[0], *pages, table, lengths, lists[0]
     found = nsa_torch.paged_block_attention(*given, block_size=2**31 - 1, include=include)
     torch.testing.assert_close(found, want[0])
@@ -437,10 +438,11 @@ def test_lengths_that_are_refused(keys, message, queries):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
-def test_a_block_named_twice():
+@pytest.mark.parametrize("block", [3, 0])
+def test_a_block_named_twice(block):
     x = torch.zeros(1, 20, 2, 8)
-    lists = torch.tensor([3, -1, 0, 3, -1]).int().expand(1, 20, 1, 5)
-    message = r"block_indices\[0, 0, 0\] must name a block once, got block 3 twice"
+    lists = torch.tensor([block, -1, 1, block, -1]).int().expand(1, 20, 1, 5)
+    message = rf"block_indices\[0, 0, 0\] must name a block once, got block {block} twice"
     with pytest.raises(ValueError, match=message):
         nsa_torch.block_attention(x, x, x, lists, block_size=4)
     arrays = [jnp.asarray(y.numpy()) for y in (x, x, x, lists)]

@@ -79,7 +79,7 @@ CASES = (
     Case(pool=7, n=4, equal=True),
     Case(pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
     Case(pool=2, n=3, entry=4, local=1, S=98, T=98, equal=True),
-    Case(B=1, T=70, S=70, segments=(33, 0, 1, 25), n=2),
+    Case(B=1, T=70, S=70, segments=(9, 0, 1, 50), n=2),
     Case(lengths=(71, 100)),
     Case(pool=128, n=2, T=140, S=300, B=1, heads=4),
 )

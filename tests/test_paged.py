@@ -421,6 +421,8 @@ def test_runs_of_a_step():
         (slice(5, 6), slice(8, 33), 25, 2, False, True, True),
         (slice(6, 7), slice(33, 63), 30, 4, False, True, False),
     ]
+    # A prompt of few tokens beside guesses, whose rows have tokens before them.
+    assert [x.whole for x in plan_runs([0, 2, 4], [2, 50], 16)] == [False]
     # Guesses of different numbers are one run, of which 64 queries or a half may be padding.
     guesses = plan_runs(bounds([1, 4, 2, 8, 9]).tolist(), [40] * 5, 16)
     assert [(x.rows, x.queries, x.even) for x in guesses] == [

@@ -52,6 +52,7 @@ FINE = NSAConfig(2, 1, 16, num_selected=4, window=20)  # fewer blocks a step tha
 OVERLAPPING = NSAConfig(
     8, 1, 8, num_selected=4
 )  # half of a score is carried from block to block
+FREE = NSAConfig(16, 4, 16, num_selected=3, num_initial=0, num_local=0, window=7)
 LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
 # All steps, all gradients. In the interpreter a few small ones have every property between them.
 WHOLE = (
@@ -69,6 +70,8 @@ BRANCHES = (
 SELECTIONS = (
     Case(30, 30, B=1, H=4, Hkv=2, config=FINE),
     Case(24, 24, B=1, H=6, Hkv=1, segments=(9, 0, 1, 12, -2)),
+    Case(6, 130, B=1, H=4, Hkv=2),  # blocks to choose between
+    Case(6, 130, B=1, H=4, Hkv=2, config=FREE),
 )
 EIGHT = dataclasses.replace(SMALL, num_selected=8)
 ANY_BLOCKS = (

@@ -214,14 +214,14 @@ def test_append_writes_what_torch_writes(separate, fp8, monkeypatch):
     prompt that takes its own places in the ring, and rows that have another one later.
     """
     pretend.machine(monkeypatch, append_why_not=None)
-    sizes, ends = Sizes(2, 1, separate=separate), [61, 24, 0, 17]
+    sizes, ends = Sizes(2, 2, separate=separate), [61, 24, 0, 17]
     rows, table = Rows(sizes, ends), tensor(tables(ends, SMALL, POOL, 6))
     # No page: its tokens are lost. One beyond the pool is an error where the host reads it.
     table[3, 1] = POOL if DEVICE == "cuda" else -1
     caches = {}
     for name in ("triton", "torch"):
         cache = nsa_torch.PagedCache(
-            *(POOL, 1, sizes.D, sizes.Dv),
+            *(POOL, sizes.Hkv, sizes.D, sizes.Dv),
             config=SMALL,
             dtype=torch.float8_e4m3fn if fp8 else torch.float32,
             compressed_dtype=torch.float32,
