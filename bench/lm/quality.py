@@ -301,8 +301,8 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
     apart = values[:, 0] - values[:, 1]
     several = len(apart) > 1
     error = float(apart.std(ddof=1) / len(apart) ** 0.5) if several else math.nan
-    mean, dense = float(apart.mean()), float(values[:, 1].mean())
-    return Difference(mean, error, len(apart), dense, float(apart.min()), float(apart.max()))
+    mean, least, most = (float(f(apart)) for f in (np.mean, np.min, np.max))
+    return Difference(mean, error, len(apart), float(values[:, 1].mean()), least, most)
 
 
 def verdicts(group: Group, kind: Kind) -> list[Verdict]:
