@@ -1,27 +1,57 @@
 """Trains a model of transformers with Native Sparse Attention by `Trainer`, on packed rows.
 
     python examples/train.py --out model                                    # minutes on a CPU
+    python examples/train.py --out model --resume       # goes on where Ctrl-C stopped the one above
     python examples/train.py --out model --layers 12 --hidden 768 --heads 12 --row_tokens 16384 \
         --document_tokens 4096 --num_selected 16 --window 512 --steps 2000 --lr 6e-4 \
         --texts 'texts/*.txt'                                               # a GPU
 
 Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as fit, each
-attends to itself alone. The model is saved to --out, a new folder. Needs the extra `hf`.
+attends to itself alone. The model is saved to --out, a new folder. Ctrl-C keeps a checkpoint there.
+Needs the extra `hf`.
 """
 
 import argparse
 import glob
+import signal
 import sys
 import sysconfig
 from pathlib import Path
 
 import torch
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 
 SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "steps": 50, "row_tokens": 1024}
 SIZES |= {"document_tokens": 512, "num_selected": 4, "window": 128}
+
+
+class Stop(TrainerCallback):
+    """Ctrl-C ends training after the step that it is in, with a checkpoint; again: at once."""
+
+    asked = False
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)
+
+    def ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, self.before)
+
+    def on_step_end(self, args, state, control, **_):
+        if self.asked:
+            control.should_save = control.should_training_stop = True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoint in --out")
     flags = parser.parse_args(argv)
     for name in SIZES:
         least = (
@@ -40,7 +71,14 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--{name} must be at least {least}, got {getattr(flags, name)}")
     if not 0 < flags.lr < float("inf"):
         parser.error(f"--lr must be a positive number, got {flags.lr}")
-    if flags.out.exists() and not (flags.out.is_dir() and not any(flags.out.iterdir())):
+    checkpoint = get_last_checkpoint(flags.out) if flags.out.is_dir() else None
+    if flags.resume and checkpoint is None:
+        parser.error(f"--resume needs a checkpoint in --out, found none in {flags.out}")
+    if (
+        not flags.resume
+        and flags.out.exists()
+        and not (flags.out.is_dir() and not any(flags.out.iterdir()))
+    ):
         parser.error(f"--out must be a new or an empty folder, got {flags.out}")
     most, rows = flags.document_tokens, flags.row_tokens // flags.document_tokens
     if not rows:
@@ -71,8 +109,14 @@ def main(argv: list[str] | None = None) -> int:
         NSAForCausalLM(config), how, train_dataset=texts[held_out:],
         eval_dataset=texts[:held_out], data_collator=DataCollatorWithFlattening(),
     )  # fmt: skip
-    trainer.train()
-    print(f"held-out loss, nats a byte: {trainer.evaluate()['eval_loss']:.4f}")
+    with Stop() as stop:
+        trainer.add_callback(stop)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.state.global_step < flags.steps:
+        done = f"stopped after {trainer.state.global_step} of {flags.steps} steps"
+        print(f"{done}; the same command with --resume goes on", file=sys.stderr)
+        return 130
+    print(f"held-out loss {trainer.evaluate()['eval_loss']:.4f} nats a byte")
     trainer.save_model()
     return 0
 

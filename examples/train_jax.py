@@ -1,13 +1,16 @@
 """Trains a small model with Native Sparse Attention in JAX: Flax NNX and optax, packed rows.
 
     python examples/train_jax.py                                            # minutes on a CPU
+    python examples/train_jax.py --texts 'texts/*.txt' --out model.safetensors --prompt 'Once '
     python examples/train_jax.py --layers 12 --dim 768 --heads 12 --tokens 8192
 
-Rows are bytes of the standard library's modules, one after the other; `segment_ids` say which
-module a byte belongs to, and each attends to itself alone. Needs the extra `train`.
+Rows are bytes of the files, one file after the other; `segment_ids` say which file a byte belongs
+to, and each attends to itself alone. The last sixteenth is held out: the loss on it ends the run,
+with what the model writes after --prompt. Ctrl-C ends training there. Needs the extra `train`.
 """
 
 import argparse
+import glob
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,10 +20,12 @@ import numpy as np
 import optax
 from flax import nnx
 
+from nsa_interop import weights
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention
 
 SIZES = {"layers": 2, "dim": 64, "heads": 4, "tokens": 512, "batch": 4, "steps": 50}
+SIZES |= {"new_tokens": 64}
 
 
 class Block(nnx.Module):
@@ -30,9 +35,10 @@ class Block(nnx.Module):
         self.up = nnx.Linear(spec.dim, 4 * spec.dim, rngs=rngs)
         self.down = nnx.Linear(4 * spec.dim, spec.dim, rngs=rngs)
 
-    def __call__(self, x, segment_ids):
-        x = x + self.attention(self.norms[0](x), segment_ids=segment_ids)[0]
-        return x + self.down(jax.nn.silu(self.up(self.norms[1](x))))
+    def __call__(self, x, segments, cache):
+        mixed, cache = self.attention(self.norms[0](x), cache, segment_ids=segments)
+        x = x + mixed
+        return x + self.down(jax.nn.silu(self.up(self.norms[1](x)))), cache
 
 
 class LM(nnx.Module):
@@ -42,11 +48,19 @@ class LM(nnx.Module):
         self.norm = nnx.RMSNorm(spec.dim, rngs=rngs)
         self.head = nnx.Linear(spec.dim, 256, rngs=rngs)
 
+    def hyper_parameters(self):
+        """What a file of weights must agree with."""
+        return self.blocks[0].attention.spec.as_dict() | {"layers": len(self.blocks)}
+
+    def __call__(self, tokens, segments=None, caches=None):
+        """Logits, and the caches with these tokens."""
+        x, caches = self.embed(tokens), list(caches or [None] * len(self.blocks))
+        for i, block in enumerate(self.blocks):
+            x, caches[i] = block(x, segments, caches[i])
+        return self.head(self.norm(x)), caches
+
     def loss(self, tokens, segments):
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            x = block(x, segments[:, :-1])
-        logits, labels = self.head(self.norm(x)), tokens[:, 1:]
+        logits, labels = self(tokens[:, :-1], segments[:, :-1])[0], tokens[:, 1:]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return each.mean(where=segments[:, 1:] == segments[:, :-1])  # not over a border
 
@@ -58,18 +72,54 @@ def step(model: LM, optimizer: nnx.Optimizer, tokens, segments):
     return loss
 
 
+@nnx.jit
+def evaluate(model: LM, tokens, segments):
+    return model.loss(tokens, segments)
+
+
+@nnx.jit
+def following(model: LM, tokens, caches):
+    """The likeliest byte after `tokens`, and the caches with them."""
+    logits, caches = model(tokens, caches=caches)
+    return logits[:, -1:].argmax(-1), caches
+
+
+def generate(model: LM, prompt: bytes, count: int) -> bytes:
+    tokens = np.frombuffer(prompt, np.uint8).astype(np.int32)[None]
+    caches = [x.attention.init_cache(1, tokens.size + count) for x in model.blocks]
+    for _ in range(count):
+        tokens, caches = following(model, tokens, caches)
+        prompt += bytes([int(tokens[0, 0])])
+    return prompt
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
+    parser.add_argument("--out", type=Path, help="a new file of weights, safetensors")
+    parser.add_argument("--load", type=Path, help="weights to begin with, which --out saved")
+    parser.add_argument("--prompt", default="import ")
     flags = parser.parse_args(argv)
-    for name, value in vars(flags).items():
-        if value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    data = [x.read_bytes() for x in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+    for name in SIZES:
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(flags, name)}")
+    if not 0 < flags.lr < float("inf"):
+        parser.error(f"--lr must be a positive number, got {flags.lr}")
+    if flags.out and (flags.out.exists() or not flags.out.parent.is_dir()):
+        parser.error(f"--out must be a new file in a folder that is there, got {flags.out}")
+    if flags.load and not flags.load.is_file():
+        parser.error(f"--load must be a file that --out named, got {flags.load}")
+    if not flags.prompt:
+        parser.error("--prompt must have a byte, got none")
+    paths = map(Path, sorted(glob.glob(flags.texts, recursive=True)))
+    data = [x.read_bytes() for x in paths if x.is_file()]
     tokens = np.frombuffer(b"".join(data), np.uint8).astype(np.int32)
-    if flags.tokens >= len(tokens):
-        parser.error(f"--tokens must be below the text's {len(tokens)}, got {flags.tokens}")
+    if flags.tokens >= len(tokens) // 2:
+        limit = f"half of the text's {len(tokens)} bytes"
+        parser.error(f"--tokens must be below {limit}, got {flags.tokens}")
     segments = np.repeat(np.arange(len(data), dtype=np.int32), [len(x) for x in data])
     if flags.dim % flags.heads:
         parser.error(f"--dim must be a multiple of --heads={flags.heads}, got {flags.dim}")
@@ -79,14 +129,29 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     model = LM(spec, flags.layers, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
-    random = np.random.default_rng(0)
-    for number in range(1, flags.steps + 1):
-        starts = random.integers(0, len(tokens) - flags.tokens, (flags.batch, 1))
-        rows = starts + np.arange(flags.tokens + 1)
-        loss = step(model, optimizer, tokens[rows], segments[rows])
-        if number % max(1, flags.steps // 5) == 0:
-            print(f"step {number}: loss {float(loss):.4f} nats a byte", flush=True)
+    if flags.load:
+        try:
+            weights.load(flags.load, model)
+        except ValueError as error:
+            parser.error(str(error))
+    optimizer = nnx.Optimizer(model, optax.adamw(flags.lr), wrt=nnx.Param)
+    random, row = np.random.default_rng(0), np.arange(flags.tokens + 1)
+    learned = len(tokens) - max(len(row), len(tokens) // 16)
+    try:
+        for number in range(1, flags.steps + 1):
+            rows = random.integers(0, learned - flags.tokens, (flags.batch, 1)) + row
+            loss = step(model, optimizer, tokens[rows], segments[rows])
+            if number % max(1, flags.steps // 5) == 0:
+                print(f"step {number}: loss {float(loss):.4f} nats a byte", flush=True)
+    except KeyboardInterrupt:
+        print(f"stopped in step {number}", file=sys.stderr)
+    starts = range(learned, len(tokens) - flags.tokens, flags.tokens)[:32]
+    held_out = [evaluate(model, tokens[None, x + row], segments[None, x + row]) for x in starts]
+    print(f"held-out loss {np.mean(held_out):.4f} nats a byte")
+    if flags.out:
+        weights.save(flags.out, model)
+    written = generate(model, flags.prompt.encode(), flags.new_tokens)
+    print(written.decode(errors="replace"))
     return 0
 
 

@@ -131,7 +131,7 @@ def test_every_command_of_a_page_parses():
     lines = [line for page in pages for line in parse_commands.lines(page)]
     wrong = """`python -m bench.fa2 --no_such` `python -m bench.report`
         `NSA_SEL_CUDA=1 python -m bench.fa2` `python -m bench.fa2 word`
-        `python examples/train.py --steps` `python examples/train.py --out x --resume`"""
+        `python examples/train.py --steps` `python examples/train.py --out x --again`"""
     found = parse_commands.parsed([*lines, *parse_commands.lines(wrong)])
     faults = [(line, x.said) for line, x in zip(lines, found, strict=False) if not x.ok]
     assert len(lines) > 200 and not faults

@@ -1,8 +1,12 @@
 """The scripts in examples/ run as a new user would run them."""
 
+import functools
+import itertools
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,9 +74,55 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
     assert made.config.hidden_size == 32
 
 
+def test_ctrl_c_keeps_a_checkpoint_and_resume_goes_on(tmp_path, capsys, monkeypatch):
+    """To the loss of a run that nobody stopped."""
+    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
+    sizes = (
+        "--layers 1 --hidden 32 --heads 2 --kv_heads 1 --document_tokens 128 --row_tokens 384"
+    )
+    words = [*sizes.split(), "--steps", "6", "--texts", str(ROOT / "bench/lm/s*.py")]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    *steps, _, held_out = losses(capsys.readouterr().out)
+    calls, forward = itertools.count(1), NSAForCausalLM.forward
+
+    @functools.wraps(forward)  # the Trainer asks what it takes
+    def interrupted(*args, **kwargs):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    out = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        patch.setattr(NSAForCausalLM, "forward", interrupted)
+        assert main([*words, "--out", str(out)]) == 130
+    told = capsys.readouterr()
+    assert "stopped after 3 of 6 steps; the same command with --resume goes on" in told.err
+    *begun, _ = losses(told.out)
+    assert [x.name for x in out.iterdir()] == ["checkpoint-3"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main([*words, "--out", str(out), "--resume"]) == 0
+    *rest, _, ended = losses(capsys.readouterr().out)
+    assert [*begun, *rest] == pytest.approx(steps, abs=1e-2) and len(rest) == 3
+    assert ended == pytest.approx(held_out, abs=1e-3)
+    assert NSAForCausalLM.from_pretrained(out).config.hidden_size == 32
+
+
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
+        ("train", "--resume", "--resume needs a checkpoint in --out, found none in"),
+        (
+            "train_jax",
+            f"--out {ROOT}/README.md",
+            "--out must be a new file in a folder that is",
+        ),
+        ("train_jax", "--load none", "--load must be a file that --out named, got none"),
+        (
+            "train_jax",
+            "--texts none/*.txt",
+            "--tokens must be below half of the text's 0 bytes",
+        ),
+        ("train_jax", "--prompt=", "--prompt must have a byte"),
         ("train", "--texts none/*.txt", "--texts must give 16 documents, got 0 of none"),
         ("train", "--steps 0", "--steps must be at least 1, got 0"),
         ("train", "--document_tokens 2048", "--document_tokens must fit in a row, got 2048"),
@@ -87,7 +137,7 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
             "--dim 36 --heads 12",
             "d_k must be even for the rotary embedding, got 3",
         ),
-        ("train_jax", "--tokens 999999999", "--tokens must be below the text's"),
+        ("train_jax", "--tokens 999999999", "--tokens must be below half of the text's"),
     ],
 )
 def test_what_training_refuses(script, flags, message, tmp_path, capsys):
@@ -112,13 +162,23 @@ def test_training_writes_over_nothing(there, tmp_path, capsys):
     assert kept.read_text() == "weights"
 
 
-def test_train_jax_learns(capsys):
+def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
+    """What it saved begins where it ended, with the same words after a prompt."""
     main = runpy.run_path(str(ROOT / "examples/train_jax.py"))["main"]
-    sizes = "--layers 1 --dim 32 --heads 2 --tokens 128 --batch 2 --steps 10"
+    sizes = "--layers 1 --dim 32 --heads 2 --tokens 128 --batch 2 --new_tokens 4"
+    words = [*sizes.split(), "--texts", str(ROOT / "bench/lm/s*.py"), "--prompt", "import "]
+    model = tmp_path / "model.safetensors"
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        assert main(sizes.split()) == 0
-    found = losses(capsys.readouterr().out)
-    assert len(found) == 5 and found[0] < 6.5 and found[-1] < found[0] - 0.5
+        assert main([*words, "--steps", "20", "--out", str(model)]) == 0
+        told = capsys.readouterr().out
+        first, *_, held_out = losses(told)
+        assert len(losses(told)) == 6 and first < 6.5 and held_out < first - 0.5
+        text = told.rpartition("nats a byte\n")[2]
+        assert text.startswith("import ") and len(text) > len("import ")
+        assert main([*words, "--steps", "1", "--load", str(model), "--lr", "1e-9"]) == 0
+    again = capsys.readouterr().out
+    assert losses(again)[-1] == pytest.approx(held_out, abs=1e-3)
+    assert again.rpartition("nats a byte\n")[2] == text
 
 
 @pytest.mark.parametrize(
