@@ -275,7 +275,7 @@ def configs(lengths: Sequence[int], windows: Sequence[int]):
 def main(argv: Sequence[str]) -> int:
     if other := set(kernel_flags.named()) - {None, "fa2"}:
         raise ValueError(
-            f"bench.fa2 measures fa2: a kernel must be auto or fa2, got {other.pop()}"
+            f"--kernels and --<branch>_kernel must be auto or fa2, got {other.pop()}"
         )
     if given := kernel_flags.thresholds().given():
         print(f"note: --{' --'.join(given)} leaves out no row of bench.fa2", file=sys.stderr)

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     optimizer = nnx.Optimizer(model, optax.adamw(flags.lr), wrt=nnx.Param)
-    random, row = np.random.default_rng(0), np.arange(flags.tokens + 1)
+    random, row, number = np.random.default_rng(0), np.arange(flags.tokens + 1), 0
     learned = len(tokens) - max(len(row), len(tokens) // 16)
     try:
         for number in range(1, flags.steps + 1):

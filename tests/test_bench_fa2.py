@@ -44,6 +44,16 @@ def test_without_a_gpu_only_fa2_is_not_timed(tmp_path, capsys):
     assert re.search(rf"S=63 l=8 d=4 compressed masked {NUMBER}  fa2 n/a  speedup n/a", printed)
 
 
+def test_it_is_fa2_that_is_measured(tmp_path, capsys):
+    """Whatever is named and from whatever length: another kernel is no row of it."""
+    with pytest.raises(ValueError, match=r"_kernel must be auto or fa2, got sdpa"):
+        run(fa2, tmp_path, *SMALL, "--sliding_kernel=sdpa")
+    lengths = "--S_list=40", "--rows=0", "--fa2_min_len_win=64", "--kernels=fa2"
+    _, found, _ = run(fa2, tmp_path, *SMALL, *lengths)
+    assert [record.implementation for record in found] == list(fa2.IMPLEMENTATIONS)
+    assert "note: --fa2_min_len_win leaves out no row" in capsys.readouterr().err
+
+
 def fake(config, wrong=0):
     """FA-2's dense call by SDPA; `wrong`: keys too many in the past."""
 

@@ -55,7 +55,7 @@ class Stop:
         self.asked = False
 
     def __enter__(self) -> "Stop":
-        numbers = signal.SIGTERM, signal.SIGINT
+        numbers: list[int] = [signal.SIGTERM, signal.SIGINT]
         self.before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
