@@ -92,7 +92,7 @@ def _of_command(numbered: list[tuple[int, Line]]) -> None:
             with contextlib.redirect_stderr(said):
                 try:
                     values = parse([command, *words])
-                except (SystemExit, app.UsageError) as error:
+                except SystemExit as error:
                     print(error, file=sys.stderr)
             result = Parsed(values is not None, said.getvalue(), values)
             print(json.dumps([number, result], default=str))
