@@ -185,9 +185,11 @@ def runs(found, inputs):
     validate_paged.runs(found, inputs.page_table, *sizes, *numbers)
 
 
-def is_read(x: Tensor) -> bool:
-    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
-    if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on):
+def is_read(x: Tensor, wait: bool = False) -> bool:
+    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks, or
+    the caller may `wait`.
+    """
+    if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
     if type(x) not in TENSORS or torch._C._len_torch_dispatch_stack() or x.is_meta:
         return False

@@ -1049,6 +1049,7 @@ def test_calls_that_are_refused():
         ("cu_seqlens must be None", dict(cu_seqlens=ones[0, :2], attention_mask=ones)),
         ("seq_idx must be None where", dict(seq_idx=ones, attention_mask=ones)),
         (r"seq_idx must have shape \(1, 6\), got \(6,\)", dict(seq_idx=ones[0])),
+        ("seq_idx must have .* got list", dict(seq_idx=[[0] * 6], cu_seqlens=apart[0])),
         ("seq_idx must not decrease", dict(seq_idx=torch.tensor([[0, 0, 1, 1, 0, 0]]))),
         (
             r"cu_seq_lens_k must be the borders of cu_seq_lens_q, \[0, 4, 6\], got \[0, 2, 6\]",
@@ -1122,6 +1123,24 @@ def test_calls_that_are_refused():
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"tokens_to_remove must be in -6\.\.0"):
         cache.crop(-7)
+
+
+@torch.no_grad()
+def test_borders_on_a_gpu_are_compared_once(monkeypatch):
+    """Calls wait for the device until one with these words agrees; later ones do not."""
+    monkeypatch.setattr("nsa_torch.huggingface.rows.AGREED", set())
+    monkeypatch.setattr("nsa_torch.checks.is_read", lambda x, wait=False: wait)
+    borders, position = torch.tensor([0, 4, 6]), torch.arange(6)[None]
+    call = functools.partial(model(), tokens(1, 6), cu_seq_lens_q=borders)
+    for name, right, wrong in (
+        ("position_ids", position - 4 * (position > 3), position),
+        ("cu_seq_lens_k", borders, borders // 2),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{name} must"):
+                call(**{name: wrong})
+        for x in (right, wrong):
+            torch.testing.assert_close(call(**{name: x}).logits, call().logits)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FIXED = {
     "output_router_logits": (False, "there are no experts"),
 }
 READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
+AGREED: set[tuple[str, ...]] = set()  # words of a packed row that were compared once on a GPU
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
 
 
@@ -100,9 +101,9 @@ def rows(
 
     Raises:
       ValueError: a row is padded in the middle or on both sides, mask, positions, borders and cache
-        contradict each other. On a GPU it is known after the device has been waited for; a step and
-        borders do not wait there, and only shapes are checked; in a CUDA graph and under
-        `torch.compile` nothing is.
+        contradict each other. On a GPU it is known after the device has been waited for; a step
+        does not wait there, borders at the first such call alone, and only shapes are checked; in a
+        CUDA graph and under `torch.compile` nothing is.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if told:
@@ -197,29 +198,33 @@ def _shared(cu_seqlens: Tensor, *, total: int, **sizes: Any) -> Tensor:
 
 
 def _borders(told: dict[str, Any], position_ids: Tensor | None, length: int) -> Tensor:
-    """Those of a packed row. What else a call says of them must agree, where the host reads it."""
-    found: dict[str, Tensor] = {}
+    """Those of a packed row. What else a call says of them must agree: on a GPU calls that say so
+    much wait and are compared until one agrees.
+    """
+    words = *told, *(() if position_ids is None else ("position_ids",))
+    wait, found = words not in AGREED and len(words) > 1, {}
     for name, x in told.items():
         if name != INDEX:
             checks.borders_array(x, name)
             checks.borders(x, length, name)
             found[name] = x
-        elif not found or checks.is_read(x):
+        elif not found or not isinstance(x, Tensor) or checks.is_read(x, wait):
             found[name] = _borders_of_index(x, length)
     (first, borders), *others = found.items()
-    if not checks.is_read(borders):
+    if not checks.is_read(borders, wait):
         return borders
     starts = [*dict.fromkeys(borders.tolist())]
     for name, x in others:
-        if checks.is_read(x) and (given := [*dict.fromkeys(x.tolist())]) != starts:
+        if checks.is_read(x, wait) and (given := [*dict.fromkeys(x.tolist())]) != starts:
             raise ValueError(f"{name} must be the borders of {first}, {starts}, got {given}")
-    if position_ids is not None and checks.is_read(position_ids):
+    if position_ids is not None and checks.is_read(position_ids, wait):
         position = position_ids.reshape(-1).tolist()
         counted = [i for a, b in itertools.pairwise(starts) for i in range(b - a)]
         if len(position) != length or position[: starts[-1]] != counted:
             raise ValueError(
                 f"position_ids must count from 0 in every sequence of {first}, got {position[:16]}"
             )
+    AGREED.add(words)
     return borders
 
 
