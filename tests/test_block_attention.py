@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import nsa_jax
 import nsa_torch
@@ -339,10 +340,10 @@ def test_large_blocks_are_several():
 @pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
 def test_numbers_whose_multiples_are_small():
     """Of blocks in four parts: four times 2**30 is 0 in an int32."""
-    query, key, value = (torch.randn(1, 9, 1, 16) for _ in range(3))
+    query, key, value = (torch.randn(1, n, 1, 16) for n in (9, 600, 600))
     lists = torch.tensor([2**30, -(2**31), 2**31 - 1, 2**30 + 1]).int()
     lists = lists.expand(1, 9, 1, 4)
-    assert block_lists.parts_of(512, 4) == 4
+    assert block_lists.parts_of(block_lists.within(512, 600), 4) == 4
     for name in ("sdpa", "reference"):
         out = nsa_torch.block_attention(
             query, key, value, lists, block_size=512, implementation=name
@@ -362,11 +363,11 @@ def test_a_block_of_more_than_all_keys(tokens, include):
     query, key, value = (torch.randn(1, tokens, 1, 16) for _ in range(3))
     lists = torch.full((1, tokens, 1, 1), -1 if include == "tail" else 0).int()
     options = {"include": include, "implementation": "sdpa"}
-    out, want = (
-        nsa_torch.block_attention(query, key, value, lists, block_size=size, **options)
-        for size in (2**31 - 1, tokens + 1)
-    )
-    torch.testing.assert_close(out, want)
+    by_heads = (x.transpose(1, 2) for x in (query, key, value))
+    want = F.scaled_dot_product_attention(*by_heads, is_causal=True).transpose(1, 2)
+    for size in (2**31 - 1, tokens + 1):
+        out = nsa_torch.block_attention(query, key, value, lists, block_size=size, **options)
+        torch.testing.assert_close(out, want)
     arrays = [jnp.asarray(x.numpy()) for x in (query, key, value, lists)]
     found = nsa_jax.block_attention(*arrays, block_size=2**31 - 1, include=include)
     np.testing.assert_allclose(found, want, atol=1e-5)

@@ -71,7 +71,6 @@ SELECTIONS = (
     Case(30, 30, B=1, H=4, Hkv=2, config=FINE),
     Case(24, 24, B=1, H=6, Hkv=1, segments=(9, 0, 1, 12, -2)),
     Case(6, 130, B=1, H=4, Hkv=2),  # blocks to choose between
-    Case(6, 130, B=1, H=4, Hkv=2, config=FREE),
 )
 EIGHT = dataclasses.replace(SMALL, num_selected=8)
 ANY_BLOCKS = (
@@ -165,6 +164,18 @@ def test_selection(case):
 def test_scores_are_carried_from_one_chunk_of_blocks_to_the_next():
     """38 blocks, of which a step has 16 at most."""
     check_selection(Case(9, 300, B=1, H=4, Hkv=2, config=OVERLAPPING), "triton", DEVICE)
+
+
+@kernel
+def test_a_compressed_token_counts_from_its_last_token_on():
+    """The 29th, of the tokens 112 to 127, has nearly all of the probability where it is seen."""
+    query = torch.ones(1, 6, 4, 16, device=DEVICE)
+    key = torch.zeros(1, 29, 2, 16, device=DEVICE)
+    key[:, 28] = 4
+    options = {"config": FREE, "kv_len": 130, "implementation": "triton"}
+    indices = nsa_torch.select_blocks(query, key, **options)
+    found = (indices == 7).any(dim=-1)[0]
+    assert found.tolist() == [[position >= 127] * 2 for position in range(124, 130)]
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
