@@ -184,7 +184,11 @@ def test_jax(case):
     judge(case, jax.jit(run)(*arrays))
 
 
+# Few keys, none of which is forced: a query's own, and none after it, is often among the best.
+OWN = Case(T=8, S=12, pool=1, n=5, heads=2, B=1, local=0)
 IN_TRITON = (
+    OWN,
+    dataclasses.replace(OWN, T=10, S=70, pool=16, n=3),
     Case(T=3, S=300, n=17, initial=1, local=2, heads=1, width=24, B=1),
     Case(T=5, S=70, entry=4, heads=2, B=1, local=0),
     Case(T=2, S=90, heads=2, lengths=(90, 55), equal=True, dtype="float16"),
@@ -283,6 +287,7 @@ PAGED = (
     (32, False, Case(T=2, pool=128, n=2, S=300, heads=4)),
     (5, True, Case(T=4, pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum")),
     (4, False, Case(T=3, pool=2, n=3, entry=4, S=98, equal=True)),
+    (4, True, OWN),
 )
 
 

@@ -169,20 +169,23 @@ def test_narrow_dtypes(dtype):
 
 
 @kernel
-def test_blocks_are_those_of_the_reference():
-    call = CASES["several queries"]
+def test_blocks_are_those_of_the_reference(monkeypatch):
+    """A compressed token counts in two blocks, wherever a chunk of them ends."""
+    set_limits(monkeypatch, decode_candidates=16)  # of four blocks
+    config = NSAConfig(16, 4, 16, num_selected=6)
+    call = Call(Rows(Sizes(2, 1, config=config), [200, 2]), 8, width=13)
     _, indices = paged_attend.with_indices("triton", call.inputs())
     rows, sizes = call.rows, call.rows.sizes
-    indices = indices.reshape(len(rows.lengths), 3, sizes.Hkv, -1).cpu()
+    indices = indices.reshape(len(rows.lengths), 8, sizes.Hkv, -1).cpu()
     for b, n in enumerate(rows.lengths):
         query, key = (torch.from_numpy(x[b])[None] for x in (rows.query, rows.key[0]))
-        compressed = nsa_torch.compress(key.double(), config=SMALL)
+        compressed = nsa_torch.compress(key.double(), config=config)
         want = nsa_torch.select_blocks(
-            query.double(), compressed, config=SMALL, implementation="reference"
+            query.double(), compressed, config=config, implementation="reference"
         )
-        count = min(n, 3)
-        assert torch.equal(indices[b, 3 - count :], want[0, n - count :])
-        assert (indices[b, : 3 - count] == -1).all()
+        count = min(n, 8)
+        assert torch.equal(indices[b, 8 - count :], want[0, n - count :])
+        assert (indices[b, : 8 - count] == -1).all()
 
 
 @kernel
