@@ -91,6 +91,21 @@ def test_the_same_again_by_its_hashes(given, tmp_path):
         assert not (tmp_path / "third").exists()
 
 
+def test_a_tokenizer_that_another_list_learns(given, tmp_path):
+    command(tmp_path, given)
+    (tmp_path / "list.yaml").rename(tmp_path / "plain.yaml")
+    folder, listed = given
+    more = {f"z{i}.py": text(i, 90).swapcase() for i in range(70, 90)}
+    train = wheel(folder, "more", more) | listed["train"]
+    command(tmp_path, given, "own", train=train)
+    command(tmp_path, given, "large", train=train, learns_from="plain.yaml")
+    plain, own, large = (tmp_path / x / "tokenizer.json" for x in ("corpus", "own", "large"))
+    assert large.read_bytes() == plain.read_bytes() != own.read_bytes()
+    one, other = (corpus.read(tmp_path / x) for x in ("corpus", "large"))
+    assert len(other.tokens) > len(one.tokens) and other.held_out == one.held_out
+    assert (other.tokens[-other.held_out :] == one.tokens[-one.held_out :]).all()
+
+
 def test_no_more_than_a_package_may_give(given, tmp_path):
     one = len(text(0))
     assert command(tmp_path, given, package_bytes=3 * one) == 0
@@ -221,7 +236,11 @@ def test_a_folder_that_is_there(given, tmp_path):
         command(tmp_path, given, "wheels")
 
 
-def test_the_list_that_comes_with_it():
-    found = corpus.wheels(corpus.LIST)
+@pytest.mark.parametrize(
+    "path", sorted(corpus.LIST.parent.glob("*.yaml")), ids=lambda x: x.stem
+)
+def test_lists_that_come_with_it(path):
+    found, plain = corpus.wheels(path), corpus.wheels(corpus.LIST)
     assert len(found.train) >= 20 and len(found.held_out) >= 3
-    assert found.tokens is not None and found.tokenizer is not None
+    assert found.tokens is not None and found.tokenizer == plain.tokenizer
+    assert found.held_out == plain.held_out and found.train.items() >= plain.train.items()

@@ -8,8 +8,9 @@ A list (`configs/corpus/python.yaml`) names wheels by version and SHA-256; `pip 
 those that are missing in the folder of wheels. Of each wheel the `.py` files within `file_bytes`
 are taken in the order of the hash of their names, up to `package_bytes`; equal texts once. Whole
 packages are held out. A byte-level BPE (library `tokenizers`) learns `vocabulary` tokens from the
-first `tokenizer_bytes` of the training documents. The list says which tokenizer and tokens must
-come of it: anything else is an error, and nothing is written.
+first `tokenizer_bytes` of the training documents, or of those of another list (`learns_from`). The
+list says which tokenizer and tokens must come of it: anything else is an error, and nothing is
+written.
 
 | file | what |
 |---|---|
@@ -69,6 +70,8 @@ class Wheels:
       file_bytes: least and most of a file.
       package_bytes: most of a package.
       tokenizer, tokens: the SHA-256 of what comes of it; None: not known yet.
+      learns_from: the list whose training documents the tokenizer learns from, named in the file
+        by its path from there; None: this one.
     """
 
     train: Mapping[str, str]
@@ -79,6 +82,7 @@ class Wheels:
     tokenizer_bytes: int
     tokenizer: str | None = None
     tokens: str | None = None
+    learns_from: "Wheels | None" = None
 
     @property
     def all(self) -> dict[str, str]:
@@ -132,6 +136,9 @@ def wheels(path: str | Path) -> Wheels:
             f"{path}: vocabulary must be over the 256 bytes and at most 65536, got "
             f"{found['vocabulary']!r}"
         )
+    other = found.get("learns_from")
+    if other is not None:
+        found["learns_from"] = wheels(Path(path).parent / str(other))
     return Wheels(**found | {"file_bytes": tuple(found["file_bytes"])})
 
 
@@ -253,7 +260,8 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
             f"train and held_out must each have a document, got {len(train)} and {len(held_out)}"
         )
     heartbeat.say(f"{len(train)} documents, {len(held_out)} held out")
-    tokenizer = learned(train, given)
+    other = given.learns_from
+    tokenizer = learned(train if other is None else texts(other, folder)[0], given)
     written = tokenizer.to_str(pretty=True).encode()
     _same("tokenizer", given.tokenizer, sha256(written))
     begin = np.zeros(1, np.uint16)
@@ -293,7 +301,7 @@ def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndar
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".", dir=out.parent))
     try:
-        (scratch / TOKENS).write_bytes(lzma.compress(halves, preset=6))
+        (scratch / TOKENS).write_bytes(lzma.compress(halves, preset=1))
         (scratch / TOKENIZER).write_bytes(tokenizer)
         (scratch / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         scratch.chmod(0o755)
