@@ -83,7 +83,9 @@ def _rounded(query, key, value, read):
 
 
 def _attend(query, key, value, mask, scale, dtype, in_float8=False):
-    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
+    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities, their
+    logarithms.
+    """
     out_dtype = dtype or query.dtype
     in_float8 = in_float8 and dtype is not None
     dtype = _wide(query.dtype) if dtype is None or in_float8 else dtype
@@ -116,7 +118,8 @@ def _attend(query, key, value, mask, scale, dtype, in_float8=False):
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0] + lost
     out = rearrange(out, "b t k g d -> b t (k g) d").astype(out_dtype)
     lse = rearrange(lse, "b k g t -> b t (k g)").astype(_wide(dtype))
-    return out, lse, probs
+    log_probs = jnp.where(mask, logits - top - jnp.log(total), -jnp.inf)
+    return out, lse, probs, log_probs
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
@@ -147,7 +150,7 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 
 
 def _compressed(query, key, value, config, kv_len, segment_ids, scale, dtype):
-    """`_attend` over the compressed tokens, and the block weights `[B, C, N]` of Eq. 9."""
+    """`_attend` over the compressed tokens, scores `[B, T, Hkv, N]` (Eqs. 8-10), their logs."""
     batch, num_queries = query.shape[:2]
     num_keys = num_queries if kv_len is None else kv_len
     if segment_ids is not None:
@@ -164,13 +167,26 @@ def _compressed(query, key, value, config, kv_len, segment_ids, scale, dtype):
     mask = (starts >= 0) & (at(sequence, starts) >= 0)
     mask = mask[:, None] & (at(sequence, starts)[:, None] == own)
     mask &= starts[:, None] + config.compress_block - 1 <= query_index[:, :, None]
-    out, lse, probs = _attend(query, key, value, mask[:, None], scale, dtype)
-    tokens = at(position, starts)[..., None] + _iota(config.compress_block)
-    blocks = jax.nn.one_hot(
-        tokens // config.select_block, config.num_blocks(num_keys), dtype=probs.dtype
-    )
+    out, lse, probs, log_probs = _attend(query, key, value, mask[:, None], scale, dtype)
+    first, num_blocks = at(position, starts), config.num_blocks(num_keys)
+    tokens = first[..., None] + _iota(config.compress_block)
+    blocks = jax.nn.one_hot(tokens // config.select_block, num_blocks, dtype=probs.dtype)
     overlap = blocks.sum(axis=2) / config.compress_stride
-    return out, lse, jnp.einsum("bkgtc,bcj->btkj", probs, overlap, precision=EXACT)
+    scores = jnp.einsum("bkgtc,bcj->btkj", probs, overlap, precision=EXACT)
+    # Logarithms by the stride at which a token of the query's sequence begins, then Eq. 9.
+    ratio = config.select_block // config.compress_stride
+    more = config.compress_block // config.compress_stride - 1
+    weights = jnp.convolve(jnp.ones(more + 1), jnp.ones(ratio))
+    place = more + first // config.compress_stride
+    group = rearrange(jax.nn.logsumexp(log_probs, axis=2), "b k t c -> b c t k")
+    begins = jnp.full(
+        (batch, more + num_blocks * ratio, *group.shape[2:]), -jnp.inf, group.dtype
+    )
+    begins = jax.vmap(lambda x, i, new: x.at[i].max(new))(begins, place, group)
+    begins = begins[:, _iota(num_blocks)[:, None] * ratio + _iota(ratio + more)]
+    begins += jnp.log(weights.astype(group.dtype))[:, None, None]
+    logs = jax.nn.logsumexp(begins, axis=2)
+    return out, lse, scores, rearrange(logs, "b j t k -> b t k j")
 
 
 def compressed_attention(
@@ -184,7 +200,7 @@ def compressed_attention(
     scale=None,
     compute_dtype=None,
 ):
-    out, lse, _ = _compressed(
+    out, lse, *_ = _compressed(
         query,
         compressed_key,
         compressed_value,
@@ -206,16 +222,12 @@ def block_scores(query, compressed_key, *, config, kv_len=None, segment_ids=None
 
 
 def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None):
-    scores = lax.stop_gradient(
-        block_scores(
-            query,
-            compressed_key,
-            config=config,
-            kv_len=kv_len,
-            segment_ids=segment_ids,
-            scale=scale,
-        )
-    )
+    query, compressed_key = lax.stop_gradient((query, compressed_key))
+    place = config, kv_len, segment_ids, scale, None
+    *_, scores, logs = _compressed(query, compressed_key, compressed_key[..., :0], *place)
+    # Logarithms, less than all scores, order those of which terms are too small for the dtype.
+    limits = jnp.finfo(scores.dtype)
+    scores = jnp.where(scores < limits.tiny * 2**36, jnp.maximum(logs, limits.min), scores)
     batch, num_queries, _, num_blocks = scores.shape
     num_keys = num_blocks * config.select_block
     if segment_ids is not None:

@@ -1,8 +1,12 @@
 """Which blocks a query reads: scores from the compressed probabilities, then top-n.
 
-Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient.
+Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
+too small for float32 are compared by their logarithms, which are made only where they decide.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce
 from jax import lax
@@ -12,6 +16,9 @@ from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
 from nsa_jax.numerics import grouped, logits_of, softmax
+
+# From here on a float32 score is exact, though terms below the least normal number are lost.
+LEAST_EXACT = 2.0**-90
 
 
 def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):
@@ -31,10 +38,35 @@ def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConf
     return reduce(by_stride, "... (n r) -> ... n", "sum", r=ratio)
 
 
+def log_map_to_blocks(logs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):
+    """`log(map_to_blocks(exp(logs)))`: of `r` tokens that begin in block `j`, the last ones share
+    their last stride blocks with block `j + 1`.
+    """
+    cover = config.compress_block // config.compress_stride
+    ratio = config.select_block // config.compress_stride
+    size, lead = num_blocks * ratio, [(0, 0)] * (logs.ndim - 1)
+    tail = max(size - logs.shape[-1], 0)
+    logs = jnp.pad(logs, [*lead, (0, tail)], constant_values=-jnp.inf)[..., :size]
+    logs = rearrange(logs, "... (n r) -> ... n r", r=ratio)
+    times = jnp.minimum(jnp.arange(ratio, 0, -1, dtype=logs.dtype), cover)
+    own = jax.nn.logsumexp(logs + jnp.log(times), axis=-1)
+    if cover == 1:
+        return own
+    following = logs[..., 1 - cover :] + jnp.log(jnp.arange(1, cover, dtype=logs.dtype))
+    following = jax.nn.logsumexp(following, axis=-1)[..., :-1]
+    return jnp.logaddexp(own, jnp.pad(following, [*lead, (1, 0)], constant_values=-jnp.inf))
+
+
 def choose(
-    scores: Float[Array, "... N"], own: Int[Array, "..."], config: NSAConfig
+    scores: Float[Array, "... N"],
+    own: Int[Array, "..."],
+    config: NSAConfig,
+    log_scores: Callable[[], Float[Array, "... N"]] | None = None,
 ) -> Int[Array, "... n"]:
     """The `n` blocks of Eq. 11 among `0 .. own` (`own` < 0: none), ascending, -1 padding.
+
+    `log_scores` gives the scores' logarithms, by which those below `LEAST_EXACT` are compared; it
+    is called where one of these would be chosen and not all candidates are.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
     scores go to the lower index. `lax.top_k` promises its order of ties on no GPU, so it is
@@ -48,6 +80,16 @@ def choose(
     ranked = jnp.where(forced, jnp.inf, scores.astype(jnp.float32))
     ranked = jnp.where(candidate, ranked, -jnp.inf)
     width = min(n, num_blocks)
+    if log_scores is not None and num_blocks > n:
+
+        def by_logarithm():
+            # Logarithms are less than all scores, those of 0 more than what is no candidate.
+            log = jnp.maximum(log_scores().astype(jnp.float32), jnp.finfo(jnp.float32).min)
+            return jnp.where((ranked < LEAST_EXACT) & candidate, log, ranked)
+
+        exact = jnp.sum(ranked >= LEAST_EXACT, axis=-1, keepdims=True, dtype=jnp.int32)
+        decides = jnp.any((exact < n) & (own >= n))
+        ranked = lax.cond(decides, by_logarithm, lambda: ranked)
     floor = lax.top_k(ranked, width)[0][..., -1:]
     above = ranked > floor
     tied = (ranked == floor) & (ranked > -jnp.inf)
@@ -73,7 +115,9 @@ def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
 
 
 def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
-    """A function of a chunk of queries to its scores, with the arrays to be chunked."""
+    """A function of a chunk of queries to its scores or, with `log`, to their logarithms; and the
+    arrays to be chunked.
+    """
     batch, num_queries, heads, _ = query.shape
     count = compressed_key.shape[1]
     if kv_len is None:
@@ -84,19 +128,25 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
     )
     last_token = config.compress_block - 1
 
-    def scores(query, position, start, compressed_key):
+    def scores(query, position, start, compressed_key, log=False):
         logits = logits_of(grouped(query, compressed_key), compressed_key, scale)
         slot = jnp.arange(count, dtype=jnp.int32)
         local = slot - start[..., None]
         seen = (local >= 0) & (
             local * config.compress_stride + last_token <= position[..., None]
         )
-        probs = softmax(logits, seen[:, None, None])[0].sum(axis=2)  # [B, Hkv, Q, C]
+        probs, lse = softmax(logits, seen[:, None, None])
+        shares, nothing, to_blocks = probs.sum(axis=2), 0, map_to_blocks  # [B, Hkv, Q, C]
+        if log:
+            nothing, to_blocks = -jnp.inf, log_map_to_blocks
+            shares = jnp.where(seen[:, None, None], logits - lse[..., None], nothing)
+            one_head = shares.shape[2] == 1
+            shares = shares[:, :, 0] if one_head else jax.nn.logsumexp(shares, axis=2)
         if segment_ids is not None and count:
             shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
-            shifted = jnp.take_along_axis(probs, shift, axis=-1)
-            probs = jnp.where(start[:, None, :, None] + slot < count, shifted, 0)
-        return rearrange(map_to_blocks(probs, blocks, config), "b k q n -> b q k n")
+            shifted = jnp.take_along_axis(shares, shift, axis=-1)
+            shares = jnp.where(start[:, None, :, None] + slot < count, shifted, nothing)
+        return rearrange(to_blocks(shares, blocks, config), "b k q n -> b q k n")
 
     arrays = (query, where.position, where.compressed_start)
     return scores, arrays, batch * heads * max(count, 1) * 4
@@ -128,6 +178,7 @@ def select_blocks(
             (position // config.select_block)[..., None],
             (*position.shape, compressed_key.shape[2]),
         )
-        return choose(scores(query, position, start, compressed_key), own, config)
+        chunk = query, position, start, compressed_key
+        return choose(scores(*chunk), own, config, lambda: scores(*chunk, log=True))
 
     return over_queries(chosen, arrays, (compressed_key,), row_bytes)

@@ -341,6 +341,10 @@ def select_blocks(
 ) -> Tensor:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
+    Of equal scores the lower block is chosen. Scores too small for float32, of logits 87 less than
+    the log-sum-exp, `reference`, and `sdpa` on a CPU, order too; others take them for 0
+    (docs/kernels/numerics.md).
+
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.

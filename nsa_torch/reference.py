@@ -43,8 +43,14 @@ def _windows(sequence, position, config):
     return torch.where(starts < num_keys, starts, -1)
 
 
+def _num_keys(compressed_key, kv_len, config) -> int:
+    if isinstance(kv_len, torch.Tensor):
+        return compressed_key.shape[1] * config.compress_stride + config.compress_block - 1
+    return kv_len
+
+
 def _attend(query, key, value, mask, scale, compute_dtype=None):
-    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
+    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities, logits."""
     wide = torch.promote_types(query.dtype, torch.float32)
     dtype = compute_dtype or wide
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -63,15 +69,15 @@ def _attend(query, key, value, mask, scale, compute_dtype=None):
     out = torch.einsum("bkgts,bskd->btkgd", probs, value)
     out = torch.where(rearrange(some, "b k g t 1 -> b t k g 1"), out, 0)
     out = rearrange(out, "b t k g d -> b t (k g) d").to(query.dtype)
-    return out, rearrange(lse, "b k g t -> b t (k g)").to(wide), probs
+    return out, rearrange(lse, "b k g t -> b t (k g)").to(wide), probs, logits
 
 
 def _compressed(query, key, value, config, kv_len, cu_seqlens, scale, compute_dtype=None):
-    """`_attend` over the compressed tokens, and the scores `[B, T, Hkv, N]` of Eq. 9."""
+    """`_attend` over the compressed tokens, and the stride of its sequence, `[C]`, at which each of
+    them begins.
+    """
     batch, num_queries = query.shape[:2]
-    num_keys = kv_len
-    if isinstance(kv_len, torch.Tensor):
-        num_keys = key.shape[1] * config.compress_stride + config.compress_block - 1
+    num_keys = _num_keys(key, kv_len, config)
     tokens = _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, query.device)
     sequence, position, query_index = tokens
     if cu_seqlens is None:
@@ -86,18 +92,8 @@ def _compressed(query, key, value, config, kv_len, cu_seqlens, scale, compute_dt
         local = position[0, starts]
     mask = own[:, :, None] == owner
     mask = mask & (starts + config.compress_block - 1 <= query_index[:, :, None])
-    out, lse, probs = _attend(query, key, value, mask[:, None], scale, compute_dtype)
-    # Eq. 9, one stride block of every window at a time; the spare block takes the rest.
-    num_blocks, ratio = (
-        config.num_blocks(num_keys),
-        config.select_block // config.compress_stride,
-    )
-    group = reduce(probs, "b k g t c -> b t k c", "sum")
-    scores = group.new_zeros(*group.shape[:3], num_blocks + 1)
-    for part in range(config.compress_block // config.compress_stride):
-        block = (local // config.compress_stride + part) // ratio
-        scores.index_add_(-1, block.clamp(max=num_blocks), group)
-    return out, lse, scores[..., :-1]
+    found = _attend(query, key, value, mask[:, None], scale, compute_dtype)
+    return *found, local // config.compress_stride
 
 
 def compressed_attention(
@@ -118,15 +114,41 @@ def compressed_attention(
 
 
 @torch.no_grad()
-def block_scores(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+def _scores(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+    """Scores `[B, T, Hkv, N]` (Eqs. 8-10), and their logarithms."""
+    value, place = compressed_key[..., :0], (config, kv_len, cu_seqlens, scale)
+    *_, probs, logits, begins = _compressed(query, compressed_key, value, *place)
+    ratio = config.select_block // config.compress_stride
+    cover = config.compress_block // config.compress_stride
+    num_blocks = config.num_blocks(_num_keys(compressed_key, kv_len, config))
+    group = rearrange(logits.log_softmax(dim=-1).logsumexp(dim=2), "b k t c -> b t k c")
+    # By the stride at which a token of the query's sequence begins; the spare one takes the rest.
+    size = num_blocks * ratio
+    logs = group.new_full((*group.shape[:3], size + 1), float("-inf"))
+    logs.scatter_reduce_(-1, begins.clamp(max=size).expand_as(group), group, "amax")
+    logs = F.pad(logs[..., :size], (cover - 1, 0), value=float("-inf"))
+    # Eq. 9: of the tokens that overlap a block, those at its ends share less strides with it.
+    tokens = torch.arange(1, ratio + cover, device=query.device)
+    weights = torch.minimum(tokens, ratio + cover - tokens).clamp(max=cover)
+    logs = (logs.unfold(-1, ratio + cover - 1, ratio) + weights.to(group).log()).logsumexp(
+        dim=-1
+    )
+    # One stride block of every window at a time.
+    group = reduce(probs, "b k g t c -> b t k c", "sum")
+    scores = group.new_zeros(*group.shape[:3], num_blocks + 1)
+    for part in range(cover):
+        scores.index_add_(-1, ((begins + part) // ratio).clamp(max=num_blocks), group)
+    return scores[..., :-1], logs
+
+
+def block_scores(query, compressed_key, **options):
     """Importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
-    value = compressed_key[..., :0]
-    return _compressed(query, compressed_key, value, config, kv_len, cu_seqlens, scale)[2]
+    return _scores(query, compressed_key, **options)[0]
 
 
 @torch.no_grad()
 def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
-    scores = block_scores(
+    scores, logs = _scores(
         query,
         compressed_key,
         config=config,
@@ -134,6 +156,9 @@ def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, sca
         cu_seqlens=cu_seqlens,
         scale=scale,
     )
+    # Logarithms, less than all scores, order those of which terms are too small for the dtype.
+    limits = torch.finfo(scores.dtype)
+    scores = torch.where(scores < limits.tiny * 2**36, logs.clamp(min=limits.min), scores)
     batch, num_queries, _, num_blocks = scores.shape
     num_keys = kv_len if cu_seqlens is not None else 0
     sequence, position, index = _tokens(

@@ -1,6 +1,7 @@
 """Which blocks a query reads: scores from the compressed probabilities, then top-n.
 
-Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient.
+Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
+too small for float32 are compared by their logarithms, which are made only where they decide.
 """
 
 import functools
@@ -15,7 +16,10 @@ from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of
-from nsa_torch.plain import as_given
+from nsa_torch.plain import as_given, plain
+
+# Times the least normal number: from here on a score is exact, though terms below that are lost.
+LEAST_EXACT = 2.0**36
 
 
 def select_blocks(
@@ -28,13 +32,16 @@ def select_blocks(
 
 def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
     place = operators.lengths(*place)
-    rule = functools.partial(select_from_scores, config=place["config"])
+
+    def rule(scores, own, log_scores):
+        return select_from_scores(scores, own, place["config"], log_scores)
+
     return [blocks_by(rule, query, compressed_key, **place)]
 
 
 @torch.no_grad()
 def blocks_by(
-    rule: Callable[[Tensor, Tensor], Tensor],
+    rule: Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor],
     query: Tensor,
     compressed_key: Tensor,
     *,
@@ -43,15 +50,20 @@ def blocks_by(
     cu_seqlens=None,
     scale=None,
 ) -> Tensor:
-    """int32 `[B, T, Hkv, n]` of a rule of scores `[B, Q, Hkv, N]` and own blocks `[B, Q, 1]`."""
+    """int32 `[B, T, Hkv, n]` of a rule of scores `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]` and, on a
+    CPU, what gives the scores' logarithms.
+    """
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
     indices = query.new_empty(shape, dtype=torch.int32)
     for part in _parts(query, compressed_key):
-        with as_given(query):
-            scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
+        arguments = query, compressed_key, where, part, num_blocks, config, scale
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
-        indices[:, part] = rule(scores, own)
+        with as_given(query):
+            # No GPU is waited for to know whether logarithms decide: scores of 0 are equal there.
+            log_scores = functools.partial(_scores, *arguments, log=True)
+            log_scores = None if query.is_cuda else log_scores
+            indices[:, part] = rule(_scores(*arguments), own, log_scores)
     return indices
 
 
@@ -72,12 +84,19 @@ def block_scores(
     return scores
 
 
-def select_from_scores(scores: Tensor, own: Tensor, config: NSAConfig) -> Tensor:
+def select_from_scores(
+    scores: Tensor,
+    own: Tensor,
+    config: NSAConfig,
+    log_scores: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """The `n` blocks of Eq. 11 among `0 .. own`: int32 `[..., n]`, ascending, -1 padding.
 
     Args:
       scores: `[..., N]`.
       own: the query's own block, broadcast to `[...]`; negative: no block is a candidate.
+      log_scores: gives the scores' logarithms, by which those that are not exact are compared; it
+        is called where one of these would be chosen and not all candidates are.
 
     Which of equal values topk returns is not defined, so it is asked for values only: what
     lies above the n-th largest is in, and the lowest ties fill the rest.
@@ -92,6 +111,14 @@ def select_from_scores(scores: Tensor, own: Tensor, config: NSAConfig) -> Tensor
     forced = (block < config.num_initial) | (block > own - config.num_local)
     ranked = scores.masked_fill(forced, float("inf"))
     ranked = ranked.masked_fill(~candidate, float("-inf"))
+    if log_scores is not None and num_blocks > n:
+        limits = torch.finfo(ranked.dtype)
+        least = LEAST_EXACT * limits.tiny
+        decides = ((ranked >= least).sum(dim=-1, keepdim=True) < n) & (own >= n)
+        if not plain([decides]) or decides.any():  # what is traced has no numbers
+            # Logarithms are less than all scores, those of 0 more than what is no candidate.
+            log = log_scores().clamp_(min=limits.min)
+            ranked = torch.where((ranked < least) & candidate, log, ranked)
     floor = ranked.topk(width, dim=-1).values[..., -1:]
     above = ranked > floor
     tied = (ranked == floor) & (ranked > float("-inf"))
@@ -104,19 +131,23 @@ def select_from_scores(scores: Tensor, own: Tensor, config: NSAConfig) -> Tensor
     return F.pad(ascending, (0, n - width), value=-1).to(torch.int32)
 
 
-def map_to_blocks(probs: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+def map_to_blocks(
+    probs: Tensor, num_blocks: int, config: NSAConfig, log: bool = False
+) -> Tensor:
     """Eq. 9: `score[j] = sum_i w(i, j) * probs[..., i]`, `w` counting shared stride blocks.
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
     the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
+    `log`: logarithms are given and returned.
     """
     ratio = config.select_block // config.compress_stride
     size, count = num_blocks * ratio, probs.shape[-1]
-    by_stride = probs.new_zeros(*probs.shape[:-1], size)
+    by_stride = probs.new_full((*probs.shape[:-1], size), -torch.inf if log else 0)
     for shift in range(config.compress_block // config.compress_stride):
         end = min(size, shift + count)
-        by_stride[..., shift:end] += probs[..., : max(end - shift, 0)]
-    return reduce(by_stride, "... (n r) -> ... n", "sum", r=ratio)
+        some, more = by_stride[..., shift:end], probs[..., : max(end - shift, 0)]
+        some.copy_(torch.logaddexp(some, more)) if log else some.add_(more)
+    return reduce(by_stride, "... (n r) -> ... n", torch.logsumexp if log else "sum", r=ratio)
 
 
 def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:
@@ -133,8 +164,8 @@ def _parts(query, compressed_key):
     return chunks(length, batch * heads * max(compressed_key.shape[1], 1) * 4)
 
 
-def _scores(query, compressed_key, where, part, num_blocks, config, scale):
-    """`[B, Q, Hkv, N]` of one chunk; blocks are local to the sequence."""
+def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=False):
+    """`[B, Q, Hkv, N]` of one chunk, or their logarithms; blocks are local to the sequence."""
     kv_heads, count = compressed_key.shape[2], compressed_key.shape[1]
     dtype = wide(query.dtype)
     if where.offset is not None:
@@ -147,10 +178,14 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale):
     logits = rearrange((query @ key).mul_(scale), "b k (g q) c -> b k g q c", q=length)
     seen = where.sees_compressed(part, count, config)[:, None]
     logits.masked_fill_(~seen[:, :, None], float("-inf"))
+    if log:
+        logits = logits.log_softmax(dim=-1)
+    probs = logits.logsumexp(dim=2) if log else logits.softmax(dim=-1).sum(dim=2)
     # Softmax makes NaN of a row without keys, and a hidden key may be NaN itself.
-    probs = logits.softmax(dim=-1).sum(dim=2).masked_fill_(~seen, 0)  # [B, Hkv, Q, C]
+    nothing = -torch.inf if log else 0
+    probs = probs.masked_fill_(~seen, nothing)  # [B, Hkv, Q, C]
     if where.cu_seqlens is not None and count:
         slot = torch.arange(count, device=query.device)
         slot = (where.compressed_start[:, None, part, None] + slot).clamp(max=count)
-        probs = F.pad(probs, (0, 1)).gather(-1, slot.expand_as(probs))
-    return rearrange(map_to_blocks(probs, num_blocks, config), "b k q n -> b q k n")
+        probs = F.pad(probs, (0, 1), value=nothing).gather(-1, slot.expand_as(probs))
+    return rearrange(map_to_blocks(probs, num_blocks, config, log), "b k q n -> b q k n")

@@ -47,6 +47,7 @@ from tests.inputs import (
 )
 from tests.test_branches import compare, compressed_of
 from tests.test_cache import equations
+from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 # Keys enough that a ring of blocks goes round, and that blocks are seen in full.
 LONG = NSAConfig(8, 4, 16, num_selected=17, window=250)
@@ -272,6 +273,13 @@ def check_ties(case):
 @pytest.mark.parametrize("case", [TIES[0], LARGE_GROUP], ids=str)
 def test_ties_go_to_the_lower_block(case, interpreted):
     check_ties(case)
+
+
+@pytest.mark.parametrize("heads", [2, 20])
+def test_scores_below_the_range_of_float32_are_equal(heads, interpreted):
+    given = map(jnp.asarray, far_blocks(heads, jnp.bfloat16))
+    found = run("select_blocks", *given, config=FAR, kv_len=480, scale=1.0)
+    assert found.tolist() == [[[BY_SCORE]], [[LOWEST]]]
 
 
 def test_ties_between_parts_go_to_the_lower_block(in_parts):

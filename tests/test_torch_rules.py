@@ -310,7 +310,7 @@ def by_pages(x, params):
 
 def by_rule(x, params):
     keys = nsa_torch.compress(x.tensors[1], config=x.config)
-    rule = lambda scores, own: (scores[..., : x.config.num_selected] * 1e6).int()
+    rule = lambda scores, own, _: (scores[..., : x.config.num_selected] * 1e6).int()
     return (select.blocks_by(rule, x.tensors[0], keys, config=x.config, kv_len=61),)
 
 

@@ -31,6 +31,7 @@ from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 from tests.reach import NUMBERS
+from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 from tests.torch_inputs import BRANCHES as BRANCH_NAMES
 from tests.torch_inputs import (
     check_branch,
@@ -184,6 +185,14 @@ def test_a_compressed_token_counts_from_its_last_token_on():
 def draw(*shape, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@kernel
+def test_scores_below_the_range_of_float32_are_equal():
+    given = (torch.tensor(x, device=DEVICE) for x in far_blocks(2, "float32"))
+    options = {"config": FAR, "kv_len": 480, "scale": 1.0, "implementation": "triton"}
+    found = nsa_torch.select_blocks(*given, **options)
+    assert found.tolist() == [[[BY_SCORE]], [[LOWEST]]]
 
 
 @kernel

@@ -135,7 +135,7 @@ def trained_blocks(
     with torch.no_grad():
         compressed = nsa_torch.compress(key, **packed)
 
-        def rule(scores: Tensor, own: Tensor) -> Tensor:
+        def rule(scores: Tensor, own: Tensor, _) -> Tensor:
             block = torch.arange(scores.shape[-1], device=scores.device)
             own = own[..., None]
             # All scores of a group's heads add to no more: the own block is the best.
