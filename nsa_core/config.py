@@ -1,6 +1,8 @@
 """`NSAConfig`: the numbers of Native Sparse Attention, checked once."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 # Short names, which layers and config files use.
@@ -124,6 +126,27 @@ class NSAConfig:
             + min(self.window, length)
         )
 
+
+def _proposing(init: Callable[..., None]) -> Callable[..., None]:
+    """`init`, which for a name that is no field proposes one."""
+
+    @functools.wraps(init)
+    def checked(self, *sizes: Any, **named: Any) -> None:
+        try:
+            init(self, *sizes, **named)
+        except TypeError:
+            fields = [x.name for x in dataclasses.fields(NSAConfig)]
+            for name in named.keys() - {*fields}:
+                import difflib
+
+                meant = SEED_NAMES.get(name) or difflib.get_close_matches(name, fields, 1, 0)[0]
+                raise TypeError(f"NSAConfig has no field {name!r}; pass {meant}") from None
+            raise
+
+    return checked
+
+
+NSAConfig.__init__ = _proposing(NSAConfig.__init__)
 
 # The fields that are integers.
 SIZES = tuple(x.name for x in dataclasses.fields(NSAConfig) if x.name != "compute_dtype")

@@ -87,9 +87,9 @@ def attention(
     validate.flag("recompute", recompute)
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    _check(query, key, value, config, segment_ids, scale)
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
     segment_ids = geometry.ids_of(rows)
-    _check(query, key, value, config, segment_ids, scale)
     if context_axis is not None:
         from nsa_jax import context
 
@@ -270,6 +270,8 @@ def select_blocks(
       ValueError: an argument that no implementation could take.
       NotImplementedError: the named implementation cannot run this.
     """
+    validate.configuration(config)
+    validate.queries(query)
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
@@ -300,6 +302,8 @@ def compressed_attention(
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
     """
+    validate.configuration(config)
+    validate.queries(query)
     rows = rows_of(segment_ids, varlen, config, query.shape[0])
     ids = geometry.ids_of(rows)
     kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
@@ -336,8 +340,8 @@ def selected_attention(
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
+    validate.attention(query, key, value, config, segment_ids, scale)
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
-    validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, rows, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])
@@ -365,8 +369,8 @@ def sliding_attention(
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
+    validate.attention(query, key, value, config, segment_ids, scale)
     rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
-    validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.length(kv_len, query, rows, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])
     arrays, width = (query, key, value), value.shape[-1]
@@ -406,8 +410,8 @@ def explain(
     key, value = Branches.each(key), Branches.each(value)
     if gates is not None:
         validate.gates(gates, query)
+    _check(query, key, value, config, segment_ids, None)
     rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
-    _check(query, key, value, config, geometry.ids_of(rows), None)
     if compressed is not None:
         pair = validate.pair(compressed)
         validate.compressed(query, *pair, config, key.selected.shape[1], value.selected)

@@ -194,7 +194,7 @@ def cached_attention(
       NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
     given: dict[str, Any] = {"query": query, "key": key, "value": value, "gates": gates}
-    given["new_lengths"] = new_lengths
+    given |= checks.present(new_lengths=new_lengths)
     checks.tensors(**given)
     key, value = Branches.each(key), Branches.each(value)
     gates = checks.gates(gates, query)

@@ -15,15 +15,21 @@ FEWEST = 8  # sequences that tables have room for
 
 
 def tensors(**given):
-    """That no array is another framework's, by itself or as one of `Branches` or of parameters, nor
-    without memory of its own.
+    """That each is a tensor with memory of its own, by itself or as a field of `Branches` or of
+    parameters.
     """
     for name, each in _each(given):
         if isinstance(each, Tensor):
             _whole(name, each)
-        elif hasattr(each, "dtype"):
-            kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
-            raise ValueError(f"{name} must be a torch tensor, got a {kind}")
+        else:
+            module = type(each).__module__.partition(".")[0]
+            kind = f"a {module}." if hasattr(each, "dtype") else ""
+            raise ValueError(f"{name} must be a torch tensor, got {kind}{type(each).__name__}")
+
+
+def present(**given):
+    """Those that are given."""
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def _each(given):
@@ -238,7 +244,7 @@ def length(kv_len, query, cu_seqlens, capacity, most=None):
     """`most`: tokens there may be, where `capacity` does not say it."""
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None where cu_seqlens are given, got both")
-    if not isinstance(kv_len, numbers.Integral):
+    if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
         tensors(kv_len=kv_len)
     validate.length(kv_len, query, None, capacity)
     if isinstance(kv_len, Tensor):

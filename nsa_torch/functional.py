@@ -502,8 +502,10 @@ def explain(
     Raises: as `attention`.
     """
     key, value = Branches.each(key), Branches.each(value)
-    checks.tensors(query=query, gates=gates)
-    each = () if gates is None else checks.gates(gates, query)
+    each = ()
+    if gates is not None:
+        checks.tensors(query=query, gates=gates)
+        each = checks.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     _check(query, key, value, each, config, cu_seqlens, None)
     if compressed is not None:

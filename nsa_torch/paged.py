@@ -126,18 +126,16 @@ class PagedCache(PagedArrays):
         validate.sizes(max_rows=max_rows)
         validate.configuration(config)
         given: dict[str, Any] = {
-            "key_pages": key_pages,
-            "value_pages": value_pages,
             "compressed_key": compressed_key,
             "compressed_value": compressed_value,
             "key_scale": key_scale,
             "value_scale": value_scale,
         }
+        given = {"key_pages": key_pages, "value_pages": value_pages} | checks.present(**given)
         checks.tensors(**given)
         for name, x in given.items():
-            if x is not None or name in ("key_pages", "value_pages"):
-                axes = 3 if name.endswith("_scale") else 4
-                validate.array(name, x, axes, validate_paged.PAGE_DTYPES)
+            axes = 3 if name.endswith("_scale") else 4
+            validate.array(name, x, axes, validate_paged.PAGE_DTYPES)
             if name in ("key_pages", "value_pages") and x.shape[1] != config.select_block:
                 raise ValueError(
                     f"{name} must have pages of select_block={config.select_block} tokens, "
@@ -436,7 +434,7 @@ def checked_tokens(
 ) -> NewTokens:
     """Arguments and errors as of `append`."""
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
-    given |= {"cu_seqlens_q": cu_seqlens_q, "slots": slots}
+    given |= checks.present(cu_seqlens_q=cu_seqlens_q, slots=slots)
     checks.tensors(**given)
     key, value = (
         Branches(*(y.resolve_neg() for y in x))

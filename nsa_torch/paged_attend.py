@@ -240,7 +240,8 @@ class _Step:
 
     def known(self, implementation: str | None) -> Tensor | None:
         """The output, or None where no such step was run."""
-        if self.cache.selected_key.device.type not in signature.DEVICE_TYPES:
+        query = self.given[0]
+        if not isinstance(query, Tensor) or query.device.type not in signature.DEVICE_TYPES:
             return None
         try:
             found = _LAUNCHES.get(self._key(implementation))
@@ -316,7 +317,7 @@ def explain(
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
-    given["cu_seqlens_q"] = cu_seqlens_q
+    given |= checks.present(cu_seqlens_q=cu_seqlens_q)
     checks.tensors(**given)
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)

@@ -290,6 +290,10 @@ def borders_of(
     Raises:
       ValueError: both are given, or `varlen` is none of this call.
     """
+    if varlen is None is cu_seqlens:
+        return None
+    if not isinstance(x, Tensor):
+        checks.tensors(**{name: x})
     if varlen is None:
         return cu_seqlens
     if cu_seqlens is not None:

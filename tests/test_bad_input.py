@@ -430,6 +430,85 @@ def test_arrays_of_the_other_framework():
             nsa_jax.attention(*given, config=SMALL)
 
 
+def good_calls(library):
+    """By name: a function, its arrays, and what else it takes."""
+    xp = torch if library is nsa_torch else jnp
+    ints = lambda *shape: xp.zeros(shape, dtype=xp.int32)
+    x, one = xp.zeros((1, 20, 4, 8)), xp.zeros((1, 20, 2, 8))
+    given = {"query": x, "key": one, "value": one}
+    whole = given | {"gates": xp.zeros((1, 20, 4, 3))}
+    pages = {"page_table": ints(1, 2), "lengths": ints(1) + 1}
+    cached = {"cache": library.PagedCache(4, 2, 8, 8, config=SMALL, dtype=xp.float32)} | pages
+    means = xp.zeros((1, 4, 2, 8))
+    compressed = {"query": x, "compressed_key": means}
+    lists = {"block_indices": ints(1, 20, 2, 4) - 1}
+    packed = (
+        {"cu_seqlens": torch.tensor([0, 20])} if xp is torch else {"segment_ids": ints(1, 20)}
+    )
+    metadata = {"varlen": library.varlen_metadata(**packed, config=SMALL)}
+    index = {"index_query": xp.zeros((1, 20, 2, 8)), "index_key": xp.zeros((1, 20, 8))}
+    page, size = xp.zeros((4, 16, 2, 8)), {"block_size": 16}
+    step = {"query": x[:, 0], "key_pages": page, "value_pages": page, **pages}
+    index_step = {"index_query": one[:, 0], "index_key_pages": page[:, :, 0], **pages}
+    config, pool = {"config": SMALL}, {"pool": 16, "num_selected": 2}
+    found = {
+        "index_blocks": (index, pool),
+        "paged_index_blocks": (index_step, pool),
+        "indexer_kl": ({"query": x, "key": one, "lse": xp.zeros((1, 20, 4)), **index}, {}),
+        "block_attention": (given | lists, size),
+        "paged_block_attention": (step | {"block_indices": ints(1, 2, 1)}, size),
+        "append": ({"key": one[:, 0], "value": one[:, 0], **cached}, {}),
+        "paged_attention": ({"query": x[:, 0], "gates": x[:, 0, :, :3], **cached}, {}),
+    }
+    for name, rest in (("", {}), (" packed", packed), (" with metadata", metadata)):
+        found |= {
+            f"attention{name}": (whole, config | rest),
+            f"explain{name}": (whole, config | rest),
+            f"compress{name}": ({"x": one}, config | rest),
+            f"select_blocks{name}": (compressed, config | rest),
+            f"compressed_attention{name}": (
+                compressed | {"compressed_value": means},
+                config | rest,
+            ),
+            f"selected_attention{name}": (given | lists, config | rest),
+            f"sliding_attention{name}": (given, config | rest),
+        }
+    found["attention of lists"] = lists, whole | config
+    cache = library.init_cache(1, 30, 2, 8, 8, config=SMALL)
+    found["cached_attention"] = whole, {"cache": cache}
+    return found
+
+
+@pytest.mark.parametrize("name", good_calls(nsa_jax))
+@pytest.mark.parametrize("library", [nsa_jax, nsa_torch], ids=["jax", "torch"])
+def test_what_is_no_array(library, name):
+    """None, a number, and in torch a sparse tensor, in place of each argument that is an array."""
+    arrays, rest = good_calls(library)[name]
+    function = getattr(library, name.split()[0])
+    for argument, x in arrays.items():
+        optional = argument == "block_indices" and len(arrays) == 1
+        optional |= argument == "gates" and name.startswith("explain")
+        bad = [3] if optional else [None, 3]
+        if isinstance(x, torch.Tensor):
+            bad.append(x.to_sparse())
+        for each in bad:
+            with pytest.raises(
+                ValueError, match=rf"^{argument} must be (a|an|dense)\b.*, got "
+            ):
+                function(**arrays | {argument: each}, **rest)
+
+
+def test_an_unknown_name_of_a_config():
+    """The nearest field is proposed, that of a short name by its meaning."""
+    for name, field in {
+        "n_sel": "num_selected",
+        "w": "window",
+        "num_locals": "num_local",
+    }.items():
+        with pytest.raises(TypeError, match=f"^NSAConfig has no field '{name}'; pass {field}$"):
+            NSAConfig(**{name: 4})
+
+
 BAD_BESIDE = {
     "key.compressed": lambda zeros: {
         "key": Branches(zeros(1, 7, 2, 8), *[zeros(1, 20, 2, 8)] * 2)
@@ -657,7 +736,7 @@ BAD_NUMBERS = {
     ),
     "a copy to a list": (
         lambda n: n.cache.copy_pages(n.ints(0), [1]),
-        "target must be an array, got list",
+        "target must be a.*, got list",
     ),
     "a copy of one to two": (
         lambda n: n.cache.copy_pages(n.ints(0), n.ints(1, 2)),
