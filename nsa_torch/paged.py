@@ -125,13 +125,13 @@ class PagedCache(PagedArrays):
         validate.flag("separate", separate)
         validate.sizes(max_rows=max_rows)
         validate.configuration(config)
-        given: dict[str, Any] = {
-            "compressed_key": compressed_key,
-            "compressed_value": compressed_value,
-            "key_scale": key_scale,
-            "value_scale": value_scale,
-        }
-        given = {"key_pages": key_pages, "value_pages": value_pages} | checks.present(**given)
+        given: dict[str, Any] = {"key_pages": key_pages, "value_pages": value_pages}
+        given |= checks.present(
+            compressed_key=compressed_key,
+            compressed_value=compressed_value,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         checks.tensors(**given)
         for name, x in given.items():
             axes = 3 if name.endswith("_scale") else 4

@@ -7,7 +7,7 @@
 
     mosaic.txt   MLIR of every Mosaic kernel of the presets (`nsa_interop.build`)
     triton.txt   PTX of every Triton kernel of the cases that `test_triton_compiled` compiles, for
-                 Hopper and for Ampere
+                 Hopper and for Ada
     plans.txt    calls of the presets: what each step reads and writes, and where
 
 Neither needs a GPU. Locations in sources and names of kernels are no part of a hash, so that
@@ -100,7 +100,7 @@ def triton() -> Iterator[str]:
     from tests import test_triton_compiled as cases
     from tests import triton_compile
 
-    for capability in (90, 80):
+    for capability in (90, 89):
         target = GPUTarget("cuda", capability, 32)
         backend = make_backend(target)
         every = cases.SHAPES | cases.DECODE | cases.INDEX

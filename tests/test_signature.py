@@ -460,7 +460,7 @@ def test_bad_input_is_refused_after_a_good_call():
     arguments = variant("branches")
     nsa_torch.attention(**arguments)
     for name in ("gates", "key", "value"):
-        with pytest.raises(ValueError, match="must be an array, got tuple"):
+        with pytest.raises(ValueError, match="must be a torch tensor, got tuple"):
             nsa_torch.attention(**arguments | {name: tuple(arguments[name])})
 
 
