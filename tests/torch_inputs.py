@@ -69,7 +69,7 @@ def varlen(query, key, value, bounds, longest, *, causal, window, scale):
         mask = mask & (ahead <= 0)
     if window >= 0:
         mask = mask & (ahead >= -window)
-    some, some_lse, _ = torch_reference._attend(
+    some, some_lse, *_ = torch_reference._attend(
         query[query_row], key[key_row], value[key_row], mask[:, None], scale
     )
     out = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
