@@ -33,7 +33,7 @@ def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             try:
                 return function(*args, **options)
             except Exception as error:
-                _tell_explicit(error, args, options)
+                _refuse_explicit(function, error, args, options)
                 raise
 
     return called
@@ -52,19 +52,31 @@ def _refuse_tensors(function, args, options) -> None:
                 )
 
 
-def _tell_explicit(error: Exception, args, options) -> None:
-    """Adds to an error that arrays are sharded over explicit axes, where they are."""
-    for x in jax.tree.leaves((args, options)):
-        sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-        if sharding and is_explicit(sharding):
-            note = (
-                f"Arrays are sharded over explicit axes of a mesh ({sharding.spec}), which no "
-                "function here takes: call it inside of jax.shard_map or jax.sharding.auto_axes, "
-                "or make the mesh with axes of AxisType.Auto."
-            )
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            return
+def _refuse_explicit(function, error: Exception, args, options) -> None:
+    """Raises NotImplementedError where arrays are sharded over explicit axes and nothing else is
+    wrong: whole arrays of these shapes raise no error.
+    """
+    leaves, tree = jax.tree.flatten((args, options))
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    cut = [x for x in (jax.typeof(x).sharding for x in arrays) if is_explicit(x)]
+    if not cut:
+        return
+
+    def whole(*arrays):
+        supply = iter(arrays)
+        given = [next(supply) if isinstance(x, jax.Array) else x for x in leaves]
+        args, options = jax.tree.unflatten(tree, given)
+        return function(*args, **options)
+
+    try:
+        jax.eval_shape(whole, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    except Exception:
+        return
+    raise NotImplementedError(
+        f"arrays must not be sharded over explicit axes of a mesh here, got {cut[0].spec}; call "
+        f"{function.__name__} inside of jax.shard_map or jax.sharding.auto_axes, or make the mesh "
+        "with axes of AxisType.Auto"
+    ) from error
 
 
 def is_explicit(sharding: jax.sharding.NamedSharding) -> bool:
