@@ -1043,7 +1043,7 @@ def test_calls_that_are_refused():
         ("position_ids must count", dict(position_ids=ones, attention_mask=ones)),
         ("cu_seq_lens_q must not decrease", dict(cu_seq_lens_q=torch.tensor([0, 5, 3, 6]))),
         ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=ones[0, :2], attention_mask=ones)),
-        ("cu_seq_lens_q must be an array, got list", dict(cu_seq_lens_q=[0, 6])),
+        ("cu_seq_lens_q must be a torch tensor, got list", dict(cu_seq_lens_q=[0, 6])),
         ("cu_seq_lens_q must have dtype", dict(cu_seq_lens_q=ones[0] * 1.0)),
         ("cu_seqlens must be an array, got list", dict(cu_seqlens=[0, 6])),
         ("cu_seqlens must be None", dict(cu_seqlens=ones[0, :2], attention_mask=ones)),

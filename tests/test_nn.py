@@ -765,7 +765,7 @@ BAD = {
     ),
     "no array": (
         lambda: TorchAttention(**SIZES)([[0.0]]),
-        "x must be an array, got list",
+        "x must be a torch tensor, got list",
     ),
     "no token": (
         lambda: TorchAttention(**SIZES)(torch.zeros(2, 0, 24)),
@@ -781,7 +781,7 @@ BAD = {
     ),
     "list of bounds": (
         lambda: TorchAttention(**SIZES)(torch.zeros(1, 4, 24), cu_seqlens=[0, 4]),
-        "cu_seqlens must be an array, got list",
+        "cu_seqlens must be a torch tensor, got list",
     ),
     "bounds of two rows": (
         lambda: TorchAttention(**SIZES)(torch.zeros(2, 4, 24), cu_seqlens=torch.tensor([0, 4])),

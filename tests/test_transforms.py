@@ -264,7 +264,7 @@ def test_arrays_over_explicit_axes(spec, wrap):
     )
     with pytest.raises(NotImplementedError, match=message):
         wrap(whole)(*arrays)
-    with pytest.raises(ValueError, match="^scale must be"):
+    with pytest.raises(ValueError, match=r"^scale must be"):
         wrap(functools.partial(whole, scale=-1.0))(*arrays)
     with jax.set_mesh(mesh):
         got = jax.jit(jax.sharding.auto_axes(whole, out_sharding=spec))(*arrays)
