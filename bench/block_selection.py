@@ -379,7 +379,7 @@ class Indexer:
         query, key = self.projected()
         return lambda _=0: self.indexed(query, key, None)
 
-    def indexed(self, query: Tensor, key: Tensor, implementation: str | None) -> Tensor:
+    def indexed(self, query: Tensor, key: Tensor, implementation: Any) -> Tensor:
         import nsa_torch
 
         sizes = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
@@ -419,7 +419,7 @@ class Loss:
             x.requires_grad_()
         self.attention, self.lists = (query, key, lse), lists
 
-    def results(self, implementation: str | None) -> list[Tensor]:
+    def results(self, implementation: Any) -> list[Tensor]:
         """The loss, and gradients of its mean."""
         import nsa_torch
 
@@ -455,9 +455,7 @@ class Decode:
         )
 
     @torch.no_grad()
-    def attend(
-        self, implementation: str | None, lists: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, implementation: Any, lists: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The lists, made where there are none, and the output."""
         import nsa_torch
 
@@ -516,7 +514,7 @@ class Qsa:
         self,
         attention: tuple[Tensor, Tensor, Tensor],
         indexer: tuple[Tensor, Tensor],
-        implementation: str | None,
+        implementation: Any,
         lists: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import nsa_torch
@@ -530,9 +528,7 @@ class Qsa:
         assert isinstance(out, Tensor)
         return lists, out
 
-    def attend(
-        self, implementation: str | None, lists: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, implementation: Any, lists: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of the last queries, the lists, made where there are none, and the output."""
         last = slice(-CHECKED.value, None)
         (query, key, value), (index_query, index_key) = self.attention, self.indexer
@@ -558,9 +554,7 @@ class QsaDecode:
         self.at = pages.view(rows, columns), lengths
 
     @torch.no_grad()
-    def attend(
-        self, implementation: str | None, lists: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, implementation: Any, lists: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The lists, made where there are none, and the output."""
         import nsa_torch
 

@@ -4,15 +4,16 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nsa_core import rotation, validate
 from nsa_core.cache_contents import Facts
 from nsa_core.config import NSAConfig
 
-PHI = ("avg", "mlp", "mlp_pe", "mlp_rope")
-GATES = ("sigmoid", "softmax", "head", "selected")
-KV = ("separate", "shared")
+type Phi = Literal["avg", "mlp", "mlp_pe", "mlp_rope"]
+type Gate = Literal["sigmoid", "softmax", "head", "selected"]
+type Kv = Literal["separate", "shared"]
+PHI, GATES, KV = (get_args(x.__value__) for x in (Phi, Gate, Kv))
 
 # What a layer's weights alone do not tell. The names of entries of its state say it, such as
 # `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
@@ -33,8 +34,8 @@ class Unnamed(str):
     """A default that the caller did not name: equal to the word, told apart by its type."""
 
 
-DEFAULT_PHI = Unnamed("avg")
-DEFAULT_GATE = Unnamed("sigmoid")
+DEFAULT_PHI: Any = Unnamed("avg")
+DEFAULT_GATE: Any = Unnamed("sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +89,10 @@ class LayerSpec:
     l_sel: int = 64
     n_sel: int = 16
     w: int = 512
-    phi: str = DEFAULT_PHI
+    phi: Phi = DEFAULT_PHI
     phi_hidden: int | None = None
-    kv: str = "separate"
-    gate: str = DEFAULT_GATE
+    kv: Kv = "separate"
+    gate: Gate = DEFAULT_GATE
     gate_hidden: int | None = None
     gate_temp: float = 1.0
     gate_bias: Sequence[float] | None = None

@@ -7,6 +7,8 @@ Names are imported when they are first asked for: `import nsa_jax` imports no JA
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nsa_core import __version__ as __version__
+
 if TYPE_CHECKING:
     from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
     from nsa_core.config import NSAConfig
@@ -101,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return [*__all__, *_MODULES, "__version__"]

@@ -10,6 +10,7 @@ implementation cannot run the problem.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from nsa_jax.geometry import PackedRows
 from nsa_jax.jax_problem import problem_of
 from nsa_jax.varlen import rows_of
 
+type Name = Literal["mosaic", "triton", "xla", "reference"]
+type Names = Name | Branches[Name | None] | None
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
 
@@ -49,7 +52,7 @@ def attention(
     varlen: PackedRows | None = None,
     scale: float | None = None,
     recompute: bool = False,
-    implementation: str | Branches[str | None] | None = None,
+    implementation: Names = None,
     context_axis: str | None = None,
     context_layout: Layout = "zigzag",
 ) -> Float[Array, "B T H Dv"]:
@@ -245,7 +248,7 @@ def select_blocks(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> Int[Array, "B T Hkv n"]:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
@@ -293,7 +296,7 @@ def compressed_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> OutLse:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
@@ -325,7 +328,7 @@ def selected_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> OutLse:
     """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
 
@@ -361,7 +364,7 @@ def sliding_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> OutLse:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 
@@ -395,7 +398,7 @@ def explain(
     compressed: tuple[Array, Array] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     varlen: PackedRows | None = None,
-    implementation: str | Branches[str | None] | None = None,
+    implementation: Names = None,
 ) -> Choices:
     """What `attention` would run for these arguments (without `context_axis`), and why not what
     stands before it.

@@ -1,7 +1,7 @@
 """Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from nsa_core import block_lists, paged_layout, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
-from nsa_jax.api import OutLse, one_step
+from nsa_jax.api import Name, OutLse, one_step
 from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.derivatives import refuse_derivatives
@@ -33,12 +33,12 @@ def block_attention(
     *,
     block_size: int,
     scale: float | None = None,
-    include: str = "selected",
+    include: Literal["selected", "tail"] = "selected",
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Lengths = None,
     segment_ids: Int[Array, "B S"] | None = None,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> Float[Array, "B T H Dv"] | OutLse:
     """Causal attention of each query to the key blocks that it names, in one softmax.
 
@@ -189,10 +189,10 @@ def paged_block_attention(
     *,
     block_size: int,
     scale: float | None = None,
-    include: str = "selected",
+    include: Literal["selected", "tail"] = "selected",
     cu_seqlens_q: Int[Array, " B1"] | None = None,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 

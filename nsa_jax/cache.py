@@ -136,7 +136,7 @@ def cached_attention(
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
     made_with: Facts = (),
     scale: float | None = None,
-    implementation: str | Branches[str | None] | None = None,
+    implementation: api.Names = None,
 ):
     """Attends from `T >= 1` tokens behind those of a cache: `(out, cache with them)`.
 

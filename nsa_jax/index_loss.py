@@ -1,7 +1,7 @@
 """What trains an indexer: the divergence of its scores from the attention that it selects for."""
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def indexer_kl(
     index_scale: float | None = None,
     kv_len: int | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "xla"] | None = None,
 ) -> Float[Array, "B T Hi"]:
     """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
 

@@ -1,6 +1,7 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def index_blocks(
     entry: int = 1,
     kv_len: int | Int[Array, ""] | Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "xla"] | None = None,
 ) -> Int[Array, "B T G n"]:
     """The key blocks with the highest scores of an indexer, without gradient.
 
@@ -108,7 +109,7 @@ def paged_index_blocks(
     reduce: str | None = None,
     entry: int = 1,
     cu_seqlens_q: Int[Array, " B1"] | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "xla"] | None = None,
 ) -> Int[Array, "N G n"]:
     """`index_blocks` of each row's last tokens, whose keys lie in pages: the lists of
     `paged_block_attention`.

@@ -185,7 +185,7 @@ class NSAAttention(nnx.Module):
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        implementation: str | Branches[str | None] | None = None,
+        implementation: api.Names = None,
         dense_below: int = 0,
         compute_dtype: str | None = None,
         rngs: nnx.Rngs,

@@ -32,7 +32,7 @@ def paged_attention(
     config: NSAConfig | None = None,
     scale: float | None = None,
     max_seqlen_q: int | None = None,
-    implementation: str | None = None,
+    implementation: api.Name | None = None,
 ):
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
 
@@ -78,7 +78,7 @@ def explain(
     cu_seqlens_q=None,
     *,
     max_seqlen_q: int | None = None,
-    implementation: str | None = None,
+    implementation: api.Name | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     validate_paged.paged(cache)

@@ -5,6 +5,7 @@ imported by what needs it: implementation `jax`, and building Mosaic kernels, in
 their own. Its backends do not start before it is asked to run.
 """
 
+from nsa_core import __version__ as __version__
 from nsa_core import extras
 
 extras.require("torch", "torch")
@@ -62,3 +63,7 @@ __all__ = [
     "sliding_attention",
     "varlen_metadata",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,5 +1,7 @@
 """Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.functional import one_step
+from nsa_torch.functional import Name, one_step
 from nsa_torch.geometry import geometry_of
 from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
 from nsa_torch.operators import refuse_transforms, requires_grad
@@ -26,11 +28,11 @@ def block_attention(
     *,
     block_size: int,
     scale: float | None = None,
-    include: str = "selected",
+    include: Literal["selected", "tail"] = "selected",
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each query to the key blocks that it names, in one softmax.
 
@@ -144,10 +146,10 @@ def paged_block_attention(
     *,
     block_size: int,
     scale: float | None = None,
-    include: str = "selected",
+    include: Literal["selected", "tail"] = "selected",
     cu_seqlens_q: Tensor | None = None,
     return_residual: bool = False,
-    implementation: str | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 

@@ -161,7 +161,7 @@ def cached_attention(
     made_with: Facts = (),
     scale: float | None = None,
     new_lengths: Tensor | None = None,
-    implementation: str | Branches[str | None] | None = None,
+    implementation: functional.Names = None,
 ) -> tuple[Tensor, NSACache]:
     """Appends `T >= 1` tokens to the cache that is given and attends from them: `(out, cache)`.
 

@@ -28,7 +28,7 @@ Bad input raises `ValueError` (argument, expected, got); what an implementation 
 `NotImplementedError`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ from nsa_torch.geometry import geometry_of
 from nsa_torch.plain import as_given
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
-type Names = str | Branches[str | None] | None
+type Name = Literal["mosaic", "triton", "fa2", "sdpa", "jax", "reference"]
+type Names = Name | Branches[Name | None] | None
 
 
 def attention(
@@ -337,7 +338,7 @@ def select_blocks(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> Tensor:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
@@ -379,7 +380,7 @@ def compressed_attention(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
@@ -409,7 +410,7 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
 
@@ -444,7 +445,7 @@ def sliding_attention(
     cu_seqlens: Tensor | None = None,
     varlen: VarlenMetadata | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 

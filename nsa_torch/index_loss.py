@@ -1,6 +1,6 @@
 """What trains an indexer: the divergence of its scores from the attention that it selects for."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def indexer_kl(
     index_scale: float | None = None,
     kv_len: int | None = None,
     cu_seqlens: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
     """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
 

@@ -1,6 +1,7 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def index_blocks(
     entry: int = 1,
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
     """The key blocks with the highest scores of an indexer, without gradient.
 
@@ -126,7 +127,7 @@ def paged_index_blocks(
     reduce: str | None = None,
     entry: int = 1,
     cu_seqlens_q: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
     """`index_blocks` of each row's last tokens, whose keys lie in pages: the lists of
     `paged_block_attention`.

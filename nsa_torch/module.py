@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nsa_core import rotation, validate
+from nsa_core import layer, rotation, validate
 from nsa_core.cache_contents import Contents
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
@@ -24,6 +24,7 @@ from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, ta
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.context_ranks import check_mesh
+from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
 from nsa_torch.plain import as_given, product_dtype
@@ -118,15 +119,15 @@ class NSAAttention(nn.Module):
         l_sel: int = 64,
         n_sel: int = 16,
         w: int = 512,
-        phi: str = DEFAULT_PHI,
+        phi: layer.Phi = DEFAULT_PHI,
         gate_hidden: int | None = None,
         gate_temp: float = 1.0,
         rope_impl: str = "llama",
         use_flash: bool = True,
         use_triton_sel: bool = False,
         *,
-        kv: str = "separate",
-        gate: str = DEFAULT_GATE,
+        kv: layer.Kv = "separate",
+        gate: layer.Gate = DEFAULT_GATE,
         gate_bias: Sequence[float] | None = None,
         phi_hidden: int | None = None,
         rope_base: float = 10000.0,
@@ -136,7 +137,7 @@ class NSAAttention(nn.Module):
         bias: bool = False,
         rope_scaling: rotation.Scaling | Mapping[str, Any] | None = None,
         qk_norm_eps: float | None = None,
-        implementation: str | Branches[str | None] | None = None,
+        implementation: Names = None,
         dense_below: int = 0,
         compute_dtype: str | None = None,
         context_mesh: DeviceMesh | None = None,
@@ -470,7 +471,7 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
         state_dict.update(dict.fromkeys(module.spec.kind_keys(prefix), torch.zeros(())))
 
 
-def _seed_switches(implementation, use_flash, use_triton_sel):
+def _seed_switches(implementation, use_flash, use_triton_sel) -> Names:
     """The two switches as implementations."""
     if implementation is not None:
         if use_triton_sel or not use_flash:

@@ -13,7 +13,7 @@ The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -329,7 +329,7 @@ def append(
     params: tuple[CompressParams, CompressParams] | None = None,
     made_with: Facts = (),
     slots: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Literal["mosaic", "triton", "torch"] | None = None,
 ) -> None:
     """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
 

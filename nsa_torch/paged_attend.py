@@ -56,7 +56,7 @@ def paged_attention(
     scale: float | None = None,
     max_seqlen_q: int | None = None,
     runs: Sequence[Run] | None = None,
-    implementation: str | None = None,
+    implementation: functional.Name | None = None,
 ) -> Tensor:
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
 
@@ -305,7 +305,7 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     *,
     max_seqlen_q: int | None = None,
-    implementation: str | None = None,
+    implementation: functional.Name | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     validate_paged.paged(cache)

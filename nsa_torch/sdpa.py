@@ -5,6 +5,8 @@ the sliding keys, or the gathered blocks of its own selection, under a boolean m
 positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product `q . k`.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -152,14 +154,15 @@ def _dense(seen, scale, with_lse):
     return attend
 
 
-def attend_rows(query, key, value, seen, scale, with_lse):
+def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
     """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
     empty = ~seen.any(dim=-1, keepdim=True)
     query = query.masked_fill(empty, 0)
     if query.device.type == "cpu" and query.dtype is not torch.bfloat16:
-        wider = (x.to(wide(x.dtype)) for x in (query, key, value))
-        out, lse = _plain(*wider, seen, empty, scale, with_lse)
-        return out.to(query.dtype), lse
+        dtype, lossless = query.dtype, wide(query.dtype)
+        query, key, value = (x.to(lossless) for x in (query, key, value))
+        out, lse = _plain(query, key, value, seen, empty, scale, with_lse)
+        return out.to(dtype), lse
     # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
     with sdpa_kernel(BACKENDS):

@@ -176,6 +176,13 @@ def test_every_file_of_configs_is_installed(installed):
     assert there == here
 
 
+def test_type_checkers_are_told(installed):
+    assert all(
+        (installed / name / "py.typed").is_file()
+        for name in ("nsa_core", "nsa_jax", "nsa_torch")
+    )
+
+
 # What a project does with the library, and which of the commands it can look at.
 USES = {
     "base": ENVIRONMENTS["base"].program.partition("refused")[0],

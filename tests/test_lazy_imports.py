@@ -6,6 +6,7 @@ import sys
 
 import nsa_core
 import nsa_jax
+import nsa_torch
 
 # What torch shares with JAX, and a process without either must be able to import.
 NEUTRAL = (
@@ -47,7 +48,7 @@ def test_public_names_are_there_after_the_import():
     code = (
         "import nsa_jax\n"
         "assert 'jax' not in __import__('sys').modules\n"
-        "assert {*nsa_jax.__all__, 'nn', 'debug'} <= {*dir(nsa_jax)}\n"
+        "assert {*dir(nsa_jax)} == {*nsa_jax.__all__, 'nn', 'debug', '__version__'}\n"
         "nsa_jax.nn.NSAAttention\n"
         "for name in nsa_jax.__all__: assert getattr(nsa_jax, name).__name__ == name\n"
         "from nsa_jax import *\n"
@@ -55,6 +56,11 @@ def test_public_names_are_there_after_the_import():
     )
     done = python(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_of_torch_alone():
+    assert {*dir(nsa_torch)} == {*nsa_torch.__all__, "__version__"}
+    assert nsa_torch.__version__ == nsa_jax.__version__
 
 
 def test_a_name_that_is_not_there():

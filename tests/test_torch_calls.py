@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
 
+import nsa_jax.api
+import nsa_jax.dispatch
 import nsa_torch
 from nsa_core.dispatch import Problem
-from nsa_torch import Branches, autograd, dispatch, fa2, operators
+from nsa_torch import Branches, autograd, dispatch, fa2, functional, operators
 from tests import pretend
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
@@ -166,6 +169,8 @@ def test_explain_names_the_choice_and_every_refusal():
     assert {c.implementation for c in plan} == {"sdpa"}
     assert all(list(c.refused) == ["mosaic", "triton", "fa2"] for c in plan)
     names = dispatch.REGISTRY.names()
+    assert names == typing.get_args(functional.Name.__value__)
+    assert nsa_jax.dispatch.REGISTRY.names() == typing.get_args(nsa_jax.api.Name.__value__)
     assert names == ("mosaic", "triton", "fa2", "sdpa", "jax", "reference")
 
 

@@ -11,7 +11,7 @@ class Calls:
     """Calls of the same query, key, value and gates."""
 
     tensors: tuple[torch.Tensor, ...]
-    implementation: str
+    implementation: Any
 
     @classmethod
     def of(

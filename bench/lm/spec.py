@@ -130,7 +130,7 @@ MODELS = {
 
 
 def model(
-    name: str, attention: Attention, phi: str = "avg", gate: str = "sigmoid"
+    name: str, attention: Attention, phi: Any = "avg", gate: Any = "sigmoid"
 ) -> ModelSpec:
     """The model called `name` in `MODELS`; `phi` and `gate` as in `LayerSpec`."""
     sizes = MODELS[name]

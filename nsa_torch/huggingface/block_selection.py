@@ -148,7 +148,7 @@ def block_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     block_indices: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: out `[B, Sq, H, Dv]`, and None for the weights.

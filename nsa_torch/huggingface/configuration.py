@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from nsa_core import rotation
 from nsa_core.config import NSAConfig
-from nsa_core.layer import SILENT, LayerSpec
+from nsa_core.layer import KIND, SILENT, LayerSpec
 from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
@@ -259,10 +259,8 @@ class NSAModelConfig(SavedConfig):
             l_sel=self.select_block,
             n_sel=self.num_selected,
             w=self.window,
-            phi=self.phi,
+            **{name: getattr(self, name) for name in KIND},
             phi_hidden=self.phi_hidden,
-            kv=self.kv,
-            gate=self.gate,
             gate_hidden=self.gate_hidden,
             gate_temp=self.gate_temp,
             gate_bias=self.gate_bias,

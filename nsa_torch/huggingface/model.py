@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_core.layer import EXTRA_STATE
-from nsa_core.types import Branches
 from nsa_torch import geometry, heads
+from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.geometry import without_padding
 from nsa_torch.huggingface import checkpoints
@@ -191,7 +191,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self.register_state_dict_post_hook(_without_kinds)
 
-    def set_nsa_implementation(self, name: str | Branches[str | None] | None) -> None:
+    def set_nsa_implementation(self, name: Names) -> None:
         """`implementation` of `nsa_torch.attention`, for every layer with NSA."""
         for module in self.modules():
             if isinstance(module, NSAAttention):

@@ -12,6 +12,7 @@ from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
 from nsa_torch.cache import zero_behind, zeroed
+from nsa_torch.functional import Name, Names
 from nsa_torch.geometry import own_tokens
 from nsa_torch.huggingface.cache import ModelLayer
 from nsa_torch.module import NSAAttention
@@ -317,7 +318,7 @@ def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.
     return found.implementation != GATHERED
 
 
-def one_name(implementation: str | Branches[str | None] | None) -> str | None:
+def one_name(implementation: Names) -> Name | None:
     """The implementation of all branches, which attention from pages runs at once."""
     names = set(Branches.each(implementation))
     if len(names) > 1:
