@@ -188,7 +188,6 @@ def test_jax(case):
 OWN = Case(T=8, S=12, pool=1, n=5, heads=2, B=1, local=0)
 IN_TRITON = (
     OWN,
-    dataclasses.replace(OWN, T=10, S=70, pool=16, n=3),
     Case(T=3, S=300, n=17, initial=1, local=2, heads=1, width=24, B=1),
     Case(T=5, S=70, entry=4, heads=2, B=1, local=0),
     Case(T=2, S=90, heads=2, lengths=(90, 55), equal=True, dtype="float16"),
@@ -225,6 +224,19 @@ def test_triton(case, of_part, monkeypatch):
         monkeypatch.setattr(index_descriptions, "CHUNK", 32)
         set_limits(monkeypatch, index_part=16)
     judge(case, on_torch(case, "triton", DEVICE))
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+def test_a_key_counts_from_its_own_token_on(monkeypatch):
+    """Key 255, the highest: it lies in the last of the first 16 blocks, which most queries see."""
+    if INTERPRETED:
+        pretend.machine(monkeypatch, indexer_why_not=None)
+    query, key = torch.ones(1, 10, 2, 16, device=DEVICE), torch.zeros(1, 262, 16, device=DEVICE)
+    key[:, 255] = 1
+    options = {"pool": 16, "num_selected": 3, "num_local": 0, "implementation": "triton"}
+    found = (nsa_torch.index_blocks(query, key, **options) == 15).any(dim=-1)[0]
+    assert found.tolist() == [[position >= 255] * 2 for position in range(252, 262)]
 
 
 @plain
