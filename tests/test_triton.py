@@ -62,10 +62,10 @@ WHOLE = (
     Case(34, 34, B=1, H=2, Hkv=2, segments=(9, 0, 1, 19, -5)),  # G=1
     Case(18, 37, H=2, Hkv=1, dtype="float16", config=ONE_EACH),
 )
-# Of tokens of one tile the windows begin, and end, in two tiles of keys.
-ACROSS = NSAConfig(8, 4, 16, num_selected=4, window=128)
+# Windows begin and end in several tiles of keys, some of which whole tiles of rows see in full.
+ACROSS = NSAConfig(8, 4, 16, num_selected=4, window=100)
 BRANCHES = (
-    ("sliding", Case(8, 260, B=1, H=2, Hkv=1, D=8, Dv=8, config=ACROSS)),
+    ("sliding", Case(160, 160, B=1, H=1, Hkv=1, D=8, Dv=8, config=ACROSS)),
     ("selected", Case(5, 100, B=1, H=2, Hkv=2, config=LONG_BLOCKS)),  # a block is two steps
     ("selected", Case(6, 20, B=1, H=70, Hkv=1, dtype="float16")),  # a token is two tiles
     ("compressed", Case(12, 30, B=1, H=20, Hkv=1)),

@@ -181,7 +181,11 @@ def test_a_gap_has_tables_of_its_own():
     )
     gap = batch_tables.with_gap(meta.cu_seqlens, 8)
     assert batch_tables.with_gap(meta.cu_seqlens, 8) is gap
-    assert batch_tables.sizes_of(gap) == (*batch_tables.sizes_of(meta.cu_seqlens)[:2], 8)
+    other = batch_tables.with_gap(meta.cu_seqlens, 16)
+    known = batch_tables.sizes_of(meta.cu_seqlens)[:2]
+    assert [batch_tables.sizes_of(x) for x in (gap, other)] == [(*known, 8), (*known, 16)]
+    alone = [batch_tables.of_one(24, size, torch.device("cpu")) for size in (8, 16)]
+    assert [batch_tables.sizes_of(x) for x in alone] == [(24, False, 8), (24, False, 16)]
     shifted = lambda ops, ends: [ends + 1]
     (found,) = batch_tables.made(shifted, gap)
     meta.update(borders(BATCHES["documents"]))
