@@ -175,6 +175,8 @@ def main(arguments=None) -> int:
     given = parser.parse_args(arguments)
     try:
         first, step = map(int, given.part.split("/"))
+        if not 1 <= first <= step:
+            raise ValueError(f"--part must be K/N with 1 <= K <= N, got {given.part}")
         rows, chosen = read(given.table), lambda row, x: x == row["path"] or x in label(row)
         if unknown := [x for x in given.names if not any(chosen(row, x) for row in rows)]:
             raise ValueError(f"no mutant is called {unknown[0]!r}")

@@ -47,7 +47,9 @@ def test_rows_that_are_refused(rows, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["no such mutant"], ["--part", "one"]])
+@pytest.mark.parametrize(
+    "arguments", [["no such mutant"], ["--part", "one"], ["--part", "0/3"]]
+)
 def test_arguments_that_are_refused(arguments, capsys):
     assert mutants.main(arguments) == 2
     assert capsys.readouterr().err.startswith("mutants: ")
