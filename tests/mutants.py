@@ -144,22 +144,29 @@ def forget_compiled(path: Path) -> None:
         compiled.unlink()
 
 
-def work(copy: Path, rows, answers) -> None:
-    """Takes rows until None."""
+def _tail(log: Path) -> str:
+    return log.read_text()[-1500:] if log.is_file() else ""
+
+
+def work(copy: Path, rows, todo, answers) -> None:
+    """Takes numbers of rows until None: as rows they would not fit into the pipe all at once."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(lambda x: x and (ROOT / x).is_file(), listed.stdout.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
-    while (row := rows.get()) is not None:
-        began = time.monotonic()
-        status, failed, passed = run(copy, row)
+    while (number := todo.get()) is not None:
+        row, began = rows[number], time.monotonic()
+        try:
+            status, failed, passed = run(copy, row)
+        except (OSError, ValueError) as error:  # the checkout changed meanwhile
+            status, failed, passed = repr(error), None, 0
         if "file" not in row:
             good = status == 0 and passed > 0
         else:
             good = (status == 1 and failed) or (row.get("at_import") and status in (2, 4))
         why = failed or f"{passed} passed, status {status}"
-        tail = "" if good else "\n" + (copy / "tests.log").read_text()[-1500:]
+        tail = "" if good else "\n" + _tail(copy / "tests.log")
         answers.put((bool(good), time.monotonic() - began, f"{label(row)}: {why}{tail}"))
 
 
@@ -194,11 +201,13 @@ def main(arguments=None) -> int:
     todo, answers = PROCESSES.SimpleQueue(), PROCESSES.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         copies = [Path(folder) / str(i) for i in range(min(given.j, len(rows)))]
-        workers = [PROCESSES.Process(target=work, args=(x, todo, answers)) for x in copies]
+        workers = [
+            PROCESSES.Process(target=work, args=(x, rows, todo, answers)) for x in copies
+        ]
         for worker in workers:
             worker.start()
-        for row in rows + [None] * len(workers):
-            todo.put(row)
+        for number in [*range(len(rows)), *[None] * len(workers)]:
+            todo.put(number)
         for _ in rows:
             caught, seconds, text = answers.get()
             good += caught
