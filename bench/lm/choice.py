@@ -23,7 +23,6 @@ from nsa_torch import functional, heads
 from nsa_torch.module import NSAAttention
 from nsa_torch.select import select_from_scores
 
-RULES = ("", "mass", "bound", "middle", "heads", "mass_heads")  # "": NSA's
 CHUNK = 1024  # queries whose logits with all keys exist at a time
 
 

@@ -8,6 +8,8 @@ from nsa_core.layer import LayerSpec
 
 from ..harness import cost
 
+CHOICES = ("", "mass", "bound", "middle", "heads", "mass_heads")  # "": NSA's own
+
 type Attention = Literal["nsa", "dense"]
 
 
@@ -28,8 +30,8 @@ class ModelSpec:
       dense_first: blocks, the first ones, that attend densely in a model with NSA; torch only.
       dense_every: of so many blocks the first attends densely, in a model with NSA; 0: none; torch
         only.
-      choice: how NSA selects key blocks, of `choice.RULES`; torch only, and for rows of one
-        sequence.
+      choice: the rule by which NSA selects key blocks, of `CHOICES` (`choice.py` says them); torch
+        only, and for rows of one sequence.
       key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
         depthwise convolution of so many taps, in NSA and in dense attention; 0: they stay; torch
         only, and for rows of one sequence.
@@ -60,6 +62,8 @@ class ModelSpec:
         for name in ("dense_every", "key_taps", "selection_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.choice not in CHOICES:
+            raise ValueError(f"choice must be one of {CHOICES}, got {self.choice!r}")
         if self.shared_window and not self.layer.separate:
             raise ValueError("shared_window must be False where kv is 'shared', got True")
         if self.attention == "dense" and (

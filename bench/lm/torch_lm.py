@@ -175,7 +175,9 @@ class Block(nn.Module):
             return attention(x)[0]
         for name in ("choice", "key_taps", "selection_loss"):
             if getattr(spec, name):
-                raise NotImplementedError(f"{name} must be 0 for packed rows")
+                raise NotImplementedError(
+                    f"packed rows take no {name}, got {getattr(spec, name)!r}"
+                )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
