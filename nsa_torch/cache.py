@@ -49,6 +49,7 @@ class NSACache:
 
     def __post_init__(self) -> None:
         self.made_in = torch._C._current_graph_task_id()  # a backward pass; -1: in none
+        self.captured = self.selected_key.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @property
     def capacity(self) -> int:
@@ -208,10 +209,11 @@ def cached_attention(
             "cache must be a clone() made within the function that a checkpoint runs again in the "
             "backward pass, got one that has its tokens since the forward pass"
         )
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not cache.captured:
         raise NotImplementedError(
             "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
-            "so that replays would write to one place: capture steps of paged_attention"
+            "so that replays would write to one place: capture steps of paged_attention, or append "
+            "to a clone() made within the graph"
         )
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:

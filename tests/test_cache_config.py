@@ -506,6 +506,12 @@ def test_a_cache_of_rows_is_no_part_of_a_graph():
     ):
         layer(x, cache)
     assert cache.longest == 40
+    want, _ = layer(x, cache.clone())
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        found, _ = layer(x, cache.clone())
+    graph.replay()
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert cache.longest == 40
 
 
 @pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
