@@ -343,17 +343,21 @@ def loss(bit):
     return pulled(bit, learn, index_query.contiguous(), draw(1, 24, 16))
 
 
-BOUNDS = torch.tensor([0, 9, 20], device=DEVICE)
-BLOCKS = {"block_indices": lists(1, 24, 2, 1), "block_size": 8}
 WITH_THE_BIT = {
     "attention": lambda bit: pulled(bit, nsa_torch.attention, *four(), config=SMALL),
     "packed": lambda bit: pulled(
-        bit, nsa_torch.attention, *four(), config=SMALL, cu_seqlens=BOUNDS
+        *(bit, nsa_torch.attention, *four()),
+        config=SMALL,
+        cu_seqlens=torch.tensor([0, 9, 20], device=DEVICE),
     ),
     "again": lambda bit: pulled(
         bit, nsa_torch.attention, *four(), config=SMALL, recompute=True
     ),
-    "blocks": lambda bit: pulled(bit, nsa_torch.block_attention, *four()[:3], **BLOCKS),
+    "blocks": lambda bit: pulled(
+        *(bit, nsa_torch.block_attention, *four()[:3]),
+        block_indices=lists(1, 24, 2, 1),
+        block_size=8,
+    ),
     "indexer": lambda bit: [
         nsa_torch.index_blocks(
             bit(draw(1, 60, 2, 16)),
