@@ -253,7 +253,7 @@ def select_blocks(
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
     Of equal scores the lower block is chosen. Scores too small for float32, of logits 87 less than
-    the log-sum-exp, `reference` and `xla` order too; others take them for 0
+    the log-sum-exp, `reference` and, on a CPU, `xla` order too; others take them for 0
     (docs/kernels/numerics.md).
 
     Args:

@@ -65,8 +65,8 @@ def choose(
 ) -> Int[Array, "... n"]:
     """The `n` blocks of Eq. 11 among `0 .. own` (`own` < 0: none), ascending, -1 padding.
 
-    `log_scores` gives the scores' logarithms, by which those below `LEAST_EXACT` are compared; it
-    is called where one of these would be chosen and not all candidates are.
+    `log_scores` gives the scores' logarithms, by which those below `LEAST_EXACT` are compared on a
+    CPU, where one of these would be chosen and not all candidates are.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
     scores go to the lower index. `lax.top_k` promises its order of ties on no GPU, so it is
@@ -89,7 +89,10 @@ def choose(
 
         exact = jnp.sum(ranked >= LEAST_EXACT, axis=-1, keepdims=True, dtype=jnp.int32)
         decides = jnp.any((exact < n) & (own >= n))
-        ranked = lax.cond(decides, by_logarithm, lambda: ranked)
+        # A GPU's host would wait for the condition: there scores of 0 are equal.
+        ranked = lax.platform_dependent(
+            cpu=lambda: lax.cond(decides, by_logarithm, lambda: ranked), default=lambda: ranked
+        )
     floor = lax.top_k(ranked, width)[0][..., -1:]
     above = ranked > floor
     tied = (ranked == floor) & (ranked > -jnp.inf)

@@ -22,6 +22,7 @@ from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
+from nsa_torch.shared import is_capturing
 
 
 @dataclasses.dataclass(repr=False)
@@ -48,8 +49,10 @@ class NSACache:
     history_value: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.made_in = torch._C._current_graph_task_id()  # a backward pass; -1: in none
-        self.captured = self.selected_key.is_cuda and torch.cuda.is_current_stream_capturing()
+        compiling = torch.compiler.is_compiling()
+        # Of the backward pass that makes the cache, -1: of none; whether a CUDA graph makes it.
+        self.made_in_backward = -1 if compiling else torch._C._current_graph_task_id()
+        self.captured = not compiling and is_capturing(self.selected_key.device)
 
     @property
     def capacity(self) -> int:
@@ -204,17 +207,8 @@ def cached_attention(
     contents = cache.contents.with_facts(facts_of(compress_params, made_with))
     checks.devices(query, {**given, "cache": cache.selected_key})
     checks.parameters(compress_params, query, "query")
-    if torch.is_grad_enabled() and cache.made_in != torch._C._current_graph_task_id():
-        raise ValueError(
-            "cache must be a clone() made within the function that a checkpoint runs again in the "
-            "backward pass, got one that has its tokens since the forward pass"
-        )
-    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not cache.captured:
-        raise NotImplementedError(
-            "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
-            "so that replays would write to one place: capture steps of paged_attention, or append "
-            "to a clone() made within the graph"
-        )
+    if not torch.compiler.is_compiling():
+        _check_runs_once(cache)
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
         raise ValueError(
@@ -265,6 +259,21 @@ def cached_attention(
     cache.contents = contents
     vars(same).update(vars(cache))
     return out, same
+
+
+def _check_runs_once(cache: NSACache) -> None:
+    """Raises where a backward pass or the replays of a CUDA graph would append tokens again."""
+    if torch.is_grad_enabled() and cache.made_in_backward != torch._C._current_graph_task_id():
+        raise ValueError(
+            "the cache already has these tokens from the forward pass: append to cache.clone() "
+            "inside the checkpointed function"
+        )
+    if is_capturing(cache.selected_key.device) and not cache.captured:
+        raise NotImplementedError(
+            "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
+            "so that replays would write to one place: capture steps of paged_attention, or append "
+            "to a clone() made within the graph"
+        )
 
 
 def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:

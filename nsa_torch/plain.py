@@ -45,7 +45,9 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of products of tensors of `dtype`: autocast's where it is on."""
+    """Of products of tensors of `dtype`: autocast's where it is on, which leaves float64 alone."""
+    if dtype is torch.float64:
+        return dtype
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype

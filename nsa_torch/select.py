@@ -62,7 +62,7 @@ def blocks_by(
         with as_given(query):
             # No GPU is waited for to know whether logarithms decide: scores of 0 are equal there.
             log_scores = functools.partial(_scores, *arguments, log=True)
-            log_scores = None if query.is_cuda else log_scores
+            log_scores = log_scores if query.device.type == "cpu" else None
             indices[:, part] = rule(_scores(*arguments), own, log_scores)
     return indices
 

@@ -62,9 +62,11 @@ class SavedConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """transformers' `save_pretrained`, and the module."""
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs | {"push_to_hub": False})
         text = REMOTE_CODE.format(names=", ".join(self.classes.values()))
         (Path(save_directory) / f"{REMOTE}.py").write_text(text)
+        if kwargs.get("push_to_hub"):  # with the module
+            super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:

@@ -24,7 +24,8 @@ FIXED = {
     "output_router_logits": (False, "there are no experts"),
 }
 READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
-AGREED: set[tuple[str, ...]] = set()  # words of a packed row that were compared once on a GPU
+UNUSED = frozenset(["token_type_ids"])  # tokenizers return it; Llama does not read it either
+COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
 
 
@@ -66,7 +67,7 @@ def check_keywords(call: dict[str, Any], *others: str) -> None:
     the model does not do.
     """
     for name, x in call.items():
-        if x is None or name in others:
+        if x is None or name in others or name in UNUSED:
             continue
         if name not in READ:
             raise TypeError(
@@ -201,8 +202,9 @@ def _borders(told: dict[str, Any], position_ids: Tensor | None, length: int) -> 
     """Those of a packed row. What else a call says of them must agree: on a GPU calls that say so
     much wait and are compared until one agrees.
     """
-    words = *told, *(() if position_ids is None else ("position_ids",))
-    wait, found = words not in AGREED and len(words) > 1, {}
+    keywords = *told, *(() if position_ids is None else ("position_ids",))
+    compared = getattr(next(iter(told.values())), "device", None), *keywords
+    wait, found = compared not in COMPARED and len(keywords) > 1, {}
     for name, x in told.items():
         if name != INDEX:
             checks.borders_array(x, name)
@@ -224,7 +226,7 @@ def _borders(told: dict[str, Any], position_ids: Tensor | None, length: int) -> 
             raise ValueError(
                 f"position_ids must count from 0 in every sequence of {first}, got {position[:16]}"
             )
-    AGREED.add(words)
+    COMPARED.add(compared)
     return borders
 
 
