@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -151,6 +152,14 @@ def no_thresholds(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(1337)
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C interrupts, which a shell's background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
     assert made.config.hidden_size == 32
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_a_checkpoint_and_resume_goes_on(tmp_path, capsys, monkeypatch):
     """To the loss of a run that nobody stopped."""
     main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
@@ -129,7 +130,7 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_goes_on(tmp_path, capsys, monkeypa
         ("train", "--document_tokens 1", "--document_tokens must be at least 2, got 1"),
         ("train", "--lr nan", "--lr must be a positive number, got nan"),
         ("train", f"--texts {ROOT}", "--texts must give 16 documents, got 0 of"),
-        ("train", "--heads 3", "num_attention_heads must be a multiple of"),
+        ("train", "--heads 3", "hidden_size must be a multiple of num_attention_heads=3"),
         ("train_jax", "--steps 0", "--steps must be at least 1, got 0"),
         ("train_jax", "--heads 3", "--dim must be a multiple of --heads=3, got 64"),
         (

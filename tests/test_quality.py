@@ -437,18 +437,23 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     assert status == bool(broken) and (": NO" in capsys.readouterr().out) == bool(broken)
 
 
-BETTER = ["2.50, -0.100 ± 0.001", "1.00, -0.100 ± 0.001"]
+BETTER = [f"{x}, -0.100 ± 0.001 (-0.10 to -0.10)" for x in ("2.50", "1.00")]
 
 
 @pytest.mark.parametrize(
     ("runs", "cells"),
     [
-        (five(-0.1), [*BETTER, "1.00, +0.000 ± 0.000", "5", "yes"]),
-        (five(-0.1, 0.96), [*BETTER, "1.00, -0.040 ± 0.000", "5", "no: recall as good"]),
+        (five(-0.1), [*BETTER, "1.00, +0.000 ± 0.000 (+0.00 to +0.00)", "5", "yes"]),
+        (
+            five(-0.1, 0.96),
+            [*BETTER, "1.00, -0.040 ± 0.000 (-0.04 to -0.04)", "5", "no: recall as good"],
+        ),
         (
             RUNS,  # of two degrees of freedom a fortieth lies beyond 4.30: times 0.1 / 3**0.5
             [
-                *("2.60, +0.200 ± 0.248", "1.10, +0.200 ± 0.248", "1.00, +1.500 ± 1.242"),
+                "2.60, +0.200 ± 0.248 (+0.10 to +0.30)",
+                "1.10, +0.200 ± 0.248 (+0.10 to +0.30)",
+                "1.00, +1.500 ± 1.242 (+1.00 to +2.00)",
                 *("3", "not decided"),
             ],
         ),
@@ -593,8 +598,8 @@ def test_copies_by_distance_are_of_the_pairs_that_have_them():
         ]
     (group,) = quality.groups(runs)
     dense, nsa = quality.distance_rows(group)
-    assert dense[2:] == [*["1.000"] * 4, "-", "-", "2, 3, 4"]
-    assert nsa[2:] == [*["+0.000 ± 0.000"] * 4, "-", "-", "3, 4"]
+    assert dense[2:] == [*["1.000"] * 4, "-", "-", "-", "2, 3, 4"]
+    assert nsa[2:] == [*["+0.000 ± 0.000"] * 4, "-", "-", "-", "3, 4"]
     (group,) = quality.groups({"0": runs["0"]})
     assert quality.distance_rows(group) == []
 

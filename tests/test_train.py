@@ -634,6 +634,7 @@ def test_results_are_not_mixed(command):
         command(*once, f"--checkpoint_dir={kept}", folder="other")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_a_run_at_once(capsys):
     with loop.Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
