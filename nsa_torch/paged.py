@@ -355,8 +355,8 @@ def append(
     Raises:
       ValueError: shapes, dtypes or devices that do not fit the cache, or it was filled with
         parameters of another kind.
-      NotImplementedError: a gradient is wanted, or the named implementation cannot run. Either is
-        raised before a token is written.
+      NotImplementedError: a gradient is wanted, of `params` too, or the named implementation
+        cannot run. Either is raised before a token is written.
     """
     validate_paged.paged(cache)
     page_table = cache.in_memory(page_table, lengths, read=False)

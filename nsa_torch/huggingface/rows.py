@@ -10,6 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch import checks
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
 
 # What a call may say of a packed row: borders, by any name; which sequence each token is of; tokens
@@ -235,6 +236,10 @@ def _borders_of_index(index: Any, length: int) -> Tensor:
     shape = tuple(index.shape) if isinstance(index, Tensor) else type(index).__name__
     if shape != (1, length):
         raise ValueError(f"{INDEX} must have shape {(1, length)}, got {shape}")
+    if is_capturing(index.device):
+        raise NotImplementedError(
+            f"{INDEX} is read by the host, which waits for no CUDA graph: pass {BORDERS[0]}"
+        )
     steps = index[0].cpu().diff()
     if (steps < 0).any():
         raise ValueError(f"{INDEX} must not decrease, got {index[0].tolist()[:16]}")
