@@ -41,6 +41,7 @@ A document names a table between two comments, and this command fills what stand
 | `seed_names` | scripts, commands and tests (docs/seed.md), and what they are here | |
 | `seed_variables` | environment variables, and what they are here | |
 
+Tables that show fields of lines are described in `bench/tables.yaml`; the others are functions.
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
 A cell shows the newest record of its shape: where it failed its status, and nothing where it was
@@ -49,9 +50,11 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 """
 
 import functools
+import itertools
 import json
 import re
 import statistics
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,8 @@ SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING, REFUSED = "-", "unsupported"
 
 type Cells = Sequence[str]
+type Line = dict[str, Any]
+type Kind = Mapping[str, Any]  # of bench/tables.yaml
 
 
 def load(device: str = DEVICE.name) -> list[Record]:
@@ -346,56 +351,143 @@ def targets(device: str = DEVICE.name) -> str:
     return table([*head, "what bounds it", "commit"], rows)
 
 
-def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
+def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
     """A file of a device's folder that holds other lines than records."""
     return [data for _, data in records.read_lines(DEVICE.parent / device / name)]
 
 
-def variants(kernel: str, device: str = DEVICE.name, commit: str = "") -> str:
-    """A row a variant, a column a shape; the one in use is bold. `commit`: all of it."""
-    lines = lines_of("kernel_log/variants.jsonl", device)
-    found = [line for line in lines if line["kernel"] == kernel]
-    found = [line for line in found if (line["commit"] or "").startswith(commit)]
-    if not found:
-        raise ValueError(f"kernel_log/variants.jsonl has no kernel {kernel!r}")
-    shapes = list(dict.fromkeys(line["shape"] for line in found))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for line in found:
-        text = f"{line['time_ms']:g}"
-        name = f"**{line['variant']}**" if line["in_use"] else line["variant"]
-        rows.setdefault((name, line["commit"] or MISSING), {})[line["shape"]] = text
-    cells = [
-        [name, *(times.get(shape, MISSING) for shape in shapes), commit]
-        for (name, commit), times in rows.items()
+KINDS: Mapping[str, Kind] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+# Of its templates, beside Python's own.
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "tokens": length,
+    "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
+    "GiB": lambda size: f"{size / 2**30:.1f}",
+    "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
+    "ranges": lambda label: label.partition("ranges=")[2] or "none",
+    "gates": lambda model: model.partition("-")[2].removesuffix("-gates") or "sigmoid",
+    "or none": lambda text: text or "none",
+    "or nothing": lambda texts: "; ".join(texts) or "nothing",
+}
+
+
+class _Template(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None and format_spec != "or none":
+            raise KeyError
+        own = FORMATS.get(format_spec)
+        return own(value) if own else format(value, format_spec)
+
+
+def cell(template: str, line: Line) -> str:
+    """The template's text; the status of a line that failed where a time would stand."""
+    if line.get("status", "ok") != "ok" and "ms:" in template:
+        return MISSING if line["status"] == REFUSED else line["status"]
+    try:
+        return _Template().vformat(template, (), line)
+    except KeyError:  # no such field, or it has no value
+        return MISSING
+
+
+def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
+    """The lines of a table of `KINDS`; `commit`: how theirs begins.
+
+    Raises:
+      ValueError: the table has no such option, or no line has what the options say.
+    """
+    kind = KINDS[name]
+    known = kind.get("options", {})
+    if unknown := options.keys() - known:
+        raise ValueError(f"no option {sorted(unknown)}")
+    only = kind.get("only", {}) | {field: [x] for field, x in (known | options).items()}
+    lines = [
+        line
+        for each in lines_of(kind["file"], device or kind.get("device", DEVICE.name))
+        if (line := kind.get("default", {}) | each)
+        and all(line[field] in values for field, values in only.items())
+        and (line["commit"] or "").startswith(commit)
     ]
-    return table(["variant", *shapes, "commit"], cells)
+    if known and not lines:
+        raise ValueError(
+            f"{kind['file']} has no " + " ".join(f"{x} {only[x][0]!r}" for x in known)
+        )
+    if "newest" in kind:
+        lines = [*{tuple(x[field] for field in kind["newest"]): x for x in lines}.values()]
+    lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
+    words = kind.get("words", {})
+    return [line | {x: words[x].get(line[x], line[x]) for x in words} for line in lines]
 
 
-def kernel_times(kernels: str, device: str = DEVICE.name) -> str:
-    """A row a shape, the newest; `kernels`: columns of the kernel log without spaces, by commas."""
-    lines = lines_of("kernel_log/variants.jsonl", device)
-    columns, rows, titles = kernels.split(","), {}, {}
+def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
+    """A table of `KINDS` from these lines; `columns`: those that come first, if lines have them."""
+    kind = KINDS[name]
+    if "column" in kind:
+        return _crossed(kind, lines, {x: x for x in columns} | kind.get("columns", {}))
+    cells = kind["row"] | kind["cells"]
+    rows = ([*(cell(x, line) for x in cells.values()), commits([line])] for line in lines)
+    return table([*cells, "commit"], rows)
+
+
+def _crossed(kind: Kind, lines: Iterable[Line], titles: dict[str, str]) -> str:
+    """Rows and columns of lines; `titles` of the first columns."""
+    found: dict[tuple[str, ...], dict[str, list[Line]]] = {}
     for line in lines:
-        column = line["shape"].replace(" ", "")
-        if line["kernel"] == "call_kernels" and column in columns:
-            titles[column] = line["shape"]
-            found = rows.setdefault(line["variant"], {})
-            found[column] = f"{line['time_ms']:g}"
-            found["commit"] = line["commit"] or MISSING
-    if unknown := [x for x in columns if not any(x in found for found in rows.values())]:
+        row = (
+            *(cell(x, line) for x in kind["row"].values()),
+            *map(line.get, kind.get("apart", ())),
+        )
+        column = cell(kind["column"], line)
+        found.setdefault(row, {}).setdefault(column, []).append(line)
+        if line.get("status", "ok") == "ok":
+            titles.setdefault(column, column)
+    columns = [x for x in titles if any(x in each for each in found.values())]
+    if "rows" in kind:
+        found = {(x,): found.get((x,), {}) for x in kind["rows"]}
+    rows = []
+    for row, each in found.items():
+        shown = [each.get(x, [])[0 if kind.get("each") else -1 :] for x in columns]
+        cells = ["; ".join(cell(kind["cells"], x) for x in of) or MISSING for of in shown]
+        if {*cells} != {MISSING}:
+            names = [kind.get("rows", {}).get(x, x) for x in row[: len(kind["row"])]]
+            rows.append([*names, *cells, commits(itertools.chain(*shown))])
+    return table([*kind["row"], *(titles[x] for x in columns), "commit"], rows)
+
+
+def of_lines(name: str, **options: str) -> str:
+    return made(name, chosen(name, **options))
+
+
+def kernel_times(kernels: str, device: str = "") -> str:
+    """`kernels`: columns of the kernel log without spaces, by commas."""
+    lines = chosen("kernel_times", device)
+    named = {line["shape"].replace(" ", ""): line["shape"] for line in lines}
+    columns = kernels.split(",")
+    if unknown := [x for x in columns if x not in named]:
         raise ValueError(f"the kernel log has no {unknown}")
-    cells = [
-        [shape, *(found.get(name, MISSING) for name in (*columns, "commit"))]
-        for shape, found in rows.items()
-    ]
-    return table(["shape", *(titles[x] for x in columns), "commit"], cells)
+    titles = [named[x] for x in columns]
+    return made("kernel_times", (x for x in lines if x["shape"] in titles), titles)
 
 
-def counters() -> str:
-    found = lines_of("kernel_log/counters.jsonl")
-    names = [name for name in found[0] if name != "commit"]
-    rows = [[str(line[name]) for name in (*names, "commit")] for line in found]
-    return table([name.replace("_", " ") for name in (*names, "commit")], rows)
+def training(device: str = "") -> str:
+    """NSA's implementations share a column: one kernel choice a line."""
+    lines = chosen("training", device)
+    for line in lines:
+        line["kernel"] = "NSA" if line["attention"] == "nsa" else line["implementation"]
+    return made("training", lines)
+
+
+def scaling(device: str = "") -> str:
+    """The newest of a problem and number of GPUs; what one GPU has not is empty."""
+    newest = {(*problem(x), x["devices"]): x for x in chosen("scaling", device)}
+    alone = dict.fromkeys(("layout", "efficiency", "exposed_ms", "imbalance"))
+    lines = (newest[x] | (alone if newest[x]["devices"] == 1 else {}) for x in sorted(newest))
+    return made("scaling", lines)
+
+
+def installed(device: str = "") -> str:
+    """The last process of each kind."""
+    lines = chosen("installed", device)
+    last = {(x["preset"], x["stage"], bool(x["versions"]["jax"])): x for x in lines}
+    return made("installed", last.values())
 
 
 # Runs of `bench.memory_check`, and what a clean one shows.
@@ -435,41 +527,6 @@ def _judged(line: Mapping[str, Any]) -> str:
     return f"{said} (`{line['watched']}`)" if line["watched"] else said
 
 
-def _figure(line: Mapping[str, Any] | None, name: str, form: str) -> str:
-    """That of a line, as `ms` of a record."""
-    if line is None or line["status"] == REFUSED:
-        return MISSING
-    return format(line[name], form) if line["status"] == "ok" else line["status"]
-
-
-TRAINED = "125m", "bfloat16"  # model and precision; variants of the model have other names
-
-
-def training(device: str = DEVICE.name) -> str:
-    newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for line in lines_of("train.jsonl", device):
-        if line["kind"] != "speed" or line.get("devices", 1) > 1:
-            continue
-        if (line["model"], line["dtype"]) == TRAINED:
-            shape = newest.setdefault((line["batch"], line["seq_len"]), {})
-            # NSA's implementations share a column: one kernel choice a line.
-            which = "NSA" if line["attention"] == "nsa" else line["implementation"]
-            shape[line["framework"], which] = line
-    ok = (key for shape in newest.values() for key in shape if shape[key]["status"] == "ok")
-    columns = list(dict.fromkeys(ok))
-    columns.sort(key=lambda key: (key[0] != "torch", key[1] != "NSA", key[1]))
-    rows = []
-    for (batch, seq_len), shape in sorted(newest.items(), key=lambda item: item[0][::-1]):
-        found = [shape.get(column) for column in columns]
-        cells = [_figure(line, "time_ms", ".0f") for line in found]
-        rows.append([f"{batch} x {seq_len}", *cells, commits(found)])
-    names = [
-        f"{kernel_name(which)}, {'JAX' if framework == 'jax' else 'torch'}"
-        for framework, which in columns
-    ]
-    return table(["tokens a step", *names, "commit"], rows)
-
-
 def decode(device: str, commit: str = "") -> str:
     """The newest steps from pages, beside dense attention to the same keys; `commit`: all of it, or
     of some with commas between.
@@ -499,34 +556,6 @@ def decode(device: str, commit: str = "") -> str:
     head += ["in fp8"] * len(eight) + ["`cached_attention`"]
     eager = ["eager: host", "eager in fp8: host"][:hosts]
     return table([*head, *map(kernel_name, USUAL), *eager, "commit"], rows)
-
-
-def host(device: str, implementation: str = "mosaic") -> str:
-    """The newest rows of `bench.host_time`: median, and 20th to 80th percentile."""
-    newest = {
-        (line["shape"], line["pass"], line["form"]): line
-        for line in lines_of("kernel_log/host.jsonl", device)
-        if line["implementation"] == implementation
-    }
-    names = {"graphs": "as graphs", "each": "each by itself"}
-    parts = ("host", "done", "row", "replay")
-    rows = [
-        [
-            shape,
-            which,
-            names[form],
-            *(
-                f"{line[f'{part}_ms']:.3f} ({line[f'{part}_p20']:.3f} to {line[f'{part}_p80']:.3f})"
-                for part in parts
-            ),
-            f"{line['graphs_a_call']:g}",
-            commits([line]),
-        ]
-        for (shape, which, form), line in newest.items()
-    ]
-    head = ["shape", "pass", "launches", "host", "until done", "calls in a row", "CUDA graph"]
-    head += ["graphs a call"]
-    return table([*head, "commit"], rows)
 
 
 def first_call(device: str) -> str:
@@ -597,89 +626,6 @@ def selection() -> str:
     return table([*head, "over `sdpa`", "over `fa2`", "commit"], rows)
 
 
-def block_selection(device: str) -> str:
-    """A released model's attention over blocks: ours beside transformers' own, the newest."""
-    newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
-    for line in lines_of("kernel_log/block_selection.jsonl", device):
-        if line.get("overlap") or line["mode"] not in PASSES:
-            continue
-        newest.setdefault((line["S"], line["mode"]), {})[line["implementation"]] = line
-    names = ("nsa_blocks", "sdpa", "eager")
-
-    def cell(line: Mapping[str, Any] | None) -> str:
-        if line is None:
-            return MISSING
-        if line["status"] != "ok":
-            return "out of memory" if line["status"] == "oom" else line["status"]
-        return f"{line['ms']:.3g} ms, {line['peak_gib']:.1f} GiB"
-
-    rows = [
-        [
-            length(tokens),
-            "forward" if mode == "forward" else "with backward",
-            *(cell(found.get(name)) for name in names),
-            commits(map(found.get, names)),
-        ]
-        for (tokens, mode), found in sorted(newest.items())
-        if not {*names}.isdisjoint(found)
-    ]
-    return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
-
-
-# What `bench.block_selection` times: mode, implementation, name.
-OF_BLOCKS = (
-    ("forward", "nsa_torch", "**`block_attention`, forward**"),
-    ("fwdbwd", "nsa_torch", "**with backward**"),
-    ("forward", "flex", "FlexAttention, forward"),
-    ("fwdbwd", "flex", "with backward"),
-    ("forward", "vllm", "vLLM's Triton kernel, forward"),
-    ("forward", "flash_msa", "flash-msa, forward, its selection too"),
-    ("fwdbwd", "flash_msa", "with backward"),
-    ("indexer", "nsa_torch", "**`index_blocks`**"),
-    ("indexer", "eager", "the indexer of transformers, its projections too"),
-    ("loss", "nsa_torch", "**`indexer_kl` and its gradients**"),
-    ("decode", "nsa_torch", "**a decode step of 8 rows from pages: lists and attention**"),
-    ("qsa", "nsa_torch", "**QSA: `index_blocks` and `block_attention`, forward**"),
-    ("qsa", "sdpa", "QSA's heads, dense attention of torch, forward"),
-    ("qsa_decode", "nsa_torch", "**a decode step of 8 rows of QSA**"),
-)
-
-
-def block_attention(device: str) -> str:
-    """Functions of block attention, a column a length and kind of lists, the newest."""
-    newest = {
-        (line["mode"], line["implementation"], line["S"], line.get("overlap", 0.0)): line
-        for line in lines_of("kernel_log/block_selection.jsonl", device)
-    }
-    columns = [(tokens, share) for tokens in (32768, 131072) for share in (0.0, 0.95)]
-    columns = [x for x in columns if any(key[2:] == x for key in newest)]
-    rows = []
-    for mode, name, what in OF_BLOCKS:
-        found = [newest.get((mode, name, *column)) for column in columns]
-        cells = [_figure(x, "ms", ".3g") for x in found]
-        if {*cells} != {MISSING}:
-            rows.append([what, *cells, commits(found)])
-    kinds = [f"{length(n)}, {'alike' if share else 'random'}" for n, share in columns]
-    return table(["ms", *kinds, "commit"], rows)
-
-
-def serving(device: str, commit: str = "") -> str:
-    """The lines of `examples/serve.py`; `commit`: all of it."""
-    cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
-    cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
-    rows = [
-        [
-            line["attention"],
-            line.get("transformers", MISSING),
-            *(f"{line[cell]:.4g}" if cell in line else MISSING for cell in cells),
-            commits([line]),
-        ]
-        for line in lines_of("kernel_log/serve.jsonl", device)
-        if (line["commit"] or "").startswith(commit)
-    ]
-    return table(["served", "transformers", *cells, "commit"], rows)
-
-
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
     """The device, and its part of the first chart of `bench.report`, from all its records."""
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
@@ -699,36 +645,6 @@ def crossovers() -> str:
         for panel in each
     ]
     return table(["", "NSA is faster", "of", "commit"], rows)
-
-
-def scaling(device: str = "nvidia-h200") -> str:
-    path = records.FOLDER / device / "kernel_log" / "scale.jsonl"
-    found = {(problem(row), row["devices"]): row for _, row in records.read_lines(path)}
-    head = ["framework", "tokens", "pass", "layout", "GPUs", "ms", "efficiency", "exposed ms"]
-    head += ["slowest / mean", "GB a GPU", "commit"]
-    rows = []
-    for row in sorted(found.values(), key=lambda x: (*problem(x), x["devices"])):
-        cell = lambda name, form, row=row: (
-            MISSING if row.get(name) is None else format(row[name], form)
-        )
-        several, documents = row["devices"] > 1, row.get("documents")
-        of_documents = f", {len(documents)} documents" if documents else ""
-        rows.append(
-            [
-                row["framework"],
-                length(row["S"]) + of_documents,
-                "forward" if row["mode"] == "forward" else "with backward",
-                row["layout"] if several else MISSING,
-                str(row["devices"]),
-                cell("ms", ".4g") if row["status"] == "ok" else row["status"],
-                cell("efficiency", ".1%") if several else MISSING,
-                cell("exposed_ms", ".1f") if several else MISSING,
-                cell("imbalance", ".2f") if several else MISSING,
-                MISSING if row["memory_mib"] is None else f"{row['memory_mib'] / 1024:.1f}",
-                commits([row]),
-            ]
-        )
-    return table(head, rows)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -763,18 +679,6 @@ def parallel_training(device: str = DEVICE.name) -> str:
     return table(head, rows)
 
 
-def showcase(device: str = DEVICE.name) -> str:
-    """A row a length and mode of `--ranges`."""
-    rows = []
-    for line in lines_of("showcase.jsonl", device):
-        _, _, mode = line["implementation"].partition("ranges=")
-        where = str(line["seq_len"]), mode or "none", str(line["batch"])
-        times = (f"{line[name]:.0f}" for name in ("time_ms", "p20_ms", "p80_ms"))
-        rate, peak = f"{line['tokens_per_s']:.0f}", f"{line['peak_bytes'] / 2**30:.1f}"
-        rows.append([*where, *times, rate, peak, commits([line])])
-    return table(["S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "commit"], rows)
-
-
 @functools.cache
 def _quality_groups() -> list[quality.Group]:
     """Kinds of attention over seeds."""
@@ -792,19 +696,6 @@ def quality_table(part: str) -> str:
         "found": (quality.FOUND_HEAD, quality.found_rows),
     }[part]
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
-
-
-def gates(device: str = DEVICE.name) -> str:
-    """A training step of the 124 M model by the kind of its gates."""
-    times: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines_of("kernel_log/gates.jsonl", device):
-        _, _, kind = line["model"].partition("-")
-        times.setdefault(kind.removesuffix("-gates") or "sigmoid", []).append(line)
-    rows = []
-    for kind, lines in times.items():
-        shown = (f"{x['time_ms']:.1f} ({x['p20_ms']:.1f} to {x['p80_ms']:.1f})" for x in lines)
-        rows.append([f"`{kind}`", "; ".join(shown), commits(lines)])
-    return table(["gates", "ms a step (p20 to p80), in turn", "commit"], rows)
 
 
 def _files(setting: str, variant: str) -> list[Path]:
@@ -879,18 +770,6 @@ def converted(device: str = DEVICE.name) -> str:
     return table(["run", "steps after", "loss", "within", "beyond"], rows)
 
 
-def cached(device: str = DEVICE.name) -> str:
-    """Held-out loss by what the cache keeps, and what a passage gains that was read before."""
-    rows = []
-    for line in lines_of("kernel_log/cached.jsonl", device):
-        gain = MISSING if line["copied"] is None else f"{line['copied']:.4f}"
-        cells = [f"{line['loss']:.4f}", f"{line['above']:+.4f}", gain]
-        about = line["model"], str(line["steps"]), line["cache"]
-        rows.append([*about, *cells, commits([line])])
-    head = ["model", "steps", "cache", "loss", "above", "copied", "commit"]
-    return table(head, rows)
-
-
 def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A column an environment of `tests/versions.py`."""
     names = list(dict.fromkeys(x for each in found for x in each["versions"]))
@@ -915,39 +794,21 @@ def versions(names: str) -> str:
     return versions_table([last[name] for name in names.split(",")])
 
 
-def installed(device: str) -> str:
-    """What the first calls of an installed wheel cost, by the last processes of each kind."""
-    lines = lines_of("kernel_log/installed.jsonl", device)
-    last = {(x["preset"], x["stage"], bool(x["versions"]["jax"])): x for x in lines}
-    parts = "import_s", "start_s", "forward_backward_s", "prefill_s", "decode_s", "total_s"
-    rows = []
-    for (preset, stage, jax), line in last.items():
-        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s")]
-        seconds.append(f"{line['layer_s']:.2f}" if "layer_s" in line else MISSING)
-        beside = line["versions"]["jax"] if jax else "none"
-        faults = "; ".join(line["faults"]) or "nothing"
-        rows.append([preset, stage, beside, *seconds, faults, commits([line])])
-    steps = "import torch", "start the GPU", "forward, backward", "prefill", "decode"
-    head = ["preset", "process", "JAX", *steps, "**these three**", "again", "a layer"]
-    return table([*head, "built or written", "commit"], rows)
-
-
 # Files that are pictures, made whole.
 PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
 }
 TABLES: Mapping[str, Callable[..., str]] = {
+    **{name: functools.partial(of_lines, name) for name in KINDS},
     "quality": quality_table,
     "seed_names": seed_names.markdown,
     "seed_variables": seed_env.markdown,
 } | {
     function.__name__: function
     for function in (
-        *(summary, packed, attention, branches, fp8, targets, variants, kernel_times),
-        *(counters, memory_check, training, decode, cached, host, first_call, installed),
-        *(versions, parallel_training, experiment, experiments, gates, showcase),
-        *(converted, selection, block_selection, block_attention, serving),
-        *(crossovers, scaling),
+        *(summary, packed, attention, branches, fp8, targets, kernel_times, memory_check),
+        *(training, decode, first_call, installed, versions, parallel_training, experiment),
+        *(experiments, converted, selection, crossovers, scaling),
     )
 }
 

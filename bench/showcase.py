@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from . import doc_tables
-from .harness import cli, command, exit_status, heartbeat, process, records
+from .harness import cli, command, exit_status, heartbeat, markdown, process, records
 from .lm import config_file, log, variants
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
@@ -212,7 +211,7 @@ def report(rows: Sequence[Row], folder: Path) -> str:
             "Step time: median and 20th, 80th percentile. GPU: share of the time that a kernel "
             "ran, by nvidia-smi. MFU: of the useful FLOPs.",
             "",
-            doc_tables.table(COLUMNS, [tuple(cells_of(row)) for row in rows]),
+            markdown.table(COLUMNS, [tuple(cells_of(row)) for row in rows]),
             "",
             *answers(rows),
             "",

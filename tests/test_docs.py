@@ -285,13 +285,13 @@ def test_lines_that_failed_since(table, monkeypatch):
     }
     lines = [about | {"status": "ok", "time_ms": 7.0, "ms": 7.0}]
     monkeypatch.setattr(records, "read_lines", lambda path: [("", line) for line in lines])
-    make = getattr(doc_tables, table)
-    assert "| 7 |" in make(doc_tables.DEVICE.name)
+    make = doc_tables.TABLES[table]
+    assert "| 7 |" in make(device=doc_tables.DEVICE.name)
     lines.append(about | {"status": "oom", "time_ms": None, "ms": None})
     if table == "training":  # a column has a time somewhere; another model is another table
         lines.append(about | {"status": "ok", "time_ms": 9.0, "seq_len": 1024})
         lines.append(about | {"status": "ok", "time_ms": 8.0, "model": "125m-head-gates"})
-    assert "| oom |" in make(doc_tables.DEVICE.name)
+    assert "| oom |" in make(device=doc_tables.DEVICE.name)
 
 
 def test_rows_that_differ_in_their_batch_alone_have_an_order(monkeypatch):
