@@ -365,14 +365,14 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
     "ranges": lambda label: label.partition("ranges=")[2] or "none",
     "gates": lambda model: model.partition("-")[2].removesuffix("-gates") or "sigmoid",
-    "or none": lambda text: text or "none",
-    "or nothing": lambda texts: "; ".join(texts) or "nothing",
 }
 
 
 class _Template(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        if value is None and format_spec != "or none":
+        if format_spec.startswith("or "):
+            return value or format_spec.removeprefix("or ")
+        if value is None:
             raise KeyError
         own = FORMATS.get(format_spec)
         return own(value) if own else format(value, format_spec)
@@ -429,12 +429,10 @@ def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
 
 def _crossed(kind: Kind, lines: Iterable[Line], titles: dict[str, str]) -> str:
     """Rows and columns of lines; `titles` of the first columns."""
-    found: dict[tuple[str, ...], dict[str, list[Line]]] = {}
+    found: dict[tuple[Any, ...], dict[str, list[Line]]] = {}
     for line in lines:
-        row = (
-            *(cell(x, line) for x in kind["row"].values()),
-            *map(line.get, kind.get("apart", ())),
-        )
+        names = (cell(x, line) for x in kind["row"].values())
+        row = *names, *map(line.get, kind.get("apart", ()))
         column = cell(kind["column"], line)
         found.setdefault(row, {}).setdefault(column, []).append(line)
         if line.get("status", "ok") == "ok":
@@ -487,7 +485,7 @@ def installed(device: str = "") -> str:
     """The last process of each kind."""
     lines = chosen("installed", device)
     last = {(x["preset"], x["stage"], bool(x["versions"]["jax"])): x for x in lines}
-    return made("installed", last.values())
+    return made("installed", (x | {"faults": "; ".join(x["faults"])} for x in last.values()))
 
 
 # Runs of `bench.memory_check`, and what a clean one shows.
@@ -560,37 +558,11 @@ def decode(device: str, commit: str = "") -> str:
 
 def first_call(device: str) -> str:
     """What `bench.first_call` measured last beside the target."""
-    stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
-    cold, warm, lengths = (stage[name] for name in ("cold", "warm", "lengths"))
-    jax, again = stage["jax"], stage["jax_again"]
+    stage = {line["stage"]: line for line in chosen("first_call", device)}
+    lengths = stage["lengths"]
     more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
-    new_length = (
-        f"{lengths['more_ms_median']:.1f} ms median, {lengths['more_ms_p90']:.1f} at the 90th "
-        f"percentile, {lengths['more_ms_max']:.0f} at most of {lengths['lengths']}"
-    )
-    new_length_jax = (
-        f"{jax['new_length_s_median']:.1f} s median, {jax['new_length_s_max']:.1f} at most of "
-        f"{jax['lengths']}"
-    )
-    first_jax = f"{jax['first_both_s']:.1f} s; {again['first_both_s']:.2f} s with JAX's cache"
-    first = f"{warm['first_both_s']:.2f} s"
-    built = f"{cold['build_s']:.1f} s"
-    held = f"held after {lengths['lengths']} lengths, more than after the longest alone"
     rows = [
-        ("all kernels built on 16 cores, once a machine", "12 s", built, "the same kernels"),
-        (
-            "first forward and backward of a process that finds them",
-            "0.5 s; JAX 1.5 s",
-            first,
-            first_jax,
-        ),
-        (
-            "a length never seen, more than the second call",
-            "10 ms; JAX 1.5 s",
-            new_length,
-            new_length_jax,
-        ),
-        (held, "64 MB", f"{more:.0f} MB", "not measured"),
+        [cell(x, stage | {"more_mb": more}) for x in row] for row in KINDS["first_call"]["rows"]
     ]
     commit = commits(stage.values())
     return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
