@@ -34,7 +34,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that both are timed.", lower_b
 MARGIN = flags.DEFINE_float("margin", 0.02, "What counts as slower.", lower_bound=0, **at)
 OTHER_BITS = flags.DEFINE_bool("allow_other_bits", False, "Bits may differ.", **at)
 MEMORY = flags.DEFINE_float("memory_gib", 70, "Of the GPU, for all at once.", **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 OTHER = flags.DEFINE_string("other_commit", None, "Of the other, likewise.", **at)
 

@@ -37,7 +37,7 @@ from .harness.timed_problem import Problem, torch_inputs
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 UNDER = flags.DEFINE_string("under_ncu", None, "This row, in a process that ncu watches.", **at)
 

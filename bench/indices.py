@@ -17,7 +17,8 @@ from absl import flags
 
 from nsa_core import flags as kernel_flags
 
-from .harness import cli, command, exit_status, markdown, problems, records
+from .harness import cli, command, exit_status, problems, records
+from .harness.markdown import number, table
 from .harness.records import Record
 from .harness.runners import RUNNERS, forward, out_of_memory, problem
 from .judge import selection_shortfall
@@ -110,16 +111,12 @@ def measure(runner, implementation, inputs, wanted, config, seconds) -> dict[str
 
 def row(record: Record, found: selection_shortfall.Comparison | None) -> Sequence[str]:
     """A row of the table."""
-
-    def number(value, digits=2):
-        return "-" if value is None else f"{value:.{digits}g}"
-
     counts = ("-",) * 3
     if found is not None:
         counts = (str(found.rows), str(found.differing), str(found.unexplained))
     cells = (record.input, record.framework, record.implementation, record.status, *counts)
-    cells += (number(record.error_max), number(record.error_bound), number(record.time_ms, 4))
-    return cells
+    cells += (number(record.error_max, ".2g"), number(record.error_bound, ".2g"))
+    return *cells, number(record.time_ms, ".4g")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     shape = " ".join(f"{name}={getattr(done[0], name)}" for name in sizes)
     devices = ", ".join(dict.fromkeys(record.device for record in done))
     print(f"device: {devices}; {shape}; selection of {config}\n")
-    print(markdown.table(TITLES, rows))
+    print(table(TITLES, rows))
     print(
         "shortfall: of the row that uses most of its bound, the best score left out less the "
         "worst\ntaken in place of it, and what float32 resolves, over the larger of the two "

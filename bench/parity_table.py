@@ -96,16 +96,11 @@ def table(found: Sequence[Record]) -> str:
             ", ".join(map(str, groups)),
             str(max(r.T for r in group)),
             worst.error_of or "-",
-            *(
-                "-" if error is None else f"{error:.2g}"
-                for error in (
-                    worst.error_max,
-                    worst.error_bound,
-                    worst.error_rms,
-                    worst.error_rms_bound,
-                )
-            ),
-            "-" if worst.slope is None else f"{worst.slope:.5f}",
+            markdown.number(worst.error_max, ".2g"),
+            markdown.number(worst.error_bound, ".2g"),
+            markdown.number(worst.error_rms, ".2g"),
+            markdown.number(worst.error_rms_bound, ".2g"),
+            markdown.number(worst.slope, ".5f"),
             _status(worst, group),
         )
         rows.append(cells)

@@ -182,16 +182,15 @@ def cells_of(row: Row) -> list[str]:
     peak = speed.peak_bytes and speed.peak_bytes / 2**30
     return [
         *(str(row.length), row.mode, str(speed.batch)),
-        *(_number(x, ".4g") for x in (speed.time_ms, speed.p20_ms, speed.p80_ms)),
-        *(_number(speed.tokens_per_s, ".0f"), _number(peak, ".2f")),
+        *(markdown.number(x, ".4g") for x in (speed.time_ms, speed.p20_ms, speed.p80_ms)),
+        *(markdown.number(speed.tokens_per_s, ".0f"), markdown.number(peak, ".2f")),
         fa2(speed) if row.measured else "-",
-        *(_number(row.used_percent, ".0f"), _number(speed.mfu and 100 * speed.mfu, ".1f")),
+        *(
+            markdown.number(row.used_percent, ".0f"),
+            markdown.number(speed.mfu and 100 * speed.mfu, ".1f"),
+        ),
         *(row.status, row.reason.replace("|", "/")),
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:

@@ -31,7 +31,7 @@ FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
 ROUNDS = flags.DEFINE_integer("rounds", 7, "Samples of each.", lower_bound=5, **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
+OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 
 REST_SECONDS = 0.05  # as `timing.RESTED` says

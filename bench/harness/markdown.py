@@ -7,6 +7,11 @@ def line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A cell; one that was not measured is -."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:
     """Ends with a line break; without `rows` it is the head, which lines of a run follow."""
     head = list(head)

@@ -144,10 +144,8 @@ def main(argv: Sequence[str]) -> int:
         copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
         name = str(kind).removeprefix("torch.")
         line = {"cache": name, "loss": loss, "above": loss - first, "copied": copied}
-        shown = (
-            x if isinstance(x, str) else "-" if x is None else f"{x:.4f}" for x in line.values()
-        )
-        print(markdown.line(shown), flush=True)
+        numbers = (markdown.number(x, ".4f") for x in (loss, loss - first, copied))
+        print(markdown.line([name, *numbers]), flush=True)
         if OUT.value is not None:
             records.append_lines(OUT.value, [about | line])
     return 0

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..harness.markdown import number
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
@@ -139,7 +140,7 @@ def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]
         (
             *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
             *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
-            _number(ends[run].held_out_loss, ".4f"),
+            number(ends[run].held_out_loss, ".4f"),
             devices(h),
         )
         for run, h in last(lines, Header).items()
@@ -163,10 +164,10 @@ def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str
     rows = [
         (
             *(s.model, s.framework, s.attention, s.implementation, s.dtype),
-            *(str(s.seq_len), str(s.batch), s.status, _number(s.time_ms, ".4g")),
-            _number(s.tokens_per_s, ".0f"),
-            _number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
-            _number(s.mfu and 100 * s.mfu, ".1f"),
+            *(str(s.seq_len), str(s.batch), s.status, number(s.time_ms, ".4g")),
+            number(s.tokens_per_s, ".0f"),
+            number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
+            number(s.mfu and 100 * s.mfu, ".1f"),
             s.reason.replace("|", "/"),
         )
         for s in lines
@@ -174,10 +175,6 @@ def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str
     ]
     names = "model framework attention implementation dtype S B status ms tokens/s".split()
     return [*names, "peak GiB", "MFU %", "note"], rows
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness import process, records
+from ..harness.markdown import number
 from ..harness.records import Record
 from ..lm import curves, watched
 from . import crossover, render
@@ -77,10 +78,6 @@ def _crossover(report: Report) -> str:
     return "".join(crossover.figure(device, each) for device, each in found.items())
 
 
-def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}g}{unit}"
-
-
 def _cell(label: str, text: str, value: Any = "", kind: str = "", sub: str = "") -> str:
     """A cell; `value` is what it is sorted by, `label` its column's name on a narrow screen."""
     value = "" if value is None else value
@@ -133,8 +130,8 @@ def _row(where: str, record: Record, dense: float | None, portable: float | None
     shape += f" H={r.H}/{r.Hkv} D={r.D}/{r.Dv}"
     config = "/".join(str(value) for value in r.config.values())
     times = r.times_ms
-    error = _number(r.error_max, 2)
-    bound = f"of {_number(r.error_bound, 2)}" if r.error_bound else ""
+    error = number(r.error_max, ".2g")
+    bound = f"of {r.error_bound:.2g}" if r.error_bound else ""
     name, _, line = where.rpartition(":")
     source = f"{Path(name).name}:{line}, {r.bench}, commit {(r.commit or 'unknown')[:9]}"
     note = render.note(r)
@@ -144,14 +141,14 @@ def _row(where: str, record: Record, dense: float | None, portable: float | None
         (escape(r.implementation), r.implementation, "t", r.framework),
         (escape(shape), f"{r.T} {shape}", "problem", f"{r.dtype} {r.input} {config}"),
         (
-            _number(times and times[0], 4),
+            number(times and times[0], ".4g"),
             times and times[0],
             "n",
             f"{times[1]:.3g} to {times[2]:.3g}" if times else "",
         ),
-        (_number(dense, 3, "x"), dense, "n"),
-        (_number(portable, 3, "x"), portable, "n"),
-        (_number(r.tflops if times else None), r.tflops if times else None, "n"),
+        (number(dense, ".3g", "x"), dense, "n"),
+        (number(portable, ".3g", "x"), portable, "n"),
+        (number(r.tflops if times else None, ".3g"), r.tflops if times else None, "n"),
         (error, r.bound_share, "n", bound),
         (_folded(note), note, "note", source),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ..harness.markdown import number
 from ..harness.records import FIELDS, Record
 
 COLUMNS = (
@@ -84,10 +85,6 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
 
 def rows(records: Sequence[Record]) -> list[dict[str, str]]:
     """The table's cells, by column; the note is whole."""
-
-    def number(value, digits=3):
-        return "-" if value is None else f"{value:.{digits}g}"
-
     table = []
     for record, speed_up in zip(records, speed_ups(records), strict=True):
         extra = record.extra_peak_bytes
@@ -97,16 +94,16 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
             record.implementation,
             record.status,
             record.error_of or "-",
-            number(record.error_max, 2),
-            number(record.error_bound, 2),
-            number(record.error_rms, 2),
-            number(record.error_rms_bound, 2),
-            "-" if record.slope is None else f"{record.slope:.5f}",
-            number(record.time_ms, 4),
-            number(record.p20_ms, 4),
-            number(record.p80_ms, 4),
-            "-" if speed_up is None else f"{speed_up:.3g}x",
-            number(record.tflops),
+            number(record.error_max, ".2g"),
+            number(record.error_bound, ".2g"),
+            number(record.error_rms, ".2g"),
+            number(record.error_rms_bound, ".2g"),
+            number(record.slope, ".5f"),
+            number(record.time_ms, ".4g"),
+            number(record.p20_ms, ".4g"),
+            number(record.p80_ms, ".4g"),
+            number(speed_up, ".3g", "x"),
+            number(record.tflops, ".3g"),
             "n/a" if extra is None else f"{extra / 2**20:.1f}",
             note(record),
         )
