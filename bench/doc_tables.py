@@ -407,9 +407,8 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
         and (line["commit"] or "").startswith(commit)
     ]
     if known and not lines:
-        raise ValueError(
-            f"{kind['file']} has no " + " ".join(f"{x} {only[x][0]!r}" for x in known)
-        )
+        asked = ", ".join(f"{x} {only[x][0]!r}" for x in known)
+        raise ValueError(f"{kind['file']} has no {asked}")
     if "newest" in kind:
         lines = [*{tuple(x[field] for field in kind["newest"]): x for x in lines}.values()]
     lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
@@ -428,7 +427,8 @@ def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
 
 
 def _crossed(kind: Kind, lines: Iterable[Line], titles: dict[str, str]) -> str:
-    """Rows and columns of lines; `titles` of the first columns."""
+    """A row for what `row` says of lines and a column for what `column` says; `titles`: of the
+    columns that come first."""
     found: dict[tuple[Any, ...], dict[str, list[Line]]] = {}
     for line in lines:
         names = (cell(x, line) for x in kind["row"].values())
@@ -442,7 +442,9 @@ def _crossed(kind: Kind, lines: Iterable[Line], titles: dict[str, str]) -> str:
         found = {(x,): found.get((x,), {}) for x in kind["rows"]}
     rows = []
     for row, each in found.items():
-        shown = [each.get(x, [])[0 if kind.get("each") else -1 :] for x in columns]
+        shown = [each.get(x, []) for x in columns]
+        if not kind.get("each"):
+            shown = [of[-1:] for of in shown]
         cells = ["; ".join(cell(kind["cells"], x) for x in of) or MISSING for of in shown]
         if {*cells} != {MISSING}:
             names = [kind.get("rows", {}).get(x, x) for x in row[: len(kind["row"])]]
