@@ -34,6 +34,17 @@ def test_below_autograd_the_function_runs_and_no_gradient_is_recorded(operator):
         assert [str(x.type) for x in returns] == ["Tensor"]
 
 
+def test_a_backward_pass_has_a_number():
+    with canary("torch", "numbers backward passes otherwise", "nsa_torch/cache.py"):
+        assert torch._C._current_graph_task_id() == -1
+        numbers, x = [], torch.zeros((), requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        for _ in range(2):
+            y.backward(retain_graph=True)
+        assert numbers[0] >= 0 and numbers[0] != numbers[1]
+
+
 def test_the_compiler_is_told_of_a_constant_as_torch_does_it():
     with canary("torch", "marks what compiled code takes as a constant otherwise", PLAIN):
         told = torch.compiler.assume_constant_result(lambda: 1)
