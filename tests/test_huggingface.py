@@ -1154,6 +1154,17 @@ def test_keywords_that_nobody_reads(name):
         call(ids, **{name: None}, token_type_ids=torch.zeros_like(ids))
 
 
+def test_the_module_is_written_with_the_configuration(tmp_path):
+    """By the one step of `save_pretrained` whose files transformers uploads to the Hub."""
+    config = model().config
+    config.save_pretrained(str(tmp_path / "saved"), False)
+    (tmp_path / "written").mkdir()
+    config.to_json_file(tmp_path / "written" / "config.json")
+    for folder in tmp_path.iterdir():
+        assert {x.name for x in folder.iterdir()} == {"config.json", "modeling_nsa.py"}
+        assert "auto_map" in json.loads((folder / "config.json").read_text())
+
+
 def test_keywords_of_the_loss():
     made, ids = copy.deepcopy(model()), tokens(1)
     want = made(ids, labels=ids).loss

@@ -59,14 +59,14 @@ class SavedConfig(PreTrainedConfig):
 
     classes: ClassVar[dict[str, str]]
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers' `save_pretrained`, and the module."""
+    def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' `to_json_file`, and the module: `save_pretrained` calls it between noting
+        which files there are and uploading those that are new.
+        """
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in self.classes.items()}
-        super().save_pretrained(save_directory, *args, **kwargs | {"push_to_hub": False})
+        super().to_json_file(json_file_path, *args, **kwargs)
         text = REMOTE_CODE.format(names=", ".join(self.classes.values()))
-        (Path(save_directory) / f"{REMOTE}.py").write_text(text)
-        if kwargs.get("push_to_hub"):  # with the module
-            super().save_pretrained(save_directory, *args, **kwargs)
+        Path(json_file_path).with_name(f"{REMOTE}.py").write_text(text)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
