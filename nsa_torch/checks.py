@@ -71,7 +71,6 @@ def tokens(
     """`length`: tokens of the whole sequence, where these are a rank's."""
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
-    devices(query, {"query": query})
     devices(query, {key_name: key, value_name: value})
     packed_keys(cu_seqlens, query, key, length)
 
@@ -257,7 +256,6 @@ def length(kv_len, query, cu_seqlens, capacity, most=None):
 def scoring(query, compressed_key, config, kv_len, cu_seqlens, scale):
     tensors(query=query, compressed_key=compressed_key)
     validate.scoring(query, compressed_key, config, kv_len, None, scale)
-    devices(query, {"query": query})
     packed(cu_seqlens, query, "query")
     devices(query, {"compressed_key": compressed_key})
     most = validate.most_tokens(config, compressed_key.shape[1])

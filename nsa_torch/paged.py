@@ -122,8 +122,6 @@ class PagedCache(PagedArrays):
           ValueError: shapes or dtypes that do not fit, such as pages of another size than
             `config.select_block`, or of fp8 without scales.
         """
-        validate.flag("separate", separate)
-        validate.sizes(max_rows=max_rows)
         validate.configuration(config)
         given: dict[str, Any] = {"key_pages": key_pages, "value_pages": value_pages}
         given |= checks.present(
@@ -154,9 +152,9 @@ class PagedCache(PagedArrays):
         compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
         _check_made(key_pages.dtype, compressed_dtype, max_rows)
         given = {ARRAY_OF.get(name, name): x for name, x in given.items()}
-        apart = _pages_apart([x for x in given.values() if x is not None])
+        apart = _pages_apart(list(given.values()))
         if apart > 1:
-            given = {k: x if x is None else _with_gaps(x, apart) for k, x in given.items()}
+            given = {k: _with_gaps(x, apart) for k, x in given.items()}
             key_pages, value_pages = given["selected_key"], given["selected_value"]
         pages, _, kv_heads, key_width = key_pages.shape
         sizes = pages, kv_heads, key_width, value_pages.shape[3]

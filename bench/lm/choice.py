@@ -15,7 +15,7 @@ Scores have no gradient, as NSA's have none.
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
 from nsa_core.layer import LayerSpec
@@ -78,10 +78,9 @@ def blocks(
         own = at // config.select_block
         score = _mass if rule.startswith("mass") else _bound
         scores = score(part, selected[:, : start + CHUNK], at, spec)
-        over = "b g h t n -> b t (g h) n" if rule == "mass_heads" else "b g h t n -> b t g n"
-        scores = (
-            rearrange(scores, over) if rule == "mass_heads" else reduce(scores, over, "sum")
-        )
+        if rule != "mass_heads":  # a list per key/value head
+            scores = scores.sum(dim=2, keepdim=True)
+        scores = rearrange(scores, "b g h t n -> b t (g h) n")
         lists.append(select_from_scores(scores, own[None, :, None], config))
     return torch.cat(lists, dim=1)
 
@@ -116,10 +115,7 @@ def _rotated_to_the_middle(key: Tensor, spec: LayerSpec) -> Tensor:
 
     def turned(x: Tensor, position: Tensor) -> Tensor:
         angle = (position[:, None] * rates)[:, None]
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(
-            -2
-        )
+        return heads._rotated(x, angle.cos(), angle.sin())
 
     raw = turned(key, -torch.arange(key.shape[1], device=key.device))
     means = functional.compress(raw, config=spec.config)
