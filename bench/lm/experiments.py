@@ -68,6 +68,7 @@ class Variant:
 # Gates of "head" start at (-2, 2, 2).
 HEAD = {"gate": "head"}
 SHARED = HEAD | {"kv": "shared"}
+TAPS = SHARED | {"key_taps": 3}
 DENSE = {"attention": "dense"}
 FINER = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32}  # as many keys
 HALF_OPEN = {"gate_bias": (0.0, 2.0, 2.0)}
@@ -99,7 +100,13 @@ VARIANTS = {
     "head_shared": Variant("gates of each head, keys for all branches", SHARED),
     "shared_022": Variant("the compressed gate starts at 1/2", SHARED | HALF_OPEN),
     "shared_half": Variant("blocks of 32, 32 selected", SHARED | FINER),
-    "shared_taps": Variant("keys convolved over three tokens", SHARED | {"key_taps": 3}),
+    "shared_taps": Variant("keys convolved over three tokens", TAPS),
+    "shared_taps_n32": Variant("convolved keys, 32 blocks", TAPS | {"n_sel": 32}),
+    "shared_taps_n64": Variant("convolved keys, 64 blocks", TAPS | {"n_sel": 64}),
+    "shared_taps_half": Variant("convolved keys, 32 blocks of 32", TAPS | FINER),
+    "shared_taps_fine": Variant("convolved keys, finer means", TAPS | {"l": 16, "d": 8}),
+    "shared_taps_index": Variant("convolved keys, a loss", TAPS | {"selection_loss": 0.1}),
+    "shared_taps_third": Variant("convolved keys, a third dense", TAPS | {"dense_every": 3}),
     "shared_first_dense": Variant("a dense first layer", SHARED | {"dense_first": 1}),
     "shared_index": Variant("a loss trains the selection", SHARED | {"selection_loss": 0.1}),
     "shared_mlp_pe": Variant("learned compression", SHARED | {"phi": "mlp_pe"}),
@@ -234,7 +241,9 @@ EXPERIMENTS = {
             *("dense", "head_shared", "head", "shared_n32", "shared_n64", "shared_mass"),
             *("shared_bound", "shared_middle", "shared_heads", "shared_mass_heads"),
             *("shared_fine", "shared_half", "dense_taps", "shared_taps", "shared_index"),
-            *("shared_first_dense", "shared_dense_third"),
+            *("shared_first_dense", "shared_dense_third", "shared_taps_n32"),
+            *("shared_taps_n64", "shared_taps_half", "shared_taps_fine"),
+            *("shared_taps_index", "shared_taps_third"),
         ),
         (7,),
     ),
