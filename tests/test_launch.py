@@ -202,8 +202,8 @@ def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
     on_disk, fetched = {generic[2]}, []
 
     class Store:
-        def get_all(self, kernels):
-            return [BUILT if kernel in on_disk else None for kernel in kernels]
+        def get(self, kernel):
+            return BUILT if kernel in on_disk else None
 
         def fetch(self, kernels, jobs, progress):
             fetched.append(list(kernels))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kernels_pallas.runtime import build as building
-from kernels_pallas.runtime import sources as source_code
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.store import Store, key_of
@@ -95,7 +94,7 @@ def test_a_key_is_of_the_kernel_its_sources_and_the_architecture(monkeypatch):
     key = key_of(kernel(1))
     assert key == key_of(kernel(1)) and len(key) == 64
     others = {key_of(kernel(2)), key_of(kernel(1, "other"))}
-    monkeypatch.setattr(module.sources(), "digest", lambda roots: "other sources")
+    monkeypatch.setattr(module.sources, "digest", lambda: "other sources")
     others.add(key_of(kernel(1)))
     monkeypatch.undo()
     monkeypatch.setattr(Cubin, "ARCHITECTURE", "sm_100a")
@@ -452,79 +451,6 @@ def test_threads_share_a_store(store, builds):
     assert sorted(builds) == [0, 1, 2, 3]
 
 
-# What was parsed for keys
-
-
-@pytest.fixture
-def parsed(monkeypatch):
-    """Begins a process that has parsed nothing; gives the names of the modules that it parses."""
-
-    def begin():
-        fresh = source_code.Sources()
-        monkeypatch.setattr(module, "sources", lambda: fresh)
-        return pretend.calls_of(monkeypatch, source_code, "parse", lambda *x: x[1])
-
-    return begin
-
-
-def test_the_next_process_parses_nothing(store, parsed):
-    names = parsed()
-    store.fetch([kernel(1)])
-    assert "kernels_pallas.runtime.build_child" in names and len(set(names)) == len(names)
-    names = parsed()
-    assert Store(store.folder).get(kernel(1)) == built_of(kernel(1)) and names == []
-    (store.folder / module.PARSED).unlink()  # as if only comments had changed
-    assert Store(store.folder).get_all([kernel(1), kernel(2)]) == [built_of(kernel(1)), None]
-    names = parsed()
-    assert Store(store.folder).get(kernel(1)) is not None and names == []
-    assert Store(store.folder).clear() == 1 and list(store.folder.glob("*.json")) == []
-
-
-@pytest.mark.parametrize("damage", ["{", "[1]", '{"a": 1}', '{"a": ["b"]}', '{"a": [1, 2]}'])
-def test_what_was_parsed_and_is_damaged_is_parsed_again(store, parsed, damage):
-    parsed()
-    store.fetch([kernel(1)])
-    path = store.folder / module.PARSED
-    path.write_text(damage)
-    names = parsed()
-    assert Store(store.folder).fetch([kernel(1)]) == [built_of(kernel(1))] and names
-    assert json.loads(path.read_text())
-    assert parsed() == [] and Store(store.folder).get(kernel(1)) is not None
-
-
-def test_what_others_may_have_written_is_not_taken_for_parsed(store, parsed):
-    parsed()
-    store.fetch([kernel(1)])
-    store.folder.chmod(0o770)
-    names = parsed()
-    assert Store(store.folder).get(kernel(1)) is None and names
-    store.folder.chmod(0o700)
-    path = store.folder / module.PARSED
-    path.rename(store.folder.parent / "elsewhere")
-    path.symlink_to(store.folder.parent / "elsewhere")
-    names = parsed()
-    assert Store(store.folder).get(kernel(1)) is not None and names
-
-
-def test_versions_of_the_package_keep_what_each_has_parsed(store, parsed):
-    path = store.folder / module.PARSED
-    store.folder.mkdir(mode=0o700)
-    path.write_text(json.dumps({"another version": ["digest", ["x"]]}))
-    parsed()
-    Store(store.folder).fetch([kernel(1)])
-    assert json.loads(path.read_text())["another version"] == ["digest", ["x"]]
-
-
-def test_a_package_that_brings_all_writes_nothing(store, parsed, tmp_path):
-    parsed()
-    store.fetch([kernel(1)])
-    before = sorted(store.folder.iterdir())
-    parsed()
-    mine = Store(tmp_path / "mine", presets=store.folder)
-    assert mine.fetch([kernel(1)]) == [built_of(kernel(1))]
-    assert not mine.folder.exists() and sorted(store.folder.iterdir()) == before
-
-
 # The command
 
 
@@ -540,7 +466,6 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     assert command.main(["--preset=paper,seed", "--jobs=2", out, "--list"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("4 kernels of paper, seed in ") and builds == [5, 1, 4]
-    assert json.loads((tmp_path / "out" / module.PARSED).read_text())
     assert Store(tmp_path / "out").layers() == list(map(command.layer_of, ("paper", "seed")))
     assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
     assert command.main(["--preset=paper", "--decode", out]) == 0 and asked[-1]

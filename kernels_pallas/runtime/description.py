@@ -13,7 +13,8 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 
-PLACES = ["kernels_pallas.specs"]  # packages and modules; tests add theirs
+# Packages and modules; tests add theirs, whose sources are no part of keys.
+PLACES = ["kernels_pallas.specs"]
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
@@ -39,20 +40,6 @@ def described(description: dict[str, Any]) -> Kernel:
 def canonical(value: Any) -> str:
     """JSON that is equal where the values are."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def modules(description: dict[str, Any]) -> set[str]:
-    """Those that a description names."""
-    found = {description["source"].partition(":")[0]}
-    rest = [description["spec"]]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, dict) and "class" in value:
-            found.add(value["class"].partition(":")[0])
-            rest += value["fields"].values()
-        elif isinstance(value, dict):
-            rest += value["tuple"]
-    return found
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -67,7 +67,7 @@ def load(
         missing = [x for x in kernels if not is_loaded(x, device)]
         if not missing:
             return
-        found: Sequence[Any] = store().get_all(missing)
+        found: Sequence[Any] = [store().get(kernel) for kernel in missing]
         if None in found:
             if not can_build():
                 return

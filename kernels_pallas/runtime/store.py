@@ -2,7 +2,8 @@
 
 A file holds one kernel: a line with the checksum of the rest, a line of JSON (the manifest), the
 image. It is named by a key: the hash of what the kernel is (source and spec), of the code that its
-machine code follows from (`sources`), and of the architecture. A file that is damaged counts as
+machine code follows from (`sources`), and of the architecture. Whatever changes in that code, a
+comment too, all kernels are built anew. A file that is damaged counts as
 missing, so that the worst that a folder can do is cost a compilation. So does one that another
 version of JAX made, where this one can make it anew; what comes with the package was made by
 whichever JAX packed it, and runs beside any or none.
@@ -32,17 +33,15 @@ import platformdirs
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import build as building
+from kernels_pallas.runtime import sources
 from kernels_pallas.runtime.build import LOG, Built, Progress
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.description import canonical, describe, modules
-from kernels_pallas.runtime.sources import Module, Sources
+from kernels_pallas.runtime.description import canonical, describe
 
 FORMAT = 2
 PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is absent
 LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
-PARSED = "sources.json"  # beside kernels: what `Sources` need not parse again
-MODULES = 1024  # there at most: some versions of each
 LAYERS = "layers.json"  # beside kernels: the layers that all kernels are there of
 LEFT_SECONDS = 3600.0  # after which a file that was not finished is thrown away
 WAIT_SECONDS = 10.0  # after which is said what is waited for
@@ -77,22 +76,13 @@ def key_of(kernel: Kernel) -> str:
         raise ValueError(
             f"a kernel's name must be letters, digits, '_', '.' and '-', got {kernel.name!r}"
         )
-    described = describe(kernel)
-    body = kernel.body if isinstance(kernel.body, str) else kernel.body.__module__
-    roots = {*modules(described), body.partition(":")[0]} - {""}
     parts = {
         "architecture": Cubin.ARCHITECTURE,
         "format": FORMAT,
-        "kernel": described,
-        "sources": sources().digest(roots),
+        "kernel": describe(kernel),
+        "sources": sources.digest(),
     }
     return hashlib.sha256(canonical(parts).encode()).hexdigest()
-
-
-@functools.cache
-def sources() -> Sources:
-    """Those of the package."""
-    return Sources()
 
 
 class Entry(NamedTuple):
@@ -127,10 +117,6 @@ class Store:
         self._memory: dict[str, Built] = {}
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._sources = _sources_in(self._presets, True) if self._presets is not None else {}
-        if self._is_trusted():
-            self._sources |= _sources_in(self.folder, False)
-        sources().learn(self._sources)
 
     def get(self, kernel: Kernel) -> Built | None:
         """The machine code of `kernel`, as it is compiled: for any length where it can be.
@@ -138,12 +124,6 @@ class Store:
         None where there is none, or none that may be used.
         """
         return self._get(key_of(kernel), kernel.name)
-
-    def get_all(self, kernels: Sequence[Kernel]) -> list[Built | None]:
-        """`get` of each, at a process's first call: the next process finds their keys sooner."""
-        found = [self.get(kernel) for kernel in kernels]
-        self._save_sources()
-        return found
 
     def put(self, kernel: Kernel, built: Built) -> None:
         """Keeps the machine code of `kernel`, in memory where the folder cannot be used."""
@@ -187,23 +167,12 @@ class Store:
                     found[key] = result
                 if lock := locks[key]:
                     lock.release()
-        self._save_sources()
         if errors:
             first = next(error for key in wanted if (error := errors.get(key)))
             names = ", ".join(wanted[key].name for key in errors)
             more = f"{len(errors)} of {len(wanted)} kernels ({names}); the first: "
             raise RuntimeError(f"{more if len(errors) > 1 else ''}{first}") from first
         return [built for key in keys if (built := found[key])]
-
-    def _save_sources(self) -> None:
-        """Keeps what was parsed for keys, so that the next process need not parse it."""
-        used = sources().used
-        if used.keys() <= self._sources.keys() or not self._is_trusted():
-            return
-        self._sources |= used
-        newest = dict([*self._sources.items()][-MODULES:])
-        with contextlib.suppress(OSError):  # as when kernels are kept, where it is said
-            _write_whole(self.folder / PARSED, json.dumps(newest).encode())
 
     def layers(self) -> "list[dict[str, Any]]":
         """The layers that `add_layers` was told of, presets first."""
@@ -235,10 +204,8 @@ class Store:
         count = 0
         with self._lock:
             self._memory.clear()
-            self._sources.clear()
-            for name in (LAYERS, PARSED):
-                with contextlib.suppress(OSError):
-                    (self.folder / name).unlink()
+            with contextlib.suppress(OSError):
+                (self.folder / LAYERS).unlink()
             for entry in self._files(self.folder, False):
                 with contextlib.suppress(OSError):
                     self._path(self.folder, entry.key, entry.name).unlink()
@@ -419,15 +386,6 @@ def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
     }
     rest = canonical(manifest).encode() + b"\n" + built.image
     _write_whole(path, _checksum(rest) + b"\n" + rest)
-
-
-def _sources_in(folder: Path, preset: bool) -> dict[str, Module]:
-    """The modules that processes before this one parsed; none where they are missing or damaged."""
-    try:
-        found = json.loads(_content(folder / PARSED, trusted=preset))
-        return {key: Module(digest, tuple(imports)) for key, (digest, imports) in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
