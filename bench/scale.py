@@ -3,6 +3,7 @@
     python -m bench.scale --devices 1,2 --lengths 32768,131072
     python -m bench.scale --devices 2 --framework jax --mode forward
     python -m bench.scale --lengths 65536 --documents 8192,8192,8192,8192,8192,8192,8192,8192
+    python -m bench.scale --devices 4 --lengths 1048576 --check rows
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
 Each number of devices is a run of its own: in torch one process a GPU (`torchrun`, NCCL; `gloo`
@@ -20,7 +21,9 @@ without a GPU), in JAX one process. A row of JSON each in `--out`:
   moved_mib     that a device receives, counted (`harness/scale_model.py`)
   memory_mib    the most that a device held
   error_rms     up to `--checked` tokens: distance from a float32 oracle, beside that of one device;
-                more than twice that is `wrong`
+                more than twice that is `wrong`. `--check rows` (torch): of 16 tokens of a sequence
+                of any length, and of every gradient where the others' outputs have none; more
+                than one rounding of the dtype is `wrong`
 
 Where one device cannot hold the problem its row says so, and others have no efficiency.
 `--predict` computes from rows what more devices would take; it is no measurement.
@@ -76,6 +79,12 @@ DOCUMENTS = flags.DEFINE_list(
 WEAK = flags.DEFINE_bool("weak", False, "--lengths are tokens a device, not of all.", **at)
 SAMPLES = flags.DEFINE_integer("samples", 10, "Of a row.", lower_bound=1, **at)
 CHECKED = flags.DEFINE_integer("checked", 32768, "Longest sequence that is judged.", **at)
+RECOMPUTE = flags.DEFINE_bool(
+    "recompute", False, "Branches are computed again in the backward pass (torch).", **at
+)
+CHECK = flags.DEFINE_enum(
+    "check", "whole", ["whole", "rows"], "What is judged: all, up to --checked; or rows.", **at
+)
 SECONDS = flags.DEFINE_float("timeout_s", 600.0, "Of one number of devices.", **at)
 PREDICT = flags.DEFINE_list("predict", [], "Numbers of devices to predict from rows.", **at)
 RECORDS = flags.DEFINE_string("records", None, "The rows to predict from.", **at)
@@ -84,7 +93,7 @@ OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 MEASURED = (
     *(DEVICES, LENGTHS, FRAMEWORK, MODE, LAYOUT, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, DTYPE),
-    *(DOCUMENTS, WEAK, SAMPLES, CHECKED, OUT),
+    *(DOCUMENTS, WEAK, SAMPLES, CHECKED, CHECK, RECOMPUTE, OUT),
 )  # what --predict does not ask
 WORKER = flags.DEFINE_string("worker", None, "Problems in JSON; what a run is given.", **at)
 
@@ -108,6 +117,8 @@ def problems(size: int) -> list[Problem]:
             checked=CHECKED.value,
             config=NSAConfig(),
             documents=tuple(documents),
+            recompute=RECOMPUTE.value,
+            by_rows=CHECK.value == "rows",
         )
         for length in lengths
         for layout in LAYOUT.value
@@ -122,6 +133,8 @@ def check(found: Iterable[Problem], size: int) -> None:
     for problem in found:
         if problem.documents and problem.framework == "jax":
             raise NotImplementedError("documents are measured in torch, got jax")
+        if (problem.by_rows or problem.recompute) and problem.framework == "jax":
+            raise NotImplementedError("--check rows and --recompute are for torch, got jax")
         if problem.documents and sum(problem.documents) != problem.S:
             raise ValueError(
                 f"documents must be {problem.S} tokens together, as --lengths says, got "

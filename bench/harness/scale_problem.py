@@ -21,6 +21,8 @@ class Problem:
       layout: `zigzag` or `contiguous`.
       checked: longest sequence whose results are judged: one device has to hold it.
       documents: tokens of each, of a packed row; none: one sequence.
+      recompute: of `nsa_torch.attention`.
+      by_rows: whether a few rows are judged (`scale_rows`), of a sequence of any length.
     """
 
     framework: str
@@ -35,6 +37,8 @@ class Problem:
     checked: int
     config: NSAConfig
     documents: tuple[int, ...] = ()
+    recompute: bool = False
+    by_rows: bool = False
 
     @property
     def judged(self) -> bool:
@@ -53,11 +57,12 @@ class Problem:
     def about(self) -> dict[str, Any]:
         """The fields of a row."""
         fields = dataclasses.asdict(self)
-        return {k: x for k, x in fields.items() if k != "checked"}
+        return {k: x for k, x in fields.items() if k not in ("checked", "by_rows")}
 
 
 RESULTS = ("out", "query", "key", "value", "gates")
 TIMES_ALONE, ROUNDINGS = 2, 4
+FLOAT32_SUMS = 1e-5  # relative error of long sums in float32
 
 
 def judged(
@@ -78,6 +83,25 @@ def judged(
         found |= {
             "status": "wrong",
             "reason": f"farther from the oracle than one device: {bad}",
+        }
+    return found
+
+
+def judged_rows(problem: Problem, errors: Mapping[str, float], stray: bool) -> dict[str, Any]:
+    """Fields of a row of which `errors` are those of a few tokens: at most one rounding each.
+
+    Args:
+      stray: whether other tokens have gradients of their queries or gates.
+    """
+    eps = max(float(ml_dtypes.finfo(problem.dtype).eps), FLOAT32_SUMS)
+    bad = {n: x for n, x in errors.items() if not x <= eps}
+    found: dict[str, Any] = {"error_rms": dict(errors), "rows_checked": True}
+    if bad:
+        found |= {"status": "wrong", "reason": f"farther than {eps:.2g} from the oracle: {bad}"}
+    if stray:
+        found |= {
+            "status": "wrong",
+            "reason": "queries whose outputs have no gradient have one",
         }
     return found
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import nsa_torch
 from nsa_torch import context, context_ranks
 
-from .scale_problem import RESULTS, Problem, judged, spread
+from . import scale_rows
+from .scale_problem import RESULTS, Problem, judged, judged_rows, spread
 
 
 def run(problems: list[Problem], samples: int) -> None:
@@ -52,6 +54,7 @@ class Measured:
         if self.size > 1:
             self.place = {"context_mesh": mesh, "context_layout": problem.layout}
         self.packed: dict[str, Any] = {"config": problem.config}
+        self.packed |= {"recompute": problem.recompute}
         if problem.documents:
             borders = torch.tensor([0, *itertools.accumulate(problem.documents)])
             sizes = {"config": problem.config, "device": mesh.device_type}
@@ -112,7 +115,7 @@ class Measured:
             found["imbalance"] = max(each) / statistics.mean(each)
             found["transport_ms"] = statistics.median(self.timed(self.transport(tensors))[0])
         del tensors, call
-        return found | self.parity()
+        return found | (self.rows() if self.problem.by_rows else self.parity())
 
     def transport(self, tensors) -> Callable[[], None]:
         """Moves what a call moves of keys and values, and computes nothing."""
@@ -154,6 +157,60 @@ class Measured:
         place = self.place | {"block_indices": cut(indices)}
         found = self.errors(self.call(wanting(map(cut, whole)), place), expected)
         return judged(problem, found, alone)
+
+    def rows(self) -> dict[str, Any]:
+        """A few rows of all ranks, and every gradient that follows from them (`scale_rows`)."""
+        problem, device = self.problem, self.mesh.device_type
+        rows = scale_rows.rows_of(problem)
+        layout = {"context_layout": problem.layout}
+        cut = lambda x, dim: context.shard_sequence(x, self.mesh, dim=dim, **layout)
+        token = cut(torch.arange(problem.S, device=device), 0)
+        _, position = scale_rows.places(problem)
+        indices = scale_rows.selection(position.to(device)[token], problem.Hkv, problem.config)
+        tensors = self.tensors()
+        query, _, value, gates = tensors
+        at_row = {row: at for at, row in enumerate(token.tolist()) if row in set(rows)}
+        mine = [row for row in rows if row in at_row]
+        at = [at_row[row] for row in mine]
+        draw = torch.Generator(device).manual_seed(self.rank)
+        weights = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for each in at:
+            weights[0, each] = torch.randn(weights.shape[2:], generator=draw, device=device)
+        options = self.packed | self.place | {"block_indices": indices[None]}
+        out = nsa_torch.attention(*tensors, **options)
+        found, stray = [out.detach()[0, at]], False
+        if problem.gradient:
+            of_query, of_key, of_value, of_gates = torch.autograd.grad(out, tensors, weights)
+            found += [of_query[0, at], of_key, of_value, of_gates[0, at]]
+            for x in (of_query, of_gates):
+                x[0, at] = 0
+                stray |= bool(x.any())
+        del out
+        inputs = [x.detach()[0, at].cpu() for x in (query, gates, weights)]
+        inputs.append(indices[at].cpu())
+        each = itertools.chain(*(zip(*x, strict=True) for x in self.everyone([mine, *inputs])))
+        wanting = lambda x: x.to(device).float().requires_grad_(problem.gradient)
+        rows_of_all = [
+            (wanting(q), wanting(g), w.to(device).float(), blocks.to(device))
+            for _, q, g, w, blocks in sorted(each, key=operator.itemgetter(0))
+        ]
+        pair = [
+            wanting(context.unshard_sequence(x.detach(), self.mesh, **layout)[0])
+            for x in tensors[1:3]
+        ]
+        row_inputs = [(q, g, blocks) for q, g, _, blocks in rows_of_all]
+        wanted = scale_rows.oracle(problem, rows, *pair, row_inputs)
+        own = [i for i, row in enumerate(rows) if row in at_row]
+        of_own = lambda xs: torch.stack([*xs])[own].detach()
+        expected = [of_own(wanted)]
+        if problem.gradient:
+            queries, gates_, weights_, _ = zip(*rows_of_all, strict=True)
+            grads = torch.autograd.grad(wanted, [*pair, *queries, *gates_], weights_)
+            of_pair = [cut(x[None], 1) for x in grads[:2]]
+            half = 2 + len(rows)
+            expected += [of_own(grads[2:half]), *of_pair, of_own(grads[half:])]
+        stray = any(self.everyone(stray))
+        return judged_rows(problem, self.errors(found, expected), stray)
 
     def errors(self, results, expected) -> dict[str, float]:
         """Relative to the root mean square of what was expected, of all ranks together."""

@@ -1,0 +1,112 @@
+"""A long sequence judged by a few of its rows: `bench.scale --check rows`.
+
+The gradient of the output is zero but in the rows that are judged. Each gradient, of all keys and
+values too, then follows from these rows alone, and a float32 oracle of one row after the other
+computes it. The selection is given: a block more or less is no error of arithmetic.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_core.config import NSAConfig
+
+from .scale_problem import Problem
+
+ROWS = 16
+
+
+def rows_of(problem: Problem) -> list[int]:
+    """The tokens that are judged: the first, the last, and others drawn between them."""
+    draw = torch.Generator().manual_seed(0)
+    found = (1 + torch.randperm(problem.S - 2, generator=draw)[: ROWS - 2]).tolist()
+    return sorted({0, problem.S - 1, *found})
+
+
+def places(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Of each token, `[S]`: the first token of its document, and its position there."""
+    lengths = torch.tensor(problem.documents or (problem.S,))
+    start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return start, torch.arange(problem.S) - start
+
+
+def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
+    """int32 `[T, Hkv, n]`: the own block, and others at equal distances, which differ by head.
+
+    Args:
+      position: `[T]`, of each query in its document.
+    """
+    count = config.num_selected
+    own = (position // config.select_block)[:, None, None]
+    number = torch.arange(count, device=position.device)
+    head = torch.arange(kv_heads, device=position.device)[:, None]
+    step = (own + 1) // count
+    spread = torch.where(number < count - 1, number * step + head % step.clamp(min=1), own)
+    few = torch.where(number <= own, number, -1)
+    return torch.where(own < count, few, spread).to(torch.int32)
+
+
+def oracle(
+    problem: Problem,
+    rows: Sequence[int],
+    key: Tensor,
+    value: Tensor,
+    row_inputs: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """Outputs of rows, `[H, Dv]` each, in the dtype of the inputs (Eqs. 5-12 of the paper).
+
+    Args:
+      rows: numbers of tokens.
+      key, value: `[S, Hkv, D]`, `[S, Hkv, Dv]`, of all tokens.
+      row_inputs: of each row, query `[H, D]`, gates `[H, 3]`, block indices `[Hkv, n]`.
+    """
+    config, found = problem.config, []
+    start, position = (x.tolist() for x in places(problem))
+    ends = dict(
+        itertools.pairwise([0, *itertools.accumulate(problem.documents or [problem.S])])
+    )
+    means: dict[int, list[Tensor]] = {}
+    for row, (query, gates, blocks) in zip(rows, row_inputs, strict=True):
+        first, at = start[row], position[row]
+        if first not in means:
+            means[first] = [_means(x[first : ends[first]], config) for x in (key, value)]
+        # Compressed token i is seen from position i d + l - 1 on.
+        count = max(0, (at + 1 - config.compress_block) // config.compress_stride + 1)
+        compressed = _attended(query, *(x[:count] for x in means[first]))
+        chosen = blocks.long()[..., None] * config.select_block
+        chosen = chosen + torch.arange(config.select_block, device=key.device)
+        seen = ((blocks >= 0)[..., None] & (chosen <= at)).flatten(1)  # [Hkv, n l']
+        token = (first + chosen.clamp(0, at)).flatten(1)
+        head = torch.arange(key.shape[1], device=key.device)[:, None]
+        pair = (x[token, head].transpose(0, 1) for x in (key, value))
+        selected = _attended(query, *pair, seen)
+        last = slice(max(first, row + 1 - config.window), row + 1)
+        sliding = _attended(query, key[last], value[last])
+        branches = torch.stack([compressed, selected, sliding], -1)
+        found.append((branches * gates[:, None]).sum(-1))
+    return found
+
+
+def _means(x: Tensor, config: NSAConfig) -> Tensor:
+    """`[C, Hkv, .]`"""
+    if x.shape[0] < config.compress_block:
+        return x[:0]
+    return x.unfold(0, config.compress_block, config.compress_stride).mean(-1)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, seen: Any = None) -> Tensor:
+    """Softmax attention of one query `[H, D]` to keys `[n, Hkv, D]`: `[H, Dv]`.
+
+    Args:
+      seen: bool `[Hkv, n]`; None: all keys are.
+    """
+    if not key.shape[0]:
+        return query.new_zeros(query.shape[0], value.shape[-1])
+    grouped = query.unflatten(0, (key.shape[1], -1))
+    logits = torch.einsum("hgd,nhd->hgn", grouped, key) * query.shape[-1] ** -0.5
+    if seen is not None:
+        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    return torch.einsum("hgn,nhd->hgd", logits.softmax(-1), value).flatten(0, 1)
