@@ -168,12 +168,12 @@ class Measured:
         _, position = scale_rows.places(problem)
         indices = scale_rows.selection(position.to(device)[token], problem.Hkv, problem.config)
         tensors = self.tensors()
-        query, _, value, gates = tensors
+        query, _, values, gates = tensors
         at_row = {row: at for at, row in enumerate(token.tolist()) if row in set(rows)}
         mine = [row for row in rows if row in at_row]
         at = [at_row[row] for row in mine]
         draw = torch.Generator(device).manual_seed(self.rank)
-        weights = query.new_zeros(*query.shape[:3], value.shape[-1])
+        weights = query.new_zeros(*query.shape[:3], values.shape[-1])
         for each in at:
             weights[0, each] = torch.randn(weights.shape[2:], generator=draw, device=device)
         options = self.packed | self.place | {"block_indices": indices[None]}
@@ -194,18 +194,18 @@ class Measured:
             (wanting(q), wanting(g), w.to(device).float(), blocks.to(device))
             for _, q, g, w, blocks in sorted(each, key=operator.itemgetter(0))
         ]
-        pair = [
+        key, value = (
             wanting(context.unshard_sequence(x.detach(), self.mesh, **layout)[0])
             for x in tensors[1:3]
-        ]
+        )
         row_inputs = [(q, g, blocks) for q, g, _, blocks in rows_of_all]
-        wanted = scale_rows.oracle(problem, rows, *pair, row_inputs)
+        wanted = scale_rows.oracle(problem, rows, key, value, row_inputs)
         own = [i for i, row in enumerate(rows) if row in at_row]
         of_own = lambda xs: torch.stack([*xs])[own].detach()
         expected = [of_own(wanted)]
         if problem.gradient:
             queries, gates_, weights_, _ = zip(*rows_of_all, strict=True)
-            grads = torch.autograd.grad(wanted, [*pair, *queries, *gates_], weights_)
+            grads = torch.autograd.grad(wanted, [key, value, *queries, *gates_], weights_)
             of_pair = [cut(x[None], 1) for x in grads[:2]]
             half = 2 + len(rows)
             expected += [of_own(grads[2:half]), *of_pair, of_own(grads[half:])]

@@ -81,8 +81,8 @@ def oracle(
         seen = ((blocks >= 0)[..., None] & (chosen <= at)).flatten(1)  # [Hkv, n l']
         token = (first + chosen.clamp(0, at)).flatten(1)
         head = torch.arange(key.shape[1], device=key.device)[:, None]
-        pair = (x[token, head].transpose(0, 1) for x in (key, value))
-        selected = _attended(query, *pair, seen)
+        keys, values = (x[token, head].transpose(0, 1) for x in (key, value))
+        selected = _attended(query, keys, values, seen)
         last = slice(max(first, row + 1 - config.window), row + 1)
         sliding = _attended(query, key[last], value[last])
         branches = torch.stack([compressed, selected, sliding], -1)
