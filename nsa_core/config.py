@@ -40,6 +40,9 @@ class NSAConfig:
     compute_dtype: str | None = None  # None: that of the query
 
     def __post_init__(self) -> None:
+        # What compares and hashes without a call of Python.
+        numbers = *(getattr(self, name) for name in SIZES), self.compute_dtype
+        object.__setattr__(self, "numbers", numbers)
         for name in SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

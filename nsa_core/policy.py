@@ -158,8 +158,17 @@ class Device:
         return evidence if isinstance(evidence, Mapping) else {}
 
 
-_overridden: contextvars.ContextVar[tuple[Thresholds, str]]
-_overridden = contextvars.ContextVar("overridden", default=(Thresholds(), ""))
+@dataclasses.dataclass(frozen=True, eq=False)
+class InForce:
+    """Thresholds, and who gave them; its identity is part of what calls are known by."""
+
+    thresholds: Thresholds = Thresholds()
+    source: str = ""
+
+
+_NOTHING = InForce()
+_overridden: contextvars.ContextVar[InForce]
+_overridden = contextvars.ContextVar("overridden", default=_NOTHING)
 
 
 @contextlib.contextmanager
@@ -168,16 +177,14 @@ def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
 
     `source` says in a reason who gave them. What was traced before keeps its choice.
     """
-    token = _overridden.set((thresholds, source))
+    token = _overridden.set(InForce(thresholds, source))
     try:
         yield
     finally:
         _overridden.reset(token)
 
 
-def in_force() -> tuple[Thresholds, str]:
-    """Those of `overridden`, and who gave them."""
-    return _overridden.get()
+in_force = _overridden.get  # those of `overridden`, and who gave them
 
 
 def barred(device: Device | None, kernel: str, step: str) -> Rule | None:
@@ -194,7 +201,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
-    given, giver = in_force()
+    given, giver = in_force().thresholds, in_force().source
     asks = implementation in MEASURED_ONLY and problem.step != DECODE
     if asks and not _is_given(given, implementation, problem.step):
         if not (

@@ -15,10 +15,11 @@ from torch import Tensor
 from nsa_core.plan.buffers import Plan
 from nsa_torch import table_kernels
 from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipe_of, recipes_of
-from nsa_torch.shared import SHARED, Shared
+from nsa_torch.shared import SHARED, Kept, Shared
 from nsa_torch.torch_ops import TORCH_OPS
 
 ATTRIBUTE = "nsa_tables"
+UNKNOWN = None, True, 0  # `Tables.sizes` of borders that have none
 
 
 class Tables:
@@ -52,7 +53,7 @@ class Tables:
         plan: Hashable,
         wanted: Iterable[tuple[Recipe, int]],
         device: torch.device,
-    ) -> list[Tensor]:
+    ) -> Kept:
         """The wanted results of recipes; `plan`: what always wants the same."""
 
         def make():
@@ -153,7 +154,7 @@ def _carrying(borders: Tensor, tables: Tables) -> Tensor:
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
     """`max_seqlen`, `padded` and `gap`, as far as is known."""
     tables = tables_of(borders)
-    return (None, True, 0) if tables is None else tables.sizes
+    return UNKNOWN if tables is None else tables.sizes
 
 
 def of(
@@ -161,11 +162,11 @@ def of(
     plan: Hashable,
     wanted: Sequence[tuple[Recipe, int]],
     device: torch.device,
-) -> list[Tensor]:
+) -> Kept:
     """The wanted results of recipes (`Tables.get`)."""
     tables = tables_of(borders)
     if tables is not None:
         return tables.get(borders, plan, wanted, device)
     recipes = dict.fromkeys(recipe for recipe, _ in wanted)
     known = _known(borders) | table_kernels.made(recipes, borders, device)
-    return [followed(recipe, device, known)[i] for recipe, i in wanted]
+    return Kept(followed(recipe, device, known)[i] for recipe, i in wanted)

@@ -29,7 +29,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
-from nsa_torch import checks, context_ranks
+from nsa_torch import call, checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
 from nsa_torch.context_ranks import Ranks
 from nsa_torch.context_shards import Shards, shards_of
@@ -37,7 +37,6 @@ from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
 from nsa_torch.plain import as_given
 from nsa_torch.plans import Cache
-from nsa_torch.signature import signature_of
 from nsa_torch.varlen import borders_of
 
 
@@ -232,9 +231,10 @@ def attention(
             context_ranks.refuse(ranks, device)
             raise
     given = query, key, value, gates, compressed, block_indices, cu_seqlens
-    called = signature_of(given, implementation, cu_seqlens, config, scale, recompute)
+    called, tensors = call.describe(given, implementation, config, scale, recompute)
+    wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
     key, value = Branches.each(key), Branches.each(value)
-    known = called and (called, ranks.group, str(context_layout), separate(key, value))
+    known = called and (called, wanted, ranks.group, str(context_layout), separate(key, value))
     decided = None if known is None else _calls.get(known)
     if decided is not None:
         context_ranks.say(ranks, decided.row)
@@ -259,8 +259,10 @@ def attention(
         "scale": scale,
         "implementation": "mosaic" if on_mosaic else implementation,
     }
-    call = context_attention.Call(ranks, shards, separate(key, value), recompute, gaps, options)
-    return call(query, key, value, gates, compressed, block_indices)
+    local = context_attention.Call(
+        ranks, shards, separate(key, value), recompute, gaps, options
+    )
+    return local(query, key, value, gates, compressed, block_indices)
 
 
 def _decide(

@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call; `options`: keyword arguments of `functional.after_checks`."""
+    """One call; `options`: of `functional.decided`, by name."""
 
     ranks: Any
     shards: Any
@@ -126,16 +126,11 @@ class Call:
             tokens, count = rest[count:], len(given.compressed)
             key, value, *sliding = tokens[count:]
             own_key, own_value = sliding or (key, value)
-            return functional.after_checks(
-                query,
-                Branches(key, key, own_key),
-                Branches(value, value, own_value),
-                gates,
-                compressed=tokens[:count] or None,
-                block_indices=indices,
-                recompute=False,
-                **options,
-            )
+            pair = Branches(key, key, own_key), Branches(value, value, own_value)
+            borders = options["cu_seqlens"]
+            arguments = query, *pair, gates, tokens[:count] or None, indices, borders
+            how = options["config"], options["scale"], False, options["implementation"]
+            return functional.decided(arguments, *how, checked=True)
 
         return run
 

@@ -31,8 +31,8 @@ from nsa_core.plan.buffers import (
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
 from nsa_torch.recipes import Known, Recipe, followed, recipes_of
-from nsa_torch.shared import SHARED, Kept
-from nsa_torch.torch_ops import TORCH_OPS, readable
+from nsa_torch.shared import SHARED, Kept, is_capturing
+from nsa_torch.torch_ops import TORCH_OPS
 
 # Of what may be allocated early or dropped late, so that launches are one row.
 LATE_BYTES = 4 * 2**20
@@ -108,7 +108,9 @@ class BoundPlan:
       in_workspace: slots of what lies there, and where in it.
       constants, batch: numbers of what no call makes; `constant_parts`, `batch_parts`: their parts.
       read_by_torch: the constants that a step of torch reads, by place and number.
-      known: the constants of the last call, and a list of addresses in which theirs are.
+      known: constants, a list of addresses in which theirs are, and a stream that need not wait
+        for them.
+      placed: tables of a batch, and slots and addresses of them.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class BoundPlan:
         bundles: bool = False,
     ):
         self.plan, self.device, self.key = plan, device, object()
+        self.on_gpu = device.type == "cuda"
         self.bundled = Bundle.of(plan) if bundles else None
         self.bundle_bytes = self.bundled.bytes if self.bundled else 0
         lying = _places(bundle, range(1, plan.arguments))
@@ -157,11 +160,12 @@ class BoundPlan:
         ]
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.batch_parts = [slots.parts_of(n) for n in self.batch]
+        self.batch_read_by_torch = [(i, n) for i, n in enumerate(self.batch) if n in by_torch]
+        self.placed: tuple[Any, list[tuple[int, int]]] = lambda: None, []
         self.joins = sum(isinstance(step, Join) for step in plan.steps)
         self.blank = [None] * (len(buffers) - plan.arguments + self.joins)
-        self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
+        self.known: tuple[Any, list[int], int] = lambda: None, [0] * slots.count, -1
         self.results = [x.buffer for x in plan.results if x.buffer not in lying]
-        self.has_mosaic = bool(plan.kernels)  # Triton finds the stream itself
 
     def __call__(self, given: Sequence[Tensor], bundle: Tensor | None = None) -> list[Tensor]:
         """The results for the arguments of a call, which may lie anyhow and be one tensor.
@@ -176,7 +180,12 @@ class BoundPlan:
                 tensors[number] = x
         shared = self.plan.shared
         borders = None if shared is None else tensors[shared]  # a copy has no tables
-        constants, addresses = self._constants()
+        stream = launch.current_stream(self.device) if self.on_gpu else 0
+        same, addresses, ready_on = self.known
+        constants = same()
+        if constants is None or stream != ready_on or is_capturing(self.device):
+            constants, addresses = self._constants(stream)
+        addresses = addresses.copy()
         for i, number in self.read_by_torch:
             tensors[number] = constants[i]
         for number, parts in self.read_arguments:
@@ -190,9 +199,13 @@ class BoundPlan:
                 addresses[slot] = address + offset
         if borders is not None:
             found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
-            for number, parts, x in zip(self.batch, self.batch_parts, found, strict=True):
-                tensors[number] = x
-                _put(x, number, parts, addresses)
+            same, placed = self.placed
+            if same() is not found:
+                self.placed = weakref.ref(found), (placed := self._placed(found))
+            for slot, address in placed:
+                addresses[slot] = address
+            for i, number in self.batch_read_by_torch:
+                tensors[number] = found[i]
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
@@ -209,7 +222,6 @@ class BoundPlan:
             for number, offset, like in self.bundle_views:
                 tensors[number] = _in(bundle, offset, like)
         x = None  # no name stays with what a step drops
-        stream = launch.current_stream(self.device) if self.has_mosaic else 0
         try:
             for step in self.steps:
                 step(tensors, addresses, stream)
@@ -223,16 +235,24 @@ class BoundPlan:
             found.append(bundle)
         return found
 
-    def _constants(self) -> tuple[Kept, list[int]]:
+    def _constants(self, stream: int) -> tuple[Kept, list[int]]:
         """The constants, and addresses of which theirs are there."""
         kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
-        same, addresses = self.known
+        same, addresses, _ = self.known
         if same() is not kept:
             addresses = [0] * len(addresses)
             for number, parts, x in zip(self.constants, self.constant_parts, kept, strict=True):
                 _put(x, number, parts, addresses)
-            self.known = weakref.ref(kept), addresses
-        return kept, addresses.copy()
+            self.known = weakref.ref(kept), addresses, stream  # at once: threads share it
+        return kept, addresses
+
+    def _placed(self, tables: Kept) -> list[tuple[int, int]]:
+        """Slots of a batch's tables and their parts, and addresses."""
+        found = list[tuple[int, int]]()
+        for number, parts, x in zip(self.batch, self.batch_parts, tables, strict=True):
+            start = x.data_ptr()
+            found += [(slot, start + offset) for slot, offset in ((number, 0), *parts)]
+        return found
 
     def _made(self) -> list[Tensor]:
         known: Known = {}
@@ -357,7 +377,9 @@ class _Launches:
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         for number, shape, dtype, parts in self.allocated:
             x = tensors[number] = torch.empty(shape, dtype=dtype, device=self.device)
-            _put(x, number, parts, addresses)
+            address = addresses[number] = x.data_ptr()
+            for slot, offset in parts:
+                addresses[slot] = address + offset
         self.start(stream, self.addresses(addresses))
         for number in self.drops:
             tensors[number] = None
@@ -494,16 +516,29 @@ class _DerivedStep(_TensorStep):
         super().__init__(step, slots, ends, plan)
         self.function, self.static = step.function, dict(step.static)
         self.in_place = step.in_place
-        # What kernels read must lie as they want it.
-        self.feeds_kernels = any(x.buffer in read_by_kernels for x in step.writes)
+        self.feeds_kernels = not self.in_place and any(
+            x.buffer in read_by_kernels for x in step.writes
+        )
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        found = self.function(TORCH_OPS, *self.read(tensors), **self.static)
+        if self.plain is not None:
+            reads = [tensors[number] for number in self.plain]
+        else:
+            reads = [reader(tensors) for reader in self.readers]
+        found = self.function(TORCH_OPS, *reads, **self.static)
         if self.in_place:
             found = [tensors[number] for number, _ in self.results]
-        elif self.feeds_kernels:
-            found = [readable(x) for x in found]
-        self.keep(found, tensors, addresses)
+        for (number, parts), x in zip(self.results, found, strict=True):
+            address = x.data_ptr()
+            # What kernels read must lie as they want it.
+            if self.feeds_kernels and (address % launch.ALIGNMENT or not x.is_contiguous()):
+                x = x.clone(memory_format=torch.contiguous_format)
+                address = x.data_ptr()
+            tensors[number], addresses[number] = x, address
+            for slot, offset in parts:
+                addresses[slot] = address + offset
+        for number in self.drops:
+            tensors[number] = None
 
 
 class _Released(NamedTuple):

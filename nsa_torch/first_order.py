@@ -26,12 +26,17 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx, *grads):
-        # What is compiled has no second derivative: torch says so.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(MESSAGE)
+        check_first_order()
         return backward(ctx, *grads)
 
     return checked
+
+
+def check_first_order() -> None:
+    """Raises NotImplementedError in a backward pass that autograd records."""
+    # What is compiled has no second derivative: torch says so.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(MESSAGE)
 
 
 def once(x: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
-from nsa_torch import checks, signature
+from nsa_torch import checks
+from nsa_torch.call import KERNELS, PROGRAMS, Program, describe
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
@@ -118,74 +119,60 @@ def attention(
             context_mesh=context_mesh,
             context_layout=context_layout,
         )
-    validate.flag("recompute", recompute)
-    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
-    if cu_seqlens is not None:
+    if varlen is not None:
+        cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
+    elif cu_seqlens is not None and isinstance(query, Tensor):
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
-    given = query, key, value, gates, compressed, block_indices, cu_seqlens
-    called = None
+    arguments = query, key, value, gates, compressed, block_indices, cu_seqlens
+    return decided(arguments, config, scale, recompute, implementation)
+
+
+def decided(arguments, config, scale, recompute, implementation, checked: bool = False):
+    """`attention`, of a known call by its program.
+
+    Args:
+      arguments: its tensors, of which borders are clamped.
+      checked: they are known to fit, `key` and `value` as `Branches`; of a packed row the queries
+        may then be the last `T` of the first `S` tokens.
+    """
+    call, tensors = None, []
     if not torch.compiler.is_compiling():
-        called = signature.signature_of(
-            given, implementation, cu_seqlens, config, scale, recompute
-        )
-        if called is not None and (again := signature.CALLS.get(called)) is not None:
-            with as_given(query):
-                return again(*given)
-    decided: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
+        call, tensors = describe(arguments, implementation, config, scale, recompute, checked)
+        if call is not None and (known := PROGRAMS.get(call)) is not None:
+            if torch.is_autocast_enabled(tensors[0].device.type):
+                with as_given(arguments[0]):
+                    return known(tensors)
+            return known(tensors)
+    query, key, value, gates, compressed, block_indices, cu_seqlens = arguments
+    if not checked:
+        validate.flag("recompute", recompute)
     key, value = Branches.each(key), Branches.each(value)
+    if checked:
+        gates = validate.gates(gates, query)
+    else:
+        gates = _checked(arguments, key, value, config, scale)
+    problem = _problem(query, key, value, config, cu_seqlens, compressed)
+    chosen = choose(description(*problem, gates), implementation)
+    if call is not None and chosen.attention in KERNELS:
+        with as_given(query):
+            path: Any = chosen.load("attention")
+            return PROGRAMS.keep(call, Program(path, call, config, tensors))(tensors)
+    packed = {"config": config, "cu_seqlens": cu_seqlens, "compressed": compressed}
+    options = {"block_indices": block_indices, "scale": scale, "recompute": recompute}
+    return _run(query, key, value, gates, chosen=chosen, **packed, **options)
+
+
+def _checked(arguments, key, value, config, scale) -> Branches:
+    """The gates by branch, where all fit."""
+    query, *_, gates, compressed, block_indices, cu_seqlens = arguments
     checks.tensors(query=query, gates=gates)
     gates = checks.gates(gates, query)
-    options = decided | {
-        "compressed": compressed,
-        "block_indices": block_indices,
-        "cu_seqlens": cu_seqlens,
-    }
     _check(query, key, value, gates, config, cu_seqlens, scale)
     if compressed is not None:
         _check_compressed(query, compressed, config, value.selected)
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
-    chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
-    if called is not None and chosen.attention in signature.KERNELS:
-        with as_given(query):
-            path: Any = chosen.load("attention")
-            return signature.CALLS.keep(called, path.again(*given, **decided))(*given)
-    return _run(query, key, value, gates, chosen=chosen, **options)
-
-
-def after_checks(
-    query,
-    key,
-    value,
-    gates,
-    *,
-    config,
-    compressed,
-    block_indices,
-    cu_seqlens,
-    scale,
-    recompute,
-    implementation,
-):
-    """`attention` of arguments that are known to fit, in its shapes, `key` and `value` as
-    `Branches`; of a packed row the queries may be the last `T` of the first `S` tokens.
-    """
-    given = query, key, value, gates, compressed, block_indices, cu_seqlens
-    called = signature.signature_of(given, implementation, cu_seqlens, config, scale, recompute)
-    known = called and (after_checks, called)  # `attention` refuses some of these
-    if called is not None and (again := signature.CALLS.get(known)) is not None:
-        return again(*given)
-    packed: dict[str, Any] = {"config": config, "cu_seqlens": cu_seqlens}
-    packed |= {"compressed": compressed}
-    gates = validate.gates(gates, query)
-    chosen = _choose(query, key, value, gates, **packed, implementation=implementation)
-    options = {"scale": scale, "recompute": recompute}
-    if called is not None and chosen.attention in signature.KERNELS:
-        path: Any = chosen.load("attention")
-        again = path.again(*given, config=config, **options)
-        return signature.CALLS.keep(known, again)(*given)
-    packed |= {"block_indices": block_indices} | options
-    return _run(query, key, value, gates, chosen=chosen, **packed)
+    return gates
 
 
 def _check(query, key, value, gates, config, cu_seqlens, scale):
@@ -199,11 +186,6 @@ def _check(query, key, value, gates, config, cu_seqlens, scale):
 def _check_compressed(query, compressed, config, value):
     compressed_key, compressed_value = validate.pair(compressed)
     checks.compressed(query, compressed_key, compressed_value, config, value.shape[1], value)
-
-
-def _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation):
-    problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    return choose(description(*problem, gates), implementation)
 
 
 def _run(

@@ -23,7 +23,7 @@ from nsa_core.steps.fused import Pages, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Qkv
 from nsa_core.types import Branches
-from nsa_torch import early_release, operators
+from nsa_torch import operators
 from nsa_torch.compress import compress
 from nsa_torch.input_modes import (
     PRECOMPRESSED,
@@ -34,7 +34,7 @@ from nsa_torch.input_modes import (
     mode_of,
 )
 from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.plans import Planned, Ready, nothing_before
+from nsa_torch.plans import Planned, nothing_before
 
 # How the layout zeroes what no query of a branch may look at.
 BRANCHES = {
@@ -306,18 +306,16 @@ class KernelPath:
                 self.planned[mode, keep] = function
                 shapes = functools.partial(self._shapes, mode, keep)
                 gradient = {"floats": mode.count, "kept": slice(1, None)}
-                operators.define(
-                    self._kind(mode, keep), function, shapes, pull_back, **gradient
-                )
+                operators.define(self.kind(mode, keep), function, shapes, pull_back, **gradient)
 
         if self.steps.reads_pages:
             operators.define(
-                self._kind(PRECOMPRESSED, PAGES),
+                self.kind(PRECOMPRESSED, PAGES),
                 Planned(self._forward_on_pages, before=self.before),
                 lambda query, *rest: operators.branch_shapes(query, None, rest[4])[:1],
             )
 
-    def _kind(self, mode: InputMode, keep: str) -> str:
+    def kind(self, mode: InputMode, keep: str) -> str:
         return f"attention/{self.name}/{mode.name}/{keep}"
 
     def plans(self, query, key, value, gates, place, gradients: bool, device) -> list[Plan]:
@@ -378,10 +376,11 @@ class KernelPath:
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
         """
         mode = mode_of(key, value, compressed)
-        keep = _keep(recompute, query, *key, *value, *gates, *(compressed or ()))
+        floats = query, *key, *value, *gates, *(compressed or ())
+        keep = self.keep(operators.requires_grad(*floats), recompute)
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
         tensors = query, *mode.tokens(key, value, compressed), *gates, block_indices
-        return operators.call(self._kind(mode, keep), *tensors, assume_finite, *place)[0]
+        return operators.call(self.kind(mode, keep), *tensors, assume_finite, *place)[0]
 
     def on_pages(
         self,
@@ -400,81 +399,23 @@ class KernelPath:
         """
         tensors = query, *key, *value, *gates, *pages, None
         place = operators.arguments(config, kv_len, None, scale)
-        return operators.call(self._kind(PRECOMPRESSED, PAGES), *tensors, True, *place)[0]
+        return operators.call(self.kind(PRECOMPRESSED, PAGES), *tensors, True, *place)[0]
 
-    def again(self, *given, **options) -> "Again":
-        """What runs calls of the signature of this one of `functional.attention`."""
-        return Again(self, *given, **options)
+    def keep(self, gradient: bool, recompute: bool) -> str:
+        """What a call keeps."""
+        if not gradient:
+            return FORWARD
+        return RECOMPUTING if recompute else SAVING
 
+    def mode_of(self, shared: bool, compressed: bool, joined: bool) -> InputMode:
+        """In which form its tokens come."""
+        mode = PRECOMPRESSED if compressed else SHARED_KV if shared else SEPARATE_KV
+        return mode.with_joined_gates() if joined else mode
 
-class Again:
-    """Calls of one signature: all is decided, and their plans are found at the first of them."""
-
-    def __init__(
-        self,
-        path: KernelPath,
-        query,
-        key,
-        value,
-        gates,
-        compressed,
-        block_indices,
-        cu_seqlens,
-        *,
-        config,
-        scale,
-        recompute,
-    ):
-        one_pair = isinstance(key, Tensor) and isinstance(value, Tensor)
-        key, value = Branches.each(key), Branches.each(value)
-        each = [gates] if isinstance(gates, Tensor) else gates
-        keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
-        self.phi = None
-        if compressed is None and not path.steps.compression and keep != FORWARD:
-            compressed, self.phi = (key[0], value[0]), config
-        self.mode = mode_of(key, value, compressed)
-        self.one_pair = one_pair and self.mode.shared
-        joined = isinstance(gates, Tensor) and path.joins
-        self.unbinds = isinstance(gates, Tensor) and not joined
-        if joined:
-            self.mode = self.mode.with_joined_gates()
-        place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
-        self.before, self.after = (False, *place[:2]), place[3:]
-        run: Any = path.alone.get(self.mode) if keep == FORWARD else None
-        self.call: Any = None
-        if run is None:
-            self.call = operators.call_of(path._kind(self.mode, keep))
-            run = self.call.run
-        self.run = Ready(run, self.arguments, keeps=keep != FORWARD)
-        self.keeps = keep != FORWARD
-
-    def arguments(self, tensors):
-        """Those of the operator, from its tensors."""
-        return *tensors[:-1], *self.before, tensors[-1], *self.after
-
-    def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
-        if self.phi is not None:
-            compressed = [
-                compress(Branches.each(x).compressed, config=self.phi, cu_seqlens=cu_seqlens)
-                for x in (key, value)
-            ]
-        tokens = key, value
-        if not self.one_pair:
-            tokens = self.mode.tokens(Branches.each(key), Branches.each(value), compressed)
-        gates = (gates,) if self.mode.joined else gates.unbind(-1) if self.unbinds else gates
-        tensors = query, *tokens, *gates, block_indices, cu_seqlens
-        if not self.keeps:
-            return self.run(tensors)[0]
-        if early_release.has_hooks():
-            return operators.Differentiable.apply(self.call, True, *self.arguments(tensors))[0]
-        return operators.KnownCall.apply(self, *tensors)
-
-
-def _keep(recompute: bool, *tensors: Tensor) -> str:
-    """What a call keeps."""
-    if not operators.requires_grad(*tensors):
-        return FORWARD
-    return RECOMPUTING if recompute else SAVING
+    def function(self, mode: InputMode, keep: str) -> Planned:
+        """What a call runs; where it keeps nothing, its output alone is made."""
+        alone = self.alone.get(mode) if keep == FORWARD else None
+        return alone or self.planned[mode, keep]
 
 
 def _split(tensors, count):

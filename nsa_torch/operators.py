@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 
 from nsa_core.config import COMPUTE_DTYPES, SIZES, NSAConfig
 from nsa_torch import batch_tables, early_release
-from nsa_torch.first_order import first_order, refuse, under_transforms
+from nsa_torch.first_order import check_first_order, first_order, refuse, under_transforms
 from nsa_torch.plain import plain, traced
 
 LAYOUT_ARGS = (
@@ -98,16 +98,16 @@ def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
     if under_transforms():
         refuse_transforms(*_tensors(arguments))
         differentiable = _calls[kind].backward is not None
-        return (Transformed.apply if differentiable else _dispatched)(kind, *arguments)
+        return (Dispatched.apply if differentiable else _dispatched)(kind, *arguments)
     found, given = _calls[kind], _alive(arguments)
     if not _direct(found, given):
         return _dispatched(kind, *given)
     if found.backward is None:
         return list(found.run(*given))
-    return Differentiable.apply(found, True, *given)
+    return Eager.apply(Unplanned(found, given), *_tensors(given))
 
 
-def _call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
+def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
     """The same of the gradient."""
     if under_transforms() and not torch.compiler.is_compiling():
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
@@ -255,38 +255,55 @@ def _refuse_empty(kind: str, saved: Sequence[Any]) -> None:
         )
 
 
-def _save(ctx, kept: Sequence[Tensor], inputs: Sequence[Any]) -> None:
-    arguments = *kept, *inputs
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-    ctx.kept = len(kept)
+class Unplanned:
+    """What `Eager` runs where a call has no `nsa_torch.call.Program`: a kind of call, and those of
+    its arguments that are no tensors.
+    """
+
+    def __init__(self, call: Call, arguments: Sequence[Any]):
+        self.call, self.kind, self.returned = call, call.kind, call.returned
+        self._others = [None if isinstance(x, Tensor) else x for x in arguments]
+        self._places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+        self.alone = call.returned <= (call.kept.start or 0) and not early_release.has_hooks()
+
+    def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Those of the operator, from its tensors."""
+        found = self._others.copy()
+        for i, x in zip(self._places, tensors, strict=True):
+            found[i] = x
+        return found
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What is returned, and what is kept behind it; what is both stands there twice."""
+        found = [*self.call.run(*self.arguments(tensors))]
+        return found[: self.returned] + found[self.call.kept]
+
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Like the results, unwritten."""
+        return [*self.call.shapes(*self.arguments(tensors))]
+
+    def gradients(self, grads, kept, tensors, direct: bool) -> Sequence[Tensor]:
+        """From those of what is returned, what was kept, and the tensors of the call."""
+        first, *second = grads
+        second = [x.contiguous() for x in second if x is not None]
+        return call_backward(self.kind, first, [*kept, *second], self.arguments(tensors))
 
 
-def _saved(ctx) -> list[Any]:
-    pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-    return [other if x is None else x for x, other in pairs]
-
-
-class Differentiable(torch.autograd.Function):
-    """A call whose gradient is its `backward`, not torch.library.register_autograd's, which at each
-    call lists all arguments of the schema once for each of them.
+class Eager(torch.autograd.Function):
+    """A call without the dispatcher: its tensors alone are arguments, and what is kept is its
+    node's. (torch.library.register_autograd lists all arguments of a schema once for each.)
     """
 
     @staticmethod
-    def forward(ctx, call: Call, direct: bool, *inputs):
-        """
-        Args:
-          direct: without the dispatcher; a caller then gets `call.returned`, else all results.
-        """
+    def forward(ctx, program, *tensors):
+        """`program`: a `nsa_torch.call.Program`, or `Unplanned`."""
         with torch._C._AutoDispatchBelowAutograd():
-            output = tuple(call.run(*inputs) if direct else _dispatched(call.kind, *inputs))
-        _save(ctx, output[call.kept], inputs)
-        ctx.call = call
-        # Whether what was kept is this node's alone.
-        alone = direct and call.returned <= (call.kept.start or 0)
-        ctx.alone = alone and not early_release.has_hooks()
+            found = program.run(tensors)
+        count = program.returned
+        ctx.save_for_backward(*found[count:], *tensors)
+        ctx.program, ctx.kept = program, len(found) - count
         ctx.set_materialize_grads(False)
-        return tuple(output[: call.returned] if direct else output)
+        return tuple(found[:count])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -294,14 +311,19 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, grad, *others):
-        grad, saved, count = _with_second(ctx, grad, *others)
-        call, direct = ctx.call, plain([grad])
-        nothing_goes = contextlib.nullcontext()
-        with _releasing(call.kind, grad, saved, ctx.alone) if direct else nothing_goes:
-            found = _call_backward(call.kind, grad, saved[:count], saved[count:])
-        nothing = [None] * (len(saved) - count - call.floats)
-        return None, None, *found, *nothing
+    def backward(ctx, *grads):
+        program, saved = ctx.program, ctx.saved_tensors
+        kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+        if grads[0] is None:
+            grads = program.outputs(tensors)[0].zero_(), *grads[1:]
+        if not program.alone and len(devices := {x.device for x in (*grads[:1], *saved)}) > 1:
+            raise ValueError(f"all that was saved must be on one device, got {devices}")
+        direct, nothing_goes = plain(grads[:1]), contextlib.nullcontext()
+        with (
+            _releasing(program.kind, grads[0], saved, program.alone) if direct else nothing_goes
+        ):
+            found = program.gradients(grads, kept, tensors, direct)
+        return None, *found, *[None] * (len(tensors) - len(found))
 
 
 def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
@@ -324,56 +346,9 @@ def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
     return early_release.allowed(last and grad.untyped_storage().data_ptr() not in addresses)
 
 
-class KnownCall(torch.autograd.Function):
-    """`Differentiable` of a call whose signature is known: it takes the tensors of that alone. What
-    is kept is this node's alone, and no hook has a look at it: that could bring back anything.
-    """
-
-    @staticmethod
-    def forward(ctx, again, *tensors):
-        """`again`: what runs calls of this signature (`kernel_path.Again`)."""
-        with torch._C._AutoDispatchBelowAutograd():
-            out, *kept = again.run(tensors)
-        ctx.save_for_backward(*kept, *tensors)
-        ctx.again, ctx.kept = again, len(kept)
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(NO_JVP)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        again, saved, call = ctx.again, ctx.saved_tensors, ctx.again.call
-        kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
-        if grad is None:
-            grad = next(iter(call.shapes(*again.arguments(tensors)))).zero_()
-        if plain([grad]):
-            with _releasing(call.kind, grad, saved, alone=True):
-                found = again.run.gradients(grad, kept, tensors)
-        else:
-            arguments = again.run.apart(kept), again.arguments(tensors)
-            found = _call_backward(call.kind, grad, *arguments)
-        return None, *found, *[None] * (len(tensors) - call.floats)
-
-
-def _with_second(ctx, grad, second=None, *_):
-    """The gradient of the first result, what was saved, and how much of it is not an argument: that
-    of the second result, where it is returned and has one, stands behind what was kept.
-    """
-    saved, call, count = _saved(ctx), ctx.call, ctx.kept
-    if grad is None:
-        grad = next(iter(call.shapes(*saved[count:]))).zero_()
-    if call.returned < 2 or second is None:
-        return grad, saved, count
-    return grad, [*saved[:count], second.contiguous(), *saved[count:]], count + 1
-
-
-class Transformed(torch.autograd.Function):
-    """The same as torch.func asks for it, which `Differentiable`, since it keeps what it does not
-    return, cannot be.
+class Dispatched(torch.autograd.Function):
+    """An operator and its gradient, by torch's dispatcher: of what is compiled, and as torch.func
+    asks for it, to which what is kept is returned.
     """
 
     @staticmethod
@@ -385,14 +360,28 @@ class Transformed(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         kind, *inputs = inputs
         ctx.call = _calls[kind]
-        _save(ctx, output[ctx.call.kept], inputs)
+        arguments = *output[ctx.call.kept], *inputs
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.kept = len(arguments) - len(inputs)
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(NO_JVP)
+
+    @staticmethod
     def backward(ctx, grad, *others):
-        grad, saved, count = _with_second(ctx, grad, *others)
-        found = _call_backward(ctx.call.kind, grad, saved[:count], saved[count:])
-        return None, *found, *[None] * (len(saved) - count - ctx.call.floats)
+        if not under_transforms():  # torch.func records every backward pass
+            check_first_order()
+        call, pairs = ctx.call, zip(ctx.saved_tensors, ctx.others, strict=True)
+        saved = [other if x is None else x for x, other in pairs]
+        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
+        if grad is None:
+            grad = next(iter(call.shapes(*inputs))).zero_()
+        second = [x.contiguous() for x in others[: call.returned - 1] if x is not None]
+        found = call_backward(call.kind, grad, [*kept, *second], inputs)
+        return None, *found, *[None] * (len(inputs) - call.floats)
 
 
 class Gradient(torch.autograd.Function):
@@ -430,7 +419,7 @@ def _differentiable(kind, tensors, *rest):
     if found.backward is None:
         with torch._C._AutoDispatchBelowAutograd():
             return _dispatched(kind, *tensors, *rest)
-    return list(Differentiable.apply(found, False, *tensors, *rest))
+    return list(Dispatched.apply(kind, *tensors, *rest))
 
 
 def _run_backward(kind, grad, kept, tensors, *rest):

@@ -24,7 +24,7 @@ from nsa_core.steps.fused import Pages
 from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 from nsa_interop import launch
-from nsa_torch import checks, dispatch, functional, signature
+from nsa_torch import call, checks, dispatch, functional
 from nsa_torch.debug import TORCH
 from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import refuse_transforms, requires_grad
@@ -241,7 +241,7 @@ class _Step:
     def known(self, implementation: str | None) -> Tensor | None:
         """The output, or None where no such step was run."""
         query = self.given[0]
-        if not isinstance(query, Tensor) or query.device.type not in signature.DEVICE_TYPES:
+        if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
         try:
             found = _LAUNCHES.get(self._key(implementation))
@@ -262,9 +262,9 @@ class _Step:
         return results[0]
 
     def _key(self, implementation: str | None) -> Hashable | None:
-        given = *self.given, *self.cache.tensors().values(), *(self.new or ()), self.slots
+        given = *self.given, *self.cache.tensors().values(), *(self.new or ()), self.slots, None
         config = self.cache.config
-        known = signature.signature_of(given, implementation, None, config, self.scale, False)
+        known, _ = call.describe(given, implementation, config, self.scale, False)
         return known and (
             known,
             self.cache.separate,
@@ -274,10 +274,7 @@ class _Step:
 
     def keep(self, implementation: str | None, inputs: Inputs, out: Tensor) -> Tensor:
         """`out`, of the step that has just run, which is known from now on."""
-        if (
-            self.given[0].device.type in signature.DEVICE_TYPES
-            and inputs.gates is self.given[1]
-        ):
+        if self.given[0].device.type in call.DEVICE_TYPES and inputs.gates is self.given[1]:
             key = self._key(implementation)
             if key is not None:
                 arrays = inputs.query, inputs.gates, inputs.cache, inputs.page_table

@@ -18,6 +18,13 @@ def plain(tensors: Iterable[Any]) -> bool:
     and nothing else: they have no class of their own, memory holds what they are and not its
     negative, nothing is traced, compiled or transformed, and no mode sees it.
     """
+    return undisturbed() and all(
+        type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
+    )
+
+
+def undisturbed() -> bool:
+    """`plain` of no tensors."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -25,7 +32,6 @@ def plain(tensors: Iterable[Any]) -> bool:
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
-        and all(type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor))
     )
 
 

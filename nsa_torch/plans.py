@@ -5,7 +5,6 @@ device. Strides, addresses and which arguments are one tensor are not in it.
 """
 
 import contextlib
-import operator
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,23 +22,18 @@ from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 256  # plans of a function at most
 
-_unplanned: ArrayOps | None = None
+instead: ArrayOps | None = None  # of plans: on what steps run as they are asked for
 
 
 @contextlib.contextmanager
 def unplanned(ops: ArrayOps) -> Iterator[None]:
     """Within: no call of this process has a plan; steps run on `ops` as they are asked for."""
-    global _unplanned
-    before, _unplanned = _unplanned, ops
+    global instead
+    before, instead = instead, ops
     try:
         yield
     finally:
-        _unplanned = before
-
-
-def is_unplanned() -> bool:
-    """Whether `unplanned` is in force."""
-    return _unplanned is not None
+        instead = before
 
 
 _caches: "list[Cache]" = []
@@ -77,19 +71,22 @@ class Planned:
         self._known: Cache[BoundPlan] = Cache()
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
-        if _unplanned is not None:
-            return list(self.function(_unplanned, *arguments))
+        if instead is not None:
+            return list(self.function(instead, *arguments))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        return self.bound(arguments, tensors)(tensors)
+        key = tensors[0].device, capability.interpret.get() is not False
+        key += tuple(map(_part_of_key, arguments))
+        bound = self._known.get(key) or self._known.keep(key, self.bind(arguments, tensors))
+        return bound(tensors)
 
-    def bound(
+    def bind(
         self,
         arguments: Sequence[Any],
         tensors: Sequence[Tensor],
         bundle: Bundle | None = None,
         bundles: bool = False,
     ) -> BoundPlan:
-        """The plan of a call on its device.
+        """A plan of a call, on its device.
 
         Args:
           arguments: `Array`s in place of those in a bundle.
@@ -97,18 +94,11 @@ class Planned:
           bundle, bundles: as of `BoundPlan`.
         """
         device = tensors[0].device
-        key = device, capability.interpret.get() is not False, bundle, bundles
-        key += tuple(map(_part_of_key, arguments))
-        found = self._known.get(key)
-        if found is None:
-            if elsewhere := {x.device for x in tensors} - {device}:
-                raise ValueError(
-                    f"all tensors must be on {device}, got one on {elsewhere.pop()}"
-                )
-            plan = self.plan(arguments, device)
-            self.before(self, plan, arguments, device)
-            found = self._known.keep(key, BoundPlan(plan, device, bundle, bundles))
-        return found
+        if elsewhere := {x.device for x in tensors} - {device}:
+            raise ValueError(f"all tensors must be on {device}, got one on {elsewhere.pop()}")
+        plan = self.plan(arguments, device)
+        self.before(self, plan, arguments, device)
+        return BoundPlan(plan, device, bundle, bundles)
 
     def plan(self, arguments: Sequence[Any], device: torch.device | None) -> Plan:
         """The plan of a call.
@@ -132,58 +122,6 @@ class Planned:
             return [plan]
         results = (Array(x.shape, x.dtype) for x in plan.results)
         return [plan, self.backward.plan([*results, *arguments], device)]
-
-
-class Ready:
-    """A function in calls of one signature, and its gradient: their plans are looked up at the
-    first of them.
-
-    Args:
-      function: also without a plan.
-      arguments: gives those of the function from the tensors of a call, or None in place of one.
-      keeps: whether results behind the first are kept for a gradient, small ones in a `Bundle`.
-    """
-
-    __slots__ = ("_arguments", "_function", "_gradient", "_keeps", "_pick", "_plan")
-
-    def __init__(self, function: Any, arguments: Callable[..., Sequence[Any]], keeps: bool):
-        self._function, self._arguments, self._keeps = function, arguments, keeps
-        self._plan = self._gradient = None
-        self._pick: Any = None
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """What the function returns, the bundle last."""
-        if _unplanned is not None:
-            return list(self._function(*self._arguments(tensors)))
-        if self._plan is None:
-            self._pick = operator.itemgetter(
-                *(i for i, x in enumerate(tensors) if x is not None)
-            )
-            given = self._arguments(tensors), self._pick(tensors)
-            self._plan = self._function.bound(*given, bundles=self._keeps)
-        return self._plan(self._pick(tensors))
-
-    def gradients(self, grad: Tensor, kept, tensors) -> list[Tensor]:
-        """From that of the first result, what was kept, and the tensors of the call."""
-        if _unplanned is not None:
-            arguments = grad, *self.apart(kept), *self._arguments(tensors)
-            return list(self._function.backward(*arguments))
-        bundle = self._plan.bundled if self._plan else None
-        if self._gradient is None:
-            offsets = bundle.offsets if bundle else [None] * len(kept)
-            each = [
-                x if offset is None else array_of(x)
-                for x, offset in zip(self.apart(kept), offsets, strict=True)
-            ]
-            arguments = grad, *each, *self._arguments(tensors)
-            self._gradient = self._function.backward.bound(arguments, [grad], bundle)
-        own, last = (kept[:-1], kept[-1]) if bundle else (kept, None)
-        return self._gradient((grad, *own, *self._pick(tensors)), last)
-
-    def apart(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Each thing that is kept as the function returned it."""
-        bundle = self._plan.bundled if self._plan else None
-        return bundle.apart(kept, self._plan.plan.results[1:]) if bundle else kept
 
 
 def plan_ops(device: torch.device | None) -> PlanOps:

@@ -18,6 +18,7 @@ from bench.harness.scale_problem import Problem
 from bench.harness.scale_ranks import Measured
 from nsa_core import context_layout as layouts
 from nsa_torch import (
+    call,
     Branches,
     NSAConfig,
     PoolParams,
@@ -25,7 +26,6 @@ from nsa_torch import (
     context,
     context_compress,
     context_ranks,
-    signature,
 )
 
 RANKS, TIMEOUT_S = 4, 20
@@ -355,7 +355,7 @@ def known_calls(group) -> dict[str, object]:
         name: t[:, :, :12] if name in ("key", "value") else t[:, :12] for name, t in x.items()
     }
     with (
-        changed(signature, "DEVICE_TYPES", ("cpu",)),
+        changed(call, "DEVICE_TYPES", ("cpu",)),
         changed(context_ranks, "agree", counted := Counted(context_ranks.agree)),
     ):
         first, again = plain(mesh, x), plain(mesh, x)

@@ -7,7 +7,7 @@ import torch
 
 from kernels_pallas.kernel import Array, Kernel
 from nsa_core.plan.kernels import SEQUENCES
-from nsa_torch import operators, plans, signature, torch_ops
+from nsa_torch import call, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import tensors_at
@@ -123,7 +123,7 @@ def on_the_cpu(monkeypatch, run):
     monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
     for module in (nsa_interop.launch, torch_ops):
         monkeypatch.setattr(module, "ALIGNMENT", 16)
-    monkeypatch.setattr(signature, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(call, "DEVICE_TYPES", ("cpu",))
     plans.forget()
     yield ran
     plans.forget()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_torch import Branches, plans, signature
+from nsa_torch import Branches, call, plans
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_ins
@@ -175,7 +175,7 @@ def test_arguments_in_the_same_memory(kind, monkeypatch):
         for _ in range(10):
             problem = Problem(kind, draw, "cpu", SMALL, 24, 2, 16, "mosaic")
             check_calls(problem, CALLS, monkeypatch)
-        assert signature.CALLS._values
+        assert call.PROGRAMS._values
 
 
 def test_numbers_by_identity_are_found(monkeypatch):
@@ -240,7 +240,7 @@ def test_a_cache_that_a_graph_keeps_is_not_written_to(wanted):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("implementation", signature.KERNELS)
+@pytest.mark.parametrize("implementation", call.KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_in_the_same_memory_on_gpu(kind, implementation, monkeypatch):
     draw = random.Random(kind)

@@ -224,7 +224,7 @@ def test_results_that_no_other_step_reads(most, path, monkeypatch):
 def test_calls_of_other_shapes_and_dtypes_have_other_plans():
     function = Planned(lambda ops, x: [ops.zeros(x, x.shape)])
     for x in normal(2, 3), normal(3, 2), normal(2, 3).float(), normal(2, 3).half():
-        (result,) = function.bound([x], [x]).plan.results
+        (result,) = function.bind([x], [x]).plan.results
         assert (result.shape, result.dtype) == plans.array_of(x)
 
 

@@ -188,19 +188,9 @@ def test_queries_with_a_gap(ends):
         with_gap = batch_tables.with_gap(borders, gap)
     query, gates = (whole[i].detach()[:, own].requires_grad_() for i in (0, 3))
     leaves = query, whole[1], whole[2], gates
-    out = functional.after_checks(
-        query,
-        Branches.each(whole[1]),
-        Branches.each(whole[2]),
-        Branches(*gates.unbind(-1)),
-        config=SMALL,
-        compressed=pair,
-        cu_seqlens=with_gap,
-        implementation="mosaic",
-        block_indices=indices[:, own].contiguous(),
-        scale=None,
-        recompute=False,
-    )
+    given = query, Branches.each(whole[1]), Branches.each(whole[2]), Branches(*gates.unbind(-1))
+    given += pair, indices[:, own].contiguous(), with_gap
+    out = functional.decided(given, SMALL, None, False, "mosaic", checked=True)
     found = torch.autograd.grad(out, leaves, weight[:, own])
     wants = [wants[0][:, own], *wants[1:3], wants[3][:, own]]
     for x, y in zip((out, *found), (want[:, own], *wants), strict=True):
