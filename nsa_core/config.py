@@ -40,9 +40,6 @@ class NSAConfig:
     compute_dtype: str | None = None  # None: that of the query
 
     def __post_init__(self) -> None:
-        # What compares and hashes without a call of Python.
-        numbers = *(getattr(self, name) for name in SIZES), self.compute_dtype
-        object.__setattr__(self, "numbers", numbers)
         for name in SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -82,6 +79,11 @@ class NSAConfig:
         for name, holds, rule in rules:
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int | str | None, ...]:
+        """All fields, in a tuple that compares and hashes without a call of Python."""
+        return *(getattr(self, name) for name in SIZES), self.compute_dtype
 
     @property
     def of_sizes(self) -> Self:

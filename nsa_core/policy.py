@@ -230,7 +230,7 @@ def note(implementation: str, problem: Any) -> str | None:
     if not _default(implementation, problem):
         return None
     device = of(problem.device) if problem.device else None
-    given, _ = _overridden.get()
+    given = in_force().thresholds
     if _measured(device, implementation, problem) or _is_given(
         given, implementation, problem.step
     ):

@@ -119,7 +119,7 @@ def describe(
     tables = None if borders is None else getattr(borders, batch_tables.ATTRIBUTE, None)
     sizes = batch_tables.UNKNOWN if tables is None else tables.sizes
     # A named tuple's own constructor is a function of Python.
-    call = tuple.__new__(
+    call: Any = tuple.__new__(  # type: ignore[bad-specialization]
         Call,
         (
             *(config.numbers, scale, recompute, implementation),
@@ -184,15 +184,15 @@ class Program:
         order = [*query, *mode.tokens(*each, compressed or None), *gates, *indices, *borders]
         self.order = operator.itemgetter(*order)
         # The operator's arguments: tensors by place, None, and numbers.
-        n, found = mode.count, [*range(mode.count)]
-        found.append(n if indices else None)
+        n = mode.count
+        found: list[int | None] = [*range(n), n if indices else None]
         self._places = found, (n + len(indices) if borders else None)
         length = tensors[key[-1]].shape[1]
         place = operators.arguments(
             config, length, tensors[borders[0]] if borders else None, call.scale
         )
         self._before, self._after = (False, *place[:2]), place[3:]
-        self.kind = path.kind(mode, keep) if self.keeps else None
+        self.kind = path.kind(mode, keep)
         self.alone, self.returned = not call.hooked, 1
         self._function, self._gradient = path.function(mode, keep), None
         given = self.order(self.more(tensors))
@@ -226,7 +226,7 @@ class Program:
             return operators.Eager.apply(self, *given)[0]
         return self.run(given)[0]
 
-    def gradients(self, grads, kept, tensors, direct: bool) -> list[Tensor]:
+    def gradients(self, grads, kept, tensors, direct: bool) -> Sequence[Tensor]:
         """From the output's, what was kept, and the tensors of the call; `direct`: nothing else has
         a say in the pass.
         """

@@ -198,7 +198,7 @@ class VarlenMetadata:
         Raises:
           ValueError: made for another config, device or length, or out of date.
         """
-        if config.numbers[:-1] != self.config.numbers[:-1]:  # but for the compute dtype
+        if config.numbers[:-1] != self.config.numbers[:-1]:  # all but the compute dtype
             raise ValueError(f"varlen must be made with {config}, got one of {self.config}")
         if x.shape[0] != 1:
             raise ValueError(

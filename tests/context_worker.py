@@ -18,11 +18,11 @@ from bench.harness.scale_problem import Problem
 from bench.harness.scale_ranks import Measured
 from nsa_core import context_layout as layouts
 from nsa_torch import (
-    call,
     Branches,
     NSAConfig,
     PoolParams,
     RopeMLPParams,
+    call,
     context,
     context_compress,
     context_ranks,
