@@ -294,6 +294,52 @@ class LayerSpec:
                 )
 
 
+# What a layer is made of where its sizes come as an `NSAConfig`: docs/quality.md says why.
+RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
+FIELD_OF = {
+    "l": "compress_block",
+    "d": "compress_stride",
+    "l_sel": "select_block",
+    "n_sel": "num_selected",
+    "w": "window",
+    "num_initial": "num_initial",
+    "num_local": "num_local",
+}
+
+
+def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
+    """A `LayerSpec` of the values that are not None.
+
+    Args:
+      config: in place of the sizes of `FIELD_OF`; `gate` and `kv` are then the recommended ones by
+        default. Its `compute_dtype` is no part of a spec.
+
+    Raises:
+      ValueError: a size is given beside `config`, or as of `LayerSpec`.
+    """
+    named = {name: value for name, value in values.items() if value is not None}
+    if config is None:
+        return LayerSpec(**named)
+    validate.configuration(config)
+    if both := sorted(named.keys() & FIELD_OF):
+        raise ValueError(f"{', '.join(both)} must be None where config is given, got both")
+    sizes = {name: getattr(config, field) for name, field in FIELD_OF.items()}
+    return LayerSpec(**RECOMMENDED | sizes | named)
+
+
+def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
+    """The compute dtype of a layer that is made with these two.
+
+    Raises:
+      ValueError: both name one.
+    """
+    if config is None or config.compute_dtype is None:
+        return compute_dtype
+    if compute_dtype is not None:
+        raise ValueError("compute_dtype must be None where config has one, got both")
+    return config.compute_dtype
+
+
 def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """What a torch state_dict says of the layer at `prefix`; removed from it. `{}`: nothing.
 

@@ -5,6 +5,7 @@ The attribute names are those of the torch module's state_dict, so that
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ import numpy as np
 from nsa_core import extras, rotation, validate
 from nsa_core.cache_contents import UNSAID, facts_of
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
-from nsa_core.layer import KIND, LayerSpec
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Choices
+from nsa_core.layer import KIND, LayerSpec, computed, spec_of
 from nsa_core.types import Branches
 from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
 from nsa_jax.geometry import PackedRows
-from nsa_jax.varlen import rows_of
+from nsa_jax.varlen import rows_of, varlen_metadata
 
 try:
     from flax import nnx
@@ -168,7 +171,10 @@ class NSAAttention(nnx.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
-      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`).
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None: they are `values`.
+      config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
+        `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
+        `kv="shared"`, in place of "sigmoid" and "separate".
       dtype, param_dtype: of the computation, of the parameters.
       implementation: as in `nsa_jax.attention`.
       dense_below: whole sequences of fewer tokens get dense attention, which is the same function
@@ -177,27 +183,34 @@ class NSAAttention(nnx.Module):
       compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
         attends to a cache computes in `dtype`.
       rngs: for the initial parameters.
+      values: of `LayerSpec`, by name: `dim`, `n_heads`, ..
     """
 
     def __init__(
         self,
-        spec: LayerSpec,
+        spec: LayerSpec | None = None,
         *,
+        config: NSAConfig | None = None,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         implementation: api.Names = None,
         dense_below: int = 0,
         compute_dtype: str | None = None,
         rngs: nnx.Rngs,
+        **values: Any,
     ):
-        if not isinstance(spec, LayerSpec):
+        if spec is None:
+            spec = spec_of(config, **values)
+        elif not isinstance(spec, LayerSpec):
             raise ValueError(f"spec must be a LayerSpec, got {type(spec).__name__}")
+        elif both := [*values, *(["config"] if config is not None else [])]:
+            raise ValueError(f"spec must be None where {', '.join(both)} is given, got both")
         self.spec = spec
         self.dtype = dtype
         self.implementation = implementation
         spec.check_dense_below(dense_below)
-        self.dense_below, self.compute_dtype = dense_below, compute_dtype
-        spec.computed_in(compute_dtype)  # checks it
+        self.dense_below, self.compute_dtype = dense_below, computed(config, compute_dtype)
+        _ = self.config  # checks its compute dtype
 
         def linear(size_in, size_out):
             return nnx.Linear(
@@ -234,6 +247,32 @@ class NSAAttention(nnx.Module):
                 MLP(spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs)
                 for width in (spec.d_k, spec.d_v)
             )
+
+    @property
+    def config(self) -> NSAConfig:
+        """The sizes of the branches, and what whole sequences are computed in."""
+        return self.spec.computed_in(self.compute_dtype)
+
+    def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
+        """What whole sequences of `seq_len` tokens would run on, and why not what stands before it:
+        a choice per step (`nsa_jax.explain`).
+        """
+        validate.sizes(seq_len=seq_len, batch=batch)
+        spec = self.spec
+        query, key, value = (
+            jax.ShapeDtypeStruct((batch, seq_len, heads, width), self.dtype)
+            for heads, width in (
+                (spec.n_heads, spec.d_k),
+                (spec.n_kv_groups, spec.d_k),
+                (spec.n_kv_groups, spec.d_v),
+            )
+        )
+        how = {"config": self.config, "implementation": self.implementation}
+        return api.explain(query, key, value, **how)
+
+    def varlen(self, segment_ids, **limits: Any) -> PackedRows:
+        """`nsa_jax.varlen_metadata` for this layer; `limits`: its other arguments."""
+        return varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
         """What makes this layer's function, for a checkpoint's metadata."""
@@ -316,6 +355,7 @@ class NSAAttention(nnx.Module):
         x,
         kv: cache.NSACache | None = None,
         *,
+        prefill: bool = True,
         segment_ids=None,
         varlen: PackedRows | None = None,
         attention_mask: None = None,
@@ -326,12 +366,17 @@ class NSAAttention(nnx.Module):
           x: `[B, T, dim]`.
           kv: from `init_cache`; None: the tokens are whole sequences, and None comes back. The
             cache that is given is unchanged, or gone where it is donated.
+          prefill: False says that `x` continues a cache, which must then be given; chunks of any
+            length may be appended either way.
           segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
           varlen: in its place what `varlen_metadata` made of it, once for all layers.
           attention_mask: None. Padding has `segment_ids` below 0; rows of a cache have none.
         """
         spec = self.spec
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
+        validate.flag("prefill", prefill)
+        if kv is None and not prefill:
+            raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
         if attention_mask is not None:
             raise ValueError(
                 "attention_mask must be None: padding has segment_ids below 0, and rows of a cache "
@@ -367,8 +412,7 @@ class NSAAttention(nnx.Module):
             and spec.gate == "selected"
             and not any(Branches.each(self.implementation))
         ):
-            config = spec.computed_in(self.compute_dtype)
-            packed = dict(segment_ids=segment_ids, varlen=varlen, config=config)
+            packed = dict(segment_ids=segment_ids, varlen=varlen, config=self.config)
             compressed = api.compress(key.compressed, self.compress_params()[0], **packed)
             indices = api.select_blocks(query, compressed, **packed)
             out, _ = api.selected_attention(
@@ -377,7 +421,7 @@ class NSAAttention(nnx.Module):
         elif kv is None:
             key_params, value_params = self.compress_params()
             packed = dict(segment_ids=segment_ids, varlen=varlen)
-            sizes = dict(config=spec.computed_in(self.compute_dtype), **packed)
+            sizes = dict(config=self.config, **packed)
             compressed = (
                 api.compress(key.compressed, key_params, **sizes),
                 api.compress(value.compressed, value_params, **sizes),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_core import layer, rotation, validate
@@ -20,7 +21,8 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.context_layout import check as check_layout
-from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
+from nsa_core.dispatch import Choices
+from nsa_core.layer import KIND_MODULE, spec_of, take_kind
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.context_ranks import check_mesh
@@ -28,7 +30,7 @@ from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
 from nsa_torch.plain import as_given, product_dtype
-from nsa_torch.varlen import VarlenMetadata, borders_of
+from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 
 
 class MLP(nn.Module):
@@ -84,7 +86,10 @@ class NSAAttention(nn.Module):
 
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
-        `nsa_core.layer.LayerSpec`, which also says what is refused.
+        `nsa_core.layer.LayerSpec`, which also says what is refused, and the defaults of None.
+      config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
+        `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
+        `kv="shared"`, in place of "sigmoid" and "separate".
       rope_impl: "llama", the only one.
       use_flash: False keeps FA-2 out: SDPA runs.
       use_triton_sel: True names the Triton kernel for the selected branch.
@@ -114,26 +119,27 @@ class NSAAttention(nn.Module):
         n_kv_groups: int,
         d_k: int,
         d_v: int,
-        l: int = 32,
-        d: int = 16,
-        l_sel: int = 64,
-        n_sel: int = 16,
-        w: int = 512,
-        phi: layer.Phi = DEFAULT_PHI,
+        l: int | None = None,
+        d: int | None = None,
+        l_sel: int | None = None,
+        n_sel: int | None = None,
+        w: int | None = None,
+        phi: layer.Phi | None = None,
         gate_hidden: int | None = None,
         gate_temp: float = 1.0,
         rope_impl: str = "llama",
         use_flash: bool = True,
         use_triton_sel: bool = False,
         *,
-        kv: layer.Kv = "separate",
-        gate: layer.Gate = DEFAULT_GATE,
+        config: NSAConfig | None = None,
+        kv: layer.Kv | None = None,
+        gate: layer.Gate | None = None,
         gate_bias: Sequence[float] | None = None,
         phi_hidden: int | None = None,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
-        num_initial: int = NSAConfig.num_initial,
-        num_local: int = NSAConfig.num_local,
+        num_initial: int | None = None,
+        num_local: int | None = None,
         bias: bool = False,
         rope_scaling: rotation.Scaling | Mapping[str, Any] | None = None,
         qk_norm_eps: float | None = None,
@@ -150,7 +156,8 @@ class NSAAttention(nn.Module):
             check_mesh(context_mesh)
         check_layout(context_layout)
         self.context_mesh, self.context_layout = context_mesh, context_layout
-        self.spec = spec = LayerSpec(
+        self.spec = spec = spec_of(
+            config,
             dim=dim,
             n_heads=n_heads,
             n_kv_groups=n_kv_groups,
@@ -184,8 +191,11 @@ class NSAAttention(nn.Module):
             raise ValueError(
                 f"dense_below must be 0 where context_mesh is given, got {dense_below}"
             )
-        self.dense_below, self.compute_dtype = dense_below, compute_dtype
-        spec.computed_in(compute_dtype)  # checks it
+        self.dense_below, self.compute_dtype = (
+            dense_below,
+            layer.computed(config, compute_dtype),
+        )
+        _ = self.config  # checks its compute dtype
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(size_in: int, size_out: int) -> nn.Linear:
@@ -202,15 +212,55 @@ class NSAAttention(nn.Module):
                 nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
             )
         kinds = {"head": HeadGate, "selected": SelectedGate}
-        self.gate: nn.Module = kinds.get(gate, Gate)(spec, **factory)
-        if phi == "mlp":
-            self.phi_k_conv, self.phi_v_conv = (Pool(l, d, x, **factory) for x in (d_k, d_v))
-        elif phi in ("mlp_pe", "mlp_rope"):
+        self.gate: nn.Module = kinds.get(spec.gate, Gate)(spec, **factory)
+        if spec.phi == "mlp":
+            self.phi_k_conv, self.phi_v_conv = (
+                Pool(spec.l, spec.d, x, **factory) for x in (d_k, d_v)
+            )
+        elif spec.phi in ("mlp_pe", "mlp_rope"):
             self.phi_k_mlp, self.phi_v_mlp = (
-                MLP(l, x, spec.phi_width(x), **factory) for x in (d_k, d_v)
+                MLP(spec.l, x, spec.phi_width(x), **factory) for x in (d_k, d_v)
             )
         self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
+
+    @property
+    def config(self) -> NSAConfig:
+        """The sizes of the branches, and what whole sequences are computed in."""
+        return self.spec.computed_in(self.compute_dtype)
+
+    def explain(
+        self, seq_len: int, *, batch: int = 1, dtype: torch.dtype | None = None
+    ) -> Choices:
+        """What whole sequences of `seq_len` tokens would run on, and why not what stands before it.
+
+        Args:
+          batch: rows.
+          dtype: of the projections; None: that of the weights, or autocast's where it is on.
+
+        Returns:
+          A choice per step (`nsa_torch.explain`), for a gradient where one is recorded. No memory
+          is allocated.
+        """
+        validate.sizes(seq_len=seq_len, batch=batch)
+        spec, weight = self.spec, self.W_Q.weight
+        dtype = dtype or product_dtype(weight.device, weight.dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            place = {"dtype": dtype, "device": weight.device, "requires_grad": True}
+            query, key, value = (
+                torch.empty(batch, seq_len, heads, width, **place)
+                for heads, width in (
+                    (spec.n_heads, spec.d_k),
+                    (spec.n_kv_groups, spec.d_k),
+                    (spec.n_kv_groups, spec.d_v),
+                )
+            )
+            how = {"config": self.config, "implementation": self.implementation}
+            return functional.explain(query, key, value, **how)
+
+    def varlen(self, cu_seqlens: Tensor, **sizes: Any) -> VarlenMetadata:
+        """`nsa_torch.varlen_metadata` for this layer; `sizes`: its other arguments."""
+        return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
         """Draws all weights anew, such as those of a layer made on `meta`, after `to_empty`."""
@@ -308,8 +358,7 @@ class NSAAttention(nn.Module):
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
         """The selected branch alone, `[B, T, H, Dv]`; of the compressed one its scores."""
-        config = self.spec.computed_in(self.compute_dtype)
-        packed: dict[str, Any] = dict(config=config, cu_seqlens=cu_seqlens)
+        packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens)
         with torch.no_grad():  # a selection has no gradient
             compressed = functional.compress(
                 key.compressed, self.compress_params()[0], **packed
@@ -439,8 +488,7 @@ class NSAAttention(nn.Module):
             out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
-        config = spec.computed_in(self.compute_dtype)
-        packed: dict[str, Any] = dict(config=config, cu_seqlens=cu_seqlens) | ranks
+        packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens) | ranks
         compressed = None  # the means, which `attention` makes
         if key_params is not None:
             compressed = (

@@ -1,0 +1,106 @@
+"""Layers that are made with an `NSAConfig`, and that those made without one stay as they are."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from flax import nnx
+
+import nsa_jax
+import nsa_jax.nn
+import nsa_torch
+from nsa_core.layer import LayerSpec
+from nsa_torch import NSAConfig
+
+SIZES = {"dim": 32, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8}
+SMALL = NSAConfig(8, 4, 16, num_selected=4, window=10)
+
+
+def of_torch(**options):
+    return nsa_torch.NSAAttention(**SIZES, **options)
+
+
+def of_jax(**options):
+    return nsa_jax.nn.NSAAttention(**SIZES, **options, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_without_config_is_as_ever():
+    """Output and keys of the state are those of commit 770131a."""
+    layer = of_torch(l=8, d=4, l_sel=16, n_sel=4, w=10, dtype=torch.float64)
+    with torch.no_grad():
+        for i, x in enumerate(layer.parameters()):
+            at = torch.arange(x.numel(), dtype=torch.float64)
+            x.copy_((0.3 * torch.sin(at * (i + 1.3) + i)).view(x.shape))
+    y, _ = layer(torch.sin(torch.arange(80 * 32, dtype=torch.float64) * 0.7).view(1, 80, 32))
+    expected = [
+        [0.026473838, 0.031892008],
+        [0.002181133, -0.001229329],
+        [0.001268752, 0.00131543],
+    ]
+    found = y.detach()[0, [0, 37, 79], :2]
+    assert (found - torch.tensor(expected, dtype=y.dtype)).abs().max() < 1e-8
+    branches = [f"W_{kind}_{x}.weight" for x in ("cmp", "sel", "win") for kind in "KV"]
+    gate = [f"gate.{x}.{y}" for x in ("fc1", "fc2") for y in ("weight", "bias")]
+    kind = [f"kind.{x}._extra_state" for x in ("gate_sigmoid", "phi_avg")]
+    assert [*layer.state_dict()] == ["W_Q.weight", *branches, "out.weight", *gate, *kind]
+
+
+@pytest.mark.parametrize("make", [of_torch, of_jax])
+def test_with_config_the_recommended_options_are_the_defaults(make):
+    layer = make(config=SMALL)
+    assert (layer.spec.gate, layer.spec.kv, layer.config) == ("head", "shared", SMALL)
+    assert layer.spec == LayerSpec(
+        **SIZES, l=8, d=4, l_sel=16, n_sel=4, w=10, gate="head", kv="shared"
+    )
+    named = make(config=SMALL, gate="softmax", kv="separate").spec
+    assert (named.gate, named.kv) == ("softmax", "separate")
+    assert (make().spec.gate, make().spec.kv) == ("sigmoid", "separate")
+    fp8 = make(config=NSAConfig(compute_dtype="float8_e4m3"))
+    assert fp8.compute_dtype == fp8.config.compute_dtype == "float8_e4m3"
+
+
+@pytest.mark.parametrize("make", [of_torch, of_jax])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"config": SMALL, "w": 10}, "w must be None where config is given"),
+        ({"config": SMALL, "num_local": 1, "l": 8}, "l, num_local must be None where config"),
+        ({"config": {"window": 10}}, "NSAConfig"),
+        (
+            {"config": NSAConfig(compute_dtype="float8_e4m3"), "compute_dtype": "float8_e4m3"},
+            "compute_dtype must be None where config has one",
+        ),
+    ],
+)
+def test_sizes_are_said_once(make, options, words):
+    with pytest.raises(ValueError, match=words):
+        make(**options)
+
+
+def test_a_spec_and_values_are_not_mixed():
+    spec = LayerSpec(**SIZES)
+    for options in ({"dim": 32}, {"config": SMALL}):
+        with pytest.raises(ValueError, match="spec must be None where"):
+            nsa_jax.nn.NSAAttention(spec, **options, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_explains_and_packs():
+    rows = torch.tensor([0, 30, 80]), jnp.repeat(jnp.arange(2), 40)[None]
+    inputs = torch.ones(1, 80, 32), jnp.ones((1, 80, 32))
+    for make, borders, x in zip((of_torch, of_jax), rows, inputs, strict=True):
+        layer = make(config=SMALL)
+        name = layer.explain(100_000).selected.implementation
+        assert name == ("sdpa" if make is of_torch else "xla")
+        with pytest.raises(ValueError, match="seq_len"):
+            layer.explain(0)
+        packed = {"cu_seqlens" if make is of_torch else "segment_ids": borders}
+        assert (layer(x, varlen=layer.varlen(borders))[0] == layer(x, **packed)[0]).all()
+
+
+def test_flax_knows_prefill():
+    layer = of_jax(config=SMALL)
+    with pytest.raises(ValueError, match="kv must be a cache from init_cache where prefill"):
+        layer(jnp.ones((1, 4, 32)), prefill=False)
+    with pytest.raises(ValueError, match="prefill"):
+        layer(jnp.ones((1, 4, 32)), prefill=2)
+    _, kv = layer(jnp.ones((1, 4, 32)), layer.init_cache(1, 16))
+    assert layer(jnp.ones((1, 1, 32)), kv, prefill=False)[0].shape == (1, 1, 32)
