@@ -171,7 +171,7 @@ class NSAAttention(nnx.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
-      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None: they are `values`.
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None: they are `fields`.
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
         `kv="shared"`, in place of "sigmoid" and "separate".
@@ -183,7 +183,7 @@ class NSAAttention(nnx.Module):
       compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
         attends to a cache computes in `dtype`.
       rngs: for the initial parameters.
-      values: of `LayerSpec`, by name: `dim`, `n_heads`, ..
+      fields: of `LayerSpec`, by name: `dim`, `n_heads`, ..
     """
 
     def __init__(
@@ -197,13 +197,13 @@ class NSAAttention(nnx.Module):
         dense_below: int = 0,
         compute_dtype: str | None = None,
         rngs: nnx.Rngs,
-        **values: Any,
+        **fields: Any,
     ):
         if spec is None:
-            spec = spec_of(config, **values)
+            spec = spec_of(config, **fields)
         elif not isinstance(spec, LayerSpec):
             raise ValueError(f"spec must be a LayerSpec, got {type(spec).__name__}")
-        elif both := [*values, *(["config"] if config is not None else [])]:
+        elif both := [*fields, *(["config"] if config is not None else [])]:
             raise ValueError(f"spec must be None where {', '.join(both)} is given, got both")
         self.spec = spec
         self.dtype = dtype
@@ -259,7 +259,7 @@ class NSAAttention(nnx.Module):
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec = self.spec
-        query, key, value = (
+        shapes: Any = (
             jax.ShapeDtypeStruct((batch, seq_len, heads, width), self.dtype)
             for heads, width in (
                 (spec.n_heads, spec.d_k),
@@ -268,7 +268,7 @@ class NSAAttention(nnx.Module):
             )
         )
         how = {"config": self.config, "implementation": self.implementation}
-        return api.explain(query, key, value, **how)
+        return api.explain(*shapes, **how)
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
         """`nsa_jax.varlen_metadata` for this layer; `limits`: its other arguments."""
