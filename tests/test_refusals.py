@@ -838,6 +838,7 @@ def wrong_options(call):
         others = plan_runs([0, 2, 22], COUNTED, 16), plan_runs(COUNTS, [1, 21], 16)
         narrow = [x._replace(columns=1) for x in plan]
         wrong |= {"runs": ["ab", [None], plan[:1], plan[1:], [], plan[::-1], narrow, *others]}
+    wrong |= {"runs": [plan]} if call == "a step" else {}
     return [{name: x} for name, values in wrong.items() for x in values]
 
 
