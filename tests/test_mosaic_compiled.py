@@ -158,7 +158,7 @@ def build(name, index, backward):
 
 @functools.cache
 def any_length(name, backward=False):
-    """`kernels` as torch runs them; those of `test_capability.py` are for a length, as JAX's."""
+    """`kernels` as torch runs them; those of `test_choice.py` are for a length, as JAX's."""
     return tuple(dict.fromkeys(x.for_any_length() for x in kernels(name, backward)))
 
 

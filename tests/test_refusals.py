@@ -106,6 +106,11 @@ class World:
             "view": ({}, {"key_pages": pages, "value_pages": pages, **config}),
             "carve": ({}, {"memory": zeros(9999), **sizes}),
             "varlen_metadata": ({}, {"cu_seqlens": torch.tensor([0, 5, 20])}),
+            "NSAConfig": ({}, {}),
+            "NSAAttention": (
+                {},
+                {"dim": 16, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8},
+            ),
             "plan_runs": ({}, {"starts": [0, 1], "lengths": [2], "page_size": 16}),
         }
         borders = {"cu_seqlens": np.array([0, 20])}
@@ -489,6 +494,35 @@ BOTH = [
     ),
     ("copy_pages", {"target": [1]}, "target must be a*, got list"),
     ("copy_pages", {"target": ints(1, 2)}, "target must have shape (1,), got (2,)"),
+    # Configurations, of which both frameworks have one class.
+    ("NSAConfig", {"compress_stride": 0}, "compress_stride must be >= 1, got 0"),
+    (
+        "NSAConfig",
+        {"compress_block": 24},
+        "compress_block must be a multiple of compress_stride=16, got 24",
+    ),
+    (
+        "NSAConfig",
+        {"select_block": 40},
+        "select_block must be a multiple of compress_stride=16, got 40",
+    ),
+    ("NSAConfig", {"select_block": 16}, "select_block must be >= compress_block=32, got 16"),
+    (
+        "NSAConfig",
+        {"num_selected": 2},
+        "num_selected must be >= num_initial + num_local = 3, got 2",
+    ),
+    ("NSAConfig", {"num_initial": -1}, "num_initial must be >= 0, got -1"),
+    ("NSAConfig", {"num_local": -2}, "num_local must be >= 0, got -2"),
+    ("NSAConfig", {"window": -1}, "window must be >= 0, got -1"),
+    ("NSAConfig", {"window": 2.5}, "window must be an int, got 2.5"),
+    ("NSAConfig", {"window": 2**31}, "window must be at most 2*30, got 2147483648"),
+    ("NSAConfig", {"num_selected": True}, "num_selected must be an int, got True"),
+    (
+        "NSAConfig",
+        {"num_selected": 0, "num_initial": 0, "num_local": 0},
+        "num_selected must be >= 1, got 0",
+    ),
 ]
 
 TENSOR = torch.zeros(4, 16, 2, 8)
@@ -655,6 +689,51 @@ ONE = {
         ("plan_runs", {"starts": "ab"}, "starts must be a list of ints, got 'ab'"),
         ("plan_runs", {"lengths": None}, "lengths must be a list of ints, got None"),
         ("plan_runs", {"page_size": 16.5}, "page_size must be an int >= 1, got 16.5"),
+        ("NSAAttention", {"n_heads": 5}, "n_heads must be a multiple of n_kv_groups=2, got 5"),
+        ("NSAAttention", {"d_k": 7}, "d_k must be even"),
+        ("NSAAttention", {"phi": "conv"}, "phi must be one of"),
+        ("NSAAttention", {"gate": "relu"}, "gate must be one of"),
+        ("NSAAttention", {"gate_temp": 0.0}, "gate_temp must be a positive number, got 0.0"),
+        ("NSAAttention", {"rope_scale": "2"}, "rope_scale must be a positive number, got '2'"),
+        (
+            "NSAAttention",
+            {"rope_base": float("inf")},
+            "rope_base must be a positive number, got inf",
+        ),
+        ("NSAAttention", {"dim": 0}, "dim must be an int >= 1, got 0"),
+        ("NSAAttention", {"dim": 16.0}, "dim must be an int >= 1, got 16.0"),
+        ("NSAAttention", {"n_heads": True}, "n_heads must be an int >= 1, got True"),
+        ("NSAAttention", {"l": 32.0}, "compress_block must be an int, got 32.0"),
+        ("NSAAttention", {"l": 20}, "compress_block must be a multiple"),
+        ("NSAAttention", {"bias": 1}, "bias must be True or False, got 1"),
+        (
+            "NSAAttention",
+            {"gate_bias": (0, 0, 0)},
+            "gate_bias must be None where gate='sigmoid', got",
+        ),
+        (
+            "NSAAttention",
+            {"gate": "head", "gate_bias": (0, 0)},
+            "gate_bias must be three finite numbers, got (0, 0)",
+        ),
+        (
+            "NSAAttention",
+            {"gate": "head", "gate_bias": (0, float("nan"), 0)},
+            "gate_bias must be three finite numbers, got",
+        ),
+        (
+            "NSAAttention",
+            {"gate": "head", "gate_hidden": 4},
+            "gate_hidden must be None where gate='head', got 4",
+        ),
+        ("NSAAttention", {"gate_hidden": 0}, "gate_hidden must be an int >= 1, got 0"),
+        ("NSAAttention", {"phi_hidden": 8.0}, "phi_hidden must be an int >= 1, got 8.0"),
+        ("NSAAttention", {"kv": "one"}, "kv must be one of ('separate', 'shared'), got 'one'"),
+        (
+            "NSAAttention",
+            {"kv": "shared", "phi": "mlp_rope"},
+            "kv must be 'separate' where phi='mlp_rope'",
+        ),
     ],
 }
 ROWS = [(name, *row) for name in LIBRARIES for row in (*BOTH, *ONE[name])]
@@ -870,3 +949,20 @@ def test_a_refused_call_changes_nothing(call, kind):
         assert state(cache) == before, changes
     function(**given)
     assert before.keys() == state(cache).keys() and before != state(cache)
+
+
+def test_an_unknown_name_of_a_config():
+    """The nearest field is proposed, that of a short name by its meaning."""
+    for name, field in {
+        "n_sel": "num_selected",
+        "w": "window",
+        "num_locals": "num_local",
+    }.items():
+        with pytest.raises(TypeError, match=f"^NSAConfig has no field '{name}'; pass {field}$"):
+            NSAConfig(**{name: 4})
+    seed = NSAConfig.from_seed(l=16, d=8, l_sel=32, n_sel=4, w=9)
+    assert seed == NSAConfig(16, 8, 32, 4, window=9)
+    with pytest.raises(ValueError, match="unknown name 'block'"):
+        NSAConfig.from_seed(block=3)
+    with pytest.raises(AttributeError, match="cannot assign to field 'window'"):
+        NSAConfig().window = 3

@@ -1,0 +1,628 @@
+"""Which implementation runs a call, and why no other: a row is a problem and what is asked for.
+
+Rules of devices (`configs/devices`), thresholds, flags, names, and what Mosaic kernels can do. What
+is accepted runs forward and backward; a refusal comes before any kernel runs.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import yaml
+from absl import flags as absl_flags
+
+import kernels_pallas
+import nsa_jax
+import nsa_torch
+from bench.harness import problems, runners
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import capability
+from kernels_pallas.runtime import lowering
+from kernels_pallas.specs.tile import Tile, slab_width
+from nsa_core import flags, policy
+from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
+from nsa_jax import Branches, NSAConfig, jax_problem, paged_attend
+from nsa_jax.dispatch import REGISTRY
+from nsa_torch import dispatch as torch_dispatch
+from nsa_torch import operators, torch_ops
+from nsa_torch import paged_attend as torch_paged_attend
+from tests import pretend, test_mosaic_compiled
+from tests.paths import in_jax, to_jax
+from tests.problems import SMALL, STEP_NAMES, Case, check, problem
+from tests.torch_inputs import on_the_cpu
+
+REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
+GPU = "NVIDIA Test 80GB"
+FILE = "nvidia-test-80gb.yaml"
+
+
+@pytest.fixture
+def device(tmp_path, monkeypatch):
+    """Writes the file of `GPU`, which FA-2 can use as far as it asks."""
+    pretend.folder(monkeypatch, "devices", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    policy.of.cache_clear()
+
+    def write(**sections):
+        data = {"schema": policy.SCHEMA, "device": GPU} | sections
+        (tmp_path / FILE).write_text(yaml.safe_dump(data))
+        policy.of.cache_clear()
+        return tmp_path / FILE
+
+    yield write
+    policy.of.cache_clear()
+
+
+def pose(step, length=512, framework="torch", **changes) -> Problem:
+    values = dict(platform="cuda", dtype="bfloat16", B=1, T=length, S=length, H=8, Hkv=2)
+    values |= dict(D=64, Dv=64, packed=False, config=NSAConfig(), device=GPU)
+    # A GPU on which Triton is no default.
+    values |= dict(capability=(8, 7), framework=framework, step=step)
+    return Problem(**values | changes)
+
+
+def chosen(problem, name=None):
+    return REGISTRIES[problem.framework].choose(problem, name)
+
+
+HOPPER = dict(framework="jax", platform="gpu", capability=(9, 0))
+EIGHT = NSAConfig(num_selected=8)  # 512 keys
+SEVEN = NSAConfig(num_selected=7)
+NEVER = dict(fa2_min_len_win="never", fa2_min_len_cmp="never", sel_min_len="never")
+FEW_KEYS = "448 selected keys are below sel_min_len=512"
+SLOW = dict(kernel="fa2", steps=["sliding"], reason="too slow", since="2025-09-04")
+FORBIDDEN = {"policy": [SLOW | {"allowed": False}]}
+NO_LENGTH = "fa2_min_len_cmp is never: no length at which it pays"
+# What the file of the device says, a problem, what is chosen, and why not FA-2, or Mosaic in JAX.
+RULES = [
+    ({}, pose("sliding", 8), "fa2", None),
+    *[
+        row
+        for branch, name in (("sliding", "fa2_min_len_win"), ("compressed", "fa2_min_len_cmp"))
+        for row in [
+            ({name: 300}, pose(branch, 300), "fa2", None),
+            ({name: 300}, pose(branch, 299), "sdpa", f"a length of 299 is below {name}=300"),
+            # The other branches have their own.
+            *[
+                ({name: 300}, pose(other, 299), "fa2", None)
+                for other in Branches._fields
+                if other != branch
+            ],
+        ]
+    ],
+    (NEVER, pose("compressed", 2**20), "sdpa", NO_LENGTH),
+    # A branch alone counts queries (S: compressed tokens), and there is no number under compile.
+    ({"fa2_min_len_cmp": 512}, pose("compressed", 512, S=31), "fa2", None),
+    ({"fa2_min_len_cmp": 512}, pose("compressed", 0), "fa2", None),
+    (NEVER, pose("compressed", 0), "sdpa", NO_LENGTH),
+    # The selection is judged by its keys; in JAX that keeps back Mosaic, and only for this step.
+    ({"sel_min_len": 512}, pose("selected", 2**16, config=SEVEN), "sdpa", FEW_KEYS),
+    ({"sel_min_len": 512}, pose("selected", 2**16, config=EIGHT), "fa2", None),
+    ({"sel_min_len": 512}, pose("selected", config=SEVEN, **HOPPER), "xla", FEW_KEYS),
+    ({"sel_min_len": 512}, pose("selected", config=EIGHT, **HOPPER), "mosaic", None),
+    ({"sel_min_len": 512}, pose("scores", config=SEVEN, **HOPPER), "mosaic", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "problem", "expected", "reason"),
+    RULES,
+    ids=[f"{x.step} of {x.T}: {name}" for _, x, name, _ in RULES],
+)
+def test_the_thresholds_of_a_device(device, runtime, problem, expected, reason):
+    path = device(runtime=runtime)
+    choice = chosen(problem)
+    assert choice.implementation == expected
+    if reason:
+        kernel = "fa2" if problem.framework == "torch" else "mosaic"
+        assert choice.refused[kernel] == f"{reason} ({path})" and f"not {kernel}: " in str(
+            choice
+        )
+    # A name is not affected.
+    if problem.framework == "torch":
+        assert chosen(problem, "fa2").implementation == "fa2"
+
+
+def test_the_policy_of_a_device(device):
+    """It forbids with its reason; of the steps that it names, where no name asks for the kernel."""
+    path = device(**FORBIDDEN)
+    choice = chosen(pose("sliding"))
+    expected = f"not allowed on {GPU} since 2025-09-04: too slow ({path})"
+    assert choice.implementation == "sdpa" and choice.refused["fa2"] == expected
+    assert chosen(pose("compressed")).implementation == "fa2"
+    assert chosen(pose("sliding"), "fa2").implementation == "fa2"
+    device(policy=[SLOW | {"allowed": True}])
+    assert chosen(pose("sliding")).implementation == "fa2"
+    device(**FORBIDDEN, runtime={"sel_min_len": "never"})
+    plan = REGISTRIES["torch"].choices(pose(""), Branches(None, None, "fa2"))
+    assert [c.implementation for c in plan] == ["fa2", "fa2", "sdpa", "fa2"]
+
+
+def test_a_threshold_measured_on_one_kernel_leaves_those_before_it(device):
+    device(runtime=dict(sel_min_len="never"), evidence=dict(sel_min_len=dict(kernel="fa2")))
+    assert chosen(pose("selected")).implementation == "sdpa"
+    assert chosen(pose("selected", **HOPPER)).implementation == "mosaic"
+
+
+def test_triton_has_a_threshold_of_its_own(device):
+    ampere = pose("selected", config=EIGHT)
+    names = [entry.name for entry in REGISTRIES["torch"].table["selected"]]
+    assert names.index("triton") < names.index("fa2")
+
+    def why(**sections):
+        device(**sections)
+        return policy.why_not("triton", ampere)
+
+    assert "not measured on this device" in why(runtime=dict(sel_min_len=512))
+    measured = {"evidence": {"sel_triton_min_L": dict(kernel="triton", commits=["c0ffee"])}}
+    assert why(runtime=dict(sel_triton_min_L=512, sel_min_len="never"), **measured) is None
+    assert "sel_triton_min_L=1024" in why(runtime=dict(sel_triton_min_L=1024), **measured)
+    device()
+    with policy.overridden(policy.Thresholds(sel_triton_min_L=512), "a flag"):
+        assert policy.why_not("triton", ampere) is None, "whoever gives one has decided"
+    with policy.overridden(policy.Thresholds(sel_min_len=512), "a flag"):
+        assert "not measured" in policy.why_not("triton", ampere)
+
+
+def test_the_seeds_rule_for_its_card():
+    card = policy.of("NVIDIA GeForce RTX 4090")
+    assert card.thresholds == policy.Thresholds()
+    rules = {(rule.kernel, step) for rule in card.policy for step in rule.steps}
+    assert rules == {("triton", "selected")} | {("fa2", branch) for branch in Branches._fields}
+    assert all("to be derived again" in rule.reason for rule in card.policy)
+    for path in policy.FOLDER.glob("*.yaml"):
+        assert policy.read(path)
+
+
+@pytest.fixture
+def values():
+    """Parsed flags."""
+    found = absl_flags.FLAGS
+    if not found.is_parsed():
+        found(["test"])
+    return found
+
+
+def test_overrides_stand_above_the_file(device, values, monkeypatch):
+    device(runtime=dict(fa2_min_len_win=300))
+    reads = pretend.calls_of(monkeypatch, policy, "read")
+    for least, length in ((1000, 999), (0, 1)):
+        with policy.overridden(policy.Thresholds(fa2_min_len_win=least), "a test"):
+            refused = chosen(pose("sliding", length)).refused.get("fa2")
+        said = "a length of 999 is below fa2_min_len_win=1000 (a test)"
+        assert refused == (said if least else None)
+    assert chosen(pose("sliding", 999)).implementation == "fa2"
+    for name, expected in (("never", "sdpa"), ("1000", "sdpa"), ("999", "fa2")):
+        try:
+            values["fa2_min_len_win"].parse(name)
+            got = flags.implementation(REGISTRIES["torch"], pose("", 999)).sliding
+        finally:
+            values["fa2_min_len_win"].unparse()
+        assert got == expected
+    for bad in ("-1", "1e3", "soon", ""):
+        with pytest.raises(absl_flags.IllegalFlagValueError, match="never or an integer"):
+            values["fa2_min_len_win"].parse(bad)
+    assert flags.thresholds() == policy.Thresholds()
+    assert len(reads) == 1  # of the file
+
+
+def test_settings_override_too(tmp_path):
+    assert problems.settings("tiny").runtime.thresholds == policy.Thresholds()
+    path = tmp_path / "mine.yaml"
+    path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
+    run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
+    assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
+    for bad in ("-1", "soon", "1.5", "true"):
+        path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
+        with pytest.raises(ValueError, match="fa2_min_len_win"):
+            problems.settings(path)
+
+
+RULE = {"kernel": "fa2", "steps": ["sliding"], "allowed": False, "reason": "r", "since": "2025"}
+LENGTHS = "torch 8/2 heads of 64"
+PAIR = "must have the keys ('forward', 'fwdbwd')"
+DAMAGED = [
+    ([1], "must hold a mapping"),
+    ({"schema": 2}, "schema must be 1, got 2"),
+    ({"device": "Other"}, "must be of the device in its name, got 'Other'"),
+    ({"x": 1}, "unknown key 'x'"),
+    ({"runtime": 3}, "runtime must be a dict"),
+    (
+        {"runtime": {"fa2_min_len_win": -1}},
+        "fa2_min_len_win: a threshold must be never or an integer from 0, got -1",
+    ),
+    ({"runtime": {"fa2_min_len": 1}}, "unknown key 'fa2_min_len'"),
+    ({"policy": [{"kernel": "fa2"}]}, "policy[0] must have the keys"),
+    ({"policy": [RULE | {"kernel": "sdpa"}]}, "policy[0]: kernel must be one of "),
+    ({"policy": [RULE | {"reason": ""}]}, "policy[0]: reason must not be empty"),
+    *[
+        ({"policy": [RULE | {"steps": steps}]}, "policy[0]: steps must be a list of")
+        for steps in ("sliding", [], ["sliding", "all"])
+    ],
+    ({"faster_than_dense": {LENGTHS: 16384}}, f"{PAIR}, got 16384"),
+    ({"faster_than_dense": {LENGTHS: {"decode": 1}}}, PAIR),
+    (
+        {"faster_than_dense": {LENGTHS: {"forward": "soon"}}},
+        "forward: a threshold must be never",
+    ),
+    ({"faster_than_dense": ["x"]}, "faster_than_dense must be a dict"),
+    (None, "is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[x for _, x in DAMAGED])
+def test_a_damaged_file_of_a_device_is_an_error(tmp_path, data, message):
+    path = tmp_path / FILE
+    data = {"schema": 1, "device": GPU} | data if isinstance(data, dict) else data
+    path.write_text("a: [" if data is None else yaml.safe_dump(data))
+    with pytest.raises(ValueError) as error:
+        policy.read(path)
+    assert message in str(error.value) and FILE in str(error.value)
+
+
+@pytest.mark.parametrize("framework", REGISTRIES)
+def test_a_plan_names_the_length_from_which_it_is_faster_than_dense(device, framework):
+    """Of these heads alone, and of what runs all steps at once."""
+    hopper = HOPPER | {"framework": framework}
+    lengths = {f"{framework} 8/2 heads of 64": {"forward": 16384, "fwdbwd": "never"}}
+    path = device(faster_than_dense=lengths)
+    plan = lambda name, **change: str(
+        REGISTRIES[framework].choices(pose("", **hopper | change), name)
+    )
+    said = f"from 16384 tokens forward, at no measured length with backward ({path})"
+    last = plan("mosaic").splitlines()[-1]
+    assert last == f"attention: faster than dense attention {said}"
+    portable = "sdpa" if framework == "torch" else "xla"
+    others = plan("mosaic", H=4), plan("mosaic", device=None), plan(portable)
+    assert not any("dense" in other for other in others)
+
+
+# Names, refusals and flags
+
+
+def named(name, why_not=lambda problem: None):
+    return Implementation(name, "nsa_jax.branches:combine", why_not)
+
+
+def registry(*refusals):
+    """Of steps whose `i`-th implementation refuses with `refusals[i]`."""
+    row = tuple(named(x, lambda p, y=y: y) for x, y in zip("abc", refusals, strict=False))
+    return Registry("jax", dict.fromkeys(STEPS, row))
+
+
+TINY = Problem("jax", "selected", "cpu", "float32", 1, 8, 8, 2, 1, 4, 4, False, SMALL)
+
+
+def test_automatic_choice_walks_the_order_and_tells_why(caplog):
+    caplog.set_level(logging.INFO)
+    table = registry("reason number 7", None, None)
+    choice = table.choose(TINY)
+    assert (choice.implementation, dict(choice.refused)) == ("b", {"a": "reason number 7"})
+    assert str(choice) == "selected: b (not a: reason number 7)"
+    assert choice.load() is nsa_jax.branches.combine
+    table.choose(TINY._replace(T=9, S=9))
+    assert caplog.text.count("reason number 7") == 1  # told once
+    with pytest.raises(NotImplementedError, match="selected: a: reason number 7"):
+        table.choose(TINY, "a")
+    choice = table.choose(TINY, "a", "fallback")
+    assert choice.implementation == "b" and choice.refused == {"a": "reason number 7"}
+    assert "a refused, choosing another: reason number 7" in caplog.text
+    for name in ("d", "auto"):  # automatic choice is None
+        with pytest.raises(ValueError, match=rf"one of \(.*\) or None, got '{name}'"):
+            table.choose(TINY, name)
+    with pytest.raises(NotImplementedError, match=r"can run this: a: no GPU; b: wrong dtype$"):
+        registry("no GPU", "wrong dtype").choose(TINY)
+
+
+def test_all_steps_run_at_once_where_every_step_has_the_name():
+    row = named("a"), named("b")
+    refuses = named("a", lambda problem: "too long" if problem.T > 8 else None)
+    table = Registry("jax", dict.fromkeys(STEPS, row) | {WHOLE: (refuses,)})
+    plan = table.choices(TINY)
+    assert plan.attention.implementation == "a" and plan.attention.step == WHOLE
+    assert str(plan).splitlines()[4:] == ["attention: a"]
+    mixed = table.choices(TINY, Branches(None, None, "b"))
+    assert mixed.attention is None and mixed.whole_refused == {"a": "sliding runs on b"}
+    longer = table.choices(TINY._replace(T=9, S=9))
+    assert [c.implementation for c in longer] == ["a"] * 4
+    assert str(longer).endswith("attention: step by step (not a: too long)")
+
+
+def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
+    forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
+    table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
+    assert [c.implementation for c in table.choices(TINY)] == ["a"] * 4
+    plan = table.choices(TINY._replace(requires_grad=True))
+    assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
+
+
+def test_every_registered_kernel_is_there():
+    paged = paged_attend.REGISTRY, torch_paged_attend.REGISTRY
+    for name, step in kernels_pallas.KERNELS:
+        for table in paged if step == policy.DECODE else REGISTRIES.values():
+            entry = table.entry(step, name)
+            assert entry and callable(entry.load())
+    assert kernels_pallas.why_not("cuda", TINY).startswith("kernels_pallas has no cuda kernel")
+
+
+def test_flags_name_implementations(values):
+    at = jax_problem.problem_of(jnp.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False)
+    assert flags.named() == Branches(None, None, None)
+    assert flags.implementation(REGISTRY, at) == Branches("xla", "xla", "xla")
+    with pytest.raises(absl_flags.IllegalFlagValueError):
+        values["selected_kernel"].parse("cuda")
+    saved = values["selected_kernel"].value, values["on_unsupported"].value
+    try:
+        values.selected_kernel = "mosaic"
+        with pytest.raises(NotImplementedError, match=r"^selected: mosaic: "):
+            flags.implementation(REGISTRY, at)
+        values.on_unsupported = "fallback"
+        assert flags.implementation(REGISTRY, at).selected == "xla"
+        values.selected_kernel = "fa2"
+        with pytest.raises(ValueError, match="'fa2'"):
+            flags.implementation(REGISTRY, at)
+    finally:
+        values.selected_kernel, values.on_unsupported = saved
+
+
+# Calls
+
+
+def test_what_is_explained_is_what_runs(monkeypatch):
+    """On the CPU; with a stand-in for FA-2, which has no gradient and a threshold."""
+    x = jnp.zeros((1, 20, 4, 16))
+    explain = lambda *names: nsa_jax.explain(
+        x, x, x, config=SMALL, implementation=Branches(*names)
+    )
+    assert [c.implementation for c in explain(None, None, None)] == ["xla"] * 4
+    assert "not mosaic: " in str(explain(None, None, None))
+    mixed = explain("reference", "xla", None)
+    assert [c.implementation for c in mixed] == ["reference", "xla", "xla", "xla"]
+    for name, reason in (
+        ("mosaic", "needs a Hopper GPU|needs compute|computes in bfloat16"),
+        ("triton", "needs an NVIDIA GPU|needs compute|needs jax_triton"),
+    ):  # in float32 no machine has a kernel
+        with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
+            nsa_jax.attention(x, x, x, x[..., :3], config=SMALL, implementation=name)
+    entry = REGISTRIES["torch"].entry("sliding", "sdpa")
+    why_not = lambda problem: "no gradient" if problem.requires_grad else None
+    stand_in = dataclasses.replace(entry, name="fa2", why_not=why_not)
+    monkeypatch.setitem(REGISTRIES["torch"].table, "sliding", (stand_in, entry))
+    query, gates = torch.zeros(1, 20, 4, 8), torch.zeros(1, 20, 4, 3)
+    pair = (torch.zeros(1, SMALL.num_compressed(20), 4, 8),) * 2
+
+    def sliding(of=query):
+        plan = nsa_torch.explain(of, query, query, gates, compressed=pair, config=SMALL)
+        return plan.sliding.implementation, str(plan)
+
+    assert sliding()[0] == "fa2"
+    for least, expected in ((20, "fa2"), (21, "sdpa")):
+        with policy.overridden(policy.Thresholds(fa2_min_len_win=least), "a test"):
+            found, said = sliding()
+        assert found == expected
+        assert ("below fa2_min_len_win=21 (a test)" in said) == (found == "sdpa")
+    for wants in (query, gates, pair[0]):
+        wants.requires_grad_()
+        assert sliding()[0] == "sdpa"
+        with torch.no_grad():
+            assert sliding()[0] == "fa2"
+        wants.requires_grad_(False)
+
+
+def test_a_problem_names_its_device(monkeypatch):
+    """JAX is asked about its default device, not the first, which may be of another kind."""
+    at = lambda x=np.zeros((1, 8, 2, 4)): jax_problem.problem_of(x, 1, 8, 4, SMALL, False)
+    assert at(jnp.zeros((1, 8, 2, 4))).device is None and at().requires_grad
+    kinds = {None: ("gpu", GPU, "9.0"), "cpu": ("cpu", "cpu", None)}
+    names = "platform", "device_kind", "compute_capability"
+    of = lambda x=None: [types.SimpleNamespace(**dict(zip(names, kinds[x], strict=True)))]
+    monkeypatch.setattr(jax, "devices", of)
+    for default, known in ((None, (GPU, (9, 0))), ("cpu", (None, None))):
+        with jax.default_device(default):
+            assert (at().device, at().capability) == known
+    pretend.gpu(monkeypatch)
+    monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
+    rest = "bfloat16", (1, 8, 8, 2, 1, 4, 4), operators.numbers_of(NSAConfig()), (False,) * 3
+    for kind, expected in ((("cuda", 1), f"{GPU} 1"), (("cpu", None), None)):
+        assert torch_dispatch._problem(kind, *rest, None).device == expected
+    settings = problems.settings("tiny")
+    assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
+    assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
+
+
+def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
+    """On a GPU calls alike are decided once, until what decides changes."""
+    asked, found = [], ("sdpa",) * 4 + (None, False)
+    monkeypatch.setattr(torch_dispatch, "_choose", lambda *given: asked.append(given) or found)
+    torch_dispatch._chosen_before.cache_clear()
+    other = policy.overridden(policy.Thresholds(sel_min_len=3), "a test")
+    inside = [
+        contextlib.nullcontext(),
+        contextlib.nullcontext(),
+        other,
+        contextlib.nullcontext(),
+    ]
+    for count, each in zip((1, 1, 2, 2), inside, strict=True):
+        with each:
+            assert torch_dispatch._chosen(None, None, ("cuda", 0), "bfloat16") == found
+        assert len(asked) == count
+    torch_dispatch._chosen_before.cache_clear()
+
+
+# What Mosaic kernels can do
+
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+GROUPS = (1, 2, 3, 5, 6, 8, 10, 16, 64)
+MOVING = ("tile_block_lists", "dkv_merge")  # kernels that have sizes of others
+LENGTH = 8192  # so long that tiles may be gathered
+# (D, Dv, G), slabs of 16, 32 and 64 columns, each width once but 80 and 128: those, 192 and other
+# groups are in `test_mosaic_compiled.py`. The first has the gathered kernels. The last three
+# are borders: the narrowest; the largest odd group that copies of slabs of 32 columns can move; a
+# group that does not divide the rows of `scores_kq`.
+ACCEPTED = (
+    (64, 64, 2),
+    (48, 112, 3),
+    (256, 160, 64),
+    (16, 16, 15),
+    (96, 32, 31),
+    (64, 64, 24),
+)
+COPIED = "Only copies transferring a number of bytes divisible by"
+TOO_WIDE = "no product of 272 columns"
+LONG_BLOCKS = NSAConfig(select_block=128, num_selected=64)
+# And how compiling it fails.
+REFUSED = {
+    "a group with more rows than a tile": ({"G": 65}, ZeroDivisionError, "by zero"),
+    "no multiple of 16": ({"D": 24}, StopIteration, None),  # no slab has such a width
+    "too wide a key": ({"D": 272}, ValueError, TOO_WIDE),  # in dq
+    "too wide a value": ({"Dv": 272}, ValueError, TOO_WIDE),
+    "an odd group in slabs of 16": ({"D": 48, "G": 17}, NotImplementedError, COPIED),
+    "an odd group in slabs of 32": ({"D": 96, "G": 33}, NotImplementedError, COPIED),
+    "too much shared memory": (
+        {"D": 256, "Dv": 256, "G": 1, "config": LONG_BLOCKS},
+        ValueError,
+        "exceeds available shared memory",
+    ),
+}
+
+
+def asked(D=128, Dv=128, G=4, **change):
+    """The problem of this shape on a Hopper GPU."""
+    return pose("selected", LENGTH, H=2 * G, D=D, Dv=Dv, **HOPPER | change)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_width_and_group_is_accepted(dtype):
+    shapes = list(itertools.product(WIDTHS, WIDTHS, GROUPS))
+    assert len(shapes) == 900
+    reasons = {shape: capability.why_not(asked(*shape, dtype=dtype)) for shape in shapes}
+    assert {shape: reason for shape, reason in reasons.items() if reason} == {}
+
+
+def narrowest(group: int) -> int:
+    """Of which number widths must be multiples, so that a copy can move rows of `group` heads:
+    rows * width of a slab * 2 bytes are a multiple of 128, of up to 64 rows.
+    """
+    if group % 2:
+        return 16 if group <= 15 else 32 if group <= 31 else 64
+    return 32 if group % 4 and group > 32 else 16
+
+
+def test_large_groups_whose_rows_no_copy_moves_are_refused():
+    for group, width in itertools.product(range(1, 65), (16, 48, 96, 160, 64, 256)):
+        reason, least = capability.why_not(asked(width, 128, group)), narrowest(group)
+        if width % least == 0:
+            assert reason is None
+            tile = Tile(group, slab_width(width, 128))
+            assert tile.used > 0 == tile.used * tile.slab * 2 % 128
+            continue
+        assert reason == (
+            f"takes D, Dv and select_block that are multiples of {least} where {group} query "
+            f"heads share a key/value head, got D={width}, Dv=128, select_block=64"
+        )
+    narrow = asked(G=17, config=NSAConfig(select_block=48))
+    assert capability.why_not(narrow).endswith("got D=128, Dv=128, select_block=48")
+
+
+# What is accepted is compiled by Mosaic, and what is refused would not. Mosaic counts the shared
+# memory; what ptxas makes of such kernels is in `test_mosaic_compiled.py`.
+
+
+@functools.cache
+def kernels(D=128, Dv=128, G=4, config=NSAConfig()):
+    """The kernels of both passes that multiply, one of a kind: others depend on no width, or
+    move rows of one width.
+    """
+    name, found = f"{D=} {Dv=} {G=} {config}", {}
+    case = Case(LENGTH, LENGTH, 2 * G, 2, D, Dv, 1, config, dtype="bfloat16")
+    with mock.patch.dict(test_mosaic_compiled.SHAPES, {name: case}):
+        for backward in (False, True):
+            for kernel in test_mosaic_compiled.kernels(name, backward):
+                if hasattr(kernel.spec, "D") and kernel.name not in MOVING:
+                    gathered = getattr(kernel.spec, "gathered", False)
+                    found[kernel.name, gathered] = kernel
+    return list(found.values())
+
+
+def test_small_groups_have_gathered_kernels():
+    assert {"gathered_forward", "gathered_dq"} < {x.name for x in kernels(*ACCEPTED[0])}
+
+
+def test_gathered_query_tiles_can_be_copied():
+    """Three tokens of five heads are 480 bytes a slab, which no copy moves."""
+    kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "gathered", False))
+    assert (kernel.spec.query_tile, kernel.spec.query_tile.tokens) == (Tile(5, 16, 32), 4)
+    assert lowering.lower(kernel)
+
+
+def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
+    p = problem(Case(13, 33, H=5, Hkv=1, D=96, Dv=80, dtype="bfloat16", blocks="given"))
+    *leaves, blocks = map(to_jax, p.steps["selected"])
+
+    def gradients(weights, *leaves):
+        options = {"kv_len": 33, "implementation": "mosaic"}
+        attend = lambda *x: nsa_jax.selected_attention(*x, blocks, **in_jax(p), **options)
+        results, pull = jax.vjp(attend, *leaves)
+        return *results, *pull(weights)
+
+    found = jax.jit(gradients)((to_jax(p.weight), to_jax(p.lse_weight)), *leaves)
+    names = [f"selected.{x}" for x in STEP_NAMES]
+    check(p, dict(zip(names, found, strict=True)), p.expected_steps)
+
+
+@pytest.mark.parametrize("shape", ACCEPTED)
+def test_what_is_accepted_compiles(shape):
+    assert not capability.why_not(asked(*shape))
+    assert all(lowering.lower(kernel) for kernel in kernels(*shape))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_does_not_compile(name, monkeypatch):
+    change, error, message = REFUSED[name]
+    assert capability.why_not(asked(**change))
+    if message == COPIED:  # with as many tokens as a tile has room for
+        monkeypatch.setattr(Tile, "tokens", property(lambda tile: tile.rows // tile.group))
+    with pytest.raises(error, match=message):
+        for kernel in kernels(**change):
+            lowering.lower(kernel)
+
+
+@pytest.mark.parametrize("framework", REGISTRIES)
+def test_mosaic_refuses_before_the_forward_pass(framework, monkeypatch):
+    """No GPU is asked for, as in the interpreter, and a kernel that runs is an error."""
+
+    def run(*arguments, **options):
+        raise AssertionError("a Mosaic kernel ran")
+
+    monkeypatch.setattr(Kernel, "__call__", run)
+    monkeypatch.setattr(torch_ops, "launch", run)
+    library, xp = (nsa_torch, torch) if framework == "torch" else (nsa_jax, jnp)
+    # 17 query heads share a head.
+    shapes = (1, 20, 17, 48), (1, 20, 1, 48), (1, 20, 1, 16), (1, 20, 17, 3)
+    query, *rest = (xp.ones(shape, dtype=xp.bfloat16) for shape in shapes)
+
+    def gradient(name):
+        call = lambda x: library.attention(x, *rest, config=SMALL, implementation=name).sum()
+        if framework == "jax":
+            return jax.jit(jax.grad(call))(query)
+        leaf = query.clone().requires_grad_()
+        return torch.autograd.grad(call(leaf), leaf)[0]
+
+    reason = "takes D, Dv and select_block that are multiples of 32 where 17 query heads share"
+    with capability.interpreted(True), on_the_cpu(monkeypatch):
+        with pytest.raises(NotImplementedError, match=f"mosaic: {reason}"):
+            gradient("mosaic")
+        plan = library.explain(query, *rest[:2], config=SMALL)
+        portable = {"jax": "xla", "torch": "sdpa"}[framework]
+        assert {choice.implementation for choice in plan} == {portable}
+        assert all(choice.refused["mosaic"].startswith(reason) for choice in plan)
+        assert gradient(None).shape == shapes[0]
