@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,33 +115,28 @@ def test_the_folder_is_the_users_cache_or_that_of_use(tmp_path, monkeypatch):
     assert Store().folder == tmp_path / "native-sparse-attention" / "kernels"
 
 
-def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path):
-    presets = Store(tmp_path / "presets", presets=None)
-    presets.put(kernel(1), built_of(kernel(1), b"preset"))
-    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
-    assert both.fetch([kernel(1)]) == [built_of(kernel(1), b"preset")] and builds == []
+@pytest.mark.parametrize("kind", ["as built", "of another jax", "links"])
+def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path, caplog, kind):
+    """Whichever JAX made them; a package manager may link to them."""
+    made = Store(tmp_path / "made", presets=None)
+    made.put(kernel(1), built_of(kernel(1), b"preset"))
+    file, folder = the_file(made), made.folder
+    if kind == "of another jax":
+        other_jax(file)
+    if kind == "links":
+        folder = tmp_path / "presets"
+        folder.mkdir()
+        (folder / file.name).symlink_to(file)
+    both = Store(store.folder, presets=folder)
+    (found,) = both.fetch([kernel(1)])
+    assert builds == [] and warnings(caplog) == []
+    if kind == "of another jax":
+        assert found.cubin.versions == {"jax": "0.1"}
+    else:
+        assert found == built_of(kernel(1), b"preset")
     both.put(kernel(2), built_of(kernel(2)))
     assert [entry.preset for entry in both.list()] == [True, False]
     assert both.clear() == 1 and both.get(kernel(1))
-
-
-def test_presets_count_whichever_jax_made_them(store, builds, tmp_path, caplog):
-    presets = Store(tmp_path / "presets", presets=None)
-    presets.put(kernel(1), built_of(kernel(1)))
-    other_jax(the_file(presets))
-    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
-    assert both.get(kernel(1)).cubin.versions == {"jax": "0.1"}
-    assert warnings(caplog) == []
-
-
-def test_presets_may_be_links_of_a_package_manager(store, builds, tmp_path):
-    elsewhere = Store(tmp_path / "elsewhere", presets=None)
-    elsewhere.put(kernel(1), built_of(kernel(1)))
-    (tmp_path / "presets").mkdir()
-    file = the_file(elsewhere)
-    (tmp_path / "presets" / file.name).symlink_to(file)
-    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
-    assert both.get(kernel(1)) == built_of(kernel(1)) and len(both.list()) == 1
 
 
 LAYER = {"heads": 64, "dtype": "bfloat16", "config": {"window": 512}}
@@ -275,58 +271,61 @@ def raising(number):
     return function
 
 
-@pytest.mark.parametrize(
-    ("place", "number"),
-    [
-        ("os.fsync", errno.ENOSPC),
-        ("tempfile.mkstemp", errno.EACCES),
-        ("os.replace", errno.EROFS),
-    ],
-)
-def test_where_nothing_can_be_written_kernels_stay_in_memory(
-    store, builds, caplog, monkeypatch, place, number
+def failing(place, number):
+    """A call that writes fails."""
+    return lambda store, patch: patch.setattr(f"{module.__name__}.{place}", raising(number))
+
+
+def another_user(store, patch):
+    user = os.geteuid()
+    patch.setattr(os, "geteuid", lambda: user + 1)
+
+
+def a_file_in_the_way(store, patch):
+    shutil.rmtree(store.folder)
+    store.folder.touch()
+
+
+UNFIT = {
+    "full": (failing("os.fsync", errno.ENOSPC), os.strerror(errno.ENOSPC)),
+    "closed": (failing("tempfile.mkstemp", errno.EACCES), os.strerror(errno.EACCES)),
+    "read only": (failing("os.replace", errno.EROFS), os.strerror(errno.EROFS)),
+    "no folder": (a_file_in_the_way, "are kept in memory"),
+    "another user's": (another_user, f"it must belong to user {os.geteuid() + 1}, not to"),
+} | {
+    f"{mode:o}": (
+        lambda store, patch, mode=mode: store.folder.chmod(mode),
+        "is refused: others may write to it.*chmod go-w",
+    )
+    for mode in (0o720, 0o702, 0o777, 0o1777)
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_where_nothing_can_be_kept_kernels_stay_in_memory(
+    store, builds, caplog, monkeypatch, name
 ):
-    monkeypatch.setattr(f"{module.__name__}.{place}", raising(number))
-    for i in (1, 2):
-        assert store.fetch([kernel(i)]) == [built_of(kernel(i))]
-    assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
-    assert builds == [1, 2] and store.list() == []
-    (warning,) = warnings(caplog)
-    assert os.strerror(number) in warning and "are kept in memory" in warning
-    assert [path for path in store.folder.iterdir() if path.name != "locks"] == []
-    monkeypatch.undo()
-    assert Store(store.folder).list() == []
-
-
-def test_a_folder_that_cannot_be_made(tmp_path, builds, caplog):
-    (tmp_path / "file").touch()
-    store = Store(tmp_path / "file" / "kernels")
-    for _ in range(2):
-        assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
-    assert builds == [1] and len(warnings(caplog)) == 1 and store.clear() == 0
-
-
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
-def test_a_folder_that_others_may_write_to_is_refused(store, builds, caplog, mode):
+    """It is said once, and what another may have written is not read."""
+    spoil, words = UNFIT[name]
     store.put(kernel(1), built_of(kernel(1), b"planted"))
-    store.folder.chmod(mode)
+    refused = words.startswith("i")
+    if not refused:
+        store.clear()
+    spoil(store, monkeypatch)
     store = Store(store.folder)
     assert store.get(kernel(1)) is None
-    for _ in range(2):
-        assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
-    assert builds == [1]
+    for i in (1, 2, 1):
+        assert store.fetch([kernel(i)]) == [built_of(kernel(i))]
+    assert builds == [1, 2]
     (warning,) = warnings(caplog)
-    assert "is refused: others may write to it" in warning and "chmod go-w" in warning
-
-
-def test_a_folder_of_another_user_is_refused(store, builds, caplog, monkeypatch):
-    store.put(kernel(1), built_of(kernel(1), b"planted"))
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    store = Store(store.folder)
-    assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
-    (warning,) = warnings(caplog)
-    assert f"is refused: it must belong to user {user + 1}, not to {user}" in warning
+    assert re.search(words, warning)
+    assert "is refused" in warning if refused else "are kept in memory" in warning
+    monkeypatch.undo()
+    if store.folder.is_dir():
+        kept = [path for path in store.folder.iterdir() if path.suffix in (".kernel", ".tmp")]
+        assert len(kept) == refused  # what was planted
+    else:
+        assert store.clear() == 0
 
 
 OTHER_USER = """

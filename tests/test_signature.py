@@ -8,6 +8,8 @@ import ctypes
 import dataclasses
 import threading
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import nsa_interop.launch
 import pytest
@@ -86,7 +88,7 @@ def key_of(arguments):
     return call.describe(given, arguments["implementation"], **rest)[0]
 
 
-def by_steps(monkeypatch, arguments):
+def by_steps(**arguments):
     """The output without a plan."""
     with plans.unplanned(Eager()):
         return nsa_torch.attention(**arguments)
@@ -110,14 +112,22 @@ def variant(name):
     return arguments
 
 
+@pytest.fixture
+def no_autocast(monkeypatch):
+    """Kernels are launched, on the stream 0, where it is off alone."""
+    on = torch.is_autocast_enabled
+    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: int(on("cpu")))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_the_second_call_is_known(name, checked, monkeypatch):
+def test_the_second_call_is_known(name, checked, no_autocast):
     for i in range(4):
         arguments = variant(name)
-        want = by_steps(monkeypatch, arguments)
+        want = by_steps(**arguments)
         checked.clear()
-        got = nsa_torch.attention(**arguments)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=i == 3):
+            got = nsa_torch.attention(**arguments)
         assert torch.equal(got, want) and got.abs().sum() > 0
         assert bool(checked) == (i == 0)
     again = nsa_torch.attention(**arguments)
@@ -132,7 +142,7 @@ def test_a_known_call_on_triton_kernels(shared, checked, monkeypatch):
     monkeypatch.setattr(triton_ops, "launch", stand_in)  # the interpreter needs another process
     kv = {} if shared else {"key": Branches(*[good()["key"]] * 3)}
     arguments = good(implementation="triton", **kv)
-    want = by_steps(monkeypatch, arguments)
+    want = by_steps(**arguments)
     for i in range(2):
         checked.clear()
         assert torch.equal(nsa_torch.attention(**arguments), want)
@@ -149,27 +159,65 @@ def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
     assert made == [(1, 24)]
 
 
-@pytest.mark.parametrize("name", ["plain", "branches", "packed"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_calls_of_one_signature(name, recompute, checked, monkeypatch):
-    for i in range(4):
-        arguments = variant(name) | {"recompute": recompute}
-        flat = [[x] if isinstance(x, torch.Tensor) else x for x in map(arguments.get, GIVEN)]
-        leaves = [x.requires_grad_() for each in flat for x in each]
-        outs = [by_steps(monkeypatch, arguments)]
-        checked.clear()
-        outs.append(nsa_torch.attention(**arguments))
-        assert bool(checked) == (i == 0)
-        want, got = (
-            torch.autograd.grad(out, leaves, torch.full_like(out, 0.5)) for out in outs
-        )
-        assert torch.equal(*outs)
-        assert all(
-            torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(want, got, strict=True)
-        )
-
-
 GIVEN = "query", "key", "value", "gates"
+same = lambda x: x
+
+
+def elsewhere(x):
+    """The same numbers, between others."""
+    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
+
+
+class Way(NamedTuple):
+    """How a call and its gradient are run; the numbers are the same in each."""
+
+    inside: Callable = contextlib.nullcontext
+    moved: Callable = same  # its tensors
+    gradient: Callable = same  # that of its output
+
+    def results(self, call, arguments):
+        given, leaves = dict(arguments), []
+        for name in GIVEN:
+            x = arguments[name]
+            each = [y.requires_grad_() for y in ([x] if isinstance(x, torch.Tensor) else x)]
+            moved = [*map(self.moved, each)]
+            given[name] = moved[0] if isinstance(x, torch.Tensor) else Branches(*moved)
+            leaves += each
+        with self.inside():
+            out = call(**given)
+        grad = self.gradient(torch.full_like(out, 0.5))
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+
+negated = lambda x: torch._neg_view(-x)  # memory holds the negative
+saved = torch.autograd.graph.saved_tensors_hooks
+WAYS = {
+    "as ever": Way(),
+    "autocast": Way(lambda: torch.autocast("cpu", dtype=torch.float16)),
+    # As of another device, in any layout.
+    "what was saved is a copy": Way(lambda: saved(same, torch.clone)),
+    "what was saved comes back elsewhere": Way(lambda: saved(same, elsewhere)),
+    "the negative bit": Way(moved=negated),
+    "the negative bit of the gradient": Way(gradient=negated),
+    # It has no memory of its own.
+    "an expanded gradient": Way(gradient=lambda x: x[:1, :1, :1, :1].expand_as(x)),
+}
+AT = [("plain", name, False) for name in WAYS]
+AT += [(name, "as ever", x) for name in ("branches", "packed") for x in (False, True)]
+AT += [("plain", "as ever", True)]
+
+
+@pytest.mark.parametrize(("name", "how", "recompute"), AT)
+def test_gradients_of_calls_of_one_signature(name, how, recompute, checked, no_autocast):
+    """After calls as ever, and before them."""
+    for i, way in enumerate((how, "as ever", "as ever", how, "as ever")):
+        arguments = variant(name) | {"recompute": recompute}
+        want = Way().results(by_steps, arguments)
+        checked.clear()
+        got = WAYS[way].results(nsa_torch.attention, arguments)
+        assert checked or i
+        assert not checked or i not in (2, 4)
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
@@ -194,41 +242,6 @@ def test_a_gradient_without_a_plan(before):
     with plans.unplanned(Eager()):
         want = gradients(arguments, contextlib.nullcontext())
     assert all(torch.equal(a, b) and a.any() for a, b in zip(got, want, strict=True))
-
-
-def test_the_negative_bit():
-    """Of a known call's tensors, or of its gradient: memory holds the negative."""
-    arguments = good()
-    leaves = [arguments[name].requires_grad_() for name in GIVEN]
-    grad, found = torch.full((1, 24, 4, 16), 0.5).bfloat16(), []
-    negated = lambda x: torch._neg_view(-x)
-    for change, of_grad in ((torch.clone, torch.clone),) * 2 + (
-        (negated, torch.clone),
-        (torch.clone, negated),
-    ):
-        out = nsa_torch.attention(**arguments | {x: change(arguments[x]) for x in GIVEN})
-        found.append([out, *torch.autograd.grad(out, leaves, of_grad(grad))])
-    for each in found[1:]:
-        assert all(torch.equal(a, b) and a.any() for a, b in zip(each, found[0], strict=True))
-
-
-def elsewhere(x):
-    """The same numbers, between others."""
-    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
-
-
-def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
-    """As of another device, in any layout."""
-    for i in range(5):
-        arguments = good()
-        leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        out = by_steps(monkeypatch, arguments)
-        want = torch.autograd.grad(out, leaves, torch.ones_like(out))
-        moved = elsewhere if i == 3 else torch.clone if i == 4 else lambda x: x
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
-            out = nsa_torch.attention(**arguments)
-            got = torch.autograd.grad(out, leaves, torch.ones_like(out))
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @pytest.fixture
@@ -344,17 +357,6 @@ def test_many_gradients_at_once_are_refused(retain):
         torch.autograd.grad(
             out, arguments["gates"], many, retain_graph=retain, is_grads_batched=True
         )
-
-
-def test_gradients_of_other_shapes_have_another_signature(monkeypatch):
-    """That of an expanded number has no memory of its own."""
-    for i in range(6):
-        arguments = good()
-        leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        outs = by_steps(monkeypatch, arguments), nsa_torch.attention(**arguments)
-        make = torch.ones_like if i % 2 else lambda x: x.new_ones(1).expand_as(x)
-        want, got = (torch.autograd.grad(out, leaves, make(out)) for out in outs)
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def shifted(x, elements):
@@ -561,25 +563,12 @@ def test_packed_rows_without_a_compressed_token(gradient, compiled):
     assert out.shape == tensors[0].shape
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_autocast_changes_nothing(gradient, monkeypatch):
-    on = torch.is_autocast_enabled
-    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: int(on("cpu")))
-    for _ in range(4):
-        arguments = good()
-        arguments["query"].requires_grad_(gradient)
-        want = by_steps(monkeypatch, arguments)
-        with torch.autocast("cpu", dtype=torch.float16):
-            got = nsa_torch.attention(**arguments)
-        assert torch.equal(got, want) and got.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("recorded", [torch.inference_mode, torch.no_grad])
-def test_a_plan_serves_inference_mode_and_others(recorded, monkeypatch):
+def test_a_plan_serves_inference_mode_and_others(recorded):
     for mode in (recorded, recorded, recorded, torch.no_grad, torch.inference_mode):
         arguments = good()
         with mode():
-            want = by_steps(monkeypatch, arguments)
+            want = by_steps(**arguments)
             got = nsa_torch.attention(**arguments)
         assert torch.equal(got, want)
         assert got.is_inference() == (mode is torch.inference_mode)
