@@ -464,17 +464,17 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 GROUPS = (1, 2, 3, 5, 6, 8, 10, 16, 64)
 MOVING = ("tile_block_lists", "dkv_merge")  # kernels that have sizes of others
 LENGTH = 8192  # so long that tiles may be gathered
-# (D, Dv, G), slabs of 16, 32 and 64 columns, each width once but 80 and 128: those, 192 and other
-# groups are in `test_mosaic_compiled.py`. The first has the gathered kernels. The last three
-# are borders: the narrowest; the largest odd group that copies of slabs of 32 columns can move; a
-# group that does not divide the rows of `scores_kq`.
+# (D, Dv, G) and the kernels, if not all, of slabs of 16, 32 and 64 columns, each width once but 80
+# and 128: those, 192 and other groups are in `test_mosaic_compiled.py`. Borders are the narrowest,
+# the largest odd groups that copies of slabs of 16 and of 32 columns can move, and a group that
+# does not divide the rows of `scores_kq`.
 ACCEPTED = (
-    (64, 64, 2),
-    (48, 112, 3),
-    (256, 160, 64),
-    (16, 16, 15),
-    (96, 32, 31),
-    (64, 64, 24),
+    ((48, 112, 3), ""),
+    ((256, 160, 64), ""),
+    ((16, 16, 15), ""),
+    ((96, 32, 31), ""),
+    ((64, 64, 24), "best_blocks"),
+    ((64, 64, 2), "gathered_"),
 )
 COPIED = "Only copies transferring a number of bytes divisible by"
 TOO_WIDE = "no product of 272 columns"
@@ -553,10 +553,6 @@ def kernels(D=128, Dv=128, G=4, config=NSAConfig()):
     return list(found.values())
 
 
-def test_small_groups_have_gathered_kernels():
-    assert {"gathered_forward", "gathered_dq"} < {x.name for x in kernels(*ACCEPTED[0])}
-
-
 def test_gathered_query_tiles_can_be_copied():
     """Three tokens of five heads are 480 bytes a slab, which no copy moves."""
     kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "gathered", False))
@@ -579,10 +575,12 @@ def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
     check(p, dict(zip(names, found, strict=True)), p.expected_steps)
 
 
-@pytest.mark.parametrize("shape", ACCEPTED)
-def test_what_is_accepted_compiles(shape):
+@pytest.mark.parametrize(("shape", "names"), ACCEPTED)
+def test_what_is_accepted_compiles(shape, names):
     assert not capability.why_not(asked(*shape))
-    assert all(lowering.lower(kernel) for kernel in kernels(*shape))
+    found = [kernel for kernel in kernels(*shape) if kernel.name.startswith(names)]
+    assert len(found) == {"best_blocks": 1, "gathered_": 4}.get(names, len(kernels(*shape)))
+    assert all(lowering.lower(kernel) for kernel in found)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -592,7 +590,8 @@ def test_what_is_refused_does_not_compile(name, monkeypatch):
     if message == COPIED:  # with as many tokens as a tile has room for
         monkeypatch.setattr(Tile, "tokens", property(lambda tile: tile.rows // tile.group))
     with pytest.raises(error, match=message):
-        for kernel in kernels(**change):
+        first, *others = kernels(**change)  # the likeliest before others, which take long
+        for kernel in (first, *sorted(others, key=lambda x: not x.name.endswith("_dq"))):
             lowering.lower(kernel)
 
 
