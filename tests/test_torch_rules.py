@@ -138,7 +138,7 @@ def test_backward_varlen(implementation):
 def test_chunked_prefill_gives_what_one_piece_gives(implementation):
     x = Inputs(67, 67)
     want = x.steps("reference", x.query, x.key, x.value)
-    for begin, end in ((0, 13), (13, 14), (14, 67)):
+    for begin, end in ((0, 5), (5, 13), (13, 14), (14, 67)):  # at first no compressed token
         part = x.query[:, begin:end], x.key[:, :end], x.value[:, :end]
         got = x.steps(implementation, *part, kv_len=end)
         assert_same(got, {k: [v[:, begin:end] for v in want[k]] for k in want})
