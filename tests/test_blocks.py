@@ -277,6 +277,8 @@ ROWS = {  # function: name: case, its paths
         ),
         # Few keys, none forced: a query's own, and none after it, is often among the best.
         "kernel_own": (Case(T=8, S=12, block=1, n=5, B=1, local=0), "triton"),
+        # Key 255 lies in the last of the first 16 blocks, which most queries see whole.
+        "kernel_own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
         "kernel_forced": (
             Case(T=3, S=300, n=17, initial=1, local=2, Hi=1, Di=24, B=1),
             "triton",
@@ -516,17 +518,6 @@ def test_large_blocks_are_several():
     assert [block_lists.parts_of(*x) for x in cut] == [3, 2, 1, 1]
     halved = (128, 16), (128, 32), (128, 33), (64, 16)
     assert [parts_of_block(*x) for x in halved] == [2, 2, 1, 1]
-
-
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
-@interpreted_triton.kernel
-def test_a_key_counts_from_its_own_token_on():
-    """Key 255, the highest: it lies in the last of the first 16 blocks, which most queries see."""
-    query, key = torch.ones(1, 10, 2, 16, device=DEVICE), torch.zeros(1, 262, 16, device=DEVICE)
-    key[:, 255] = 1
-    options = {"pool": 16, "num_selected": 3, "num_local": 0, "implementation": "triton"}
-    found = (nsa_torch.index_blocks(query, key, **options) == 15).any(dim=-1)[0]
-    assert found.tolist() == [[position >= 255] * 2 for position in range(252, 262)]
 
 
 def drawn(*shapes):

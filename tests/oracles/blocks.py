@@ -15,7 +15,8 @@ class Case:
 
     segments: lengths of packed sequences, then padding. lengths: valid keys of each row; counts: of
     its queries, the first ones. page: index keys of a page. every: the loss is of all keys;
-    other_lse: named blocks have the log-sum-exp of all keys. equal: many scores are the same.
+    other_lse: named blocks have the log-sum-exp of all keys. equal: many scores are the same; highest: the key whose score alone is
+    not 0.
     """
 
     B: int = 2
@@ -43,6 +44,7 @@ class Case:
     activation: str | None = None
     reduce: str | None = None
     equal: bool = False
+    highest: int | None = None
     index_scale: float = 0.6
     every: bool = False
     other_lse: bool = False
@@ -109,6 +111,8 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
         else:
             dtype = torch.float32 if name in ("lse", "loss") else getattr(torch, case.dtype)
             found[name] = torch.tensor(rng.normal(size=shape)).to(dtype).double()
+    if case.highest is not None:
+        found["index_query"].fill_(1), found["index_key"].zero_()[:, case.highest].fill_(1)
     return found
 
 
