@@ -15,8 +15,8 @@ class Case:
 
     segments: lengths of packed sequences, then padding. lengths: valid keys of each row; counts: of
     its queries, the first ones. page: index keys of a page. every: the loss is of all keys;
-    other_lse: named blocks have the log-sum-exp of all keys. equal: many scores are the same; highest: the key whose score alone is
-    not 0.
+    other_lse: named blocks have the log-sum-exp of all keys. equal: many scores are the same;
+    highest: the key whose score alone is not 0.
     """
 
     B: int = 2
