@@ -280,7 +280,7 @@ ROWS = {  # function: name: case, its paths
         # Key 255 lies in the last of the first 16 blocks, which most queries see whole.
         "kernel_own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
         "kernel_forced": (
-            Case(T=3, S=300, n=17, initial=1, local=2, Hi=1, Di=24, B=1),
+            Case(T=3, S=400, n=17, initial=1, local=2, Hi=1, Di=24, B=1),
             "triton",
         ),
         "kernel_entries": (Case(T=5, S=70, entry=4, block=64, B=1, local=0), "triton"),
