@@ -46,7 +46,9 @@ def given_of(function: str, case: Case) -> dict[str, torch.Tensor]:
     one after the other, between which lie other pages.
     """
     sequence = oracle.places(case)[0]
-    found = dict(oracle.tensors(case), lse=oracle.main_lse(case))
+    found = dict(oracle.tensors(case))
+    if function == "indexer_kl":
+        found["lse"] = oracle.main_lse(case)
     absent = {"query": oracle.positions(case) < 0, "key": sequence < 0}
     absent |= {"value": absent["key"], "lse": absent["query"], "index_query": absent["query"]}
     entry = case.entry
