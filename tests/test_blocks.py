@@ -159,42 +159,54 @@ def on_torch(function: str, case: Case, implementation=None, device="cpu", gradi
     return *found, *torch.autograd.grad(found[moving], leaves, wanted[moving], **options)
 
 
-def on_jax(function: str, case: Case, implementation=None):
+def program_of(function: str, case: Case, implementation=None):
+    """Of JAX: results, and gradients by name; with its arguments."""
     given = {
         name: jnp.asarray(x.numpy(), case.dtype if x.is_floating_point() else jnp.int32)
         for name, x in given_of(function, case).items()
     }
+    if "lse" in given:
+        given["lse"] = given["lse"].astype(jnp.float32)
     options = options_of(function, case, False)
     options |= {"implementation": implementation} if implementation else {}
     moving = {x: given.pop(x) for x in LEAVES.get(function, ()) if case.page is None}
-    wanted = [
-        jnp.asarray(oracle.tensors(case)[x].numpy(), case.dtype) for x in RESULTS[function]
-    ]
+    call = functools.partial(getattr(nsa_jax, name_of(function, case)), **options)
 
     @jax.jit
     def whole(moving, given):
-        call = lambda moving: getattr(nsa_jax, name_of(function, case))(
-            **moving, **given, **options
-        )
         if not moving:
-            return call(moving), {}
-        found, pull = jax.vjp(call, moving)
-        return found, pull(tuple(wanted) if len(wanted) > 1 else wanted[0])[0]
+            return call(**given), {}
+        found, pull = jax.vjp(lambda moving: call(**moving, **given), moving)
+        weights = iter(oracle.tensors(case)[x] for x in RESULTS[function])
+        return found, pull(jax.tree.map(lambda x: jnp.asarray(next(weights), x.dtype), found))[
+            0
+        ]
 
+    return whole, moving, given
+
+
+def on_jax(function: str, case: Case, implementation=None):
+    whole, moving, given = program_of(function, case, implementation)
     found, grads = whole(moving, given)
     return *(found if isinstance(found, tuple) else (found,)), *map(grads.get, moving)
 
 
 PORTABLE, BOTH = "torch_sdpa jax_xla", "torch jax"
-EVERY = f"torch_reference torch_jax jax_reference {PORTABLE}"
+EVERY, ALL = f"torch_reference torch_jax jax_reference {PORTABLE}", f"{BOTH} triton"
+CHUNKED = "torch_chunks jax"
 QSA = dict(entry=4, block=4, n=5, local=0, activation="relu", reduce="sum")
+FIRST = Case(T=12, S=40, counts=(12, 7), lengths=(31, 40))
+LONG = Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, lengths=(300, 283))
+PAGES = Case(T=2, S=96, B=4, lengths=(77, 0, 5, 96), page=32)
+ENDLESS = Case(block=2**31 - 1, n=1, T=9, S=9, B=1)
+OWN = Case(T=8, S=12, block=1, n=5, B=1, local=0)
+index = functools.partial(Case, S=100, Hi=3)
+NO_END = index(B=1, T=30, S=30, n=2, local=0, block=2**40)
 loss = functools.partial(Case, block=8, T=30, S=45, H=8, scale=0.4, Di=8)
-index = functools.partial(Case, T=60, S=100, Hi=3)
-LOSS_IN_TRITON = loss(block=16, T=5, B=1, lengths=42)
+PACKED_LOSS = loss(B=1, T=40, S=40, segments=(17, 1, 0, 15))
 ROWS = {  # function: name: case, its paths
     "block_attention": {
         "lengths": (Case(lengths=(52, 70)), PORTABLE),
-        "one_list": (Case(block=128, n=2, T=20, S=300, H=8, Hkv=4, G=1, B=1), PORTABLE),
         "list_per_query_head": (Case(H=6, Hkv=3, G=6, T=20, scale=0.7), EVERY),
         "list_per_head_group": (Case(H=8, Hkv=1, G=4, block=5, T=70), PORTABLE),
         "tail": (Case(include="tail", block=4, n=5, G=1, S=50, lengths=(50, 47)), PORTABLE),
@@ -207,181 +219,98 @@ ROWS = {  # function: name: case, its paths
         "parts": (Case(block=512, T=30, S=600, H=2, G=1, B=1), f"torch_reference {PORTABLE}"),
         # A router's z-loss: autograd gives no gradient of the output then.
         "lse_alone": (Case(lse_alone=True), "torch_sdpa torch_reference torch_jax"),
-        "queries_first": (
-            Case(T=12, S=40, counts=(12, 7), lengths=(31, 40)),
-            "jax_xla jax_reference",
-        ),
-        "queries_first_with_a_tail": (
-            Case(T=12, S=40, counts=(12, 7), lengths=(31, 40), include="tail"),
-            "jax_xla",
-        ),
+        "queries_first": (FIRST, "jax_xla jax_reference"),
+        "queries_first_with_a_tail": (replace(FIRST, include="tail"), "jax_xla"),
         # No memory is taken for what a block might hold, and no token is its last one.
-        "beyond_all_keys": (Case(block=2**31 - 1, n=1, T=9, S=9), PORTABLE),
-        "tail_beyond_all_keys": (
-            Case(block=2**31 - 1, n=1, T=128, S=128, B=1, include="tail"),
-            PORTABLE,
-        ),
+        "beyond_all_keys": (ENDLESS, PORTABLE),
+        "tail_beyond_all_keys": (replace(ENDLESS, T=128, S=128, include="tail"), PORTABLE),
         "halves": (
             Case(block=128, n=2, T=4, S=140, H=16, Hkv=1, G=1, B=1, Dv=16),
-            "mosaic triton",
+            f"{PORTABLE} mosaic triton",
         ),
         "packed_kernel": (Case(T=22, S=22, B=1, Dv=16, segments=(9, 0, 1, 8)), "mosaic triton"),
         # Beyond 64 entries kernels gather single keys, of a part of the queries at a time.
-        "long_lists": (
-            Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, lengths=(300, 283)),
-            "triton",
-        ),
-        "long_lists_with_a_tail": (
-            Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, G=1, include="tail"),
-            "triton",
-        ),
-        # Rows without a query, or without a token.
-        "pages_ragged": (
-            Case(B=4, T=9, S=96, lengths=(77, 0, 5, 96), counts=(7, 0, 1, 9), page=32),
-            BOTH,
-        ),
-        "pages_same": (Case(B=4, T=3, S=96, lengths=(77, 0, 5, 96), page=16, G=4), BOTH),
-        "pages_tail": (
-            Case(B=2, T=3, S=96, lengths=(96, 77), page=8, block=24, G=1, include="tail"),
-            BOTH,
-        ),
-        "pages_beyond_all_keys": (Case(B=1, T=9, S=9, block=2**31 - 1, n=1, page=1), "torch"),
-        "pages_tail_beyond_all_keys": (
-            Case(B=1, T=9, S=9, block=2**31 - 1, n=1, page=1, include="tail"),
-            "torch",
-        ),
-        "pages_kernel_same": (
-            Case(B=4, T=2, S=96, lengths=(77, 0, 5, 96), page=32, include="tail"),
-            "triton",
-        ),
-        "pages_kernel_ragged": (
-            Case(B=3, T=2, S=96, lengths=(77, 0, 96), counts=(2, 0, 1), page=8, block=24, G=1),
-            "triton",
-        ),
-        "pages_kernel_list_per_head": (
-            Case(T=2, S=96, lengths=(96, 5), counts=(2, 1), page=16, block=4, G=4),
-            "triton",
-        ),
+        "long_lists": (LONG, "triton"),
+        "long_lists_with_a_tail": (replace(LONG, G=1, include="tail"), "triton"),
+        # Rows without a query, without a token, with fewer tokens than queries.
+        "pages": (replace(PAGES, counts=(2, 0, 1, 2), block=24, page=8, G=1), ALL),
+        "pages_of_the_same": (replace(PAGES, T=3), BOTH),
+        "pages_with_a_tail": (replace(PAGES, include="tail"), ALL),
+        "pages_of_a_list_per_head": (replace(PAGES, G=4, block=4), ALL),
+        "pages_beyond_all_keys": (replace(ENDLESS, page=1), "torch"),
+        "pages_with_a_tail_beyond": (replace(ENDLESS, page=1, include="tail"), "torch"),
     },
     "index_blocks": {
-        "lengths": (index(lengths=(71, 100)), "torch_chunks jax"),
-        "more_than_blocks": (index(n=9, initial=1, local=2, lengths=100), BOTH),
-        "own_is_not_forced": (index(local=0, Hi=1, T=100), BOTH),
-        "equal": (index(block=7, n=4, equal=True), BOTH),
-        "qsa": (index(**QSA), BOTH),
-        "entries": (index(block=8, entry=4, S=98, T=98, equal=True), BOTH),
-        "packed": (index(B=1, T=70, S=70, segments=(9, 0, 1, 50), n=2), "torch_chunks jax"),
-        # No memory is taken for what a block might hold, and tokens count in 32 bits.
-        "beyond_all_keys": (index(B=1, T=30, S=30, n=2, local=0, block=2**40), BOTH),
-        "entries_beyond_all_keys": (
-            index(B=1, T=30, S=30, n=2, local=0, entry=5, block=5 * 2**31),
-            BOTH,
-        ),
         # Few keys, none forced: a query's own, and none after it, is often among the best.
-        "kernel_own": (Case(T=8, S=12, block=1, n=5, B=1, local=0), "triton"),
+        "own": (OWN, ALL),
+        "forced": (Case(T=3, S=400, n=17, initial=1, local=2, Hi=1, Di=24, B=1), ALL),
         # Key 255 lies in the last of the first 16 blocks, which most queries see whole.
-        "kernel_own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
-        "kernel_forced": (
-            Case(T=3, S=400, n=17, initial=1, local=2, Hi=1, Di=24, B=1),
-            "triton",
-        ),
-        "kernel_entries": (Case(T=5, S=70, entry=4, block=64, B=1, local=0), "triton"),
-        "kernel_lengths": (
+        "own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
+        "entries": (index(block=8, entry=4, S=98, T=98, equal=True), BOTH),
+        "entries_of_a_large_block": (Case(T=5, entry=4, block=64, B=1, local=0), "triton"),
+        "lengths": (
             Case(T=2, S=90, lengths=(90, 55), equal=True, dtype="float16"),
-            "triton",
+            f"{CHUNKED} triton",
         ),
-        "kernel_steps": (
-            Case(block=32, Hi=3, T=3, S=700, n=2, B=1, dtype="float16"),
-            "triton",
-        ),
-        "kernel_qsa": (Case(T=4, S=100, Hi=3, **QSA), "triton"),
+        "many_keys": (Case(block=32, Hi=3, T=3, S=700, n=2, B=1, dtype="float16"), "triton"),
+        "qsa": (index(T=4, **QSA), ALL),
         # A row that has fewer blocks than are wanted.
-        "kernel_few": (
-            Case(
-                T=3,
-                S=90,
-                block=4,
-                n=9,
-                Hi=3,
-                initial=1,
-                local=2,
-                activation="relu",
-                equal=True,
-                lengths=(90, 12),
-            ),
-            "triton triton_8",
+        "few": (
+            index(T=3, S=90, block=4, n=9, initial=1, local=2, activation="relu", equal=True,
+                  lengths=(90, 12)),
+            f"{ALL} triton_8",
         ),
-        "kernel_sum": (
+        "packed": (
+            index(B=1, T=70, S=70, segments=(9, 0, 1, 50), block=7, n=2, equal=True),
+            CHUNKED,
+        ),
+        "sum": (
             Case(T=5, S=300, block=128, n=2, Hi=1, reduce="sum", lengths=(300, 140)),
             "triton",
         ),
         # Blocks in several parts, and many of one score.
-        "kernel_parts": (
+        "parts": (
             Case(T=3, S=400, block=2, n=12, Hi=1, reduce="sum", initial=1, lengths=(400, 390)),
             "triton triton_64",
         ),
-        "kernel_equal": (
+        "equal": (
             Case(T=3, S=300, block=1, n=70, activation="relu", B=1, equal=True),
             "triton_64",
         ),
-        "pages_same": (index(T=3, lengths=(71, 100), page=8), f"{BOTH} triton"),
-        "pages_ragged": (
-            index(
-                T=4,
-                counts=(4, 2),
-                block=4,
-                n=7,
-                initial=1,
-                local=2,
-                lengths=(55, 100),
-                equal=True,
-                page=16,
-            ),
-            f"{BOTH} triton",
+        # No memory is taken for what a block might hold, and tokens count in 32 bits.
+        "beyond_all_keys": (NO_END, BOTH),
+        "entries_beyond_all_keys": (replace(NO_END, entry=5, block=5 * 2**31), BOTH),
+        "pages": (index(T=3, lengths=(71, 100), page=8), ALL),
+        "pages_of_some": (
+            index(T=4, counts=(4, 2), block=4, n=7, initial=1, local=2, lengths=(55, 100),
+                  equal=True, page=16),
+            ALL,
         ),
-        "pages_one_page_of_a_block": (
-            index(T=2, block=128, n=2, S=300, Hi=4, page=32),
-            f"{BOTH} triton",
-        ),
-        "pages_qsa": (index(T=4, counts=(4, 2), page=5, **QSA), f"{BOTH} triton"),
-        "pages_entries": (
-            index(T=3, block=8, entry=4, S=98, equal=True, page=4),
-            f"{BOTH} triton",
-        ),
-        "pages_own": (
-            Case(T=8, S=12, block=1, n=5, B=1, local=0, page=4),
-            f"{BOTH} triton",
-        ),
-        "pages_beyond_all_keys": (
-            index(B=1, T=2, S=30, n=2, local=0, block=2**40, page=3),
-            BOTH,
-        ),
-        "pages_entries_beyond_all_keys": (
-            index(B=1, T=2, S=30, n=2, local=0, entry=5, block=5 * 2**31, page=3),
+        "pages_in_a_block": (index(T=2, block=128, n=2, S=300, Hi=4, page=32), ALL),
+        "pages_of_qsa": (index(T=4, counts=(4, 2), page=5, **QSA), ALL),
+        "pages_of_entries": (index(T=3, block=8, entry=4, S=98, equal=True, page=4), ALL),
+        "pages_of_the_own": (replace(OWN, page=4), ALL),
+        "pages_beyond_all_keys": (replace(NO_END, T=2, page=3), BOTH),
+        "pages_of_entries_beyond": (
+            replace(NO_END, T=2, page=3, entry=5, block=5 * 2**31),
             BOTH,
         ),
     },
     "indexer_kl": {
-        "lengths": (loss(lengths=40), f"{BOTH} torch_chunks jax_chunks"),
-        "heads_share_a_key_head": (loss(G=1, Hi=4), "torch_chunks jax"),
-        "heads_share_an_index_head": (loss(G=1, Hi=1, Hkv=4, S=30), "torch_chunks jax"),
-        "every_key": (loss(every=True, Hi=1, lengths=40), "torch_chunks jax"),
-        "packed": (loss(B=1, T=40, S=40, segments=(17, 1, 0, 15)), "torch_chunks jax"),
-        "packed_every_key": (
-            loss(B=1, T=40, S=40, segments=(17, 1, 0, 15), every=True),
-            "torch_chunks jax",
-        ),
-        "other_lse": (loss(other_lse=True), "torch_chunks jax"),
+        "lengths": (loss(lengths=40), f"{CHUNKED} torch jax_chunks"),
+        "heads_share_a_key_head": (loss(G=1, Hi=4), CHUNKED),
+        "heads_share_an_index_head": (loss(G=1, Hi=1, Hkv=4, S=30), CHUNKED),
+        "every_key": (loss(every=True, Hi=1, lengths=40), CHUNKED),
+        "packed": (PACKED_LOSS, CHUNKED),
+        "packed_every_key": (replace(PACKED_LOSS, every=True), CHUNKED),
+        "other_lse": (loss(other_lse=True), CHUNKED),
         "beyond_all_keys": (loss(B=1, G=1, Hi=1, n=1, block=2**40), BOTH),
         "bfloat16": (loss(dtype="bfloat16"), "torch"),
         "float16": (loss(dtype="float16"), "torch"),
-        "kernel": (LOSS_IN_TRITON, "triton"),
-        "kernel_shared": (
-            loss(block=16, G=1, Hi=4, n=2, T=4, S=60, other_lse=True),
-            "triton",
-        ),
+        "kernel": (loss(block=16, T=5, B=1, lengths=42), "triton"),
+        "kernel_shared": (loss(block=16, G=1, Hi=4, n=2, T=4, S=60, other_lse=True), "triton"),
     },
-}
+}  # fmt: skip
 GPU_LOSS = {
     f"blocks_of_{block}": loss(block=block, n=4, T=300, S=700, H=32, D=16, lengths=650)
     for block in (16, 64, 128)
@@ -552,92 +481,26 @@ def test_an_attention_that_selects_by_an_indexer():
             np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-5)
 
 
-def best_blocks(query, key):
-    """Of an attention to all keys, for each query those of the highest weights."""
-    causal = torch.ones(len(query), len(key), dtype=torch.bool).tril()
-    probs = (query @ key.T * 0.25).masked_fill(~causal, -torch.inf).softmax(-1)
-    of_block = probs.unflatten(-1, (-1, 8)).amax(-1)
-    own = torch.arange(len(query))[:, None] // 8
-    forced = torch.arange(of_block.shape[-1]) == own
-    return of_block.masked_fill(forced, torch.inf).topk(6, dim=-1).indices[..., 1:]
-
-
-def test_an_indexer_learns_the_blocks_of_an_attention():
-    """From random weights, on all keys, then on the blocks that it chooses; held-out tokens."""
-    make = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=make)
-    main = draw(2, 24, 16) * 24**-0.5 * torch.tensor([1.0, 2.0])[:, None, None]
-    weights = (draw(2, 24, 16) * 24**-0.5).requires_grad_()
-    options = {"pool": 8, "num_selected": 6}
-
-    def recall(x):
-        """Where no more than a quarter is chosen."""
-        late = slice(4 * 6 * 8 - 1, None)
-        index = x @ weights[0], x @ weights[1]
-        chosen = nsa_torch.index_blocks(index[0][None, :, None], index[1][None], **options)
-        best = best_blocks(x @ main[0], x @ main[1])[late]
-        return (best[..., None] == chosen[0, late, 0, None]).any(-1).double().mean().item()
-
-    held_out = draw(256, 24)
-    assert recall(held_out) < 0.5
-    optimizer = torch.optim.Adam([weights], lr=0.02)
-    for step in range(110):
-        x = draw(1, 256, 24)
-        query, key = (x @ w for w in main)
-        index = (x @ weights[0])[:, :, None], x @ weights[1]
-        lists = torch.arange(1).int().expand(1, 256, 1, 1)  # one block has all keys
-        named = {"block_size": 256}
-        if step >= 80:
-            lists, named = nsa_torch.index_blocks(*index, **options), {"block_size": 8}
-        given = query[:, :, None], key[:, :, None]
-        _, lse = nsa_torch.block_attention(
-            *given, given[1], lists, **named, return_residual=True
-        )
-        optimizer.zero_grad()
-        nsa_torch.indexer_kl(*given, lse, *index, lists, **named).mean().backward()
-        optimizer.step()
-    assert recall(held_out) >= 0.9
-
-
-def test_jax_kernels_are_lowered(monkeypatch):
-    """For a GPU that need not be there: attention to long lists, whose gradients are those of
-    `xla`; an indexer and its attention from pages; the loss and its gradients.
-    """
+@pytest.mark.parametrize(
+    ("function", "name", "count"),
+    [
+        ("block_attention", "long_lists_with_a_tail", 2),  # whose gradients are those of xla
+        ("block_attention", "pages", 2),
+        ("index_blocks", "pages", 2),
+        ("indexer_kl", "kernel_shared", 3 + 3),
+    ],
+)
+def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
+    """For a GPU that need not be there."""
+    pretend.machine(monkeypatch, jax_capability=(9, 0))
     for module in ("blocks", "indexer", "index_loss"):  # whose import is of each other's own
-        name = f"nsa_jax.{module}.chosen_implementation"
-        monkeypatch.setattr(name, lambda *_: "triton")
+        place = f"nsa_jax.{module}.chosen_implementation"
+        monkeypatch.setattr(place, lambda *_: "triton")
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
-    monkeypatch.setattr("nsa_jax.blocks.jax_problem.capability", lambda: (9, 0))
-    array = lambda *shape: jnp.ones(shape, jnp.bfloat16)
-    table, lengths = jnp.zeros((2, 6), jnp.int32), jnp.array([90, 50], jnp.int32)
-
-    def attend(query, key, value):
-        lists = jnp.full((2, 5, 1, 66), -1, jnp.int32)
-        out = nsa_jax.block_attention(query, key, value, lists, block_size=4, include="tail")
-        return out.astype(jnp.float32).sum()
-
-    def step(index_query, index_pages, query, pages):
-        found = nsa_jax.paged_index_blocks(
-            index_query, index_pages, table, lengths, pool=16, num_selected=3
-        )
-        given = query, pages, pages, table, lengths, found
-        return nsa_jax.paged_block_attention(*given, block_size=16)
-
-    def kl(index_query, index_key):
-        lists, lse = jnp.zeros((2, 30, 2, 3), jnp.int32), jnp.zeros((2, 30, 8))
-        given = array(2, 30, 8, 16), array(2, 45, 2, 16), lse, index_query, index_key, lists
-        return nsa_jax.indexer_kl(*given, block_size=16).sum()
-
-    pages = array(2, 2, 16), array(12, 16, 16), array(2, 4, 16), array(12, 16, 2, 16)
-    rows = (array(2, 5, heads, 32) for heads in (4, 2, 2))
+    whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
     with compiled_for((9, 0)):
-        for function, arrays, count in (
-            (jax.value_and_grad(attend, (0, 1, 2)), rows, 2),
-            (step, pages, 4),
-            (jax.value_and_grad(kl, (0, 1)), (array(2, 30, 2, 8), array(2, 45, 8)), 3 + 3),
-        ):
-            lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
-            assert lowered.as_text().count("@triton_kernel_call") == count
+        lowered = whole.trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@triton_kernel_call") == count
 
 
 def zeros(*shape, dtype=torch.float32):
