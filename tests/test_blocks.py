@@ -48,7 +48,7 @@ def given_of(function: str, case: Case) -> dict[str, torch.Tensor]:
     sequence = oracle.places(case)[0]
     found = dict(oracle.tensors(case))
     if function == "indexer_kl":
-        found["lse"] = oracle.main_lse(case)
+        found["lse"] = oracle.main(case)[0]
     absent = {"query": oracle.positions(case) < 0, "key": sequence < 0}
     absent |= {"value": absent["key"], "lse": absent["query"], "index_query": absent["query"]}
     entry = case.entry
@@ -197,7 +197,7 @@ CHUNKED = "torch_chunks jax"
 QSA = dict(entry=4, block=4, n=5, local=0, activation="relu", reduce="sum")
 FIRST = Case(T=12, S=40, counts=(12, 7), lengths=(31, 40))
 LONG = Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, lengths=(300, 283))
-PAGES = Case(T=2, S=96, B=4, lengths=(77, 0, 5, 96), page=32)
+PAGES = Case(T=2, S=96, B=4, Dv=16, lengths=(77, 0, 5, 96), page=32)
 ENDLESS = Case(block=2**31 - 1, n=1, T=9, S=9, B=1)
 OWN = Case(T=8, S=12, block=1, n=5, B=1, local=0)
 index = functools.partial(Case, S=100, Hi=3)
@@ -333,7 +333,7 @@ GPU_INDEX = {
     "float16": half(block=64, n=40, T=2000, S=6000, Hi=2, Di=64, dtype="float16"),
     "equal": half(T=500, S=4000, B=1, equal=True),
     "lengths": half(
-        block=32, n=8, T=300, S=2000, Hi=3, Di=96, lengths=(1500, 2000), dtype=None
+        block=32, n=8, T=300, S=2000, Hi=3, Di=96, lengths=(1500, 2000), dtype="float32"
     ),
 }
 CHUNKS = dict(torch_chunk_bytes=3000, jax_chunk_bytes=30_000)
@@ -348,7 +348,8 @@ IN_THE_INTERPRETER = dict(
     long_list_bytes=4000,
 )
 TOLERANCE = {
-    ("block_attention", "float32"): 3e-5,
+    ("block_attention", "float32"): 5e-5,
+    ("long_lists", "float32"): 3e-5,
     ("paged_block_attention", "float32"): 2e-6,
     ("indexer_kl", "float32"): 2e-5,
     ("indexer_kl", "float64"): 1e-12,
@@ -407,7 +408,8 @@ def test_row(function, case, path, device, monkeypatch, request):
             run(gradients=True)
     judge(function, case, [x.detach().cpu() for x in found])
     atomic = implementation == "sdpa" and device == "cuda"  # its gradients' sums
-    if (function != "index_blocks" or device == "cuda") and not atomic:
+    once_is_enough = function == "index_blocks" or implementation == "mosaic"
+    if not atomic and (device == "cuda" or not once_is_enough):
         for once, again in zip(found, run(), strict=True):
             assert torch.equal(once, again)
 
@@ -427,7 +429,8 @@ def judge(function: str, case: Case, found) -> None:
         elif function == "index_blocks":  # some scores are nearly the same
             assert (got == want).all(-1).double().mean() > 0.999
         elif "16" not in case.dtype:
-            bound = TOLERANCE[name_of(function, case), case.dtype]
+            name = "long_lists" if case.n > 64 else name_of(function, case)
+            bound = TOLERANCE[name, case.dtype]
             np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(place))
         elif function == "indexer_kl":
             assert (got.double() - want).norm() / want.norm() < 0.02, place

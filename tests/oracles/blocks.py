@@ -6,6 +6,8 @@ import functools
 import numpy as np
 import torch
 
+from tests.oracles import nsa
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -147,35 +149,27 @@ def named(case: Case) -> torch.Tensor:
     return found & seen(case)[:, :, None]
 
 
-def logits(case: Case, dtype, query, key, mask):
-    """`[B, T, H, S]` and their log-sum-exp, of a mask of any number of heads."""
-    mask = mask.to(DEVICE).repeat_interleave(case.H // mask.shape[2], 2)
-    key = key.repeat_interleave(case.H // case.Hkv, 2)
-    scale = case.D**-0.5 if case.scale is None else case.scale
-    found = (torch.einsum("bthd,bshd->bths", query, key) * scale).masked_fill(~mask, -torch.inf)
-    some = mask.any(-1)
-    lse = found.masked_fill(~some[..., None], 0).logsumexp(-1).masked_fill(~some, -torch.inf)
-    return found, lse
-
-
 def leaves(case: Case, dtype, *names):
     return [tensors(case)[name].to(DEVICE, dtype, copy=True).requires_grad_() for name in names]
+
+
+def attended(case: Case, mask, query, key, value):
+    """Output, log-sum-exp and probabilities `[B, H, T, S]`, of a mask of any number of heads."""
+    key, value = (x.repeat_interleave(case.H // case.Hkv, 2) for x in (key, value))
+    mask = mask.to(DEVICE).transpose(1, 2).repeat_interleave(case.H // mask.shape[2], 1)
+    out, lse, probs = nsa.attend(query, key, value, mask, case.scale)
+    return out, lse, probs[:, :, 0]
 
 
 @functools.cache
 def block_attention(case: Case, dtype=torch.float64) -> list[torch.Tensor]:
     """The output, the log-sum-exp, and gradients of query, key and value."""
-    query, key, value = inputs = leaves(case, dtype, "query", "key", "value")
-    scores, lse = logits(case, dtype, query, key, named(case))
-    some = (lse > -torch.inf)[..., None]
-    probs = scores.masked_fill(~some, 0).softmax(-1).masked_fill(~some | scores.isinf(), 0)
-    value = value.repeat_interleave(case.H // case.Hkv, 2)
-    results = [torch.einsum("bths,bshd->bthd", probs, value), lse]
+    inputs = leaves(case, dtype, "query", "key", "value")
+    results = attended(case, named(case), *inputs)[:2]
     moving = slice(case.lse_alone, None)
     given = [tensors(case)[name].to(DEVICE, dtype) for name in ("out", "lse")]
-    grads = torch.autograd.grad(
-        results[moving], inputs, given[moving], materialize_grads=True, allow_unused=True
-    )
+    options = {"materialize_grads": True, "allow_unused": True}
+    grads = torch.autograd.grad(results[moving], inputs, given[moving], **options)
     return [x.detach().cpu() for x in (*results, *grads)]
 
 
@@ -207,11 +201,12 @@ def index_blocks(case: Case) -> list[torch.Tensor]:
 
 
 @functools.cache
-def main_lse(case: Case) -> torch.Tensor:
-    """The log-sum-exp that the loss is given."""
+def main(case: Case):
+    """What the loss is given of the attention: the log-sum-exp `[B, T, H]`, and probabilities."""
     mask = seen(case)[:, :, None] if case.every or case.other_lse else named(case)
-    query, key = (tensors(case)[name].to(DEVICE) for name in ("query", "key"))
-    return logits(case, torch.float64, query, key, mask)[1].cpu()
+    given = (tensors(case)[name].to(DEVICE) for name in ("query", "key", "value"))
+    _, lse, probs = attended(case, mask, *given)
+    return lse.cpu(), probs.transpose(1, 2)
 
 
 @functools.cache
@@ -219,15 +214,10 @@ def indexer_kl(case: Case) -> list[torch.Tensor]:
     """The loss, and gradients of index queries and keys."""
     mask = (seen(case)[:, :, None] if case.every else named(case)).to(DEVICE)
     mask = mask.repeat_interleave(case.Hi // mask.shape[2], 2)
-    query, key = (tensors(case)[name].to(DEVICE) for name in ("query", "key"))
-    scores, _ = logits(case, torch.float64, query, key, mask)
-    lse = main_lse(case).to(DEVICE)[..., None]
-    target = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf))
-    target = target.unflatten(2, (case.Hi, -1)).mean(3)
+    target = main(case)[1].unflatten(2, (case.Hi, -1)).mean(3).masked_fill(~mask, 0)
     inputs = leaves(case, torch.float64, "index_query", "index_key")
     scores = torch.einsum("bthd,bsd->bths", *inputs) * case.index_scale
-    some = mask.any(-1, keepdim=True)
-    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~some, 0)
+    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~mask.any(-1, keepdim=True), 0)
     log_probs = scores.log_softmax(-1).masked_fill(~mask, 0)
     loss = (torch.xlogy(target, target) - target * log_probs).sum(-1)
     grads = torch.autograd.grad(loss, inputs, tensors(case)["loss"].to(DEVICE))
