@@ -61,16 +61,19 @@ def tokens(length=63, batch=2, seed=1):
     return np.random.default_rng(seed).normal(size=(batch, length, 24)).astype(np.float32)
 
 
+@nnx.jit
+def run_jax(layer, x, cache, where):
+    return layer(x, *cache, **where)
+
+
 def run(layer, x, *cache, **where):
     """The output, and the cache; without gradient."""
-    if isinstance(layer, torch.nn.Module):
-        with torch.no_grad():
-            y, kv = layer(torch.from_numpy(x), *cache, **where)
-            return y.numpy(), kv
-    y, kv = nnx.jit(lambda layer, x, cache: layer(x, *cache, **where))(
-        layer, jnp.asarray(x), cache
-    )
-    return np.asarray(y), kv
+    if not isinstance(layer, torch.nn.Module):
+        y, kv = run_jax(layer, jnp.asarray(x), cache, where)
+        return np.asarray(y), kv
+    with torch.no_grad():
+        y, kv = layer(torch.from_numpy(x), *cache, **where)
+        return y.numpy(), kv
 
 
 def in_pieces(layer, x, lengths):
