@@ -60,30 +60,21 @@ def losses(told):
     return [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", told)]
 
 
-def test_train_learns_and_saves_what_loads(tmp_path, capsys):
-    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
-    sizes = (
-        "--layers 1 --hidden 32 --heads 2 --kv_heads 1 --document_tokens 128 --row_tokens 384"
-    )
-    texts = "--texts", str(ROOT / "bench/lm/s*.py")
-    assert main([*sizes.split(), "--steps", "6", "--out", str(tmp_path / "model"), *texts]) == 0
-    first, *_ = found = losses(capsys.readouterr().out)
-    (held_out,) = found[-1:]
-    assert first == pytest.approx(np.log(256), abs=0.4) and held_out < first - 0.5
-    made = NSAForCausalLM.from_pretrained(tmp_path / "model")
-    assert made.config.hidden_size == 32
+SIZES = "--layers 1 --hidden 32 --heads 2 --kv_heads 1 --document_tokens 128 --row_tokens 384"
+TEXTS = "--texts", str(ROOT / "bench/lm/s*.py")
+
+
+def main_of(script):
+    return runpy.run_path(str(ROOT / f"examples/{script}.py"))["main"]
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_keeps_a_checkpoint_and_resume_goes_on(tmp_path, capsys, monkeypatch):
-    """To the loss of a run that nobody stopped."""
-    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
-    sizes = (
-        "--layers 1 --hidden 32 --heads 2 --kv_heads 1 --document_tokens 128 --row_tokens 384"
-    )
-    words = [*sizes.split(), "--steps", "6", "--texts", str(ROOT / "bench/lm/s*.py")]
+def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
+    """From a checkpoint to the loss of a run that nobody stopped; what is saved loads."""
+    main, words = main_of("train"), [*SIZES.split(), "--steps", "6", *TEXTS]
     assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     *steps, _, held_out = losses(capsys.readouterr().out)
+    assert steps[0] == pytest.approx(np.log(256), abs=0.4) and held_out < steps[0] - 0.5
     calls, forward = itertools.count(1), NSAForCausalLM.forward
 
     @functools.wraps(forward)  # the Trainer asks what it takes
@@ -139,35 +130,42 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_goes_on(tmp_path, capsys, monkeypa
             "d_k must be even for the rotary embedding, got 3",
         ),
         ("train_jax", "--tokens 999999999", "--tokens must be below half of the text's"),
+        ("serve", "--serve fast", "--serve must be of nsa, dense, vllm, generate"),
+        ("serve", "--gpu_time --device cpu", "--gpu_time needs a GPU, got --device cpu"),
+        ("serve", "--requests 0", "--requests must be at least 1, got 0"),
+        (
+            "serve",
+            "--heads 3",
+            "num_attention_heads must be a multiple of num_key_value_heads=2",
+        ),
+        ("serve", "--out none/x.jsonl", "--out must lie in a folder that is there, got none"),
     ],
 )
-def test_what_training_refuses(script, flags, message, tmp_path, capsys):
-    main = runpy.run_path(str(ROOT / f"examples/{script}.py"))["main"]
+def test_what_scripts_refuse(script, flags, message, tmp_path, capsys):
     out = ["--out", str(tmp_path / "none")] if script == "train" else []
     with pytest.raises(SystemExit) as ended:
-        main([*flags.split(), *out])
+        main_of(script)([*flags.split(), *out])
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("there", ["file", "folder"])
 def test_training_writes_over_nothing(there, tmp_path, capsys):
-    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
     out = tmp_path / "model"
     kept = out if there == "file" else out / "model.safetensors"
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("weights")
     with pytest.raises(SystemExit) as ended:
-        main(["--out", str(out)])
+        main_of("train")(["--out", str(out)])
     assert ended.value.code == 2 and "--out must be a new or an" in capsys.readouterr().err
     assert kept.read_text() == "weights"
 
 
 def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
     """What it saved begins where it ended, with the same words after a prompt."""
-    main = runpy.run_path(str(ROOT / "examples/train_jax.py"))["main"]
+    main = main_of("train_jax")
     sizes = "--layers 1 --dim 32 --heads 2 --tokens 128 --batch 2 --new_tokens 4"
-    words = [*sizes.split(), "--texts", str(ROOT / "bench/lm/s*.py"), "--prompt", "import "]
+    words = [*sizes.split(), *TEXTS, "--prompt", "import "]
     model = tmp_path / "model.safetensors"
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         assert main([*words, "--steps", "20", "--out", str(model)]) == 0
@@ -180,20 +178,3 @@ def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
     again = capsys.readouterr().out
     assert losses(again)[-1] == pytest.approx(held_out, abs=1e-3)
     assert again.rpartition("nats a byte\n")[2] == text
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--serve", "fast"], "--serve must be of nsa, dense, vllm, generate"),
-        (["--gpu_time", "--device", "cpu"], "--gpu_time needs a GPU, got --device cpu"),
-        (["--requests", "0"], "--requests must be at least 1, got 0"),
-        (["--heads", "3"], "num_attention_heads must be a multiple of num_key_value_heads=2"),
-        (["--out", "none/x.jsonl"], "--out must lie in a folder that is there, got none"),
-    ],
-)
-def test_bad_flags_end_with_status_2(flags, message, capsys):
-    main = runpy.run_path(str(ROOT / "examples/serve.py"))["main"]
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -272,52 +272,52 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
         nsa_torch.prepare(**given)
 
 
-# What a C compiler makes of XLA's header, and where `xla_call` looks for the same.
-OFFSETS = {
-    "CallFrame": {
-        "api": "api",
-        "ctx": "context",
-        "args.size": "inputs_size",
-        "args.args": "inputs_buffers",
-        "rets.size": "outputs_size",
-        "rets.rets": "outputs_buffers",
-        "attrs.size": "attributes_size",
-        "attrs.types": "attributes_types",
-        "attrs.attrs": "attributes_values",
-        "extension_start": "extension",
-    },
-    "Api": {
-        "XLA_FFI_Error_Create": "error_create",
-        "XLA_FFI_Error_Destroy": "error_destroy",
-        "XLA_FFI_Stream_Get": "stream_get",
-        "XLA_FFI_DeviceOrdinal_Get": "device_ordinal_get",
-    },
-    "Buffer": {"data": "data"},
-    "ByteSpan": {"ptr": "start", "len": "size"},
-    "Scalar": {"value": "value"},
-    "Metadata": {
-        "api_version.major_version": "version_major",
-        "api_version.minor_version": "version_minor",
-        "traits": "traits",
-    },
-    "Metadata_Extension": {"extension_base.type": "type", "metadata": "metadata"},
-    "Error_Create_Args": {"message": "message", "errc": "code"},
-    "Error_Destroy_Args": {"error": "error"},
-    "Stream_Get_Args": {"ctx": "context", "stream": "found"},
-    "DeviceOrdinal_Get_Args": {"ctx": "context", "device_ordinal": "found"},
-}
+# What a C compiler makes of XLA's header, and where `xla_call` looks for the same: of a structure
+# ours, and our names of its fields.
 STRUCTURES = {
-    "CallFrame": xla_call._CallFrame,
-    "Api": xla_call._Api,
-    "Buffer": xla_call._Buffer,
-    "ByteSpan": xla_call._Bytes,
-    "Scalar": xla_call._Scalar,
-    "Metadata": xla_call._Metadata,
-    "Metadata_Extension": xla_call._Extension,
-    "Error_Create_Args": xla_call._Error,
-    "Error_Destroy_Args": xla_call._Destroyed,
-    "Stream_Get_Args": xla_call._Asked,
-    "DeviceOrdinal_Get_Args": xla_call._Asked,
+    "CallFrame": (
+        xla_call._CallFrame,
+        {
+            "api": "api",
+            "ctx": "context",
+            "args.size": "inputs_size",
+            "args.args": "inputs_buffers",
+            "rets.size": "outputs_size",
+            "rets.rets": "outputs_buffers",
+            "attrs.size": "attributes_size",
+            "attrs.types": "attributes_types",
+            "attrs.attrs": "attributes_values",
+            "extension_start": "extension",
+        },
+    ),
+    "Api": (
+        xla_call._Api,
+        {
+            "XLA_FFI_Error_Create": "error_create",
+            "XLA_FFI_Error_Destroy": "error_destroy",
+            "XLA_FFI_Stream_Get": "stream_get",
+            "XLA_FFI_DeviceOrdinal_Get": "device_ordinal_get",
+        },
+    ),
+    "Buffer": (xla_call._Buffer, {"data": "data"}),
+    "ByteSpan": (xla_call._Bytes, {"ptr": "start", "len": "size"}),
+    "Scalar": (xla_call._Scalar, {"value": "value"}),
+    "Metadata": (
+        xla_call._Metadata,
+        {
+            "api_version.major_version": "version_major",
+            "api_version.minor_version": "version_minor",
+            "traits": "traits",
+        },
+    ),
+    "Metadata_Extension": (
+        xla_call._Extension,
+        {"extension_base.type": "type", "metadata": "metadata"},
+    ),
+    "Error_Create_Args": (xla_call._Error, {"message": "message", "errc": "code"}),
+    "Error_Destroy_Args": (xla_call._Destroyed, {"error": "error"}),
+    "Stream_Get_Args": (xla_call._Asked, {"ctx": "context", "stream": "found"}),
+    "DeviceOrdinal_Get_Args": (xla_call._Asked, {"ctx": "context", "device_ordinal": "found"}),
 }
 NUMBERS = {
     # A later minor version has more at the end of structures, and takes what this one says.
@@ -333,16 +333,16 @@ NUMBERS = {
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_structures_are_those_of_the_header(tmp_path):
-    fields = [(kind, theirs) for kind, names in OFFSETS.items() for theirs in names]
-    numbers = [f"offsetof(XLA_FFI_{kind}, {theirs})" for kind, theirs in fields]
-    prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in [*numbers, *NUMBERS])
-    source = tmp_path / "offsets.c"
+    numbers, want = [*NUMBERS], [*NUMBERS.values()]
+    for kind, (ours, names) in STRUCTURES.items():
+        numbers += [f"offsetof(XLA_FFI_{kind}, {theirs})" for theirs in names]
+        want += [getattr(ours, name).offset for name in names.values()]
+    prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in numbers)
+    source, program = tmp_path / "offsets.c", tmp_path / "offsets"
     source.write_text(
         '#include <stdio.h>\n#include "xla/ffi/api/c_api.h"\nint main(void) {' + prints + "}"
     )
-    program = tmp_path / "offsets"
     include = f"-I{jax.ffi.include_dir()}"
     subprocess.run(["cc", "-w", include, str(source), "-o", str(program)], check=True)
     found = subprocess.run([program], stdout=subprocess.PIPE, check=True).stdout.split()
-    ours = [getattr(STRUCTURES[k], OFFSETS[k][theirs]).offset for k, theirs in fields]
-    assert [int(x) for x in found] == [*ours, *NUMBERS.values()]
+    assert [*map(int, found)] == want

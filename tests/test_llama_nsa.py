@@ -1,17 +1,22 @@
 """The layout of zen-E/NSA-1B on tiny weights: loops over tokens, both selections, caches, files."""
 
+import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import nsa_torch.huggingface
+from nsa_core.config import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
 from nsa_torch.huggingface.compatibility import CACHE
 from nsa_torch.huggingface.llama_nsa import best_by_halves
+from tests.oracles import nsa
 
 BLOCK, PLACES, WINDOW, HEADS, KV_HEADS, WIDTH = 4, 4, 11, 4, 2, 8
+CONFIG = NSAConfig(BLOCK, BLOCK, BLOCK, PLACES, 0, 1, WINDOW)
 SIZES = dict(
     vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=WIDTH, rms_norm_eps=1e-5,
@@ -55,37 +60,20 @@ def chosen_by_loops(scores, selection):
 
 
 def attention_by_loops(layer, x, selection):
-    """The layer's output `[T, E]` for one row of hidden states."""
+    """The layer's output `[T, E]` for one row of hidden states, by the oracle of NSA."""
     project = lambda name: (x @ getattr(layer, name).weight.T).unflatten(-1, (-1, WIDTH))
-    query, key = rotated(project("q_proj")), rotated(project("k_proj"))
-    value, group = project("v_proj"), HEADS // KV_HEADS
-    gates = (x @ layer.g_proj.weight.T).sigmoid().unflatten(-1, (HEADS, 3))
-    out = torch.zeros_like(query)
-    for t in range(len(x)):
-        whole = (t + 1) // BLOCK
-        for kv in range(KV_HEADS):
-            means = [
-                y[: whole * BLOCK, kv].unflatten(0, (whole, BLOCK)).mean(1)
-                for y in (key, value)
-            ]
-            logits = [means[0] @ query[t, kv * group + g] * WIDTH**-0.5 for g in range(group)]
-            own = t // BLOCK
-            scores = sum(x.softmax(0) for x in logits)[:own].tolist() if whole else []
-            names = chosen_by_loops([*scores, float(group)], selection)
-            tokens = [j for b in names for j in range(b * BLOCK, min((b + 1) * BLOCK, t + 1))]
-            recent = slice(max(t - WINDOW + 1, 0), t + 1)
-            for g in range(group):
-                head = kv * group + g
-                branches = [
-                    means if whole else None,
-                    (key[tokens, kv], value[tokens, kv]),
-                    (key[recent, kv], value[recent, kv]),
-                ]
-                for c, pair in enumerate(branches):
-                    if pair is not None:
-                        p = (pair[0] @ query[t, head] * WIDTH**-0.5).softmax(0)
-                        out[t, head] += gates[t, head, c] * (p @ pair[1])
-    return out.flatten(1) @ layer.o_proj.weight.T
+    query, key = rotated(project("q_proj"))[None], rotated(project("k_proj"))[None]
+    gates = (x @ layer.g_proj.weight.T).sigmoid().unflatten(-1, (HEADS, 3))[None]
+    given = query, (key,) * 3, (project("v_proj")[None],) * 3, gates
+    attend = functools.partial(nsa.attention, *given, config=CONFIG)
+    lists = torch.full((1, len(x), KV_HEADS, PLACES), -1)
+    for place, row in zip(
+        np.ndindex(lists.shape[:3]), attend().scores.flatten(0, 2), strict=True
+    ):
+        candidates = [*row[: place[1] // BLOCK].tolist(), torch.inf]  # the own block is certain
+        found = chosen_by_loops(candidates, selection)
+        lists[place][: len(found)] = torch.tensor(found)
+    return attend(block_indices=lists).out[0].flatten(1) @ layer.o_proj.weight.T
 
 
 @torch.no_grad()

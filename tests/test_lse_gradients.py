@@ -17,7 +17,7 @@ from tests.torch_inputs import on_the_cpu
 
 plain = pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
 by_branch = pytest.mark.parametrize("branch", ["compressed", "selected", "sliding"])
-KERNELS = "compressed", "sliding"  # the selected branch: `test_block_attention.py`
+KERNELS = "compressed", "sliding"  # the selected branch: `test_blocks.py`
 by_rows = pytest.mark.parametrize("bounds", [None, (0, 21, 22, 37)], ids=["row", "packed"])
 SIZES, FEW, D = (41, 4, 2), (12, 2, 1), 16  # tokens, heads, key heads
 

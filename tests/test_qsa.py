@@ -2,7 +2,6 @@
 transformers' own layer, which loops over queries, gives the same outputs.
 """
 
-import pytest
 import torch
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
@@ -59,18 +58,12 @@ def rotated(x, cos, sin):
     return torch.cat([turned, rest], -1)
 
 
-CHOICE = dict(
-    entry=RATIO,
-    pool=1,
-    num_selected=BUDGET // RATIO,
-    num_local=0,
-    activation="relu",
-    reduce="sum",
-)
+CHOICE = dict(entry=RATIO, pool=1, num_selected=BUDGET // RATIO, num_local=0)
+CHOICE |= dict(activation="relu", reduce="sum")
 
 
-def projected(weights, x, cos, sin):
-    """Query, key, value, the gate's logits, index queries and keys."""
+def on_blocks(weights, x, cos, sin):
+    """The layer's output, and the scores of complete blocks `[B, T, N]`."""
     heads = lambda name, n: (x @ weights[f"{name}.weight"].T).unflatten(-1, (n, -1))
     of = lambda name, y, *at: rotated(normed(y, weights[f"{name}.weight"]), *(at or (cos, sin)))
     query, gate = heads("q_proj", HEADS).chunk(2, -1)
@@ -81,14 +74,9 @@ def projected(weights, x, cos, sin):
     pooled = both[:, : blocks * RATIO, INDEX_HEADS:].unflatten(1, (blocks, RATIO)).mean(2)
     first = torch.arange(blocks) * RATIO
     index_key = of("indexer.k_layernorm", pooled, cos[first], sin[first]).squeeze(2)
-    return query, key, heads("v_proj", KV_HEADS), gate, index_query, index_key
-
-
-def on_blocks(weights, *given):
-    """The layer's output, and the scores of complete blocks `[B, T, N]`."""
-    query, key, value, gate, index_query, index_key = projected(weights, *given)
     lists = nsa_torch.index_blocks(index_query, index_key, **CHOICE)
-    out = nsa_torch.block_attention(query, key, value, lists, block_size=RATIO, include="tail")
+    value, options = heads("v_proj", KV_HEADS), {"block_size": RATIO, "include": "tail"}
+    out = nsa_torch.block_attention(query, key, value, lists, **options)
     gated = out.flatten(2) * torch.sigmoid(gate.flatten(2))
     scores = torch.einsum("bthd,bsd->bths", index_query, index_key).relu().sum(2)
     return gated @ weights["o_proj.weight"].T, scores
@@ -112,53 +100,3 @@ def test_a_layer_is_transformers():
     tied = (best[..., n - 1] == best[..., n]) & (best[..., n] >= 0)
     assert 0 < tied.sum() < B * T / 8
     torch.testing.assert_close(got[~tied], want[~tied], rtol=0, atol=2e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("queries", [1, 6])
-def test_decode_from_pages(queries):
-    """The last tokens of a row are those of the whole row; pages have 8 tokens, 2 index keys."""
-    module, embedding = layer()
-    x, page = torch.randn(B, T, EMBED), 2 * RATIO
-    cos, sin = embedding(x, torch.arange(T)[None, None].expand(3, B, -1))
-    query, key, value, _, index_query, index_key = projected(
-        module.state_dict(), x, cos[0], sin[0]
-    )
-    lists = nsa_torch.index_blocks(index_query, index_key, **CHOICE)
-    want = nsa_torch.block_attention(query, key, value, lists, block_size=RATIO, include="tail")
-    columns = -(-T // page)
-    table = torch.randperm(B * columns).int().view(B, columns)
-
-    def in_pages(rows, size):
-        spare = rows.new_full((B, columns * size - rows.shape[1], *rows.shape[2:]), torch.nan)
-        pages = rows.new_empty(B * columns, size, *rows.shape[2:])
-        pages[table.long()] = torch.cat([rows, spare], 1).unflatten(1, (columns, size))
-        return pages
-
-    at = table, torch.full((B,), T, dtype=torch.int32)
-    last = lambda rows: rows[:, -queries:].flatten(0, 1)
-    chosen = nsa_torch.paged_index_blocks(
-        last(index_query), in_pages(index_key, page // RATIO), *at, **CHOICE
-    )
-    assert torch.equal(chosen, last(lists))
-    pages = (in_pages(rows, page) for rows in (key, value))
-    options = {"block_size": RATIO, "include": "tail"}
-    got = nsa_torch.paged_block_attention(last(query), *pages, *at, chosen, **options)
-    torch.testing.assert_close(got, last(want), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("length", [3, 4, 5])
-def test_the_first_tokens_see_all(length):
-    """The tail alone, then a complete block without one."""
-    make = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, length, n, 8, generator=make) for n in (2, 1))
-    lists = nsa_torch.index_blocks(
-        query, key[:, :: RATIO, 0][:, : length // RATIO], entry=RATIO, pool=1, num_selected=2,
-        num_local=0, activation="relu", reduce="sum", kv_len=length,
-    )  # fmt: skip
-    got = nsa_torch.block_attention(query, key, key, lists, block_size=RATIO, include="tail")
-    pair = (x.transpose(1, 2) for x in (query, key, key))
-    want = torch.nn.functional.scaled_dot_product_attention(
-        *pair, is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)

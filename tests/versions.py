@@ -54,7 +54,7 @@ TESTS = (
     "test_decode_compiled.py",
     "test_scores_qk.py",
     "test_jax_program.py",
-    "test_nn.py",
+    "test_layers.py",
     "test_transforms.py",
     "test_torch.py",
     "test_torch_rules.py",

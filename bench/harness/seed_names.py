@@ -248,7 +248,7 @@ TESTS = {
     "selection_packed": "tests/test_selection.py",
     "selection_v2_equiv": "tests/test_selection.py",
     "train": "tests/test_train.py",
-    "train_smoke": "tests/test_nn.py",
+    "train_smoke": "tests/test_layers.py",
     "triton_sel_backward_gpu": "tests/test_triton.py",
     "triton_sel_edge_cases": "tests/test_triton.py",
     "triton_sel_parity": "tests/test_triton.py",

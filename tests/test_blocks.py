@@ -1,0 +1,780 @@
+"""Block attention, an indexer and its loss, in rows and in pages: every path against masks in
+float64 (`tests/oracles/blocks.py`); kernels in their interpreters, and on a GPU.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_jax
+import nsa_torch
+from bench.harness import timing
+from bench.judge.parity import assert_parity
+from kernels_pallas.specs.tile import parts_of_block
+from nsa_core import block_lists
+from nsa_jax.triton_ops import compiled_for
+from tests import interpreted_triton, pretend
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON
+from tests.limits import set_limits
+from tests.oracles import blocks as oracle
+from tests.oracles.blocks import Case
+from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
+from tests.torch_sizes import Sizes
+
+# What a function takes beside lists and places; of these what has a gradient; of which results.
+ARRAYS = {
+    "block_attention": ("query", "key", "value"),
+    "index_blocks": ("index_query", "index_key"),
+    "indexer_kl": ("query", "key", "lse", "index_query", "index_key"),
+}
+LEAVES = {
+    "block_attention": ("query", "key", "value"),
+    "indexer_kl": ("index_query", "index_key"),
+}
+RESULTS = {"block_attention": ("out", "lse"), "indexer_kl": ("loss",), "index_blocks": ()}
+
+
+def given_of(function: str, case: Case) -> dict[str, torch.Tensor]:
+    """Arrays by their names, with NaN for padding, in float64; in pages those of the valid tokens
+    one after the other, between which lie other pages.
+    """
+    sequence = oracle.places(case)[0]
+    found = dict(oracle.tensors(case))
+    if function == "indexer_kl":
+        found["lse"] = oracle.main(case)[0]
+    absent = {"query": oracle.positions(case) < 0, "key": sequence < 0}
+    absent |= {"value": absent["key"], "lse": absent["query"], "index_query": absent["query"]}
+    entry = case.entry
+    absent["index_key"] = absent["key"][
+        :, entry - 1 : found["index_key"].shape[1] * entry : entry
+    ]
+    given = {
+        name: found[name].masked_fill(
+            absent[name].reshape(absent[name].shape + (1,) * (found[name].ndim - 2)), torch.nan
+        )
+        for name in ARRAYS[function]
+    }
+    if function != "index_blocks" and not case.every:
+        given["block_indices"] = oracle.lists(case)
+    if case.page is None:
+        return given
+    columns = -(-case.S // (case.page * entry))
+    make = torch.Generator().manual_seed(5)
+    table = torch.randperm(case.B * columns + 2, generator=make)[: case.B * columns]
+    table = table.view(case.B, columns)
+    for name in [x for x in given if "key" in x or x == "value"]:
+        rows = given.pop(name)
+        size = case.page if name == "index_key" else case.page * entry
+        pages = rows.new_full((case.B * columns + 2, 2, size, *rows.shape[2:]), torch.nan)
+        spare = rows.new_full(
+            (case.B, columns * size - rows.shape[1], *rows.shape[2:]), torch.nan
+        )
+        pages[table, 0] = torch.cat([rows, spare], 1).unflatten(1, (columns, size))
+        given[f"{name}_pages"] = pages[:, 0]
+    given = {
+        name: x if name.endswith("pages") else valid_of(case, x) for name, x in given.items()
+    }
+    lengths = case.lengths_of_rows.int().expand(case.B, 1)[:, 0].contiguous()
+    return given | {"page_table": table.int(), "lengths": lengths}
+
+
+def valid_of(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The rows' valid queries one after the other."""
+    counts = case.counts or (case.T,) * case.B
+    return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
+
+
+def options_of(function: str, case: Case, of_torch: bool) -> dict[str, Any]:
+    """All but the arrays."""
+    found: dict[str, Any] = {}
+    if function == "block_attention":
+        found |= dict(block_size=case.block, include=case.include, scale=case.scale)
+        found |= dict(return_residual=True)
+    elif function == "indexer_kl":
+        found |= dict(scale=case.scale, index_scale=case.index_scale)
+        found |= {} if case.every else {"block_size": case.block}
+    else:
+        found |= dict(num_selected=case.n, num_initial=case.initial, num_local=case.local)
+        found |= dict(activation=case.activation, reduce=case.reduce, entry=case.entry)
+        found |= dict(pool=case.block // case.entry)
+    array = torch.tensor if of_torch else functools.partial(jnp.asarray, dtype=jnp.int32)
+    if case.page is not None and case.counts:
+        return found | {"cu_seqlens_q": array(np.cumsum([0, *case.counts]).astype(np.int32))}
+    if case.segments is not None and of_torch:
+        return found | {"cu_seqlens": torch.tensor(np.cumsum([0, *case.segments]))}
+    if case.segments is not None:
+        return found | {"segment_ids": jnp.asarray(oracle.places(case)[0], jnp.int32)}
+    lengths = case.lengths or (case.S if function == "index_blocks" else None)
+    if case.page is not None or lengths is None:
+        return found
+    lengths = lengths if isinstance(lengths, int) else array(lengths)
+    if of_torch or function != "block_attention":
+        return found | {"kv_len": lengths}
+    counts = {} if case.counts is None else {"query_seq_lengths": array(case.counts)}
+    return found | counts | {"key_value_seq_lengths": lengths}
+
+
+def name_of(function: str, case: Case) -> str:
+    return function if case.page is None else f"paged_{function}"
+
+
+def on_torch(function: str, case: Case, implementation=None, device="cpu", gradients=None):
+    """Results and gradients."""
+    dtype, wide = getattr(torch, case.dtype), ("lse",) if case.dtype != "float64" else ()
+    given = {
+        name: x.to(device, torch.float32 if name in wide else dtype)
+        if x.is_floating_point() and not name.endswith("pages")
+        else x.to(device)
+        for name, x in given_of(function, case).items()
+    }
+    for name in [x for x in given if x.endswith("pages")]:  # still between other pages
+        given[name] = given[name]._base.to(device, dtype)[:, 0]
+    options = options_of(function, case, True) | {"implementation": implementation}
+    options |= {k: x.to(device) for k, x in options.items() if isinstance(x, torch.Tensor)}
+    call = functools.partial(getattr(nsa_torch, name_of(function, case)), **options)
+    if gradients is None:  # which kernels of long lists have not
+        gradients = case.page is None and case.n <= 64
+    names = LEAVES.get(function, ()) if gradients else ()
+    leaves = [given[name].requires_grad_() for name in names]
+    found = call(**given)
+    found = found if isinstance(found, tuple) else (found,)
+    if function == "indexer_kl":
+        with torch.no_grad():
+            assert torch.equal(call(**given), found[0])
+    if not leaves:
+        return found
+    moving = slice(case.lse_alone, None)
+    wanted = [
+        oracle.tensors(case)[name].to(device, x.dtype)
+        for name, x in zip(RESULTS[function], found, strict=True)
+    ]
+    options = {"materialize_grads": True, "allow_unused": True}
+    return *found, *torch.autograd.grad(found[moving], leaves, wanted[moving], **options)
+
+
+def program_of(function: str, case: Case, implementation=None):
+    """Of JAX: results, and gradients by name; with its arguments."""
+    given = {
+        name: jnp.asarray(x.numpy(), case.dtype if x.is_floating_point() else jnp.int32)
+        for name, x in given_of(function, case).items()
+    }
+    if "lse" in given:
+        given["lse"] = given["lse"].astype(jnp.float32)
+    options = options_of(function, case, False)
+    options |= {"implementation": implementation} if implementation else {}
+    moving = {x: given.pop(x) for x in LEAVES.get(function, ()) if case.page is None}
+    call = functools.partial(getattr(nsa_jax, name_of(function, case)), **options)
+
+    @jax.jit
+    def whole(moving, given):
+        if not moving:
+            return call(**given), {}
+        found, pull = jax.vjp(lambda moving: call(**moving, **given), moving)
+        weights = iter(oracle.tensors(case)[x] for x in RESULTS[function])
+        return found, pull(jax.tree.map(lambda x: jnp.asarray(next(weights), x.dtype), found))[
+            0
+        ]
+
+    return whole, moving, given
+
+
+def on_jax(function: str, case: Case, implementation=None):
+    whole, moving, given = program_of(function, case, implementation)
+    found, grads = whole(moving, given)
+    return *(found if isinstance(found, tuple) else (found,)), *map(grads.get, moving)
+
+
+PORTABLE, BOTH = "torch_sdpa jax_xla", "torch jax"
+EVERY, ALL = f"torch_reference torch_jax jax_reference {PORTABLE}", f"{BOTH} triton"
+CHUNKED = "torch_chunks jax"
+QSA = dict(entry=4, block=4, n=5, local=0, activation="relu", reduce="sum")
+FIRST = Case(T=12, S=40, counts=(12, 7), lengths=(31, 40))
+LONG = Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, lengths=(300, 283))
+PAGES = Case(T=2, S=96, B=4, Dv=16, lengths=(77, 0, 5, 96), page=32)
+ENDLESS = Case(block=2**31 - 1, n=1, T=9, S=9, B=1)
+OWN = Case(T=8, S=12, block=1, n=5, B=1, local=0)
+index = functools.partial(Case, S=100, Hi=3)
+NO_END = index(B=1, T=30, S=30, n=2, local=0, block=2**40)
+loss = functools.partial(Case, block=8, T=30, S=45, H=8, scale=0.4, Di=8)
+PACKED_LOSS = loss(B=1, T=40, S=40, segments=(17, 1, 0, 15))
+ROWS = {  # function: name: case, its paths
+    "block_attention": {
+        "lengths": (Case(lengths=(52, 70)), PORTABLE),
+        "list_per_query_head": (Case(H=6, Hkv=3, G=6, T=20, scale=0.7), EVERY),
+        "list_per_head_group": (Case(H=8, Hkv=1, G=4, block=5, T=70), PORTABLE),
+        "tail": (Case(include="tail", block=4, n=5, G=1, S=50, lengths=(50, 47)), PORTABLE),
+        "packed": (
+            Case(include="tail", block=4, n=4, T=55, S=55, B=1, segments=(17, 1, 0, 20, 3)),
+            EVERY,
+        ),
+        "more_entries_than_blocks": (Case(block=64, n=40, T=9, S=200, H=2, G=1), PORTABLE),
+        # In four parts: multiples of a number once overflowed.
+        "parts": (Case(block=512, T=30, S=600, H=2, G=1, B=1), f"torch_reference {PORTABLE}"),
+        # A router's z-loss: autograd gives no gradient of the output then.
+        "lse_alone": (Case(lse_alone=True), "torch_sdpa torch_reference torch_jax"),
+        "queries_first": (FIRST, "jax_xla jax_reference"),
+        "queries_first_with_a_tail": (replace(FIRST, include="tail"), "jax_xla"),
+        # No memory is taken for what a block might hold, and no token is its last one.
+        "beyond_all_keys": (ENDLESS, PORTABLE),
+        "tail_beyond_all_keys": (replace(ENDLESS, T=128, S=128, include="tail"), PORTABLE),
+        "halves": (
+            Case(block=128, n=2, T=4, S=140, H=16, Hkv=1, G=1, B=1, Dv=16),
+            f"{PORTABLE} mosaic triton",
+        ),
+        "packed_kernel": (Case(T=22, S=22, B=1, Dv=16, segments=(9, 0, 1, 8)), "mosaic triton"),
+        # Beyond 64 entries kernels gather single keys, of a part of the queries at a time.
+        "long_lists": (LONG, "triton"),
+        "long_lists_with_a_tail": (replace(LONG, G=1, include="tail"), "triton"),
+        # Rows without a query, without a token, with fewer tokens than queries.
+        "pages": (replace(PAGES, counts=(2, 0, 1, 2), block=24, page=8, G=1), ALL),
+        "pages_of_the_same": (replace(PAGES, T=3), BOTH),
+        "pages_with_a_tail": (replace(PAGES, include="tail"), ALL),
+        "pages_of_a_list_per_head": (replace(PAGES, G=4, block=4), ALL),
+        "pages_beyond_all_keys": (replace(ENDLESS, page=1), "torch"),
+        "pages_with_a_tail_beyond": (replace(ENDLESS, page=1, include="tail"), "torch"),
+    },
+    "index_blocks": {
+        # Few keys, none forced: a query's own, and none after it, is often among the best.
+        "own": (OWN, ALL),
+        "forced": (Case(T=3, S=400, n=17, initial=1, local=2, Hi=1, Di=24, B=1), ALL),
+        # Key 255 lies in the last of the first 16 blocks, which most queries see whole.
+        "own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
+        "entries": (index(block=8, entry=4, S=98, T=98, equal=True), BOTH),
+        "entries_of_a_large_block": (Case(T=5, entry=4, block=64, B=1, local=0), "triton"),
+        "lengths": (
+            Case(T=2, S=90, lengths=(90, 55), equal=True, dtype="float16"),
+            f"{CHUNKED} triton",
+        ),
+        "many_keys": (Case(block=32, Hi=3, T=3, S=700, n=2, B=1, dtype="float16"), "triton"),
+        "qsa": (index(T=4, **QSA), ALL),
+        # A row that has fewer blocks than are wanted.
+        "few": (
+            index(T=3, S=90, block=4, n=9, initial=1, local=2, activation="relu", equal=True,
+                  lengths=(90, 12)),
+            f"{ALL} triton_8",
+        ),
+        "packed": (
+            index(B=1, T=70, S=70, segments=(9, 0, 1, 50), block=7, n=2, equal=True),
+            CHUNKED,
+        ),
+        "sum": (
+            Case(T=5, S=300, block=128, n=2, Hi=1, reduce="sum", lengths=(300, 140)),
+            "triton",
+        ),
+        # Blocks in several parts, and many of one score.
+        "parts": (
+            Case(T=3, S=400, block=2, n=12, Hi=1, reduce="sum", initial=1, lengths=(400, 390)),
+            "triton triton_64",
+        ),
+        "equal": (
+            Case(T=3, S=300, block=1, n=70, activation="relu", B=1, equal=True),
+            "triton_64",
+        ),
+        # No memory is taken for what a block might hold, and tokens count in 32 bits.
+        "beyond_all_keys": (NO_END, BOTH),
+        "entries_beyond_all_keys": (replace(NO_END, entry=5, block=5 * 2**31), BOTH),
+        "pages": (index(T=3, lengths=(71, 100), page=8), ALL),
+        "pages_of_some": (
+            index(T=4, counts=(4, 2), block=4, n=7, initial=1, local=2, lengths=(55, 100),
+                  equal=True, page=16),
+            ALL,
+        ),
+        "pages_in_a_block": (index(T=2, block=128, n=2, S=300, Hi=4, page=32), ALL),
+        "pages_of_qsa": (index(T=4, counts=(4, 2), page=5, **QSA), ALL),
+        "pages_of_entries": (index(T=3, block=8, entry=4, S=98, equal=True, page=4), ALL),
+        "pages_of_the_own": (replace(OWN, page=4), ALL),
+        "pages_beyond_all_keys": (replace(NO_END, T=2, page=3), BOTH),
+        "pages_of_entries_beyond": (
+            replace(NO_END, T=2, page=3, entry=5, block=5 * 2**31),
+            BOTH,
+        ),
+    },
+    "indexer_kl": {
+        "lengths": (loss(lengths=40), f"{CHUNKED} torch jax_chunks"),
+        "heads_share_a_key_head": (loss(G=1, Hi=4), CHUNKED),
+        "heads_share_an_index_head": (loss(G=1, Hi=1, Hkv=4, S=30), CHUNKED),
+        "every_key": (loss(every=True, Hi=1, lengths=40), CHUNKED),
+        "packed": (PACKED_LOSS, CHUNKED),
+        "packed_every_key": (replace(PACKED_LOSS, every=True), CHUNKED),
+        "other_lse": (loss(other_lse=True), CHUNKED),
+        "beyond_all_keys": (loss(B=1, G=1, Hi=1, n=1, block=2**40), BOTH),
+        "bfloat16": (loss(dtype="bfloat16"), "torch"),
+        "float16": (loss(dtype="float16"), "torch"),
+        "kernel": (loss(block=16, T=5, B=1, lengths=42), "triton"),
+        "kernel_shared": (loss(block=16, G=1, Hi=4, n=2, T=4, S=60, other_lse=True), "triton"),
+    },
+}  # fmt: skip
+GPU_LOSS = {
+    f"blocks_of_{block}": loss(block=block, n=4, T=300, S=700, H=32, D=16, lengths=650)
+    for block in (16, 64, 128)
+}
+wide = functools.partial(Case, block=128, D=128, Dv=128, B=1)
+GPU_ATTENTION, GPU_PATHS = (
+    {
+        "wide": wide(n=6, T=400, S=1300, H=32),
+        "packed": wide(T=500, S=500, H=16, G=1, D=64, Dv=64, segments=(300, 1, 150)),
+        "list_per_query_head": Case(block=64, n=5, T=300, S=500, H=8, G=8, D=64, Dv=64),
+        "lengths": Case(block=32, n=8, T=300, S=500, H=8, D=64, Dv=64, lengths=(411, 500)),
+    },
+    ("mosaic", "triton", "torch_sdpa"),
+)
+half = functools.partial(Case, block=128, n=16, T=900, S=9000, Hi=4, Di=128, dtype="bfloat16")
+GPU_INDEX = {
+    "qsa": half(T=3000, S=20000, B=1, **QSA | {"n": 512}, equal=True),
+    "sum": half(reduce="sum"),
+    "one_row": half(T=3000, B=1),
+    "float16": half(block=64, n=40, T=2000, S=6000, Hi=2, Di=64, dtype="float16"),
+    "equal": half(T=500, S=4000, B=1, equal=True),
+    "lengths": half(
+        block=32, n=8, T=300, S=2000, Hi=3, Di=96, lengths=(1500, 2000), dtype="float32"
+    ),
+}
+CHUNKS = dict(torch_chunk_bytes=3000, jax_chunk_bytes=30_000)
+IN_THE_INTERPRETER = dict(
+    index_scores_bytes=2000,  # several segments of tokens
+    index_chunk=32,
+    index_part=16,
+    index_segment=8,
+    triton_segment=8,
+    paged_block_split=32,
+    paged_index_chunk=128,
+    long_list_bytes=4000,
+)
+TOLERANCE = {
+    ("block_attention", "float32"): 5e-5,
+    ("long_lists", "float32"): 3e-5,
+    ("paged_block_attention", "float32"): 2e-6,
+    ("indexer_kl", "float32"): 2e-5,
+    ("indexer_kl", "float64"): 1e-12,
+}
+
+
+def params():
+    """Kernels of Triton run in its interpreter, where they run alone, or on a GPU."""
+    for function, found in ROWS.items():
+        for name, (case, paths) in found.items():
+            for path in paths.split():
+                of_triton = path.startswith("triton")
+                marks = [pytest.mark.gpu] if of_triton and not INTERPRETED else []
+                if of_triton >= INTERPRETED:
+                    row = function, case, path, DEVICE if of_triton else "cpu"
+                    yield pytest.param(*row, marks=marks, id=f"{function}-{name}-{path}")
+    on_gpu = {"block_attention": (GPU_ATTENTION, GPU_PATHS)}
+    on_gpu["index_blocks"] = GPU_INDEX, ("triton", "triton_64")
+    on_gpu["indexer_kl"] = GPU_LOSS, ("triton",)
+    for function, (cases, paths) in on_gpu.items() if not INTERPRETED else ():
+        for (name, case), path in itertools.product(cases.items(), paths):
+            row = function, case, path, "cuda"
+            yield pytest.param(
+                *row, marks=pytest.mark.gpu, id=f"{function}-{name}-{path}-large"
+            )
+
+
+@pytest.mark.parametrize(("function", "case", "path", "device"), [*params()])
+def test_row(function, case, path, device, monkeypatch, request):
+    framework, _, implementation = path.partition("_")
+    if framework == "triton":  # of lists with one program, or one for each so many blocks
+        set_limits(monkeypatch, index_list_part=int(implementation or 2048))
+    elif implementation == "chunks":
+        set_limits(monkeypatch, **CHUNKS)
+        implementation = ""
+    if framework in ("mosaic", "triton"):
+        framework, implementation = "torch", framework
+    if INTERPRETED:  # it takes tensors on the CPU
+        set_limits(monkeypatch, **IN_THE_INTERPRETER)
+        long = function == "block_attention" and case.n > 64
+        names = ["long_lists"] if long else ["kernels", "indexer", "index_loss"]
+        pretend.machine(monkeypatch, **{f"{x}_why_not": None for x in names})
+    elif implementation == "mosaic" and device == "cpu":
+        request.getfixturevalue("interpreted")
+    if not case.dtype:
+        low = implementation == "mosaic" or (device == "cuda" and case.T > 100)
+        loss = (framework, function) == ("torch", "indexer_kl") and implementation != "triton"
+        case = replace(case, dtype="bfloat16" if low else "float64" if loss else "float32")
+    if framework == "jax":
+        judge(function, case, on_jax(function, case, implementation or None))
+        return
+    run = functools.partial(on_torch, function, case, implementation or None, device)
+    found = run()
+    if function == "block_attention" and case.n > 64:
+        with pytest.raises(NotImplementedError, match="triton"):
+            run(gradients=True)
+    judge(function, case, [x.detach().cpu() for x in found])
+    atomic = implementation == "sdpa" and device == "cuda"  # its gradients' sums
+    once_is_enough = function == "index_blocks" or implementation == "mosaic"
+    if not atomic and (device == "cuda" or not once_is_enough):
+        for once, again in zip(found, run(), strict=True):
+            assert torch.equal(once, again)
+
+
+def judge(function: str, case: Case, found) -> None:
+    wanted = [*getattr(oracle, function)(case)]
+    if case.page is not None:
+        wanted = [valid_of(case, x) for x in wanted[: len(found)]]
+    kinds = {
+        "index_blocks": "int32",
+        "indexer_kl": "float64" if case.dtype == "float64" else "float32",
+    }
+    assert str(found[0].dtype).endswith(kinds.get(function, case.dtype))
+    for place, (got, want) in enumerate(zip(found, wanted[: len(found)], strict=True)):
+        if function == "index_blocks" and (case.equal or case.T < 300):
+            np.testing.assert_array_equal(got, want)
+        elif function == "index_blocks":  # some scores are nearly the same
+            assert (got == want).all(-1).double().mean() > 0.999
+        elif "16" not in case.dtype:
+            name = "long_lists" if case.n > 64 else name_of(function, case)
+            bound = TOLERANCE[name, case.dtype]
+            np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(place))
+        elif function == "indexer_kl":
+            assert (got.double() - want).norm() / want.norm() < 0.02, place
+        else:
+            rough = oracle.block_attention(case, getattr(torch, case.dtype))[place]
+            arrays = [x.double().numpy() for x in (got, want, rough)]
+            assert_parity(str(place), *arrays, dtype=jnp.dtype(case.dtype))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs once more there")
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_triton_in_its_interpreter():
+    interpreted_triton.run_again(f"{__file__}::test_row")
+
+
+def test_large_blocks_are_several():
+    """Into how many blocks kernels cut one, by its size and entries, and by its size and heads."""
+    cut = (192, 21), (256, 17), (128, 16), (256, 33)
+    assert [block_lists.parts_of(*x) for x in cut] == [3, 2, 1, 1]
+    halved = (128, 16), (128, 32), (128, 33), (64, 16)
+    assert [parts_of_block(*x) for x in halved] == [2, 2, 1, 1]
+
+
+def drawn(*shapes):
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=make) for shape in shapes]
+
+
+def layer(nsa, query, key, index_query, index_key):
+    """Attention to blocks that an indexer selects, and the indexer's loss."""
+    lists = nsa.index_blocks(index_query, index_key, pool=16, num_selected=3)
+    out, lse = nsa.block_attention(query, key, key, lists, block_size=16, return_residual=True)
+    loss = nsa.indexer_kl(query, key, lse, index_query, index_key, lists, block_size=16)
+    return out.sum() + lse.sum() + loss.sum()
+
+
+def test_an_attention_that_selects_by_an_indexer():
+    """The same in both frameworks, and under torch.compile, in one graph."""
+    shapes = (1, 90, 4, 16), (1, 90, 2, 16), (1, 90, 2, 16), (1, 90, 16)
+    leaves = [x.requires_grad_() for x in drawn(*shapes)]
+    whole = functools.partial(layer, nsa_torch)
+    want = whole(*leaves)
+    wanted = torch.autograd.grad(want, leaves)
+    got = torch.compile(whole, backend="aot_eager", fullgraph=True)(*leaves)
+    arrays = [jnp.asarray(x.detach().numpy()) for x in leaves]
+    of_jax = jax.jit(jax.value_and_grad(functools.partial(layer, nsa_jax), range(4)))(*arrays)
+    for found, grads in ((got.item(), torch.autograd.grad(got, leaves)), of_jax):
+        assert float(found) == pytest.approx(want.item(), rel=1e-5)
+        for mine, plain in zip(grads, wanted, strict=True):
+            assert plain.any()
+            np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "count"),
+    [
+        ("block_attention", "long_lists_with_a_tail", 2),  # whose gradients are those of xla
+        ("block_attention", "pages", 2),
+        ("index_blocks", "pages", 2),
+        ("indexer_kl", "kernel_shared", 3 + 3),
+    ],
+)
+def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
+    """For a GPU that need not be there."""
+    pretend.machine(monkeypatch, jax_capability=(9, 0))
+    for module in ("blocks", "indexer", "index_loss"):  # whose import is of each other's own
+        place = f"nsa_jax.{module}.chosen_implementation"
+        monkeypatch.setattr(place, lambda *_: "triton")
+    set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
+    whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
+    with compiled_for((9, 0)):
+        lowered = whole.trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@triton_kernel_call") == count
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+ints = functools.partial(zeros, dtype=torch.int32)
+TOKENS = dict(query=zeros(1, 20, 4, 8), key=zeros(1, 40, 2, 8))
+TABLE = dict(page_table=ints(2, 3), lengths=ints(2) + 1)
+GIVEN = {
+    "block_attention": TOKENS
+    | dict(value=zeros(1, 40, 2, 8), block_indices=ints(1, 20, 2, 1), block_size=16),
+    "paged_block_attention": TABLE
+    | dict(query=zeros(2, 4, 8), key_pages=zeros(6, 8, 2, 8), value_pages=zeros(6, 8, 2, 8))
+    | dict(block_indices=ints(2, 1, 1), block_size=8),
+    "index_blocks": dict(index_query=zeros(1, 20, 2, 8), index_key=zeros(1, 40, 8)),
+    "paged_index_blocks": TABLE
+    | dict(index_query=zeros(2, 2, 8), index_key_pages=zeros(6, 4, 8)),
+    "indexer_kl": TOKENS
+    | dict(lse=zeros(1, 20, 4), index_query=zeros(1, 20, 2, 8), index_key=zeros(1, 40, 8)),
+}
+REFUSED = {
+    "block_attention": (
+        (dict(block_indices=zeros(1, 20, 2, 3).short()), "block_indices must have dtype"),
+        (dict(block_indices=ints(1, 20, 3)), "block_indices must have 4 axes"),
+        (dict(block_indices=ints(1, 19, 2, 3)), r"\[1, 20, G, n >= 1\]"),
+        (dict(block_indices=ints(1, 20, 2, 0)), r"\[1, 20, G, n >= 1\]"),
+        (dict(block_indices=ints(1, 20, 3, 1)), "got G=3"),
+        (dict(block_indices=ints(1, 20, 0, 1)), "got G=0"),
+        (dict(block_size=0), "block_size must be an int >= 1, got 0"),
+        (dict(block_size=64.0), "block_size must be an int >= 1, got 64.0"),
+        (dict(include="window"), "include must be one of"),
+        (dict(scale=0.0), "scale must be a positive number"),
+        (dict(query=zeros(1, 41, 4, 8)), "query must not be longer than key"),
+        (dict(value=zeros(1, 40, 1, 8)), "the same"),
+        (dict(implementation="mosaic"), "mosaic"),
+    ),
+    "paged_block_attention": (
+        (dict(include="window"), "include must be one of"),
+        (dict(implementation="mosaic"), "implementation must be one of"),
+        (dict(implementation="triton"), "needs an NVIDIA GPU"),
+        (dict(query=zeros(2, 3, 8)), "multiple of the pages' heads"),
+        (dict(value_pages=zeros(5, 8, 2, 8)), r"value_pages must have shape \(6, 8, 2, 8\)"),
+        (dict(page_table=zeros(2, 3)), "page_table must have dtype"),
+        (dict(lengths=ints(3)), r"lengths must have shape \(2,\)"),
+        (dict(block_indices=ints(2, 3, 1)), "got G=3"),
+    ),
+    "index_blocks": (
+        (dict(index_key=zeros(1, 40, 1, 8)), "index_key must have 3 axes"),
+        (dict(index_key=zeros(1, 40, 9)), r"index_key must have shape \(1, 40, 8\)"),
+        (
+            dict(index_key=zeros(1, 40, 8).half()),
+            "index_key must have the dtype of index_query",
+        ),
+        (dict(pool=0), "pool must be an int >= 1, got 0"),
+        (dict(num_selected=0), "num_selected must be >= 1"),
+        (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
+        (dict(activation="gelu"), "activation must be one of"),
+        (dict(reduce="mean"), "reduce must be one of"),
+        (dict(kv_len=19), "kv_len must be"),
+        (dict(kv_len=41), "kv_len must be"),
+        (dict(implementation="sdpa"), "implementation must be one of"),
+        (dict(implementation="triton", pool=20), "takes blocks of"),
+        (dict(implementation="triton", pool=1), "needs an NVIDIA GPU"),
+        (dict(implementation="triton"), "needs an NVIDIA GPU"),
+    ),
+    "paged_index_blocks": (
+        (dict(index_query=zeros(2, 8)), "index_query must have 3 axes"),
+        (dict(index_query=zeros(3, 2, 8)), "must have a multiple of 2 tokens"),
+        (dict(index_query=zeros(0, 2, 8)), "must not be empty"),
+        (dict(index_key_pages=zeros(6, 4, 9)), r"must have shape \(6, 4, 8\)"),
+        (dict(index_key_pages=zeros(6, 4, 8).half()), "the dtype of index_query"),
+        (dict(page_table=zeros(2, 3)), "page_table must have dtype"),
+        (dict(lengths=ints(3) + 1), r"lengths must have shape \(2,\)"),
+        (dict(cu_seqlens_q=ints(2)), r"cu_seqlens_q must have shape \(3,\)"),
+        (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
+        (dict(reduce="mean"), "reduce must be one of"),
+        (dict(entry=2**30), "entry must be at most 8388608 for 12 keys, got 1073741824"),
+        (dict(implementation="mosaic"), "implementation must be one of"),
+        (dict(implementation="triton"), "needs an NVIDIA GPU"),
+    ),
+    "indexer_kl": (
+        (dict(lse=zeros(1, 20, 4).half()), "lse must have dtype"),
+        (dict(lse=zeros(1, 20, 3)), r"lse must have shape \(1, 20, 4\)"),
+        (dict(index_query=zeros(1, 20, 3, 8)), "got Hi=3"),
+        (dict(index_key=zeros(1, 20, 8)), r"index_key must have shape \(1, 40, 8\)"),
+        (dict(index_key=zeros(1, 40, 8).half()), "index_key must have the dtype"),
+        (dict(block_size=16), "block_size must be None"),
+        (dict(block_indices=ints(1, 20, 2, 1)), "block_size must be an int"),
+        (dict(block_indices=ints(1, 20, 4, 1), block_size=8), "got 4"),
+        (dict(index_scale=-1.0), "index_scale must be a positive number"),
+        (dict(query=zeros(1, 41, 4, 8)), "query must not be longer than key"),
+        (dict(implementation="mosaic"), "implementation must be one of"),
+        (
+            dict(block_indices=ints(1, 20, 1, 1), block_size=16, implementation="triton"),
+            "needs an NVIDIA GPU",
+        ),
+    ),
+}
+
+
+def refused(function, changed, message, nsa):
+    given = GIVEN[function] | changed
+    if nsa is nsa_jax:
+        given = {
+            k: jnp.asarray(x) if isinstance(x, torch.Tensor) else x for k, x in given.items()
+        }
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        getattr(nsa, function)(**given)
+
+
+BLOCKS_OF_24 = dict(block_indices=ints(1, 20, 1, 1), block_size=24)
+REFUSED_BY_TORCH = (
+    ("indexer_kl", dict(implementation="triton"), "takes named blocks"),
+    ("indexer_kl", BLOCKS_OF_24 | dict(implementation="triton"), "takes blocks of 16, 32, 64"),
+    (
+        "paged_block_attention",
+        dict(query=zeros(2, 4, 8).requires_grad_()),
+        "has no gradient: call it under no_grad",
+    ),
+    (
+        "index_blocks",
+        dict(index_key=zeros(1, 5, 8), entry=4, cu_seqlens=torch.tensor([0, 20])),
+        "entry must be 1 in packed rows",
+    ),
+)
+BOTH_REFUSE = [(function, *row) for function, rows in REFUSED.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "message", "nsa"),
+    [(*row, nsa) for row in BOTH_REFUSE for nsa in (nsa_torch, nsa_jax)]
+    + [(*row, nsa_torch) for row in REFUSED_BY_TORCH],
+)
+def test_refusals(function, changed, message, nsa):
+    refused(function, changed, message, nsa)
+
+
+@pytest.mark.parametrize("queries", [None, [3]])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (4.0, "an integer or an array of them, got 4.0"),
+        (True, "an integer or an array of them, got True"),
+        (-3, "at least .*, got -3"),
+        (41, "at most the keys there are, 40, got 41"),
+        (jnp.array([7.0]), "have dtype in .'int32', 'int64'., got float32"),
+        (jnp.array([41]), "in 0..40, got 41"),
+        (jnp.array([7, 7]), r"shape \(\) or \(1,\), got \(2,\)"),
+    ],
+    ids=str,
+)
+def test_lengths_that_are_refused(keys, message, queries):
+    lengths = dict(key_value_seq_lengths=keys, query_seq_lengths=queries and jnp.array(queries))
+    refused("block_attention", lengths, f"key_value_seq_lengths must .*{message}", nsa_jax)
+
+
+@pytest.mark.parametrize("block", [3, 0])
+def test_a_block_named_twice(block):
+    """Which a trace does not read."""
+    lists = torch.tensor([block, -1, 1, block, -1]).int().expand(1, 20, 1, 5)
+    message = rf"block_indices\[0, 0, 0\] must name a block once, got block {block} twice"
+    for nsa in (nsa_torch, nsa_jax):
+        refused("block_attention", dict(block_indices=lists), message, nsa)
+    given = GIVEN["block_attention"] | dict(block_indices=lists)
+    given = {name: jnp.asarray(x) for name, x in given.items() if name != "block_size"}
+    jax.jit(functools.partial(nsa_jax.block_attention, block_size=16))(**given)
+
+
+@pytest.mark.parametrize("wanted", ["query", "key_pages", "value_pages"])
+def test_pages_have_no_gradient(wanted):
+    """It is an error in JAX too, no zeros; what stops it may be in a function that has one."""
+    given = {
+        k: jnp.asarray(x) if isinstance(x, torch.Tensor) else x
+        for k, x in GIVEN["paged_block_attention"].items()
+    }
+
+    def loss(x, stop=lambda x: x):
+        return x.sum() + nsa_jax.paged_block_attention(**given | {wanted: stop(x)}).sum()
+
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(NotImplementedError, match="paged_block_attention has no gradient"):
+            transform(loss)(given[wanted])
+    stopped = functools.partial(loss, stop=jax.lax.stop_gradient)
+    assert jax.jit(jax.grad(stopped))(given[wanted]).all()
+
+
+def of_loss(dtype="float32"):
+    """Arguments and options of `indexer_kl`, index queries of which a gradient is wanted."""
+    case = replace(loss(), dtype=dtype)
+    given = {
+        k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x.clone()
+        for k, x in given_of("indexer_kl", case).items()
+    }
+    given["index_query"].requires_grad_()
+    return given, options_of("indexer_kl", case, True)
+
+
+def test_the_main_weights_get_no_gradient():
+    given, options = of_loss()
+    main = [given[name].requires_grad_() for name in ("query", "key", "lse")]
+    found = nsa_torch.indexer_kl(**given, **options)
+    found.sum().backward()
+    assert given["index_query"].grad is not None and all(x.grad is None for x in main)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        found = nsa_torch.indexer_kl(**given, **options).square().sum()
+        torch.autograd.grad(found, given["index_query"], create_graph=True)
+
+
+@pytest.mark.parametrize("changed", ["query", "key", "lse", "block_indices"])
+def test_what_was_written_to_since_has_no_gradient(changed):
+    """As of any operator of torch: the backward pass would read other numbers."""
+    given, options = of_loss()
+    found = nsa_torch.indexer_kl(**given, **options).sum()
+    given[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_no_array_of_all_pairs(sparse, monkeypatch):
+    length = 700
+    set_limits(monkeypatch, torch_chunk_bytes=400_000)
+    query, key, index_query, index_key = drawn(
+        (1, length, 2, 8), (1, length, 1, 8), (1, length, 1, 8), (1, length, 8)
+    )
+    own = (torch.arange(length) // 8).int()[None, :, None, None]
+    lists = dict(block_indices=own, block_size=8) if sparse else {}
+    given = zeros(1, length, 2), index_query.requires_grad_(), index_key
+    with Sizes() as sizes:
+        nsa_torch.indexer_kl(query, key, *given, **lists).sum().backward()
+    assert sizes.most < length * length
+
+
+@pytest.mark.gpu
+def test_a_step_in_a_graph():
+    """Lists and attention of MiniMax-M3's shape, from pages, in one graph for growing lengths: the
+    lists are those of prefill, the output is near that of `block_attention`.
+    """
+    make = torch.Generator("cuda").manual_seed(0)
+    columns, page, widths = 30, 128, (64, 4, 128)
+    about = {"generator": make, "device": "cuda", "dtype": torch.bfloat16}
+    heads, kv_heads, width = widths
+    pages = torch.randn(3, 3 * columns + 2, page, kv_heads, width, **about)
+    key_pages, value_pages, index_pages = pages[0], pages[1], pages[2, :, :, 0].contiguous()
+    table = torch.randperm(3 * columns, generator=make, device="cuda").int().view(3, columns)
+    query = torch.randn(3, heads, width, **about)
+    index_query = torch.randn(3, kv_heads, width, **about)
+    lengths = torch.ones(3, dtype=torch.int32, device="cuda")
+
+    def step():
+        lists = nsa_torch.paged_index_blocks(
+            index_query, index_pages, table, lengths, implementation="triton"
+        )
+        arrays = query, key_pages, value_pages, table, lengths, lists
+        out = nsa_torch.paged_block_attention(*arrays, block_size=128, implementation="triton")
+        return lists, out
+
+    with torch.no_grad():
+        replay, (lists, out) = timing.cuda_graph(step)
+        for found in ((1, 129, 3840), (2500, 127, 3000)):
+            lengths.copy_(torch.tensor(found))
+            replay()
+            for row, length in enumerate(found):
+                mine = (x[table[row].long()].flatten(0, 1) for x in (key_pages, value_pages))
+                key, value = (x[None, :length] for x in mine)
+                index_key = index_pages[table[row].long()].flatten(0, 1)[None, :length]
+                want = nsa_torch.index_blocks(index_query[None, row : row + 1], index_key)
+                assert torch.equal(lists[row], want[0, 0])
+                given = query[None, row : row + 1], key, value, want
+                exact = nsa_torch.block_attention(
+                    *(x.float() for x in given[:3]), want, block_size=128, implementation="sdpa"
+                )
+                assert (out[row] - exact[0, 0]).norm() / exact.norm() < 0.005

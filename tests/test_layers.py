@@ -1,0 +1,649 @@
+"""Both layers as a user has them: one file of weights gives the same output, gradients and decode
+in torch and in JAX; how they start, what they refuse.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import nsa_jax
+import nsa_torch
+from bench.judge.parity import FLOAT32_MAX
+from nsa_core.layer import PHI, LayerSpec
+from nsa_interop import weights
+from nsa_jax.nn import NSAAttention as JaxAttention
+from nsa_jax.nn import apply_rope
+from nsa_torch import NSAAttention as TorchAttention
+from nsa_torch import reference
+from tests import pretend
+from tests.limits import set_limits
+
+SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
+PROJECTIONS = ("W_Q", *(f"W_{x}_{b}" for b in ("cmp", "sel", "win") for x in "KV"), "out")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def in_torch(seed=0, **options):
+    torch.manual_seed(seed)
+    return TorchAttention(**SIZES | options)
+
+
+def in_jax(dense_below=0, **options):
+    return JaxAttention(LayerSpec(**SIZES | options), rngs=nnx.Rngs(0), dense_below=dense_below)
+
+
+@pytest.fixture
+def both(tmp_path):
+    """The layers of both frameworks, with torch's weights by a file, random where they start as a
+    constant.
+    """
+
+    def made(change=lambda module: None, **options):
+        module, twin = in_torch(**options), in_jax(**options)
+        with torch.no_grad():
+            for name, x in module.named_parameters():
+                if name.endswith("bias") or "norm" in name or name == "gate.weight":
+                    x.normal_()
+            change(module)
+        weights.save(tmp_path / "layer", module)
+        weights.load(tmp_path / "layer", twin)
+        return module, twin
+
+    return made
+
+
+def tokens(length=63, batch=2, seed=1):
+    return np.random.default_rng(seed).normal(size=(batch, length, 24)).astype(np.float32)
+
+
+@nnx.jit
+def run_jax(layer, x, cache, where):
+    return layer(x, *cache, **where)
+
+
+def run(layer, x, *cache, **where):
+    """The output, and the cache; without gradient."""
+    if not isinstance(layer, torch.nn.Module):
+        y, kv = run_jax(layer, jnp.asarray(x), cache, where)
+        return np.asarray(y), kv
+    with torch.no_grad():
+        y, kv = layer(torch.from_numpy(x), *cache, **where)
+        return y.numpy(), kv
+
+
+def in_pieces(layer, x, lengths):
+    kv, parts = layer.init_cache(len(x), x.shape[1] + 1), []
+    for part in np.split(x, np.cumsum(lengths)[:-1], axis=1):
+        y, kv = run(layer, part, kv)
+        parts.append(y)
+    return np.concatenate(parts, axis=1), kv
+
+
+def gradients(module, x, pieces=None):
+    """Of a loss, by the names of torch's parameters."""
+    x, outs, kv = torch.from_numpy(x), [], None if pieces is None else module.init_cache(2, 64)
+    for part in x.split(pieces or x.shape[1], dim=1):
+        y, kv = module(part, kv)
+        outs.append(y)
+    names, found = zip(*module.named_parameters(), strict=True)
+    options = dict(allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(torch.cat(outs, dim=1).sin().sum(), found, **options)
+    return dict(zip(names, grads, strict=True))
+
+
+@nnx.jit
+def gradients_of_jax(twin, x):
+    """And the output."""
+
+    def loss(twin):
+        y, _ = twin(x)
+        return jnp.sin(y).sum(), y
+
+    grads, y = nnx.grad(loss, has_aux=True)(twin)
+    return y, grads
+
+
+def close(got, want, bound=FLOAT32_MAX):
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
+
+
+ROWS = {
+    "mean": dict(gate_temp=0.7, rope_scale=2.0),
+    "mlp": dict(phi="mlp", gate="softmax", n_heads=2),
+    "mlp_pe": dict(phi="mlp_pe", gate="head", gate_temp=0.7, n_kv_groups=1, bias=True),
+    "mlp_rope": dict(phi="mlp_rope", gate="selected", n_heads=16, n_kv_groups=1),
+    "shared": dict(kv="shared", phi="mlp_pe", bias=True),
+    "norms": dict(phi="mlp_rope", qk_norm_eps=1e-3, rope_scaling=YARN),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_file_gives_the_same_in_both(name, both, tmp_path):
+    """Whole, in pieces through the cache, packed, and gradients, each of some size."""
+    module, twin = both(**ROWS[name])
+    made = TorchAttention(**module.spec.as_dict())
+    assert made.spec == module.spec and hash(made.spec) == hash(module.spec)
+    x = tokens()
+    want, none = run(module, x)
+    assert none is None and np.abs(want).max() > 0.05
+    for lengths in ([20, 1, 30, 12], [1] * 63) if name == "mean" else ([20, 1, 30, 12],):
+        got, kv = in_pieces(module, x, lengths)
+        close(got, want)
+        assert kv.longest == 63 and kv.length.tolist() == [63, 63]
+    close(in_pieces(twin, x, [21] * 3)[0], want)
+    row, lengths = x[:1], (30, 1, 32)
+    alone = [run(module, part)[0] for part in np.split(row, np.cumsum(lengths)[:-1], axis=1)]
+    alone = np.concatenate(alone, axis=1)
+    close(run(module, row, cu_seqlens=torch.tensor([0, 30, 31, 63]))[0], alone)
+    if ROWS[name].get("phi") in ("mlp_pe", "mlp_rope"):
+        ids = jnp.asarray(np.repeat(np.arange(3), lengths)[None], jnp.int32)
+        close(run(twin, row, segment_ids=ids)[0], alone)
+    y, theirs = gradients_of_jax(twin, jnp.asarray(x))
+    close(y, want)
+    nnx.update(twin, theirs)
+    weights.save(tmp_path / "gradients", twin)
+    read = in_torch(**ROWS[name])
+    weights.load(tmp_path / "gradients", read)
+    # The selected branch is read alone; a shift of all compressed keys cancels in the softmax.
+    unread = {"mlp_rope": ("_cmp", "_win", "phi_"), "norms": ()}.get(name, ("k_mlp.b2",))
+    for key, gradient in gradients(module, x).items():
+        size = gradient.abs().max().item()
+        found = read.get_parameter(key).detach()
+        np.testing.assert_allclose(
+            found, gradient, rtol=0, atol=1e-4 * max(size, 1), err_msg=key
+        )
+        assert (size > 1e-4) != any(x in key for x in unread), key
+
+
+def test_gradients_through_the_cache():
+    """Under autograd the cache is copied."""
+    module, x = in_torch(phi="mlp"), tokens(40)
+    want, got = gradients(module, x), gradients(module, x, pieces=[25, 15])
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=2e-4, atol=1e-4)
+
+
+def test_the_seeds_state_dict_keys():
+    keys = {f"{name}.weight" for name in PROJECTIONS}
+    gates = {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
+    for options, own in (
+        ({}, gates),
+        ({"gate": "head"}, {"gate.weight", "gate.bias"}),
+        ({"phi": "mlp"}, gates | {"phi_k_conv.weight", "phi_v_conv.weight"}),
+        ({"gate": "selected"}, set()),
+    ):
+        module = in_torch(**options)
+        assert set(module.state_dict()) == keys | own | set(module.spec.kind_keys())
+    assert in_torch(phi="mlp").state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
+
+
+def test_decode_runs_the_plan_of_one_attention(monkeypatch):
+    """A name for all branches scores too, and no log-sum-exp is made that nobody reads."""
+    steps = [f"{branch}_attention" for branch in nsa_jax.Branches._fields]
+    note = lambda *_, **options: options.get("with_lse")
+    calls = {
+        x: pretend.calls_of(monkeypatch, reference, x, note) for x in (*steps, "select_blocks")
+    }
+    module = in_torch(implementation="reference")
+    run(module, tokens(9), module.init_cache(2, 9))
+    assert calls == {step: [False] for step in steps} | {"select_blocks": [None]}
+
+
+def test_phi_mlp_starts_as_the_mean():
+    """In torch from a state dict, as the seed's: phi is what the module says."""
+    x, mean, conv = tokens(), in_torch(), in_torch(phi="mlp", gate="sigmoid")
+    conv.load_state_dict(dict(mean.named_parameters()), strict=False)
+    want = run(mean, x)[0]
+    close(run(conv, x)[0], want, 1e-6)
+    with torch.no_grad():
+        conv.phi_v_conv.weight.mul_(2.0)
+    assert np.abs(run(conv, x)[0] - want).max() > 1e-3
+    mean, conv = in_jax(), in_jax(phi="mlp")
+    nnx.update(conv, nnx.state(mean, nnx.Param))
+    close(run(conv, x)[0], run(mean, x)[0], 1e-6)
+
+
+KINDS = [*((phi, "sigmoid") for phi in PHI), ("avg", "head")]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("phi, gate", KINDS)
+def test_a_layer_made_on_meta_starts_as_any_other(phi, gate, bias):
+    """By its own `reset_parameters`, and by that of each module, as FSDP and others call it."""
+    options = dict(phi=phi, bias=bias, gate=gate, qk_norm_eps=1e-6 if bias else None)
+    start = in_torch(**options)
+    with torch.device("meta"):
+        layers = [in_torch(**options), in_torch(**options)]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(0)
+    layers[0].reset_parameters()
+    for module in layers[1].modules():
+        if module is not layers[1] and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, parameter in start.named_parameters():
+        own, each = (layer.get_parameter(name) for layer in layers)
+        assert torch.equal(own, parameter), name
+        assert each.abs().max() <= 2 * parameter.abs().max(), name
+        if phi == "mlp" and name.startswith("phi_"):
+            assert (each == 1 / SIZES["l"]).all()
+    low = in_torch(**options, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert {x.dtype for x in low.parameters()} == {torch.bfloat16}
+    there = in_torch(**options, dtype=torch.float64, device="meta")
+    assert {(x.dtype, x.device.type) for x in there.parameters()} == {(torch.float64, "meta")}
+    low.load_state_dict(start.state_dict())
+    y, kv = low(torch.from_numpy(tokens(9)).bfloat16(), low.init_cache(2, 9))
+    assert y.dtype == kv.selected_key.dtype == torch.bfloat16 and bool(y.isfinite().all())
+
+
+def test_jax_computes_in_bfloat16():
+    types = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    low = JaxAttention(LayerSpec(**SIZES), **types, rngs=nnx.Rngs(0))
+    y = nnx.jit(lambda layer, x: layer(x)[0])(low, jnp.asarray(tokens(30)))
+    assert y.dtype == jnp.bfloat16 and bool(jnp.isfinite(y).all())
+
+
+@pytest.mark.parametrize("phi", ["avg", "mlp_pe"])
+def test_one_key_and_one_value_for_all_branches(phi):
+    """The layer is one whose branches have equal weights; a gradient is the sum of theirs."""
+    module, apart = in_torch(phi=phi, kv="shared", bias=True), in_torch(phi=phi, bias=True)
+    for x in module.W_K.bias, module.W_V.bias:
+        torch.nn.init.normal_(x)
+    state, copies = module.state_dict(), apart.state_dict()
+    for name in copies.keys() - set(apart.spec.kind_keys()):
+        key, _, part = name.partition(".")
+        copies[name] = state[
+            f"{key[:3] if key[-4:] in ('_cmp', '_sel', '_win') else key}.{part}"
+        ]
+    apart.load_state_dict(copies)
+    x = tokens(41)
+    close(run(module, x)[0], run(apart, x)[0], 1e-6)
+    ours, theirs = gradients(module, x), gradients(apart, x)
+    for name in ("W_K.weight", "W_V.weight"):
+        sum_ = sum(theirs[f"{name[:3]}_{b}.weight"] for b in ("cmp", "sel", "win"))
+        torch.testing.assert_close(ours[name], sum_, rtol=1e-4, atol=1e-4)
+    # A cache keeps them once: 1 + 1/d of a key and a value a token, and the last windows.
+    mine, other = module.init_cache(2, 400), apart.init_cache(2, 400)
+    assert mine.sliding_key is mine.sliding_value is None
+    assert other.sliding_key.shape == mine.selected_key.shape
+    assert in_jax(phi=phi, kv="shared").init_cache(2, 41).sliding_key is None
+
+
+def compressed_keys(module, twin, raw):
+    """Torch's, which are JAX's."""
+    config, (params, theirs) = (
+        module.spec.config,
+        (x.compress_params()[0] for x in (module, twin)),
+    )
+    found = nsa_torch.compress(raw, params, config=config).detach()
+    close(nsa_jax.compress(jnp.asarray(raw.numpy()), theirs, config=config), found, 1e-5)
+    return found
+
+
+def projected(layer, x, position):
+    """Query, keys, values and gates."""
+    if isinstance(layer, torch.nn.Module):
+        with torch.no_grad():
+            return layer.project(torch.from_numpy(x), torch.from_numpy(position))
+    return layer.project(jnp.asarray(x), jnp.asarray(position))
+
+
+@pytest.mark.parametrize("phi", ["mlp_pe", "mlp_rope"])
+def test_what_a_compressed_key_tells_of_its_place(phi, both):
+    """Its product with a query follows from their distance, or, of rotated keys, does not."""
+    module, twin = both(phi=phi, rope_scale=0.3)
+    products = []
+    for begin in (0, 4, 40):
+        x, position = tokens(20, batch=1), np.arange(begin, begin + 20)[None]
+        query, key, *_ = projected(module, x, position)
+        before = torch.zeros(1, begin, *key.compressed.shape[2:])  # whole strides
+        raw = torch.cat([before, key.compressed], dim=1)
+        last = compressed_keys(module, twin, raw)[0, -4:]  # windows that are tokens of x alone
+        products.append(torch.einsum("gd,cgd->gc", query[0, -1, ::3], last).numpy())
+    scale = np.abs(products[0]).max()
+    moved = [np.abs(x - products[0]).max() / scale for x in products[1:]]
+    assert (max(moved) < 1e-4) if phi == "mlp_rope" else (min(moved) > 1e-2), moved
+
+
+def test_keys_that_compression_rotates_are_scaled_as_others_are(both):
+    """The MLP's, by the rates and the length of rotated keys."""
+    module, twin = both(phi="mlp_rope", rope_scaling=YARN, qk_norm_eps=1e-3)
+    spec = module.spec
+    key = projected(module, tokens(30), np.arange(30)[None])[1].compressed
+    plain = nsa_torch.compress(key, module.phi_k_mlp.params(), config=spec.config).detach()
+    middle = np.arange(plain.shape[1], dtype=np.float32)[None] * spec.d + (spec.l - 1) / 2
+    turns = dict(base=spec.rope_base, scaling=spec.rope_scaling)
+    want = apply_rope(jnp.asarray(plain.numpy()), jnp.asarray(middle), **turns)
+    close(compressed_keys(module, twin, key), want, 1e-5)
+
+
+def test_norms_are_of_each_head_and_before_the_rotation(both):
+    """Queries and keys of one length, whatever the weights' size, whose products depend on the
+    distance only; values are left alone.
+    """
+
+    def change(module):
+        for name in ("W_Q", "W_K_cmp", "W_K_sel", "W_K_win"):
+            getattr(module, name).weight.mul_(7)
+        module.q_norm.weight.fill_(1), module.k_norm.weight.fill_(1)
+
+    for layer in both(change, qk_norm_eps=1e-6, rope_scale=3.0):
+        x = np.repeat(tokens(1), 5, axis=1)
+        query, key, value, _ = projected(layer, x, np.array([[5, 6, 17, 100, 112]]))
+        for found in (query, *key):
+            length = np.linalg.norm(np.asarray(found), axis=-1)
+            np.testing.assert_allclose(length, SIZES["d_k"] ** 0.5, rtol=1e-3)
+        assert np.linalg.norm(np.asarray(value.selected), axis=-1).std() > 0.1
+        query, key = np.asarray(query)[:, :, 0], np.asarray(key.sliding)[:, :, 0]
+        product = lambda t, s, query=query, key=key: (query[:, t] * key[:, s]).sum(-1)
+        close(product(2, 0), product(4, 3), 1e-4)
+        assert np.abs(product(2, 0) - product(2, 1)).max() > 1e-2
+
+
+@pytest.mark.parametrize("one_product", [False, True])
+def test_gates_of_each_query_head(one_product, monkeypatch, both):
+    """Head by head the three branches, of both frameworks."""
+    if one_product:
+        set_limits(monkeypatch, fused_heads_from=1)
+    layers, x = both(gate="head", gate_temp=0.7), tokens(9)
+    weight, bias = (y.detach().double().numpy() for y in layers[0].gate.parameters())
+    want = 1 / (1 + np.exp(-(x @ weight.T + bias) / 0.7))
+    for layer in layers:
+        close(projected(layer, x, np.arange(9)[None])[3], want.reshape(2, 9, 6, 3), 1e-5)
+
+
+@pytest.mark.parametrize("start", [None, (0, 2, 2), [-1.0, 0.5, 3.0]])
+def test_where_gates_of_each_query_head_start(start):
+    """Near the sigmoids of three numbers, in both frameworks; which no checkpoint states."""
+    options = {"gate": "head", "gate_bias": start}
+    module, twin, other = in_torch(**options), in_jax(**options), in_torch(seed=5, gate="head")
+    for bias in module.gate.bias.detach(), twin.gate.bias[...]:
+        np.testing.assert_array_equal(bias, np.tile(start or (-2.0, 2.0, 2.0), 6))
+    for weight in module.gate.weight.detach().numpy(), np.asarray(twin.gate.kernel[...]):
+        most = 0.1 * (6 / (24 + 18)) ** 0.5
+        assert 0.9 * most < np.abs(weight).max() <= most
+    assert other.hyper_parameters() == module.hyper_parameters()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.gate.bias, module.gate.bias)
+
+
+@pytest.mark.parametrize(
+    ("gate", "adds_up"), [("softmax", True), ("sigmoid", False), ("head", False)]
+)
+def test_softmax_gates_add_up(gate, adds_up):
+    gates = projected(in_torch(gate=gate), tokens(9), np.arange(9)[None])[3]
+    assert gates.shape == (2, 9, 6, 3)
+    assert np.allclose(gates.sum(-1), 1, atol=1e-5) is adds_up
+
+
+def test_train_smoke(both):
+    """Ten SGD steps on a copy task: the loss falls, and JAX and torch stay together."""
+    module, twin = both(phi="mlp_pe")
+    x = tokens(40)
+    target = np.roll(x, 1, axis=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=3.0)
+    tuned = nnx.Optimizer(twin, optax.sgd(3.0), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(twin, tuned):
+        loss, grads = nnx.value_and_grad(
+            lambda twin: ((twin(jnp.asarray(x))[0] - target) ** 2).mean()
+        )(twin)
+        tuned.update(twin, grads)
+        return loss
+
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (module(torch.from_numpy(x))[0] - torch.from_numpy(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert float(step(twin, tuned)) == pytest.approx(loss.item(), rel=1e-4)
+    assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_selected_branch_alone(framework, both):
+    """It is what gates of 0, 1, 0 give, and, while every block is selected, dense attention, of
+    rows and packed rows; what only the other branches read counts no more.
+    """
+    number = ("torch", "jax").index(framework)
+
+    def other_branches(module, value):
+        """Dense attention does not read keys that choose blocks; nothing reads the window's."""
+        for name in ("W_K_win", "W_V_win", *(("W_K_cmp",) if value else ())):
+            getattr(module, name).weight.fill_(value or math.nan)
+
+    made = {"gate": "selected", "phi": "mlp_rope"}
+    plain = both(**made)[number]
+    alone = both(lambda module: other_branches(module, 0), **made)[number]
+    dense = both(lambda module: other_branches(module, 1e-9), **made, dense_below=65)[number]
+    plain.implementation = ("sdpa", "xla")[number]  # all branches
+    x, long, bounds = tokens(64, batch=1), tokens(65, batch=1), (0, 40, 60)
+    ids = jnp.asarray(np.repeat([[0, 1, -1]], [40, 20, 4], axis=1))
+    config = plain.spec.config
+    if framework == "torch":
+        packed = {"cu_seqlens": torch.tensor(bounds)}
+        rows = {
+            "varlen": nsa_torch.varlen_metadata(torch.tensor(bounds), total=64, config=config)
+        }
+    else:
+        packed = {"segment_ids": ids}
+        rows = {"varlen": nsa_jax.varlen_metadata(ids, config=config)}
+    for where in ({}, packed, rows):
+        want = run(plain, x, **where)[0]
+        assert np.abs(want).max() > 0.05
+        close(run(alone, x, **where)[0], want)
+        close(run(dense, x, **where)[0], want)
+    want = run(plain, long)[0]
+    close(run(alone, long)[0], want)  # one token more, and blocks are chosen
+    assert np.abs(run(dense, long)[0] - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("d_v", [6, 8])  # torch's own attention where widths are equal
+def test_gradients_of_dense_attention_are_those_of_the_selected_branch(d_v, both):
+    layers = [both(gate="selected", d_v=d_v, dense_below=below) for below in (0, 65)]
+    x = tokens(64)
+    of_torch = [gradients(module, x) for module, _ in layers]
+    for name, gradient in of_torch[0].items():
+        torch.testing.assert_close(of_torch[1][name], gradient, rtol=1e-4, atol=1e-4)
+        assert (gradient.abs().max() > 0.1) != name.endswith(("_cmp.weight", "_win.weight"))
+    if d_v == 8:  # no other branch of JAX
+        return
+    results = [gradients_of_jax(twin, jnp.asarray(x)) for _, twin in layers]
+    (y, a), (want, b) = ((y, nnx.to_flat_state(grads)) for y, grads in results)
+    close(y, want)
+    for (name, gradient), (_, other) in zip(a, b, strict=True):
+        np.testing.assert_allclose(
+            gradient[...], other[...], rtol=1e-4, atol=1e-4, err_msg=name
+        )
+
+
+def of_autocast(cached_before):
+    """A layer in two steps under autocast, on a cache that was made before it or within."""
+    layer, x = in_torch(), tokens(40)
+    cache = layer.init_cache(2, 40)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = cache if cached_before else layer.init_cache(2, 40)
+        steps = [layer(part, cache)[0] for part in torch.from_numpy(x).split(25, dim=1)]
+        return torch.cat(steps, dim=1), layer(torch.from_numpy(x))[0]
+
+
+def test_a_cache_made_under_autocast_has_its_dtype():
+    torch.testing.assert_close(*of_autocast(cached_before=False), rtol=2e-2, atol=2e-3)
+
+
+def test_use_triton_sel_names_the_kernel():
+    module = in_torch(use_triton_sel=True)
+    assert module.implementation == nsa_jax.Branches(None, "triton", None)
+    with pytest.raises(NotImplementedError, match="triton"):
+        module(torch.zeros(1, 5, 24))
+
+
+SELECTED = {"gate": "selected"}
+REFUSED_SIZES = (
+    (
+        dict(rope_scaling=YARN | {"rope_type": "dynamic"}),
+        "rope_scaling must have a rope_type of ('llama3', 'yarn'), or be None",
+    ),
+    (
+        dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "rope_scaling of 'yarn' must have original_max_position_embeddings",
+    ),
+    (dict(rope_scaling=YARN | {"beta": 2.0}), "rope_scaling of 'yarn' must not have beta"),
+    (
+        dict(rope_scaling=YARN | {"factor": -1.0}),
+        "rope_scaling: factor must be a positive number, got -1.0",
+    ),
+    (
+        dict(rope_scaling=YARN, rope_scale=2.0),
+        "rope_scale must be 1 and rope_base > 1 where rope_scaling is given",
+    ),
+    (dict(qk_norm_eps=0.0), "qk_norm_eps must be a positive number or None, got 0.0"),
+    (dict(dense_below=64, gate="head"), "dense_below must be 0 where gate='head', got 64"),
+    (
+        dict(dense_below=66) | SELECTED,
+        "dense_below must be at most n_sel * l_sel + 1 = 65, got 66",
+    ),
+    (dict(dense_below=True) | SELECTED, "dense_below must be an int >= 0, got True"),
+    (dict(gate_hidden=4) | SELECTED, "gate_hidden must be None where gate='selected', got 4"),
+)
+REFUSED_BY_TORCH = (
+    (dict(rope_impl="neox"), "rope_impl must be 'llama'"),
+    (dict(use_triton_sel=True, implementation="sdpa"),
+     "use_flash and use_triton_sel must keep their defaults"),
+    (dict(context_mesh="ranks"), "context_mesh must be a DeviceMesh, got str"),
+    (dict(context_layout="spiral"),
+     "context_layout must be one of ('zigzag', 'contiguous'), got 'spiral'"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [(make, *row) for row in REFUSED_SIZES for make in (in_torch, in_jax)]
+    + [(in_torch, *row) for row in REFUSED_BY_TORCH],
+)
+def test_refused_sizes(make, options, message):
+    with pytest.raises(ValueError) as error:
+        make(**options)
+    assert message in str(error.value)
+
+
+x_of = torch.zeros
+
+
+def bounds(*edges):
+    return {"cu_seqlens": torch.tensor(edges)}
+
+
+CALLS = {  # of a layer `m`, and of the message; those of JAX begin with its name
+    "another dtype": (
+        lambda m: m(x_of(1, 5, 24).bfloat16()),
+        "x must have the dtype of the layer's weights, float32, got bfloat16",
+    ),
+    "weights of another dtype": (
+        lambda _: in_torch(gate="head").bfloat16()(x_of(1, 8192, 24)),
+        "x must have the dtype of the layer's weights, bfloat16, got float32",
+    ),
+    "no array": (lambda m: m([[0.0]]), "x must be a torch tensor, got list"),
+    "no cache": (
+        lambda m: m(x_of(2, 1, 24), (torch.zeros(1), None)),
+        "kv must be a cache from init_cache, got builtins.tuple",
+    ),
+    "cache that is full": (
+        lambda m: m(x_of(1, 9, 24), m.init_cache(1, 8)), "cache capacity is 8 tokens, got 9"
+    ),
+    "cache made outside of autocast": (
+        lambda _: of_autocast(cached_before=True),
+        "got float32: make it by init_cache(.., dtype=torch.bfloat16)",
+    ),
+    "cache and bounds": (
+        lambda m: m(x_of(1, 4, 24), m.init_cache(1, 8), **bounds(0, 4)),
+        "cu_seqlens must be None where a cache is given, got both: a sequence is a row of the "
+        "cache, with padding behind its tokens (new_lengths)",
+    ),
+    "list of bounds": (
+        lambda m: m(x_of(1, 4, 24), cu_seqlens=[0, 4]),
+        "cu_seqlens must be a torch tensor, got list",
+    ),
+    "bounds of two rows": (
+        lambda m: m(x_of(2, 4, 24), **bounds(0, 4)),
+        "x must be one row, B=1, where cu_seqlens are given, got B=2",
+    ),
+    "decode without a cache": (
+        lambda m: m(x_of(1, 1, 24), None, prefill=False),
+        "kv must be a cache from init_cache where prefill=False, got None",
+    ),
+    "decode from an empty cache": (
+        lambda m: m(x_of(1, 1, 24), m.init_cache(1, 8), prefill=False),
+        "kv must hold tokens where prefill=False, got an empty cache",
+    ),
+    "prefill of another type": (
+        lambda m: m(x_of(1, 1, 24), prefill="no"), "prefill must be a bool, got 'no'"
+    ),
+    "left padding": (
+        lambda m: m(
+            x_of(1, 4, 24), m.init_cache(1, 8), attention_mask=torch.tensor([[0, 1, 1, 1]])
+        ),
+        "attention_mask must be None: put a row's padding behind its tokens, and with a cache give "
+        "their number as new_lengths",
+    ),
+    "jax: cache of torch": (
+        lambda m: m(jnp.zeros((2, 1, 24)), in_torch().init_cache(2, 8)),
+        "kv must be a cache from init_cache, got nsa_torch.cache.NSACache",
+    ),
+    "jax: cache and segments": (
+        lambda m: m(
+            jnp.zeros((1, 4, 24)), m.init_cache(1, 8), segment_ids=jnp.zeros((1, 4), jnp.int32)
+        ),
+        "segment_ids must be None where a cache is given, got both",
+    ),
+    "jax: no spec": (
+        lambda _: JaxAttention(SIZES, rngs=nnx.Rngs(0)), "spec must be a LayerSpec, got dict"
+    ),
+    "jax: float64 of NumPy": (
+        lambda m: m(np.zeros((1, 4, 24))),
+        "x must not be a NumPy array of float64: JAX makes float32 of it",
+    ),
+    "jax: words": (
+        lambda m: m(jnp.zeros((1, 4, 24), jnp.int32)),
+        "x must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",
+    ),
+    "jax: a mask": (
+        lambda m: m(jnp.zeros((1, 4, 24)), attention_mask=jnp.ones((1, 4))),
+        "attention_mask must be None: padding has segment_ids below 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_calls(name):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError) as error:
+        call(in_jax() if name.startswith("jax") else in_torch())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("make", [in_torch, in_jax])
+@pytest.mark.parametrize(
+    ("shape", "cached", "message"),
+    [
+        ((1, 5, 23), None, "x must have shape (B, T, 24), got (1, 5, 23)"),
+        ((2, 0, 24), None, "x must not be empty, got shape (2, 0, 24)"),
+        ((2, 1, 24), 3, "kv must be of batch 2 as x, got 3"),
+    ],
+)
+def test_shapes_that_are_refused(shape, cached, message, make):
+    layer = make()
+    x = x_of(shape) if make is in_torch else jnp.zeros(shape)
+    with pytest.raises(ValueError) as error:
+        layer(x, *([layer.init_cache(cached, 8)] if cached else []))
+    assert message in str(error.value)
