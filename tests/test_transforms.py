@@ -517,6 +517,15 @@ def test_second_derivatives_are_refused(call, name, monkeypatch):
             check_refused(along, given[i])
 
 
+def test_fa2_refuses_gradients_of_its_log_sum_exp():
+    """That of the output is there."""
+    query, key, value, _ = tensors(gradient=True)
+    found = nsa_torch.sliding_attention(query, key, value, config=SMALL, implementation="fa2")
+    torch.autograd.grad(found[0].sum(), query, retain_graph=True)
+    with pytest.raises(NotImplementedError, match="no gradient of its log-sum-exp"):
+        torch.autograd.grad(found[0].sum() + found[1].sum(), query)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mosaic", "triton", "fa2", None])
 @pytest.mark.parametrize("call", ["attention", "recompute", "packed"])
