@@ -649,129 +649,123 @@ def test_a_sequence_over_an_explicit_axis(layout):
             np.testing.assert_array_equal(wrap(back)(found), x[:, :length])
 
 
-def test_a_scale_of_numpy():
+def drawn(dtype=np.float32, kind="rows"):
+    """Arrays of NumPy by the names of arguments: two rows of 32 tokens; `steps`: two new tokens on
+    pages; `runs`: 8 of them, 5 and 3 of a row.
+    """
+    rng = np.random.default_rng(0)
+    floats = lambda *shape: rng.normal(size=shape).astype(dtype)
+    integers = lambda *shape: np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    tokens = {"rows": (2, 32), "steps": (2,), "runs": (8,)}[kind]
+    heads = {"query": (4, 16), "key": (2, 16), "value": (2, 16), "gates": (4, 3)}
+    heads |= {"index_query": (2, 16), "index_key": (16,)}
+    found = {name: floats(*tokens, *shape) for name, shape in heads.items()}
+    found["lse"] = np.zeros((*tokens, 4), np.float32)
+    blocks = 80 if kind == "rows" else 2  # 80: more than kernels take at once
+    found["block_indices"] = np.broadcast_to(integers(blocks), (*tokens, 1, blocks))
+    found["segment_ids"] = np.repeat([[0, 1, -1]] * 2, [12, 12, 8], axis=1).astype(np.int32)
+    found["query_seq_lengths"], found["kv_len"] = integers(2) + 5, integers(2) + 31
+    found["key_value_seq_lengths"] = found["kv_len"]
+    pages = nsa_jax.PagedCache(8, 2, 16, 16, config=SMALL, dtype=dtype)
+    names = "key_pages", "value_pages", "index_key_pages"
+    pool = [floats(8, 16, 2, 16), floats(8, 16, 2, 16), floats(8, 16, 16)]
+    found |= dict(zip(names, pool, strict=True))
+    pages = pages.replace(selected_key=pool[0], selected_value=pool[1])
+    cache = nsa_jax.init_cache(2, 40, 2, 16, 16, config=SMALL, dtype=dtype)
+    found["cache"] = jax.tree.map(np.asarray, cache if kind == "rows" else pages)
+    found |= {"page_table": integers(2, 3), "lengths": integers(2) + 40, "source": integers(1)}
+    return found | {"target": integers(1) + 7, "cu_seqlens_q": np.array([0, 5, 8], np.int32)}
+
+
+BY_BLOCKS, CHOSEN = {"block_size": 16}, {"pool": 16, "num_selected": 2}
+PAGED = "paged_attention", "query gates cache page_table lengths"
+LISTED = "paged_block_attention", "query key_pages value_pages page_table lengths block_indices"
+# Calls of JAX: the function, its arrays by position / by name, what else, the kind of arrays.
+CALLED = {
+    "attention": ("attention", "query key value gates", {"config": SMALL}),
+    "by reference": ("attention", "query key value gates", dict(implementation="reference")),
+    "packed": ("attention", "query key value gates / segment_ids", {"recompute": True}),
+    "sliding": ("sliding_attention", "query key value / kv_len", {"config": SMALL}),
+    "cache": ("cached_attention", "query key value gates cache", {}),
+    "blocks": ("block_attention", "query key value block_indices", BY_BLOCKS),
+    "blocks of lengths": (
+        "block_attention",
+        "query key value block_indices / query_seq_lengths key_value_seq_lengths",
+        BY_BLOCKS,
+    ),
+    "loss": ("indexer_kl", "query key lse index_query index_key block_indices", BY_BLOCKS),
+    "loss of all keys": ("indexer_kl", "query key lse index_query index_key", {"kv_len": 32}),
+    "index": ("index_blocks", "index_query index_key", CHOSEN),
+    "append": ("append", "cache key value page_table lengths", {}, "steps"),
+    "pages": (*PAGED, {}, "steps"),
+    "pages, runs": (PAGED[0], f"{PAGED[1]} cu_seqlens_q", {}, "runs"),
+    "pages, runs made even": (
+        PAGED[0],
+        f"{PAGED[1]} cu_seqlens_q",
+        {"max_seqlen_q": 5},
+        "runs",
+    ),
+    "blocks of pages": (*LISTED, BY_BLOCKS, "steps"),
+    "blocks of pages, runs": (
+        LISTED[0],
+        f"{LISTED[1]} / cu_seqlens_q",
+        BY_BLOCKS | {"include": "tail"},
+        "runs",
+    ),
+    "index of pages": (
+        "paged_index_blocks",
+        "index_query index_key_pages page_table lengths",
+        CHOSEN,
+        "steps",
+    ),
+    "copies of pages": ("copy_pages", "cache source target", {}, "steps"),
+}
+
+
+def of_row(name, dtype=np.float32, **more):
+    """A function of arrays by name, and these."""
+    function, words, options, *kind = CALLED[name]
+    first, _, rest = (x.split() for x in words.partition(" / "))
+    run = getattr(nsa_jax, function, None) or getattr(nsa_jax.PagedCache, function)
+
+    def call(given):
+        named = {x: given[x] for x in rest}
+        return run(*(given[x] for x in first), **named, **options, **more)
+
+    arrays = drawn(dtype, *kind)
+    return call, {x: arrays[x] for x in (*first, *rest)}
+
+
+def loss_of(call, given, moving):
+    """Gradients of the first result by the arrays `moving`."""
+
+    def loss(floats):
+        return (jax.tree.leaves(call(given | floats))[0] ** 2).sum()
+
+    return jax.grad(loss), {x: given[x] for x in moving}
+
+
+@pytest.mark.parametrize("name", ["attention", "blocks", "loss"])
+def test_a_scale_of_numpy(name):
     """Is a number as Python's is, whatever is differentiated: the same program under `jit`, the
     same gradient without it.
     """
-    query, key, value, gates = map(jnp.asarray, arrays())
-    lists = jnp.zeros((*query.shape[:2], 1, 1), jnp.int32)
     traced, eager = set(), set()
     for scale in (0.25, np.float32(0.25), np.float64(0.25), np.float16(0.25)):
-
-        @jax.grad
-        def gradient(query, scale=scale):
-            given = dict(scale=scale, block_size=16)
-            out = nsa_jax.attention(query, key, value, gates, config=SMALL, scale=scale)
-            by_list, lse = nsa_jax.block_attention(
-                query, key, value, lists, return_residual=True, **given
-            )
-            index = query[:, :, :2], key[:, :, 0]
-            kl = nsa_jax.indexer_kl(query, key, lse, *index, lists, index_scale=scale, **given)
-            return out.sum() + by_list.sum() + kl.sum()
-
-        traced.add(re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(gradient)(query))))
-        eager.add(gradient(query).tobytes())
+        scales = {"scale": scale} | ({"index_scale": scale} if name == "loss" else {})
+        wanted = ["index_query" if name == "loss" else "query"]
+        gradient, x = loss_of(*of_row(name, **scales), wanted)
+        traced.add(re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(gradient)(x))))
+        eager.add(jax.tree.leaves(gradient(x))[0].tobytes())
     assert len(traced) == len(eager) == 1
 
 
-def public_calls(dtype=np.float32):
-    """Calls of JAX, each with its arrays, of NumPy: two rows of 32 queries and 48 keys."""
-    rng = np.random.default_rng(0)
-    floats = lambda *shape: rng.normal(size=shape).astype(dtype)
-    integers = lambda *rows: np.array(rows, np.int32)
-    made = dict(config=SMALL, dtype=dtype)
-    query, key, value, gates = (
-        floats(2, 32, 4, 16),
-        *floats(2, 2, 48, 2, 16),
-        floats(2, 32, 4, 3),
-    )
-    whole = query, key, value, gates
-    new = query, key[:, :32], value[:, :32], gates
-    lists = np.broadcast_to(np.arange(80, dtype=np.int32), (2, 32, 1, 80))
-    index, lse = (floats(2, 32, 2, 16), floats(2, 48, 16)), np.zeros((2, 32, 4), np.float32)
-    pages = nsa_jax.PagedCache(8, 2, 16, 16, **made)
-    table, lengths = integers([5, 0, 1], [2, 3, 4]), integers(40, 41)
-    pool = floats(8, 16, 2, 16), floats(8, 16, 2, 16)
-    pages = jax.tree.map(
-        np.asarray, pages.replace(selected_key=pool[0], selected_value=pool[1])
-    )
-    row, rows = (query[:, 0], gates[:, 0]), (query[0, :8], gates[0, :8])
-    where, starts = (table, lengths), integers(0, 5, 8)
-    attend = functools.partial(nsa_jax.attention, config=SMALL)
-    on_pages = functools.partial(nsa_jax.paged_block_attention, block_size=16)
-    kl, chosen = nsa_jax.indexer_kl, {"pool": 16, "num_selected": 2}
-    paged = nsa_jax.paged_attention
-    return {
-        "attention": (attend, whole),
-        "attention by reference": (
-            functools.partial(attend, implementation="reference"),
-            whole,
-        ),
-        "attention, packed": (
-            lambda *x: attend(*x[:-1], segment_ids=x[-1], recompute=True),
-            (*new, np.repeat([[0, 1, -1]] * 2, [12, 12, 8], axis=1).astype(np.int32)),
-        ),
-        "sliding_attention": (
-            lambda *x: nsa_jax.sliding_attention(*x[:3], config=SMALL, kv_len=x[3]),
-            (*whole[:3], lengths),
-        ),
-        "cached_attention": (
-            nsa_jax.cached_attention,
-            (*new, nsa_jax.init_cache(2, 40, 2, 16, 16, **made)),
-        ),
-        "block_attention": (
-            lambda *x, **options: nsa_jax.block_attention(
-                *x[:4],
-                block_size=16,
-                **dict(
-                    zip(("query_seq_lengths", "key_value_seq_lengths"), x[4:], strict=False)
-                ),
-                **options,
-            ),
-            (*whole[:3], lists, integers(5, 20), lengths),
-        ),
-        "indexer_kl": (
-            lambda *x, **options: kl(*x[2:5], *x[:2], x[5], block_size=16, **options),
-            (*index, query, key, lse, lists[..., :2]),
-        ),
-        "indexer_kl of all keys": (
-            lambda *x: kl(*x[2:], *x[:2], kv_len=46),
-            (*index, query, key, lse),
-        ),
-        "index_blocks": (functools.partial(nsa_jax.index_blocks, **chosen), index),
-        "append": (nsa_jax.append, (pages, key[:, 0], value[:, 0], *where)),
-        "paged_attention": (paged, (*row, pages, *where)),
-        "paged_attention, rows that differ": (paged, (*rows, pages, *where, starts)),
-        "paged_attention, rows made even": (
-            functools.partial(paged, max_seqlen_q=5),
-            (*rows, pages, *where, starts),
-        ),
-        "paged_block_attention": (on_pages, (row[0], *pool, *where, lists[:, 0, :, :2])),
-        "paged_block_attention, rows that differ": (
-            lambda *x: on_pages(*x[:-1], cu_seqlens_q=x[-1], include="tail"),
-            (rows[0], *pool, *where, np.full((8, 1, 2), -1, np.int32), starts),
-        ),
-        "paged_index_blocks": (
-            functools.partial(nsa_jax.paged_index_blocks, **chosen),
-            (index[0][:, 0], pool[0][:, :, 0], *where),
-        ),
-        "copy_pages": (nsa_jax.PagedCache.copy_pages, (pages, integers(1), integers(2))),
-    }
-
-
-CALLED = public_calls()
-
-
-@pytest.mark.parametrize("name", [name for name in CALLED if "page" in name])
+@pytest.mark.parametrize("name", [name for name in CALLED if "pages" in name])
 def test_arrays_of_numpy_beside_traced_ones(name):
-    function, given = CALLED[name]
-    for i in range(len(given)):
-        for traced in ({i}, {*range(len(given))} - {i}):
-
-            def call(own, traced=traced):
-                return function(*(own[j] if j in traced else x for j, x in enumerate(given)))
-
-            jax.eval_shape(call, {j: given[j] for j in traced})
+    call, given = of_row(name)
+    for word in given:
+        for traced in ({word}, given.keys() - {word}):
+            jax.eval_shape(lambda x: call(given | x), {x: given[x] for x in traced})
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -779,47 +773,43 @@ def test_settings_of_jax_are_the_caller_s_own_business(name):
     """`jax_enable_x64`, where arrays of lengths and lists mix with no integers of 64 bits, and
     `jax_numpy_rank_promotion`: JAX refuses as it traces, forward and backward.
     """
-    function = CALLED[name][0]
+    forward = "index" in name or "pages" in name or name == "append"
 
-    def both(*given):
-        found = function(*given)
-        return (jax.tree.leaves(found)[0] ** 2).sum(), found
+    def shapes(dtype):
+        call, given = of_row(name, dtype)
+        found = jax.eval_shape(call, given)
+        floats = [x for x in given if x in ("query", "key", "value", "index_query")]
+        return found if forward else (found, jax.eval_shape(*loss_of(call, given, floats)))
 
-    forward = name.startswith(("index_blocks", "append", "paged", "copy"))
-    call = function if forward else jax.grad(both, (0, 1), has_aux=True)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         with jax.numpy_rank_promotion("raise"):
-            found = jax.eval_shape(call, *CALLED[name][1])
-            assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(found))
+            found = jax.tree.leaves(shapes(np.float32))
+            assert all(x.dtype.itemsize <= 4 for x in found)
             with pytest.raises(ValueError, match="rank_promotion"):  # the caller's own
                 jnp.ones((2, 3)) + jnp.ones(3)
-        jax.eval_shape(call, *public_calls(np.float64)[name][1])
+        shapes(np.float64)
 
 
-# Of kernels on lists: how many arrays are mapped, and the launches.
+# Of kernels on lists: the arrays that are mapped, and the launches.
 MAPPED = {
-    "index_blocks": (2, 1),
-    "indexer_kl": (2, 6),
-    "block_attention": (3, 2),
-    "paged_block_attention": (1, 2),
-    "paged_index_blocks": (1, 2),
-    "paged_attention": (2, 2),
+    "index": ("index_query index_key", 1),
+    "loss": ("index_query index_key", 6),
+    "blocks": ("query key value", 2),
+    "blocks of pages": ("query", 2),
+    "index of pages": ("index_query", 2),
+    "pages": ("query gates", 2),
 }
 
 
 def on_triton(name):
     """A function of the arrays that are mapped, and these."""
-    function, given = public_calls(jnp.bfloat16)[name]
-    options = {"implementation": "triton"}
-    if (
-        name == "block_attention"
-    ):  # lists of more than 64 blocks, which are cut where nobody names it
-        options, given = {}, given[:4]
-    first, rest = given[: MAPPED[name][0]], given[MAPPED[name][0] :]
-    call = lambda *x: function(*x, *rest, **options)
-    if name == "indexer_kl":
-        return jax.grad(lambda *x: call(*x).sum(), (0, 1)), first
-    return call, first
+    # Lists of more than 64 blocks are cut where nobody names the implementation.
+    options = {} if name == "blocks" else {"implementation": "triton"}
+    call, given = of_row(name, jnp.bfloat16, **options)
+    mapped = MAPPED[name][0].split()
+    if name == "loss":
+        return loss_of(call, given, mapped)
+    return lambda x: call(given | x), {x: given[x] for x in mapped}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="lowers kernels")
@@ -830,8 +820,9 @@ def test_kernels_on_lists_are_mapped(name, monkeypatch):
     pretend.machine(monkeypatch, jax_capability=(9, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, given = on_triton(name)
+    both = jax.tree.map(lambda x: np.stack([x, x]), given)
     with compiled_for((9, 0)):
-        traced = jax.jit(jax.vmap(function)).trace(*(np.stack([x, x]) for x in given))
+        traced = jax.jit(jax.vmap(function)).trace(both)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call") == MAPPED[name][1]
 
@@ -840,11 +831,11 @@ def test_kernels_on_lists_are_mapped(name, monkeypatch):
 @pytest.mark.parametrize("name", MAPPED)
 def test_mapped_kernels_on_lists_on_a_gpu(name):
     function, given = on_triton(name)
-    both = [np.stack([x, x[::-1]]) for x in given]
-    found = jax.tree.leaves(jax.jit(jax.vmap(function))(*both))
+    both = jax.tree.map(lambda x: np.stack([x, x[::-1]]), given)
+    found = jax.jit(jax.vmap(function))(both)
     for i in range(2):
-        alone = jax.tree.leaves(jax.jit(function)(*(x[i] for x in both)))
-        for x, y in zip(found, alone, strict=True):
+        alone = jax.jit(function)(jax.tree.map(lambda x, i=i: x[i], both))
+        for x, y in zip(*map(jax.tree.leaves, (found, alone)), strict=True):
             np.testing.assert_array_equal(x[i].astype(jnp.float32), y.astype(jnp.float32))
 
 
