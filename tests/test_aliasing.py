@@ -43,19 +43,7 @@ class Problem:
         if kind == "compressed":
             self.shapes |= dict.fromkeys(("compressed.key", "compressed.value"), pair)
         # Two patterns take turns: what is one tensor in the first is not in the second.
-        self.patterns = [self._pattern() for _ in range(2)]
-
-    def _pattern(self):
-        """Of some roles, another one and how they share its memory."""
-        found = {}
-        for role, shape in self.shapes.items():
-            others = [x for x in self.shapes if self.shapes[x] == shape]
-            others = [x for x in others if x != role and x not in found]
-            taken = {other for other, _ in found.values()}
-            if others and role not in taken and self.draw.random() < 0.4:
-                how = self.draw.choice(["same", "view", "beside"])
-                found[role] = self.draw.choice(others), how
-        return found
+        self.patterns = [draw.random() for _ in range(2)]
 
     def memory(self, shape):
         """Of a tensor, and of one that begins a little later."""
@@ -64,23 +52,20 @@ class Problem:
 
     def inputs(self):
         """Leaves by role, and int32 tensors by argument."""
-        pattern, found = self.draw.choice(self.patterns), {}
-        memories = {x: self.memory(y) for x, y in self.shapes.items() if x not in pattern}
-
-        def leaf(role, offset=0):
-            there = memories[role][offset:][: torch.Size(self.shapes[role]).numel()]
-            return there.view(self.shapes[role]).detach().requires_grad_()
-
-        for role in memories:
-            found[role] = leaf(role)
-        for role, (other, how) in pattern.items():
-            made = {
-                "same": lambda x: found[x],
-                "view": leaf,
-                "beside": lambda x: leaf(x, OFFSET),
-            }
-            found[role] = made[how](other)
-        return {role: found[role] for role in self.shapes}, self._integers()
+        pattern, found, memories = random.Random(self.draw.choice(self.patterns)), {}, {}
+        for role, shape in self.shapes.items():
+            others = [x for x in memories if self.shapes[x] == shape]
+            shares = others and pattern.random() < 0.6
+            other = pattern.choice(others) if shares else role
+            how = pattern.choice(["same", "view", "beside"]) if shares else "own"
+            if how == "same":
+                found[role] = found[other]
+                continue
+            if how == "own":
+                memories[role] = self.memory(shape)
+            there = memories[other][OFFSET * (how == "beside") :][: torch.Size(shape).numel()]
+            found[role] = there.view(shape).detach().requires_grad_()
+        return found, self._integers()
 
     def _integers(self):
         if self.kind not in ("indices", "packed"):
@@ -136,7 +121,8 @@ def objects(tensors):
 
 
 def check_calls(problem):
-    """Forward alone, and with gradients."""
+    """Forward alone, and with gradients, by plans of the first call."""
+    plans.forget()
     for _ in range(CALLS):
         inputs, integers = problem.inputs()
         with torch.no_grad():
@@ -166,7 +152,7 @@ def small(kind, draw):
 def test_arguments_in_the_same_memory(kind, monkeypatch):
     draw = random.Random(kind)
     with stand_ins(monkeypatch):
-        for _ in range(6):
+        for _ in range(8):
             check_calls(small(kind, draw))
         assert call.PROGRAMS._values
 
@@ -194,7 +180,7 @@ def test_numbers_by_identity_are_found(monkeypatch):
     with stand_ins(monkeypatch):
         monkeypatch.setattr(plans, "_views", by_identity)
         with pytest.raises(AssertionError):
-            for _ in range(4):
+            for _ in range(8):
                 check_calls(small("shared", draw))
 
 

@@ -37,9 +37,9 @@ from nsa_jax.triton_ops import compiled_for
 from nsa_torch import Branches, dispatch, fa2, heads, operators
 from nsa_torch.first_order import MESSAGE
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
-from tests import pretend, torch_inputs
-from tests.inputs import SMALL
+from tests import pretend
 from tests.limits import set_limits
+from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
 
 # torch's own, of jvp, of what it compiles by, and of how it traces a Function.
@@ -289,7 +289,7 @@ def jax_second(name):
     )
     with pytest.MonkeyPatch.context() as patch:
         set_limits(patch, jax_chunk_bytes=20_000)
-        found = torch_inputs.compiled(jax.grad(along, ALL), *x)
+        found = jax.jit(jax.grad(along, ALL))(*x)
     exact = squares(attention("reference", cu_seqlens=torch.tensor([0, 17, 33])))
     wide = (tuple(torch.from_numpy(y).double() for y in each) for each in (x, ways))
     for got, want in zip(found, hvp(exact, *wide)[1], strict=True):
