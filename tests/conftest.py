@@ -56,10 +56,11 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from kernels_pallas.mosaic import capability, interpreter
 from nsa_core import policy
 from nsa_jax import eager
-from tests import emulated_warps, kept_builders
+from tests import kept_builders
+from tests.oracles import warps
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-interpreter.use(emulated_warps)
+interpreter.use(warps)
 if torch.cuda.is_available():
     kept_builders.use()
 

@@ -15,7 +15,7 @@ wait for shows all the same:
 import ml_dtypes
 import numpy as np
 
-from tests.emulated_warps import LANES, Warps, ml_dtype
+from tests.oracles.warps import LANES, Warps, ml_dtype
 
 BARRIERS = 8  # of a CTA at most
 PLACE = 40  # bits of an address for the byte in its array

@@ -186,7 +186,7 @@ OF_TORCH, OF_JAX = (of_torch, steps_of_torch), (of_jax, steps_of_jax)
 PATHS = {
     "torch reference": both(*OF_TORCH, "reference", *EVERY),
     "torch sdpa": both(*OF_TORCH, "sdpa", *EVERY),
-    "torch jax": both(of_torch, None, "jax", "documents", "fewer queries than keys"),
+    "torch jax": both(*OF_TORCH, "jax", "documents", "fewer queries than keys"),
     "jax reference": both(*OF_JAX, "reference", *EVERY),
     "jax xla": both(*OF_JAX, "xla", *EVERY),
     "torch cached": Path(functools.partial(cached, framework="torch"), None, CACHED),

@@ -37,15 +37,14 @@ def check_reach(function, arrays, implementation, branch, token, numbers=NUMBERS
     """`function(*arrays)`: `RESULTS` `[B, T, ...]` of `query, key, value, do`, float32 arrays.
 
     A pair of a query and a later key must not count: of keys and values that are not finite
-    earlier queries see nothing, of queries and cotangents no later key, but where the table says
-    so, and there nothing that is finite and wrong. What is finite, however large, is not seen,
-    but in gradients of `MASK_P`.
+    earlier queries see nothing, of queries and cotangents no later key and no other query, but
+    where the table says so, and there nothing that is finite and wrong. What is finite, however
+    large, is not seen, but in gradients of `MASK_P`.
     """
     clean = function(*arrays)
     may_spread = table()[implementation, branch] != "nothing"
     for place, name in enumerate(REACHES):
         earlier = name in ("key", "value")
-        others = slice(0, token) if earlier else slice(token + 1, None)
         for number in numbers:
             changed = [x.copy() for x in arrays]
             changed[place][:, token] = number
@@ -54,7 +53,12 @@ def check_reach(function, arrays, implementation, branch, token, numbers=NUMBERS
             for result, x, y in zip(RESULTS, found, clean, strict=True):
                 if earlier and result in ("dk", "dv"):
                     continue  # later queries see the token, and these keys
-                x, y = x[:, others], y[:, others]
+                if earlier:
+                    x, y = x[:, :token], y[:, :token]
+                elif result in ("dk", "dv"):
+                    x, y = x[:, token + 1 :], y[:, token + 1 :]
+                else:
+                    x, y = (np.delete(z, token, axis=1) for z in (x, y))
                 differs = ~((x == y) | (np.isnan(x) & np.isnan(y)))
                 assert not np.isfinite(x[differs]).any(), (name, number, result)
                 if differs.any():

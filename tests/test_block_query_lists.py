@@ -8,7 +8,7 @@ from kernels_pallas.mosaic.block_query_lists import Walk
 from kernels_pallas.specs import block_query_lists
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
 from tests.limits import set_limits
-from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
+from tests.oracles.list_kernels import BITMAP_MUTANTS, emulated, interpreted
 
 KEYS = 64  # of a tile
 # First keys and positions of the tokens of both rows of a batch.

@@ -32,100 +32,91 @@ def arguments(kind, pick):
     heads, config = kv_heads * pick.choice([1, 4, 8, 16]), pick.choice(CONFIGS)
     S, packed = pick.randint(1, 3000), pick.random() < 0.3
     B, T = (1, S) if packed else (pick.randint(1, 3), pick.choice([S, pick.randint(1, S)]))
-    C, n = config.num_compressed(S), config.num_selected
-    dtype = pick.choice([torch.bfloat16, torch.float16])
+    C, dtype = config.num_compressed(S), pick.choice([torch.bfloat16, torch.float16])
+    gate_dtype = pick.choice([dtype, torch.float32])
 
-    def array(*shape, dtype=dtype):
-        return torch.empty(B, *shape, dtype=dtype, device="meta")
+    def array(*shape, dtype=dtype, batch=B):
+        return torch.empty(batch, *shape, dtype=dtype, device="meta")
 
-    pair = lambda length: (array(length, kv_heads, D), array(length, kv_heads, Dv))
-    lengths = torch.empty(B, dtype=torch.int32, device="meta")
-    borders = torch.empty(pick.randint(2, 9), dtype=torch.int32, device="meta")
-    indices = array(T, kv_heads, n, dtype=torch.int32)
-    query, gate_dtype = array(T, heads, D), pick.choice([dtype, torch.float32])
-    gates = [array(T, heads, dtype=gate_dtype) for _ in range(3)]
+    pair = lambda length, batch=B: [
+        array(length, kv_heads, width, batch=batch) for width in (D, Dv)
+    ]
+    integers = lambda *shape: array(*shape, dtype=torch.int32)
+    lengths = integers()
+    indices, query = integers(T, kv_heads, config.num_selected), array(T, heads, D)
     operator, _, name, *keeps = (*kind.split("/"), "")
     if operator == "attention":
-        mode = MODES[name]
+        mode, pages = MODES[name], "pages" in keeps
+        gates = [array(T, heads, dtype=gate_dtype) for _ in range(3)]
         if mode.joined:
             gates = [array(T, heads, 3, dtype=gate_dtype)]
         tokens = pair(S if mode.compresses else C), pair(S), pair(S)
-        if "pages" in keeps:  # of a pool
-            pool = [
-                torch.empty(1, *x.shape[1:], dtype=dtype, device="meta") for x in pair(4096)
-            ]
-            tokens = tokens[0], pool, tokens[2]
+        if pages:  # of a pool
+            tokens = tokens[0], pair(4096, 1), tokens[2]
         listed = zip(*(tokens[:1] if mode.shared else tokens), strict=True)
         tensors = [query, *(x for each in listed for x in each), *gates]
-        if "pages" in keeps:
-            page = (config.select_block, kv_heads)
-            table = array(-(-S // page[0]), dtype=torch.int32)
-            tensors += [table, lengths, *(array(*page, width) for width in (D, Dv))]
-            packed = False
+        if pages:
+            page = config.select_block
+            tensors += [integers(-(-S // page)), lengths, *pair(page)]
         tensors.append(pick.choice([None, indices]))
-        packed &= not mode.compresses
+        packed &= not mode.compresses and not pages
     else:
         tensors = [query, *pair(C if name in ("", "compressed") else S)]
         tensors = tensors[:2] if operator == "select_blocks" else tensors
         tensors += [indices] if name == "selected" else []
     kv_len = S if packed or pick.random() < 0.7 else lengths
-    place = operators.arguments(config, kv_len, borders if packed else None, None)
+    borders = array(dtype=torch.int32, batch=pick.randint(2, 9)) if packed else None
+    place = operators.arguments(config, kv_len, borders, None)
     return tensors, (pick.random() < 0.5, *place)
 
 
-def check(fakes, plan):
-    assert len(fakes) == len(plan.results)
-    for fake, x in zip(fakes, plan.results, strict=True):
-        assert (*fake.shape,) == x.shape and str(fake.dtype) == f"torch.{x.dtype}"
-        assert fake.is_contiguous()
+def promised(kind, tensors, rest):
+    """The results of an operator and of its gradient."""
+    operator, call = kind.partition("/")[0], operators.call_of(kind)
+    found = list(getattr(torch.ops.nsa, operator)(kind, tensors, *rest))
+    if call.backward is None:
+        return found, []
+    gradient = getattr(torch.ops.nsa, f"{operator}_backward")
+    grad, kept = torch.empty_like(found[0]), found[call.kept]
+    return found, list(gradient(kind, grad, kept, tensors, *rest))
+
+
+def made(kind, tensors, rest, found):
+    """The same by plans."""
+    call, given = operators.call_of(kind), [*tensors, *rest]
+    plans = [call.run.plan(given, None)]
+    if call.backward is not None:
+        first = torch.empty_like(found[0]), *found[call.kept]
+        plans.append(call.backward.plan([*first, *given], None))
+    return [x for plan in plans for x in plan.results]
+
+
+def unnumbered(values, mode):
+    """As `torch.compile(dynamic=True)` asks: sizes are symbols, which nobody can hash."""
+    return [
+        mode.from_tensor(x, source=ConstantSource(f"{len(values)}_{i}"))
+        if isinstance(x, torch.Tensor)
+        else x
+        for i, x in enumerate(values)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fakes_are_what_plans_make(kind):
-    operator = getattr(torch.ops.nsa, kind.partition("/")[0])
-    gradient = getattr(torch.ops.nsa, f"{kind.partition('/')[0]}_backward", None)
-    call = operators.call_of(kind)
     for seed in range(10):
         tensors, rest = arguments(kind, random.Random(f"{kind} {seed}"))
         with capability.interpreted(True):
-            fakes = operator(kind, tensors, *rest)
-            check(fakes, call.run.plan([*tensors, *rest], None))
-            if call.backward is None:
+            found, grads = promised(kind, tensors, rest)
+            want = made(kind, tensors, rest, found)
+            for fake, x in zip([*found, *grads], want, strict=True):
+                assert (*fake.shape,) == x.shape and str(fake.dtype) == f"torch.{x.dtype}"
+                assert fake.is_contiguous()
+            if seed:
                 continue
-            grad, kept = torch.empty_like(fakes[0]), fakes[call.kept]
-            grads = gradient(kind, grad, kept, tensors, *rest)
-            check(grads, call.backward.plan([grad, *kept, *tensors, *rest], None))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fakes_of_sizes_without_numbers(kind):
-    """As `torch.compile(dynamic=True)` asks: sizes are symbols, which nobody can hash."""
-    operator = getattr(torch.ops.nsa, kind.partition("/")[0])
-    for seed in range(3):
-        tensors, rest = arguments(kind, random.Random(f"{kind} {seed}"))
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-
-        def symbolic(values, mode=mode):
-            return [
-                mode.from_tensor(x, source=ConstantSource(f"{len(values)}_{i}"))
-                if isinstance(x, torch.Tensor)
-                else x
-                for i, x in enumerate(values)
-            ]
-
-        with capability.interpreted(True):
-            want = operator(kind, tensors, *rest)
+            mode = FakeTensorMode(shape_env=ShapeEnv())
             with mode:
-                given, place = symbolic(tensors), symbolic(rest)
-                found = operator(kind, given, *place)
-            if (call := operators.call_of(kind)).backward is not None:
-                gradient = getattr(torch.ops.nsa, f"{kind.partition('/')[0]}_backward")
-                grad = torch.empty_like(want[0])
-                with mode:
-                    grads = gradient(
-                        kind, torch.empty_like(found[0]), found[call.kept], given, *place
-                    )
-                want = [*want, *gradient(kind, grad, want[call.kept], tensors, *rest)]
-                found = [*found, *grads]
-        for x, y in zip(found, want, strict=True):
-            assert tuple(map(int, x.shape)) == tuple(y.shape) and x.dtype == y.dtype
+                symbols, more = promised(
+                    kind, unnumbered(tensors, mode), unnumbered(rest, mode)
+                )
+        for x, y in zip([*symbols, *more], [*found, *grads], strict=True):
+            assert (*map(int, x.shape),) == (*y.shape,) and x.dtype == y.dtype

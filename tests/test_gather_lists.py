@@ -12,8 +12,8 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.work_items import WorkItems
 from tests.limits import set_limits
+from tests.oracles.list_kernels import BITMAP_MUTANTS, emulated, interpreted
 from tests.test_block_query_lists import draw, needs_gpu
-from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 
 KEYS = 64  # of a block
 # Tokens in tiles of some, whose block list may have so many blocks.

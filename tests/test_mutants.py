@@ -17,7 +17,7 @@ ROW = {
     "file": "nsa_core/__init__.py",
     "old": "no such text",
     "new": "",
-    "tests": ["tests/test_masks.py"],
+    "tests": ["tests/test_properties.py"],
 }
 SAME = ROW | {"file": "tests/mutants.py", "old": '"""Small mistakes in the library, each'}
 

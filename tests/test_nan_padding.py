@@ -1,4 +1,6 @@
-"""NaN in the hidden states of padding: in W^T x zero times NaN would be NaN in every weight."""
+"""NaN in padding changes no bit: in W^T x zero times NaN would be NaN in every weight."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,8 @@ from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
 from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
-from tests.inputs import SMALL
 from tests.limits import set_limits
-from tests.test_cache_config import MODEL
+from tests.problems import SMALL
 
 SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
 LAYERS = {
@@ -30,50 +31,64 @@ SEGMENTS = np.repeat([0, 1, -1], [12, REAL - 12, LENGTH - REAL])[None].astype(np
 BORDERS = torch.tensor([0, 12, REAL])
 
 
-def hidden(number, real=REAL, seed=0):
-    x = np.random.default_rng(seed).standard_normal((1, LENGTH, 16)).astype(np.float32)
-    x[:, real:] = number
+def normal(*shape, behind=None, seed=0):
+    """`behind`: the number from token `REAL` on."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if behind is not None:
+        x[:, REAL:] = behind
     return x
 
 
-def of_torch(loss, module, x):
-    """Gradients of the parameters and of `x`."""
-    x = torch.from_numpy(x).requires_grad_()
-    return [g.numpy() for g in torch.autograd.grad(loss(x), [*module.parameters(), x])]
+hidden = functools.partial(normal, 1, LENGTH, 16)
 
 
-def check(clean, spoiled):
-    """Gradients by name or in order, those of hidden states last."""
+def gradients(outputs, *leaves):
+    loss = sum(y.square().sum() for y in outputs)
+    return [x.numpy() for x in torch.autograd.grad(loss, leaves)]
+
+
+def check(results):
+    """Of the number in padding."""
+    clean, spoiled = ([np.asarray(x) for x in results(number)] for number in (0, np.nan))
     for want, got in zip(clean, spoiled, strict=True):
         np.testing.assert_array_equal(got, want)
     assert all(np.isfinite(x).all() for x in clean) and any(x.any() for x in clean)
+    return spoiled
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["packed", "fused", "cache"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_of_torch(kind, fused, monkeypatch):
-    set_limits(monkeypatch, fused_heads_from=1 if fused else heads.FUSED_FROM)
+def test_a_layer_of_torch(kind, how, monkeypatch):
+    """Behind sequences, and behind `new_lengths`: in a prompt and in what follows it."""
+    set_limits(monkeypatch, fused_heads_from=1 if how == "fused" else heads.FUSED_FROM)
     layer = NSAAttention(**SIZES | LAYERS[kind])
 
-    def loss(x):
-        return layer(x, cu_seqlens=BORDERS)[0][:, :REAL].square().sum()
+    def results(number):
+        x = torch.from_numpy(hidden(behind=number)).requires_grad_()
+        if how == "cache":
+            first, kv = layer(x, layer.init_cache(1, 99), new_lengths=torch.tensor([REAL]))
+            then, _ = layer(x[:, 20:], kv, new_lengths=torch.tensor([REAL - 20]))
+            outputs = first[:, :REAL], then[:, : REAL - 20]
+        else:
+            outputs = [layer(x, cu_seqlens=BORDERS)[0][:, :REAL]]
+        return gradients(outputs, *layer.parameters(), x)
 
-    clean, spoiled = (of_torch(loss, layer, hidden(x)) for x in (0, np.nan))
-    check(clean, spoiled)
-    assert not spoiled[-1][:, REAL:].any()
+    assert not check(results)[-1][:, REAL:].any()
 
 
-@pytest.mark.parametrize("kind", ["mean", "rotated"])
-def test_a_layer_of_torch_with_a_cache(kind):
-    """Behind `new_lengths`, in a prompt and in what follows it."""
-    layer = NSAAttention(**SIZES | LAYERS[kind])
+@pytest.mark.parametrize("kind", ["mlp", "rotated"])
+def test_a_layer_of_flax(kind):
+    layer = JaxAttention(LayerSpec(**SIZES | LAYERS[kind]), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
 
-    def loss(x):
-        first, kv = layer(x, layer.init_cache(1, 99), new_lengths=torch.tensor([REAL]))
-        then, _ = layer(x[:, 20:], kv, new_lengths=torch.tensor([REAL - 20]))
-        return first[:, :REAL].square().sum() + then[:, : REAL - 20].square().sum()
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradient(state, x):
+        y, _ = nnx.merge(graph, state)(x, segment_ids=jnp.asarray(SEGMENTS))
+        return (y[:, :REAL] ** 2).sum()
 
-    check(*(of_torch(loss, layer, hidden(x)) for x in (0, np.nan)))
+    found = check(lambda number: jax.tree.leaves(gradient(state, hidden(behind=number))))
+    assert not found[-1][:, REAL:].any()
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
@@ -81,23 +96,15 @@ def test_outputs_after_a_cache(implementation):
     """What stands behind `new_lengths` is in no product of the function, whoever calls it."""
 
     def outputs(number):
-        rng = np.random.default_rng(0)
         shapes = (4, 8), (2, 8), (2, 6), (4, 3)
-        given = [rng.standard_normal((1, LENGTH, *x)).astype(np.float32) for x in shapes]
-        for x in given:
-            x[:, REAL:] = number
+        given = [torch.from_numpy(normal(1, LENGTH, *x, behind=number)) for x in shapes]
         cache = nsa_torch.init_cache(1, 99, 2, 8, 6, config=SMALL)
         for _ in range(2):
-            out, cache = nsa_torch.cached_attention(
-                *map(torch.from_numpy, given),
-                cache,
-                new_lengths=torch.tensor([REAL]),
-                implementation=implementation,
-            )
+            options = dict(new_lengths=torch.tensor([REAL]), implementation=implementation)
+            out, cache = nsa_torch.cached_attention(*given, cache, **options)
             yield out[:, :REAL]
 
-    for want, got in zip(outputs(0), outputs(np.nan), strict=True):
-        assert torch.equal(got, want)
+    check(outputs)
 
 
 def masks(layer, x, *cache, **options):
@@ -110,7 +117,7 @@ def masks(layer, x, *cache, **options):
 
 def test_no_padding_no_launch():
     """Nothing is masked in whole sequences, in a packed row without padding, without gradients."""
-    layer, x = NSAAttention(**SIZES), torch.from_numpy(hidden(0))
+    layer, x = NSAAttention(**SIZES), torch.from_numpy(hidden())
     assert masks(layer, x, cu_seqlens=BORDERS)
     assert not masks(layer, x, cu_seqlens=torch.tensor([0, 12, LENGTH]))
     assert not masks(layer, x) and not masks(layer, x, layer.init_cache(1, LENGTH))
@@ -118,28 +125,17 @@ def test_no_padding_no_launch():
         assert not masks(layer, x, cu_seqlens=BORDERS)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_of_flax(kind):
-    layer = JaxAttention(LayerSpec(**SIZES | LAYERS[kind]), rngs=nnx.Rngs(0))
-    graph, state = nnx.split(layer)
-    real = SEGMENTS >= 0
-
-    @jax.jit
-    def gradients(state, x):
-        def loss(state, x):
-            y, _ = nnx.merge(graph, state)(x, segment_ids=jnp.asarray(SEGMENTS))
-            return jnp.where(real[..., None], y, 0).sum(where=real[..., None]) ** 2
-
-        return jax.grad(loss, (0, 1))(state, x)
-
-    clean, spoiled = (jax.tree.leaves(gradients(state, hidden(x))) for x in (0, np.nan))
-    check(clean, spoiled)
-    assert not spoiled[-1][:, REAL:].any()
-
-
-HYBRID = MODEL | dict(select_block=16, num_local=2, attention=["nsa", "dense"])
 MASK = torch.ones(1, LENGTH, dtype=torch.int64)
 MASK[:, REAL:] = 0
+
+
+def model():
+    """Of a layer of NSA and a dense one."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    kinds = SMALL.as_dict() | dict(attention=["nsa", "dense"])
+    return NSAModel(NSAModelConfig(**sizes, **heads, **kinds))
 
 
 @pytest.mark.parametrize(
@@ -149,113 +145,100 @@ MASK[:, REAL:] = 0
 )
 @pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
 def test_a_model_of_transformers(rows, use_cache):
-    torch.manual_seed(0)
-    model = NSAModel(NSAModelConfig(**HYBRID))
-    mask = rows.get("attention_mask", MASK)
+    made, mask = model(), rows.get("attention_mask", MASK)
+    weights = [p for name, p in made.named_parameters() if name != "embed_tokens.weight"]
 
-    def loss(x):
-        x = x.flip(1) if mask[0, 0] == 0 else x
-        out = model(inputs_embeds=x, use_cache=use_cache, **rows).last_hidden_state
-        return out[mask > 0].square().sum()
+    def results(number):
+        x = torch.from_numpy(hidden(behind=number)).requires_grad_()
+        turned = x.flip(1) if mask[0, 0] == 0 else x
+        out = made(inputs_embeds=turned, use_cache=use_cache, **rows).last_hidden_state
+        return gradients([out[mask > 0]], *weights, x)
 
-    names = [name for name, _ in model.named_parameters()]
-
-    def gradients(number):
-        x = torch.from_numpy(hidden(number)).requires_grad_()
-        given = [p for name, p in model.named_parameters() if name != "embed_tokens.weight"]
-        return [g.numpy() for g in torch.autograd.grad(loss(x), [*given, x])]
-
-    assert "embed_tokens.weight" in names
-    check(gradients(0), gradients(np.nan))
+    check(results)
 
 
-@pytest.mark.parametrize("kind", ["", "grows", "pages"])
+CACHES = {
+    "": lambda config: None,
+    "grows": NSAModelCache,
+    "pages": lambda config: NSAPagedModelCache(config, 2, 99),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("side", ["right", "left"])
 @torch.no_grad()
 def test_outputs_of_a_model_of_transformers(side, kind):
     """A row of padding alone too; on the left one whose tokens begin in a last, short chunk."""
-    torch.manual_seed(0)
-    model = NSAModel(NSAModelConfig(**HYBRID))
-    mask = torch.cat([MASK, torch.zeros_like(MASK)])
-    mask = mask.flip(1) if side == "left" else mask
+    made, mask = model(), torch.cat([MASK, torch.zeros_like(MASK)])
+    x, chunks = torch.from_numpy(hidden()).repeat(2, 1, 1), [LENGTH]
     if side == "left":
+        x, mask = x.flip(1), mask.flip(1)
         mask[1, -2:] = 1
+        # The first chunk of a cache may be padding alone.
+        chunks = [LENGTH - REAL, REAL - 5, 5] if kind else chunks
 
     def outputs(number):
-        x = torch.from_numpy(np.tile(hidden(0), (2, 1, 1)))
-        x = (x.flip(1) if side == "left" else x).masked_fill(mask[..., None] == 0, number)
-        cache = {"grows": NSAModelCache, "pages": NSAPagedModelCache}.get(kind)
-        sizes = (2, LENGTH) if kind == "pages" else ()
-        given = None if cache is None else cache(model.config, *sizes)
-        given, found, end = {"cache": given, "use_cache": bool(kind)}, [], 0
-        # The first chunk of a cache may be padding alone.
-        chunks = [LENGTH - REAL, REAL - 5, 5] if kind and side == "left" else [LENGTH]
-        for part in x.split(chunks, dim=1):
-            end += part.shape[1]
-            out = model(inputs_embeds=part, attention_mask=mask[:, :end], **given)
-            found.append(out.last_hidden_state)
-        return torch.cat(found, dim=1)[mask > 0]
+        cache, end = CACHES[kind](made.config), 0
+        for part in x.masked_fill(mask[..., None] == 0, number).split(chunks, dim=1):
+            begin, end = end, end + part.shape[1]
+            options = dict(attention_mask=mask[:, :end], cache=cache, use_cache=bool(kind))
+            out = made(inputs_embeds=part, **options).last_hidden_state
+            yield out[mask[:, begin:end] > 0]
 
-    assert torch.equal(outputs(np.nan), outputs(0))
+    check(outputs)
 
 
 @pytest.mark.parametrize("kind", ["grows", "pages"])
 @torch.no_grad()
 def test_a_cache_of_transformers_that_was_reset(kind):
     """Of NaN before, which dense layers would multiply with behind a shorter row's tokens."""
-    torch.manual_seed(0)
-    model = NSAModel(NSAModelConfig(**HYBRID))
-    make = {"grows": NSAModelCache, "pages": lambda x: NSAPagedModelCache(x, 2, 99)}[kind]
-    x, mask = torch.randn(2, 30, 16), torch.ones(2, 22, dtype=torch.int64)
+    made, mask = model(), torch.ones(2, 22, dtype=torch.int64)
+    x = torch.from_numpy(normal(2, 30, 16))
     mask[1, :15] = 0
 
-    def outputs(cache):
+    def outputs(number):
+        cache = CACHES[kind](made.config)
+        made(inputs_embeds=torch.full_like(x, number), cache=cache)
+        cache.reset()
         for part in (slice(0, 20), slice(20, 21), slice(21, 22)):
-            yield model(
-                inputs_embeds=x[:, part], attention_mask=mask[:, : part.stop], cache=cache
-            ).last_hidden_state[mask[:, part] > 0]
+            options = dict(attention_mask=mask[:, : part.stop], cache=cache)
+            out = made(inputs_embeds=x[:, part], **options).last_hidden_state
+            yield out[mask[:, part] > 0]
 
-    cache = make(model.config)
-    model(inputs_embeds=torch.full_like(x, torch.nan), cache=cache)
-    cache.reset()
-    for want, got in zip(outputs(make(model.config)), outputs(cache), strict=True):
-        assert torch.equal(got, want)
+    check(outputs)
 
 
-PHI = {
-    "pool": lambda rng: PoolParams(rng(8, 8)),
-    "mlp": lambda rng: MLPParams(rng(8, 8), rng(64, 3), rng(3), rng(3, 8), rng(8)),
-    "rotated": lambda rng: RopeMLPParams(
-        rng(8, 8), rng(64, 3), rng(3), rng(3, 8), rng(8), rng(4)
-    ),
+PARAMETERS = {
+    "pool": (PoolParams, [(8, 8)]),
+    "mlp": (MLPParams, [(8, 8), (64, 3), (3,), (3, 8), (8,)]),
+    "rotated": (RopeMLPParams, [(8, 8), (64, 3), (3,), (3, 8), (8,), (4,)]),
 }
 
 
-@pytest.mark.parametrize("kind", PHI)
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_parameters_of_compression(framework, kind):
-    """Of packed rows: padding behind the sequences, before them, and alone."""
-    rng = np.random.default_rng(0)
-    params = PHI[kind](lambda *shape: rng.standard_normal(shape).astype(np.float32))
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_parameters_of_compression(kind):
+    """Of packed rows: padding behind the sequences, before them (in JAX), and alone."""
+    made, shapes = PARAMETERS[kind]
+    params = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     rows = np.concatenate([SEGMENTS, SEGMENTS[:, ::-1], np.full_like(SEGMENTS, -1)])
-    found = []
-    for number in (0, np.nan):
-        x = np.random.default_rng(1).standard_normal((3, LENGTH, 2, 8)).astype(np.float32)
+
+    def given(number):
+        x = normal(3, LENGTH, 2, 8)
         x[rows < 0] = number
-        if framework == "torch":  # whose padding stands behind
-            leaves = [torch.from_numpy(p).requires_grad_() for p in params]
-            own = type(params)(*leaves)
-            parts = (
-                nsa_torch.compress(torch.from_numpy(row[None]), own, config=SMALL, cu_seqlens=x)
-                for row, x in ((x[0], BORDERS), (x[2], 0 * BORDERS))
-            )
-            loss = sum(y.square().sum() for y in parts)
-            found.append([g.numpy() for g in torch.autograd.grad(loss, leaves)])
-        else:
+        return x
 
-            def loss(params, x=x):
-                y = nsa_jax.compress(x, params, config=SMALL, segment_ids=jnp.asarray(rows))
-                return (y**2).sum()
+    def of_torch(number):
+        leaves = [torch.from_numpy(p).requires_grad_() for p in params]
+        x = torch.from_numpy(given(number))
+        pairs = (x[:1], BORDERS), (x[2:], 0 * BORDERS)
+        compress = functools.partial(nsa_torch.compress, config=SMALL)
+        return gradients([compress(y, made(*leaves), cu_seqlens=z) for y, z in pairs], *leaves)
 
-            found.append(jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
-    check(*found)
+    @jax.jit
+    @jax.grad
+    def gradient(params, x):
+        y = nsa_jax.compress(x, made(*params), config=SMALL, segment_ids=jnp.asarray(rows))
+        return (y**2).sum()
+
+    check(of_torch)
+    check(lambda number: gradient(params, given(number)))

@@ -17,7 +17,7 @@ from nsa_core.varlen import Capacity, Varlen
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import test_block_query_lists
 from tests.limits import set_limits
-from tests.warp_emulation import emulated, interpreted
+from tests.oracles.list_kernels import emulated, interpreted
 
 KEYS = 64
 LENGTHS = {

@@ -9,7 +9,7 @@ import pytest
 from kernels_pallas.mosaic.operands import Buffers
 from kernels_pallas.mosaic.row_copies import RowCopies
 from kernels_pallas.specs.tile import ROWS, Tile
-from tests.emulated_warps import Warps
+from tests.oracles.warps import Warps
 
 B, T, KV_HEADS, SLOTS = 2, 40, 3, 4
 SLAB_BYTES = ROWS * 128

@@ -1,6 +1,6 @@
 """What one warp does with its score rows (`kernels_pallas/mosaic/warp_topk.py`), on numpy.
 
-By a single warp of `warp_emulation.py`, against a plain selection.
+By a single warp of `oracles/list_kernels.py`, against a plain selection.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 from kernels_pallas.mosaic import warp_topk
 from kernels_pallas.mosaic.warp_topk import WarpTopK
 from kernels_pallas.specs.scores import STRIPE_WORDS, Scores
-from tests.warp_emulation import LANES, Warp, lanes
+from tests.oracles.list_kernels import LANES, Warp, lanes
 
 BASE = 3  # the first block of the tile's sequence
 WG = 1

@@ -10,9 +10,9 @@ import torch
 
 from kernels_pallas.specs import tile_block_lists
 from kernels_pallas.specs.selected import BlockCounts, SelectedAttention
-from tests import emulated_warps
 from tests.limits import set_limits
-from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
+from tests.oracles import warps
+from tests.oracles.list_kernels import BITMAP_MUTANTS, Warps, emulated, interpreted
 
 SPEC = SelectedAttention(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
@@ -132,7 +132,7 @@ def test_more_blocks_than_bits(monkeypatch):
 
 def test_more_ctas_than_run_at_once(monkeypatch):
     spec, *arrays = draw(8, "packed")
-    monkeypatch.setattr(emulated_warps, "CTAS", 5)
+    monkeypatch.setattr(warps, "CTAS", 5)
     check(spec, arrays, *by_emulation(spec, arrays))
 
 

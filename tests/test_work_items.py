@@ -19,8 +19,8 @@ from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
 from nsa_core.steps import mosaic_lists
 from nsa_jax.jax_ops import JAX_OPS
 from tests import test_block_query_lists, test_gather_lists
+from tests.oracles.list_kernels import emulated, interpreted
 from tests.test_block_query_lists import needs_gpu
-from tests.warp_emulation import emulated, interpreted
 
 KEYS = 64  # of a tile
 

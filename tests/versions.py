@@ -58,7 +58,6 @@ TESTS = (
     "test_transforms.py",
     "test_torch.py",
     "test_torch_rules.py",
-    "test_second_derivatives.py",
     "test_cache.py",
     "test_weights.py",
     "test_huggingface.py",

@@ -241,7 +241,7 @@ TESTS = {
     "gradcheck": "tests/test_gradients.py",
     "gradcheck_varlen": "tests/test_torch_rules.py",
     "group_consistency": "tests/test_selection.py",
-    "masks": "tests/test_masks.py",
+    "masks": "tests/test_properties.py",
     "performance_guards": "tests/test_transforms.py",
     "sel_cuda": "tests/test_torch_mosaic.py",
     "sel_cuda_gpu": "tests/test_torch_mosaic.py",

@@ -18,19 +18,14 @@ MEND = "nsa_torch/huggingface/compatibility.py and cache.py"
 def asked(monkeypatch):
     """The hooks of our cache and of its layers that were called, by name."""
     found = set()
+    for name in ("get_seq_length", "get_mask_sizes", "reorder_cache", "crop", "update"):
+        if original := getattr(NSAModelCache, name, None):
 
-    def watch(kind):
-        for name in ("get_seq_length", "get_mask_sizes", "reorder_cache", "crop", "update"):
-            original = getattr(kind, name, None)
-            if original is not None:
+            def call(self, *arguments, name=name, original=original, **options):
+                found.add(name)
+                return original(self, *arguments, **options)
 
-                def call(self, *arguments, name=name, original=original, **options):
-                    found.add(name)
-                    return original(self, *arguments, **options)
-
-                monkeypatch.setattr(kind, name, call)
-
-    watch(NSAModelCache)
+            monkeypatch.setattr(NSAModelCache, name, call)
     return found
 
 

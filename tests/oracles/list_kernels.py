@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import BlockBitmap
-from tests.emulated_warps import GARBAGE, LANES, Warps  # noqa: F401
+from tests.oracles.warps import GARBAGE, LANES, Warps  # noqa: F401
 
 
 def interpreted(spec):
