@@ -18,18 +18,13 @@ import nsa_jax
 from nsa_core import context_layout as layouts
 from nsa_jax import Branches, context
 from tests import context_worker as worker
-from tests.context_worker import CASES, MUTATED, Case, tensors
+from tests.context_worker import CASES, CONFIG, Case, axes_of
 
 # By the mesh (data, context, heads) of each.
-CHOSEN = {
-    "zigzag": (2, 2, 2),
-    "contiguous": (1, 8, 1),
-    "odd-chunks": (1, 4, 1),
-    "packed": (1, 4, 2),
-}
-SPECS = {"query": P("data", "context", "heads"), "gates": P("data", "context", "heads")}
-SPECS |= {name: P(None, "data", "context", "heads") for name in ("key", "value")}
-SPECS |= {"do": SPECS["query"], "segments": P(None, "context")}
+CHOSEN = {"zigzag": (2, 2, 2), "contiguous": (1, 8, 1), "packed": (1, 4, 2)}
+TOKENS = P("data", "context", "heads")
+SPECS = dict.fromkeys(("query", "gates"), TOKENS)
+SPECS |= {name: P(None, *TOKENS) for name in ("key", "value")}
 
 
 def gathered_again(name: str) -> int:
@@ -42,26 +37,22 @@ def segments(case: Case):
     if case.lengths is None:
         return None
     ids = np.full((1, case.length), -1, np.int32)
-    ends = np.cumsum(case.lengths)
-    for number, (length, end) in enumerate(zip(case.lengths, ends, strict=True)):
-        ids[:, end - length : end] = number
+    ids[:, : sum(case.lengths)] = np.repeat(np.arange(len(case.lengths)), case.lengths)
     return jnp.asarray(ids)
 
 
-def calls(case: Case, x, ids, place):
-    """Output, compressed keys and indices of the arrays `x`."""
-    options = dict(config=case.config, segment_ids=ids)
+def calls(case: Case, x, ids):
+    """Output, compressed keys and indices of the rank's arrays `x`."""
+    place = dict(context_axis="context", context_layout=case.layout)
+    place |= dict(config=CONFIG, segment_ids=ids)
     key, value = (
         Branches(*x[name]) if case.separate else Branches.each(x[name][0])
         for name in ("key", "value")
     )
-    compress, select = nsa_jax.compress, nsa_jax.select_blocks
-    if place:
-        compress, select = context.compress, context.select_blocks
     params = worker.phi(case, x["key_weight"], x["value_weight"], jnp.asarray)
     pairs = zip((key.compressed, value.compressed), params, strict=True)
-    compressed = tuple(compress(t, p, **options, **place) for t, p in pairs)
-    indices = select(x["query"], compressed[0], **options, **place)
+    compressed = tuple(context.compress(t, p, **place) for t, p in pairs)
+    indices = context.select_blocks(x["query"], compressed[0], **place)
     out = nsa_jax.attention(
         x["query"],
         key if case.separate else key.selected,
@@ -69,104 +60,61 @@ def calls(case: Case, x, ids, place):
         x["gates"],
         compressed=compressed if case.learned else None,
         block_indices=indices if case.given else None,
-        recompute=case.recompute,
-        **options,
         **place,
     )
-    return out, compressed[0], indices
+    return out, compressed[0][None], indices
 
 
-def with_gradients(function, x):
-    """`function` of `x` gives output and others; besides, the gradients of all of `x`."""
+def several(case: Case, shape: tuple[int, int, int]):
+    """Results and gradients on a mesh of (data, context, heads)."""
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh(shape, ("data", "context", "heads"), axis_types=auto)
+    shard = dict(context_layout=case.layout)
+    own = lambda t, axis: context.shard_sequence(t, shape[1], axis=axis, **shard)
+    x = {n: jnp.asarray(t) for n, t in worker.tensors(case).items()}
+    x = {n: own(t, axes_of(n)[0]) if axes_of(n) else t for n, t in x.items()}
+    do, ids = x.pop("do"), segments(case)
+    place = dict(mesh=mesh, out_specs=(TOKENS, P("context", "data", None, "heads"), TOKENS))
+    place["in_specs"] = {n: SPECS.get(n, P()) for n in x}, None
+    if ids is not None:
+        ids = own(ids, 1)
+        place["in_specs"] = place["in_specs"][0], P(None, "context")
+    local = lambda x, ids: calls(case, x, ids)
+
+    def function(x):
+        out, k_cmp, indices = jax.shard_map(local, **place)(x, ids)
+        return out, (k_cmp[0], indices)
 
     @jax.jit
     def run(x, do):
         out, pull_back, others = jax.vjp(function, x, has_aux=True)
         return out, others, pull_back(do)[0]
 
-    do = x.pop("do")
-    traced, forward = run.trace(x, do), jax.jit(function).trace(x)
+    traced = run.trace(x, do)
     out, (k_cmp, indices), grads = traced.lower().compile()(x, do)
-    gathers = [str(each).count("all_gather[") for each in (traced.jaxpr, forward.jaxpr)]
-    return {
-        "gathers": gathers[0] - gathers[1],
-        "out": out,
-        "k_cmp": k_cmp,
-        "indices": indices,
-    } | {f"d {name}": grad for name, grad in grads.items()}
-
-
-def axis_of(name: str) -> int:
-    return 2 if name.removeprefix("d ") in ("key", "value") else 1
-
-
-def several(case: Case, shape: tuple[int, int, int]):
-    """On a mesh of (data, context, heads)."""
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh(shape, ("data", "context", "heads"), axis_types=auto)
-    place = dict(context_axis="context", context_layout=case.layout)
-    shard = dict(context_layout=case.layout)
-    whole = {n: jnp.asarray(t) for n, t in tensors(case).items()}
-    x = {
-        n: t
-        if n.endswith("_weight")
-        else context.shard_sequence(t, shape[1], axis=axis_of(n), **shard)
-        for n, t in whole.items()
-    }
-    ids = segments(case)
-    if ids is not None:
-        ids = context.shard_sequence(ids, shape[1], **shard)
-    specs = {n: SPECS.get(n, P()) for n in x if n != "do"}
-    compressed = P("data", None, "heads")
-
-    def function(x):
-        def local(x, ids):
-            out, k_cmp, indices = calls(case, x, ids, place)
-            return out, k_cmp[None], indices
-
-        out, k_cmp, indices = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(specs, None if ids is None else SPECS["segments"]),
-            out_specs=(SPECS["query"], P("context", *compressed), SPECS["query"]),
-        )(x, ids)
-        return out, (k_cmp[0], indices)
-
-    found = with_gradients(function, x)
-    return {
-        n: t if n in ("gathers", "k_cmp") or n.endswith("_weight")
-        else context.unshard_sequence(t, shape[1], axis=axis_of(n), length=case.length, **shard)
-        for n, t in found.items()
-    }  # fmt: skip
-
-
-def differences(found, expected):
-    apart = {}
-    for name, one in expected.items():
-        one = np.asarray(one)
-        many = np.asarray(found[name][:, : one.shape[1]] if name == "k_cmp" else found[name])
-        assert many.shape == one.shape, (name, many.shape, one.shape)
-        apart[name] = float(np.abs(many - one).max() / max(np.abs(one).max(), 1e-3))
-    return apart
-
-
-def told(name: str, shape, case: Case) -> None:
-    with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
-        found = several(case, shape)
-    expected = worker.run(case, tensors(case))
-    line = {"case": name, "gathers": found.pop("gathers")} | differences(found, expected)
-    print(json.dumps(line), flush=True)
+    found = {"out": out, "indices": indices} | {f"d {name}": t for name, t in grads.items()}
+    put = lambda t, axis: context.unshard_sequence(
+        t, shape[1], axis=axis, length=case.length, **shard
+    )
+    found = {n: put(t, axes_of(n)[0]) if axes_of(n) else t for n, t in found.items()}
+    jaxprs = traced.jaxpr, jax.jit(function).trace(x).jaxpr
+    again, once = (str(each).count("all_gather[") for each in jaxprs)
+    return found | {"k_cmp": k_cmp}, again - once
 
 
 def main() -> None:
-    names = sys.argv[1:]
-    for name in names:
-        if name in CHOSEN:
-            told(name, CHOSEN[name], CASES[name])
-    if "mutant" not in names:
-        return
-    layouts.chunk_places = lambda size, layout: list(range(2 * size))
-    told("mutant order", (1, 4, 2), MUTATED)
+    for name in sys.argv[1:]:
+        case, line = CASES[name], {"case": name}
+        with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+            found, line["gathers"] = several(case, CHOSEN[name])
+        for name, one in worker.run(case, worker.tensors(case)).items():
+            one = np.asarray(one)
+            many = np.asarray(
+                found[name][:, : one.shape[1]] if name == "k_cmp" else found[name]
+            )
+            assert many.shape == one.shape, (name, many.shape, one.shape)
+            line[name] = float(np.abs(many - one).max() / max(np.abs(one).max(), 1e-3))
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

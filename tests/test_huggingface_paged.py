@@ -1,4 +1,6 @@
-"""`generate` on pages: the text of other caches, steps of static shapes, one graph for all."""
+"""`generate` on pages: what reaches them, steps of static shapes, one graph for all. Texts, chunks
+and operations on a cache are rows of `test_huggingface.py`.
+"""
 
 import copy
 import functools
@@ -10,7 +12,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
-from bench.judge.parity import FLOAT32_MAX
 from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
@@ -22,50 +23,84 @@ from nsa_torch.huggingface import (
     step_graph,
 )
 from nsa_torch.huggingface import rows as rows_module
-from tests.test_huggingface import PADDING, WIDTH, alone, difference, left_padded, model, tokens
-from tests.test_huggingface import steps as through_cache
+from tests.test_huggingface import (
+    CACHES,
+    FP8,
+    GREEDY,
+    WIDTH,
+    alone,
+    close,
+    left_padded,
+    model,
+    same_rows,
+    steps,
+    tokens,
+)
 
-ROOM = 64
-by_kind = pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
+gpu = pytest.mark.gpu
+GPU = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, head_dim=64, pad_token_id=0)
+GPU |= dict(num_attention_heads=8, num_key_value_heads=2)
 
 
-FP8 = torch.float8_e4m3fn
-
-
-def paged(made, batch, capacity=ROOM, dtype=None):
+def paged(made, batch, capacity=128, dtype=None):
     return NSAPagedModelCache(made.config, batch, capacity, dtype)
 
 
-def poison(cache):
-    """NaN wherever pages hold no token, raw or compressed."""
-    for layer in cache.layers:
-        pages = getattr(layer, "pages", None)
-        if pages is None:
-            continue
-        size, slots = pages.config.select_block, pages.compressed_key.shape[1]
-        for name, x in layer.tensors().items():
-            flat = x.flatten(1, 2)
-            for row, length in zip(flat, cache.lengths.tolist(), strict=True):
-                row[length * slots // size if "compressed" in name else length :] = torch.nan
+def on(device, kind="nsa", dtype=torch.bfloat16, **changed):
+    """A small model; on a GPU of sizes that kernels have, in `dtype`."""
+    if device == "cpu":
+        return model(kind, **changed)
+    torch.manual_seed(0)
+    return NSAForCausalLM(NSAModelConfig(**GPU | changed)).to(device, dtype).eval()
 
 
-def steps(made, ids, mask, splits, **options):
-    """Logits of left-padded `ids` through a paged cache, chunk after chunk."""
-    return through_cache(made, ids, mask, splits, paged(made, len(ids)), **options)
+def one_layer(device):
+    """A model of the test's own; on a CPU, where a graph is traced, the quickest."""
+    kind = "dense" if device == "cpu" else "nsa"
+    return copy.deepcopy(on(device, attention=kind, num_hidden_layers=1))
 
 
-@by_kind
-@torch.no_grad()
-def test_chunks_and_steps_of_padded_rows(kind):
-    """A row computes what it does alone, in chunks where it has no token yet, or begins."""
-    made = model(kind)
-    ids, mask = left_padded()
-    rows = alone(made, ids)
-    for splits in ([WIDTH], [20, 15, 6], [35, 1, 1, 1, 1, 2]):
-        logits, cache = steps(made, ids, mask, splits)
-        assert difference(logits, rows) < FLOAT32_MAX
-        assert cache.lengths.tolist() == mask.sum(1).tolist()
-        assert cache.get_seq_length() == WIDTH and cache.get_max_length() == ROOM
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def captured(device, monkeypatch):
+    """The tokens that a cache has at each capture of a graph. On a CPU it is `traced`; what a CPU
+    alone checks is left out.
+    """
+    found, capture = [], step_graph.capture
+    if device == "cpu":
+        capture = traced
+        monkeypatch.setattr(step_graph, "_why_not_there", lambda model: None)
+        monkeypatch.setattr(NSAModel, "_embed", lambda self, x: self.embed_tokens(x))
+        monkeypatch.setattr(rows_module, "free_to_read", lambda x: False)
+
+    def watched(call, device):
+        found.append(call.__self__.cache.get_seq_length())
+        return capture(call, device)
+
+    monkeypatch.setattr(step_graph, "capture", watched)
+    return found
+
+
+def traced(call, device):
+    """In place of a CUDA graph: the operations of `call` on the tensors it ran on, with every
+    number that the host knew then. What the host reads of a tensor is an error.
+    """
+    cache = call.__self__.cache
+    state = [cache.lengths, *(x for layer in cache.layers for x in layer.tensors().values())]
+    before = [x.clone() for x in state]
+
+    def restored(found):
+        for x, y in zip(state, before, strict=True):
+            x.copy_(y)
+        return found
+
+    graph = restored(make_fx(lambda: call())())
+    found = restored(torch.zeros_like(graph()))
+    return lambda: found.copy_(graph()), found
 
 
 @torch.no_grad()
@@ -77,86 +112,59 @@ def test_shared_keys_and_values_are_kept_once():
         cache = paged(made, 1)
         made(tokens(1), cache=cache)
         sizes[kv] = {name: x.numel() for name, x in cache.layers[0].tensors().items()}
-    branches = {name.partition("_")[0] for name in sizes["shared"]}
-    assert branches == {"selected", "compressed"}
-    selected, compressed = (sizes["shared"][f"{x}_key"] for x in ("selected", "compressed"))
-    assert selected == made.config.compress_stride * compressed
-    of_keys = sum(n for name, n in sizes["separate"].items() if name.endswith("key"))
-    assert of_keys == 3 * selected + compressed
+    kept, separate = sizes["shared"], sizes["separate"]
+    assert {name.partition("_")[0] for name in kept} == {"selected", "compressed"}
+    assert kept["selected_key"] == made.config.compress_stride * kept["compressed_key"]
+    of_keys = sum(n for name, n in separate.items() if name.endswith("key"))
+    assert of_keys == 3 * kept["selected_key"] + kept["compressed_key"]
 
 
 @torch.no_grad()
 def test_what_no_token_wrote_reaches_nothing():
-    ids, mask = left_padded()
-    splits = [20, 15, 1, 1, 3, 1]
-    want, _ = steps(model(), ids, mask, splits)
-    got, cache = steps(model(), ids, mask, splits, between=poison)
-    own = mask.bool()
-    assert torch.equal(got[own], want[own])
-    assert any(x.isnan().any() for x in cache.layers[0].pages.tensors().values())
+    """NaN wherever pages hold no token, raw or compressed, before each chunk but the first."""
+    made, (ids, mask) = model(), left_padded()
+    poisoned = []
+
+    def poison(cache):
+        for layer in cache.layers:
+            pages = layer.pages
+            size, slots = pages.config.select_block, pages.compressed_key.shape[1]
+            for name, x in layer.tensors().items():
+                for row, length in zip(x.flatten(1, 2), cache.lengths.tolist(), strict=True):
+                    used = length * slots // size if "compressed" in name else length
+                    row[used:] = torch.nan
+                poisoned.append(bool(x.isnan().any()))
+
+    want, got = (
+        steps(made, ids, mask, [20, 15, 1, 1, 3, 1], paged(made, 4), between)[mask.bool()]
+        for between in (lambda cache: None, poison)
+    )
+    assert torch.equal(got, want) and poisoned and all(poisoned)
 
 
 @torch.no_grad()
 def test_a_prompt_is_attended_to_without_its_pages(monkeypatch):
-    """A chunk of rows that begin has all their tokens; those that follow read pages."""
+    """A chunk of rows that begin has all their tokens; those that follow read pages. No output
+    shows it: calls are watched.
+    """
     made, ids, seen = model("pooled"), tokens(2), []
     copies = paged_attend.side_by_side
-    monkeypatch.setattr(
-        paged_attend, "side_by_side", lambda *x: seen.append(x[4] is None) or copies(*x)
-    )
+    watched = lambda *x: seen.append(x[4] is None) or copies(*x)
+    monkeypatch.setattr(paged_attend, "side_by_side", watched)
     for splits, read in (([WIDTH], [False]), ([30, 10, 1], [False, True, True])):
         seen.clear()
-        logits, _ = steps(made, ids, torch.ones_like(ids), splits)
-        assert difference(logits, alone(made, ids, (0, 0))) < FLOAT32_MAX
+        logits = steps(made, ids, torch.ones_like(ids), splits, paged(made, 2))
+        same_rows(logits, alone(made, ids, (0, 0)))
         assert seen == read
 
 
-@torch.no_grad()
-def test_poison_of_a_token_is_seen():
-    """Were a slot too many poisoned, or a length one too long, the test before would fail."""
-    made = model()
-    ids, mask = left_padded()
-    cache = steps(made, ids, mask, [WIDTH])[1]
-    cache.rows.lengths += 1
-    poison(cache)
-    cache.rows.lengths -= 1
-    assert made(ids[:, -1:], cache=cache).logits.isfinite().all()
-    cache.rows.lengths -= 2
-    poison(cache)
-    cache.rows.lengths += 2
-    assert made(ids[:, -1:], cache=cache).logits.isnan().any()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [dict(), dict(num_beams=2, num_return_sequences=2), dict(prefill_chunk_size=10)],
-    ids=["greedy", "beams", "chunks"],
-)
-@by_kind
-def test_generate(kind, options):
-    """The text of the contiguous cache and of none; twice, with the same cache reset."""
-    made = model(kind)
-    ids, mask = left_padded((0, 30, 38))
-    generate = functools.partial(
-        made.generate, ids, attention_mask=mask, max_new_tokens=10, do_sample=False
-    )
-    want = generate(**options)
-    if not options:
-        assert torch.equal(want, generate(use_cache=False))
-    cache = paged(made, 3 * options.get("num_beams", 1))
-    for _ in range(1 if options else 2):
-        assert torch.equal(generate(**options, cache=cache), want)
-        cache.reset()
-        assert cache.get_seq_length() == 0 and not cache.lengths.any()
-
-
-@by_kind
+@pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
 @torch.no_grad()
 def test_a_cache_in_fp8(kind):
     """Rounds what layers with NSA keep, and nothing else; `generate` reads the same."""
     made, (ids, mask) = model(kind), left_padded()
-    cache = paged(made, len(ids), dtype=FP8)
-    logits, _ = through_cache(made, ids, mask, [20, 15, 1, 1, 4], cache)
+    cache = CACHES["fp8 pages"](made.config, len(ids))
+    logits = steps(made, ids, mask, [20, 15, 1, 1, 4], cache)
     whole = made(ids, attention_mask=mask, use_cache=False).logits
     off, size = (x[mask.bool()].norm() for x in (logits - whole, whole))
     assert 1e-3 < off / size < 0.1
@@ -164,209 +172,79 @@ def test_a_cache_in_fp8(kind):
     assert {x.selected_key.dtype for x in pages} == {FP8}
     assert {x.compressed_key.dtype for x in pages} == {logits.dtype}
     cache.reset()
-    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    options = dict(attention_mask=mask, max_new_tokens=6, **GREEDY)
     text = made.generate(ids, cache=cache, **options)
     cache.reset()
     seen = torch.cat([mask, torch.ones_like(text[:, WIDTH:])], 1)
-    logits, _ = through_cache(made, text[:, :-1], seen, [WIDTH, *[1] * 5], cache)
+    logits = steps(made, text[:, :-1], seen[:, :-1], [WIDTH, *[1] * 5], cache)
     assert text[:, WIDTH:].equal(logits[:, WIDTH - 1 :].argmax(-1))
-    for dtype in (torch.float16, torch.int8):
-        with pytest.raises(
-            ValueError, match=r"dtype must be None, the model's, or .*e4m3fn, got"
-        ):
-            paged(made, 1, dtype=dtype)
 
 
-def test_generate_with_guesses_takes_them_back():
-    ids = tokens(1, 12).repeat(1, 3)
-    generate = functools.partial(model().generate, ids, max_new_tokens=16, do_sample=False)
-    cropped = []
-
-    class Watched(NSAPagedModelCache):
-        def crop(self, tokens_to_remove):
-            cropped.append(tokens_to_remove)
-            super().crop(tokens_to_remove)
-
-    cache = Watched(model().config, 1, ROOM)
-    guessed = generate(prompt_lookup_num_tokens=4, cache=cache)
-    assert torch.equal(guessed, generate()) and min(cropped) < 0
-    assert type(cache.get_seq_length()) is int
-
-
-@pytest.mark.parametrize("dtype", [None, FP8])
-@by_kind
+@pytest.mark.parametrize(
+    "device, phi, kv, dtype",
+    [
+        ("cpu", "mlp", "separate", None),
+        pytest.param("cuda", "mlp", "separate", None, marks=gpu),
+        pytest.param("cuda", "avg", "shared", None, marks=gpu),
+        pytest.param("cuda", "avg", "shared", FP8, marks=gpu),
+    ],
+)
 @torch.no_grad()
-def test_operations_on_a_cache(kind, dtype):
-    made = model(kind)
-    ids, mask = left_padded((0, 13))
-    following = tokens(2, 9, seed=1)
-    after = torch.ones(2, 9, dtype=torch.long)
-
-    def go_on(cache, rows):
-        both = torch.cat([mask, after], 1)[rows]
-        return made(following[rows], attention_mask=both, cache=cache).logits
-
-    def fresh():
-        return through_cache(made, ids, mask, [WIDTH], paged(made, 2, dtype=dtype))[1]
-
-    first = made(ids, attention_mask=mask, cache=paged(made, 2, dtype=dtype)).logits
-
-    cache = fresh()
-    want = go_on(cache, [0, 1])
-    cache.crop(-9)
-    torch.testing.assert_close(go_on(cache, [0, 1]), want, rtol=0, atol=FLOAT32_MAX)
-    for change, rows in (
-        (lambda c: c.reorder_cache(torch.tensor([1, 1])), [1, 1]),
-        (lambda c: c.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
-    ):
-        cache = fresh()
-        change(cache)
-        assert cache.batch_size == len(rows)
-        torch.testing.assert_close(go_on(cache, rows), want[rows], rtol=0, atol=FLOAT32_MAX)
-    cache = fresh()
-    where = [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
-    lengths = cache.lengths
-    go_on(cache, [0, 1])
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.reset()
-    again = made(ids, attention_mask=mask, cache=cache)
-    assert again.logits[mask.bool()].equal(first[mask.bool()])
-    if dtype is None:
-        assert difference(first, alone(made, ids, (0, 13))) < FLOAT32_MAX
-    assert where == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
-    assert cache.lengths is lengths
-
-
-def traced(call, device, cache):
-    """In place of a CUDA graph: the operations of `call` on the tensors it ran on, with every
-    number that the host knew then. What the host reads of a tensor is an error.
+def test_one_capture_serves_rows_that_grow_shrink_and_begin(device, phi, kv, dtype, captured):
+    """Over a page's border; a row without a token, a crop, a new start. A step that waits for the
+    device, or keeps a length of the host, is seen.
     """
-    state = [cache.lengths, *(x for layer in cache.layers for x in layer.tensors().values())]
-    before = [x.clone() for x in state]
-    graph = make_fx(lambda: call())()
-    for x, y in zip(state, before, strict=True):
-        x.copy_(y)
-    found = torch.zeros_like(graph())
-    for x, y in zip(state, before, strict=True):
-        x.copy_(y)
-    return lambda: found.copy_(graph()), found
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Steps by graphs that are `traced`; what a CPU alone checks is left out."""
-    monkeypatch.setattr(step_graph, "_why_not_there", lambda model: None)
-    monkeypatch.setattr(NSAModel, "_embed", lambda self, x: self.embed_tokens(x))
-    monkeypatch.setattr(rows_module, "free_to_read", lambda x: False)
-    captured = []
-
-    def use(cache):
-        def capture(call, device):
-            captured.append(cache.get_seq_length())
-            return traced(call, device, cache)
-
-        monkeypatch.setattr(step_graph, "capture", capture)
-        return captured
-
-    return use
-
-
-@torch.no_grad()
-def test_one_capture_serves_rows_that_grow_shrink_and_begin(as_on_a_gpu):
-    made = model("pooled")
-    ids, mask = left_padded((0, 38))
-    caches = [paged(made, 2), paged(made, 2)]
-    captured = as_on_a_gpu(caches[0])
+    made = on(device, phi=phi, kv=kv, attention=("nsa", "dense"))
+    ids, mask = (x.to(device) for x in left_padded((0, 38)))
+    caches = [paged(made, 2, dtype=dtype) for _ in "ab"]
     graph = StepGraph(made, caches[0])
+    same = functools.partial(close, atol=0) if device == "cuda" else close
 
     def start():
         for cache in caches:
             cache.reset()
-            made(ids[:, -9:], attention_mask=mask[:, -9:], cache=cache)
+            made(ids, attention_mask=mask, cache=cache)
 
-    def step(there=(1, 1)):
-        new = torch.randint(1, 64, (2, 1))
-        there = torch.tensor(there)[:, None]
-        inputs = dict(attention_mask=there, cache=caches[1])
-        want, got = made(new, **inputs).logits, graph(new, there)
+    def step(count):
+        new = tokens(2, 1, seed=count).to(device)
+        there = torch.tensor([[1], [int(count % 5 != 4)]], device=device)
+        want = made(new, attention_mask=there, cache=caches[1]).logits
         own = there[:, 0] > 0
-        torch.testing.assert_close(got[own], want[own], rtol=0, atol=FLOAT32_MAX)
+        same(graph(new, there)[own], want[own])
         assert torch.equal(*(x.lengths for x in caches))
         assert len({x.get_seq_length() for x in caches}) == 1
 
-    torch.manual_seed(0)
     start()
-    for count in range(26):
-        step((1, count % 5 != 4))
-    for cache in caches:
-        cache.crop(-1)
-    step()
+    for count in range(step_graph.WARMUP + (24 if device == "cuda" else 14)):
+        step(count)
+        if count == 9:
+            for cache in caches:
+                cache.crop(-2)
     start()
-    step()
-    assert captured == [9 + step_graph.WARMUP]
+    step(0)
+    assert captured == [WIDTH + step_graph.WARMUP]
 
 
+@pytest.mark.parametrize("device", ["cpu"])
 @torch.no_grad()
-def test_a_capture_that_fails_appends_nothing(as_on_a_gpu, monkeypatch):
-    made = model("pooled")
+def test_a_capture_that_fails_appends_nothing(device, captured, monkeypatch):
+    made = one_layer(device)
     cache, new = paged(made, 2), torch.ones(2, 1, dtype=torch.int64)
-    as_on_a_gpu(cache)
-    graph = StepGraph(made, cache)
-    for _ in range(step_graph.WARMUP):
+    graph, capture, begun = StepGraph(made, cache), step_graph.capture, step_graph.WARMUP
+    for _ in range(begun):
         graph(new)
-    trace = step_graph.capture
 
     def failing(call, device):
-        trace(call, device)
+        capture(call, device)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(step_graph, "capture", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         graph(new)
-    assert cache.get_seq_length() == step_graph.WARMUP
-    monkeypatch.setattr(step_graph, "capture", trace)
+    assert cache.get_seq_length() == begun
+    monkeypatch.setattr(step_graph, "capture", capture)
     graph(new)
-    assert cache.get_seq_length() == step_graph.WARMUP + 1
-    assert cache.lengths.tolist() == [step_graph.WARMUP + 1] * 2
-
-
-@torch.no_grad()
-def test_a_step_that_keeps_a_length_of_the_host_is_seen(as_on_a_gpu, monkeypatch):
-    made, cache, plain = model(), *(paged(model(), 1) for _ in range(2))
-    as_on_a_gpu(cache)
-    begin = cache.rows.begin
-
-    def fixed(x, count):
-        begin(x, count)
-        after = torch.full_like(cache.lengths, cache.rows.columns + 1)
-        cache.rows.call = cache.rows.call._replace(after=after, lengths=after)
-
-    monkeypatch.setattr(cache.rows, "begin", fixed)
-    graph, new = StepGraph(made, cache), tokens(1, 6)
-    found = []
-    for each in new.split(1, dim=1):
-        got, want = graph(each), made(each, cache=plain).logits
-        found.append(float((got - want).abs().max()))
-    assert max(found[:4]) < FLOAT32_MAX < min(found[4:]) / 100
-
-
-@torch.no_grad()
-def test_a_step_that_waits_for_the_device_is_seen(as_on_a_gpu, monkeypatch):
-    cache = paged(model(), 1)
-    as_on_a_gpu(cache)
-    begin = cache.rows.begin
-
-    def waiting(x, count):
-        begin(x, count)
-        assert int(cache.rows.call.after.max()) > 0
-
-    monkeypatch.setattr(cache.rows, "begin", waiting)
-    graph = StepGraph(model(), cache)
-    with pytest.raises(RuntimeError, match="value out of a tracing tensor"):
-        for each in tokens(1, step_graph.WARMUP + 1).split(1, dim=1):
-            graph(each)
+    assert cache.get_seq_length() == begun + 1 and cache.lengths.tolist() == [begun + 1] * 2
 
 
 class Adapted(torch.nn.Module):
@@ -390,45 +268,42 @@ class Adapted(torch.nn.Module):
         return y
 
 
-def adapted(made):
-    """A copy of the model with adapters on each query projection."""
-    torch.manual_seed(0)
-    made = copy.deepcopy(made)
-    for layer in made.model.layers:
-        layer.self_attn.W_Q = Adapted(layer.self_attn.W_Q)
+def negated(linear):
+    """Another layer, with weights of its own."""
+    made = copy.deepcopy(linear)
+    made.weight.data.neg_()
     return made
 
 
-def switched(made, change):
-    for module in made.modules():
-        if isinstance(module, Adapted) and change is not None:
-            change(module)
-
-
 CHANGES = {
+    "none": lambda x: None,
     "another adapter": lambda x: setattr(x, "active_adapter", "two"),
     "scaling": lambda x: x.scaling.update(two=-3.0),
     "adapter off": lambda x: setattr(x, "enabled", False),
     "weights moved": lambda x: setattr(x.base_layer.weight, "data", -x.base_layer.weight),
-    "layer replaced": lambda x: setattr(x, "base_layer", torch.nn.Identity()),
+    "layer replaced": lambda x: setattr(x, "base_layer", negated(x.base_layer)),
 }
 
 
-def test_generate_sees_what_python_changed(as_on_a_gpu):
-    """On one cache, reset: the text of a cache without a graph, after each change."""
-    made, ids = adapted(model("dense", num_hidden_layers=1)), tokens(1)
-    cache, count = paged(made, 1), dict(max_new_tokens=9, do_sample=False)
-    captured, texts = as_on_a_gpu(cache), []
-    for change in (None, *CHANGES):
-        switched(made, CHANGES.get(change))
-        texts.append(made.generate(ids, **count))
-        cache.reset()
-        assert torch.equal(made.generate(ids, cache=cache, **count), texts[-1]), change
-        cache.reset()
-        without = made.generate(ids, cache=cache, disable_compile=True, **count)
-        assert torch.equal(without, texts[-1])
-    assert all(not torch.equal(x, y) for x, y in itertools.pairwise(texts))
-    assert captured == [WIDTH + step_graph.WARMUP] * len(texts)
+def logits_of(made, cache, ids, **more):
+    """Those of a text; the cache is reset."""
+    cache.reset()
+    options = GREEDY | dict(max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
+    return torch.stack(made.generate(ids, cache=cache, **options, **more).logits)
+
+
+def test_generate_sees_what_python_changed(device, captured):
+    """On one cache: the logits of steps without a graph, after each change."""
+    made = one_layer(device)
+    attention = made.model.layers[0].self_attn
+    attention.W_Q = adapter = Adapted(attention.W_Q)
+    ids, cache, found = tokens(1).to(device), paged(made, 1), []
+    for name, change in CHANGES.items():
+        change(adapter)
+        found.append(logits_of(made, cache, ids))
+        close(found[-1], logits_of(made, cache, ids, disable_compile=True), msg=name)
+    assert all(not torch.allclose(x, y, atol=0.01) for x, y in itertools.pairwise(found))
+    assert captured == [WIDTH + step_graph.WARMUP] * len(CHANGES)
 
 
 class RowScaled(torch.nn.Module):
@@ -444,253 +319,135 @@ class RowScaled(torch.nn.Module):
 
 def test_projections_see_rows():
     made = copy.deepcopy(model())
-    for name in ("W_Q", "out"):
-        layer = made.model.layers[0].self_attn
-        setattr(layer, name, RowScaled(getattr(layer, name)))
+    layer = made.model.layers[0].self_attn
+    layer.W_Q, layer.out = RowScaled(layer.W_Q), RowScaled(layer.out)
     ids, mask = left_padded((0, 30))
-    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)
+    options = dict(attention_mask=mask, max_new_tokens=5, **GREEDY)
     want = made.generate(ids, **options)
     assert torch.equal(made.generate(ids, cache=paged(made, 2), **options), want)
     assert not torch.equal(model().generate(ids, **options)[1], want[1])
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "module_forward"])
-def test_forward_hooks_are_called_at_each_step(kind, as_on_a_gpu):
+def test_forward_hooks_are_called_at_each_step(device, captured):
     """What a graph would leave out. It comes back when the hook has gone."""
-    made = copy.deepcopy(model(num_hidden_layers=1))
-    cache, options = paged(made, 1), dict(max_new_tokens=9, do_sample=False)
-    captured, calls = as_on_a_gpu(cache), []
-    made(tokens(1), output_hidden_states=True)  # leaves hooks of transformers, which may stay
-    if kind == "module_forward":
-        place = torch.nn.modules.module.register_module_forward_hook
-    else:
-        place = getattr(made.model.layers[0].self_attn, f"register_{kind}_hook")
-    handle = place(lambda *given: calls.append(given[0]))
-    try:
-        want = made.generate(tokens(1), **options)
-        expected = len(calls)
-        assert torch.equal(made.generate(tokens(1), cache=cache, **options), want)
-        assert len(calls) == 2 * expected and not captured
-        with pytest.raises(ValueError, match="model must have no forward hooks, which a CUDA"):
-            StepGraph(made, cache)
-    finally:
-        handle.remove()
-    cache.reset()
-    assert torch.equal(made.generate(tokens(1), cache=cache, **options), want)
+    made = one_layer(device)
+    cache, ids, layer = paged(made, 1), tokens(1).to(device), made.model.layers[0].mlp
+    made(ids, output_hidden_states=True)  # leaves hooks of transformers, which may stay
+    plain, calls = logits_of(made, cache, ids, disable_compile=True), []
+    doubled = lambda module, given, out: calls.append(1) or 2 * out
+    for place, hook in (
+        (layer.register_forward_hook, doubled),
+        (layer.register_forward_pre_hook, lambda *given: calls.append(1)),
+        (torch.nn.modules.module.register_module_forward_hook, lambda *given: calls.append(1)),
+    ):
+        handle = place(hook)
+        try:
+            calls.clear()
+            want = logits_of(made, cache, ids, disable_compile=True)
+            expected = len(calls)
+            assert expected >= 6 and torch.equal(want, plain) == (hook is not doubled)
+            assert torch.equal(logits_of(made, cache, ids), want)
+            assert len(calls) == 2 * expected and not captured
+            with pytest.raises(ValueError, match="have no forward hooks, which a CUDA"):
+                StepGraph(made, cache)
+        finally:
+            handle.remove()
+    close(logits_of(made, cache, ids), plain)
     assert len(calls) == 2 * expected and captured == [WIDTH + step_graph.WARMUP]
 
 
-def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
+def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch):
     """Where a step is a graph of kernels on pages; not for a single new token, where the cache
-    comes back, beams, dense layers, or who asks for another cache. Texts are the same.
+    comes back, beams, dense layers, too little memory, or who asks for another cache.
     """
-    made, ids, seen, count = model(), tokens(2), [], 5
-    want = made.generate(ids, max_new_tokens=count, do_sample=False)
+    made, (ids, mask) = on(device, dtype=torch.float32), left_padded((0, 13))
+    ids, mask = ids.to(device), mask.to(device)
+    seen, count = [], 3  # on a CPU no step is traced
 
     class Seen(NSAPagedModelCache):
         def __init__(self, *sizes):
             super().__init__(*sizes)
             seen.append((self.batch_size, self.get_max_length()))
-            as_on_a_gpu(self)
 
     def generate(made=made, **options):
         seen.clear()
-        found = made.generate(ids, **dict(max_new_tokens=count, do_sample=False) | options)
-        return found if isinstance(found, torch.Tensor) else found.sequences
+        options = dict(attention_mask=mask, max_new_tokens=count, **GREEDY) | options
+        return made.generate(ids, **options)
 
     monkeypatch.setattr(generation, "NSAPagedModelCache", Seen)
-    as_on_a_gpu(None)
-    assert torch.equal(generate(), want) and not seen  # no kernels here
-    monkeypatch.setattr(generation, "_has_kernels_and_room", lambda *x: True)
-    assert torch.equal(generate(), want)
-    assert seen == [(2, WIDTH + count - 1)]
-    sampled = generate(do_sample=True, top_k=1, num_return_sequences=2)
-    assert torch.equal(sampled[::2], want) and seen == [(4, WIDTH + count - 1)]
-    few = generation.MIN_NEW_TOKENS - 1
-    assert torch.equal(generate(max_new_tokens=few), want[:, : WIDTH + few]) and not seen
-    generate(max_new_tokens=None, max_length=WIDTH + count)
-    assert seen == [(2, WIDTH + count - 1)]
+    if device == "cpu":
+        free = [1 << 30]
+        assert generate() is not None and not seen  # no kernels here
+        monkeypatch.setattr(generation, "decodes_on_pages", lambda *x: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], free[0]))
+        for name in ("memory_reserved", "memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    want = generate(cache_implementation="dynamic")
     for options in (
+        {},
+        dict(prefill_chunk_size=16),
+        dict(max_new_tokens=None, max_length=WIDTH + count),
+        dict(do_sample=True, top_k=1, num_return_sequences=2),
+    ):
+        copies = options.get("num_return_sequences", 1)
+        assert torch.equal(generate(**options)[::copies], want), options
+        assert seen == [(2 * copies, WIDTH + count - 1)], options
+    for options in (
+        dict(max_new_tokens=generation.MIN_NEW_TOKENS - 1),
         dict(cache_implementation="dynamic"),
         dict(use_cache=False),
         dict(num_beams=2),
         dict(return_dict_in_generate=True),
         dict(disable_compile=True),
-        dict(made=model("mixed")),
+        dict(made=on(device, "mixed", attention=("nsa", "dense"))),
     ):
         generate(**options)
         assert not seen, options
-
-
-@pytest.mark.parametrize(("free", "expected"), [(1 << 30, True), (1 << 10, False)])
-def test_pages_take_half_of_the_free_memory_at_most(free, expected, monkeypatch):
-    made = model()
-    monkeypatch.setattr(generation, "decodes_on_pages", lambda *x: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    assert generation._has_kernels_and_room(made, 2, 100) is expected
-    monkeypatch.undo()
-    assert not generation._has_kernels_and_room(made, 2, 100)  # no kernels on a CPU
+    if device == "cpu":
+        free[0] = 1 << 10  # pages take half of it at most
+        generate()
+    else:
+        made.set_nsa_implementation("triton")  # of prompts and of steps
+        assert torch.equal(generate(), want) and seen
+        made.set_nsa_implementation("sdpa")  # which would gather all pages each step
+        generate()
+    assert not seen
 
 
 @torch.no_grad()
-def test_what_is_refused(monkeypatch):
-    made, ids = model("mixed"), tokens(2)
-    generate = functools.partial(made.generate, ids, do_sample=False)
-    cache = paged(made, 2, 44)
-    for options, message in (
-        (
-            dict(max_new_tokens=5),
-            "capacity for 45 tokens, all of max_length but the last, got 44",
-        ),
-        (dict(max_new_tokens=2, num_beams=2), "must have batch_size=4, .*, got 2"),
-        (dict(max_new_tokens=2, compile_config=CompileConfig()), "compile_config must be None"),
-        (dict(max_new_tokens=2, cache_implementation="static"), "cache_implementation must be"),
+def test_what_is_refused():
+    made, ids = copy.deepcopy(model("mixed")), tokens(2)
+    cache, generate = paged(made, 2, 44), functools.partial(made.generate, max_new_tokens=2)
+    small = functools.partial(NSAPagedModelCache, made.config)
+
+    def refused(message, call, kind=ValueError):
+        with pytest.raises(kind, match=message):
+            call()
+
+    for message, options in (
+        ("for 45 tokens, all of max_length but the last, got 44", dict(max_new_tokens=5)),
+        ("must have batch_size=4, .*, got 2", dict(num_beams=2)),
+        ("compile_config must be None", dict(compile_config=CompileConfig())),
+        ("cache_implementation must be", dict(cache_implementation="static")),
     ):
-        with pytest.raises(ValueError, match=message):
-            generate(cache=cache, **options)
+        refused(message, lambda options=options: generate(ids, cache=cache, **options))
     assert cache.lengths is None
-    for sizes in ((True, 44), (2, True), (2, 44.0)):
-        with pytest.raises(ValueError, match="must be an int >= 1, got"):
-            paged(made, *sizes)
+    for sizes in ((True, 44), (2, True), (2, 44.0), (0, 8), (1, 2.5)):
+        refused("must be an int >= 1, got", lambda sizes=sizes: small(*sizes))
+    for dtype in (torch.float16, torch.int8):
+        message = "dtype must be None, the model's, or .*e4m3fn, got"
+        refused(message, lambda dtype=dtype: small(1, 44, dtype))
+    step = lambda: made(ids[:, :1], cache=cache)
     made(ids, cache=cache)
-    with pytest.raises(ValueError, match="cache capacity is 44 tokens, got 45"):
-        made(ids[:, :4], cache=cache)
-    with pytest.raises(ValueError, match=r"each of the 1 rows of the input, got batch_size=2"):
-        made(ids[:1, :1], cache=cache)
-    with pytest.raises(ValueError, match=r"tokens_to_remove must be in -41\.\.0"):
-        cache.crop(-42)
+    refused("cache capacity is 44 tokens, got 45", lambda: made(ids[:, :4], cache=cache))
+    refused("of the 1 rows of the input, got batch_size=2", lambda: made(ids[:1], cache=cache))
+    refused(r"tokens_to_remove must be in -41\.\.0", lambda: cache.crop(-42))
+    refused("model must be on one CUDA device, got cpu", lambda: StepGraph(made, cache))
     assert cache.lengths.tolist() == [41, 41]
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no_grad"):
-        made(ids[:, :1], cache=cache)
-    with pytest.raises(ValueError, match="model must be on one CUDA device, got cpu"):
-        StepGraph(made, cache)
-    monkeypatch.setattr(made.config, "_attn_implementation_internal", "flex_attention")
-    with pytest.raises(
-        NotImplementedError, match=r"must be 'sdpa' or 'eager' .*flex_attention"
-    ):
-        made(ids[:, :1], cache=cache)
-    for sizes, message in (
-        ((0, 8), "batch_size must be"),
-        ((1, 2.5), "capacity must be an int"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NSAPagedModelCache(made.config, *sizes)
-
-
-@torch.no_grad()
-def test_eager_attention_of_dense_layers(monkeypatch):
-    made = model("dense")
-    monkeypatch.setattr(made.config, "_attn_implementation_internal", "eager")
-    ids, mask = left_padded()
-    logits, _ = steps(made, ids, mask, [35, 1, 5])
-    assert difference(logits, alone(made, ids, PADDING)) < FLOAT32_MAX
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("phi", "kv", "dtype"),
-    [("avg", "shared", None), ("mlp", "separate", None), ("avg", "shared", FP8)],
-)
-@torch.no_grad()
-def test_replay_on_a_gpu_equals_eager(phi, kv, dtype):
-    """24 steps over a page's border, by the decode kernels; a row without a token, a crop."""
-    sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
-    sizes |= dict(
-        head_dim=64, v_head_dim=64, num_hidden_layers=3, pad_token_id=0, phi=phi, kv=kv
-    )
-    torch.manual_seed(0)
-    config = NSAModelConfig(**sizes, attention=["nsa", "dense", "nsa"])
-    made = NSAForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    ids = torch.randint(1, 128, (2, 60), device="cuda")
-    mask = (torch.arange(60, device="cuda") >= torch.tensor([[0], [40]], device="cuda")).long()
-    caches = [paged(made, 2, 128, dtype) for _ in range(2)]
-    for cache in caches:
-        made(ids * mask, attention_mask=mask, cache=cache)
-    graph = StepGraph(made, caches[0])
-    for count in range(step_graph.WARMUP + 24):
-        new = torch.randint(1, 128, (2, 1), device="cuda")
-        there = torch.tensor([[1], [int(count % 7 != 6)]], device="cuda")
-        inputs = dict(attention_mask=there, cache=caches[1])
-        want, got = made(new, **inputs).logits, graph(new, there)
-        assert torch.equal(got, want), count
-        assert torch.equal(*(x.lengths for x in caches))
-        if count == 15:
-            for cache in caches:
-                cache.crop(-2)
-    assert graph.replay is not None
-    generate = functools.partial(
-        made.generate, ids * mask, attention_mask=mask, max_new_tokens=24, do_sample=False
-    )
-    texts = []
-    for off in (False, True):
-        caches[0].reset()
-        texts.append(generate(cache=caches[0], disable_compile=off))
-    assert torch.equal(*texts)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv", ["shared", "separate"])
-def test_generate_is_on_pages_by_default(kv, monkeypatch):
-    """The text of a cache that grows, for padded rows and in chunks."""
-    sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
-    torch.manual_seed(0)
-    config = NSAModelConfig(**sizes, head_dim=64, num_hidden_layers=2, pad_token_id=0, kv=kv)
-    made, seen = NSAForCausalLM(config).to("cuda").eval(), []
-    init = NSAPagedModelCache.__init__
-    monkeypatch.setattr(
-        NSAPagedModelCache, "__init__", lambda *x: seen.append(x[2:]) or init(*x)
-    )
-    ids = torch.randint(1, 128, (2, 700), device="cuda")
-    mask = (torch.arange(700, device="cuda") >= torch.tensor([[0], [90]], device="cuda")).long()
-    for options in ({}, {"prefill_chunk_size": 300}):
-        options |= dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
-        texts = [
-            made.generate(ids * mask, **options, cache_implementation=name)
-            for name in (None, "dynamic")
-        ]
-        assert torch.equal(*texts)
-    assert seen == [(2, 711)] * 2
-    made.set_nsa_implementation("triton")  # of prompts and of steps
-    assert torch.equal(made.generate(ids * mask, **options), texts[0]) and len(seen) == 3
-    made.set_nsa_implementation("sdpa")  # which would gather all pages each step
-    made.generate(ids * mask, **options)
-    assert len(seen) == 3
-
-
-@pytest.mark.gpu
-def test_adapters_and_hooks_on_a_gpu():
-    """Each `generate` on one cache has the logits of steps without a graph."""
-    sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
-    config = NSAModelConfig(
-        **sizes, head_dim=64, num_hidden_layers=2, attention=["nsa", "dense"]
-    )
-    torch.manual_seed(0)
-    made = adapted(NSAForCausalLM(config)).to("cuda", torch.bfloat16).eval()
-    ids, cache = torch.randint(1, 128, (2, 70), device="cuda"), paged(made, 2, 128)
-    options = dict(max_new_tokens=12, do_sample=False, output_logits=True)
-    options |= dict(return_dict_in_generate=True, cache=cache)
-
-    def logits(**more):
-        cache.reset()
-        return torch.stack(made.generate(ids, **options, **more).logits)
-
-    found = []
-    for change in (None, "another adapter", "scaling", "adapter off", "weights moved"):
-        switched(made, CHANGES.get(change))
-        found.append(logits())
-        assert torch.equal(found[-1], logits(disable_compile=True)), change
-    for x, y in itertools.pairwise(found):
-        assert not torch.equal(x, y)
-    calls = []
-    handle = made.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, y: calls.append(1) or 2 * y
-    )
-    hooked = logits()
-    assert len(calls) == 12 and torch.equal(hooked, logits(disable_compile=True))
-    handle.remove()
-    assert torch.equal(logits(), found[-1]) and not torch.equal(hooked, found[-1])
+    with torch.enable_grad():
+        refused("no_grad", step, NotImplementedError)
+    made.config._attn_implementation_internal = "flex_attention"
+    refused("must be 'sdpa' or 'eager' .*flex_attention", step, NotImplementedError)
 
 
 @pytest.mark.gpu

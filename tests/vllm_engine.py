@@ -28,12 +28,7 @@ os.environ |= {
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, ModelRegistry, SamplingParams
 
 from examples import serve
@@ -43,7 +38,7 @@ from nsa_torch.huggingface.convert import convert
 from nsa_torch.vllm import backend
 from nsa_torch.vllm import model as engine_model
 from tests import vllm_steps
-from tests.model_sizes import SERVED
+from tests.model_sizes import SERVED, alone, log_probabilities
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engine's own
 SIZES = SERVED | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
@@ -80,35 +75,24 @@ def engine(tmp_path):
     gc.collect()
 
 
-def answers(llm, prompts, new=NEW):
-    greedy = SamplingParams(
-        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=0
-    )
+def answers(llm, prompts, new=NEW, **sampling):
+    sampling = {"temperature": 0, "ignore_eos": True, "logprobs": 0} | sampling
+    asked = SamplingParams(max_tokens=new, detokenize=False, **sampling)
     given = [{"prompt_token_ids": x} for x in prompts]
-    return llm.generate(given, greedy, use_tqdm=False)
+    return llm.generate(given, asked, use_tqdm=False)
 
 
-def alone(lm, prompt):
-    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False)
-    return lm.generate(torch.tensor([prompt]), generation_config=greedy)[
-        0, len(prompt) :
-    ].tolist()
-
-
-@torch.no_grad()
 def distance(lm, prompt, answer):
     """Most that a token's log probability is off, given the tokens before it."""
-    said = torch.tensor(answer.token_ids)
-    logits = lm(torch.tensor([prompt + said.tolist()]), use_cache=False).logits
-    want = logits[0, len(prompt) - 1 : -1].float().log_softmax(1).gather(1, said[:, None])[:, 0]
-    got = [x[t].logprob for x, t in zip(answer.logprobs, said.tolist(), strict=True)]
-    return float((want - torch.tensor(got)).abs().max())
+    said = list(answer.token_ids)
+    got = [x[t].logprob for x, t in zip(answer.logprobs, said, strict=True)]
+    return float((log_probabilities(lm, prompt, said) - torch.tensor(got)).abs().max())
 
 
 def same_as_alone(lm, prompts, found):
     for prompt, result in zip(prompts, found, strict=True):
         (answer,) = result.outputs
-        assert list(answer.token_ids) == alone(lm, prompt), len(prompt)
+        assert list(answer.token_ids) == alone(lm, prompt, NEW), len(prompt)
         assert distance(lm, prompt, answer) < 1e-4, len(prompt)
 
 
@@ -159,16 +143,7 @@ def test_samples_of_one_prompt(engine):
     """Two of them begin, in the step of the first, with the blocks that it fills then."""
     lm, prompt = model(), texts()[1]
     llm = engine(lm, max_num_batched_tokens=96)
-    asked = SamplingParams(
-        n=3,
-        temperature=1,
-        seed=3,
-        max_tokens=NEW,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=0,
-    )
-    (found,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    (found,) = answers(llm, [prompt], n=3, temperature=1, seed=3)
     assert len({tuple(x.token_ids) for x in found.outputs}) == 3
     assert metric(llm, "prefix_cache_hits") == 2 * 32
     assert max(distance(lm, prompt, x) for x in found.outputs) < 1e-4
@@ -204,11 +179,8 @@ def test_without_a_block_size(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"block_size": 32},
-            "block_size must be select_block=16, got 32: pass --block-size 16",
-        ),
-        ({"block_size": 8}, "block_size must be select_block=16, got 8: pass --block-size 16"),
+        ({"block_size": 32}, "must be select_block=16, got 32: pass --block-size 16"),
+        ({"block_size": 8}, "must be select_block=16, got 8: pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size must be None: the bytes of a block"),
         ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization must be None: the layers"),
@@ -228,28 +200,27 @@ def test_the_plugin_is_found_by_its_entry_point():
 
 
 def test_models_and_devices_that_are_refused():
-    def given(config=None, guesses=None, **parallel):
+    mixed = dict(attention=["nsa", "dense", "nsa"])
+    two = "must be 1: .* got 2"
+    for message, changes, guesses, parallel in (
+        (None, {}, None, {}),
+        (None, {}, "ngram", {}),
+        (f"tensor_parallel_size {two}", {}, None, {"tensor_parallel_size": 2}),
+        (f"pipeline_parallel_size {two}", {}, None, {"pipeline_parallel_size": 2}),
+        ("guess without a model, .*'draft_model'", {}, "draft_model", {}),
+        ("NSA in every layer", mixed, None, {}),
+    ):
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
-        cache = SimpleNamespace(cache_dtype="auto", user_specified_block_size=False)
         of_engine = SimpleNamespace(
             parallel_config=SimpleNamespace(**sizes),
-            cache_config=cache,
+            cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
             kv_transfer_config=None,
             quant_config=None,
             speculative_config=guesses and SimpleNamespace(method=guesses),
         )
-        return of_engine, config or model().config
-
-    engine_model.check(*given())
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(NotImplementedError, match=f"{name} must be 1: .* got 2"):
-            engine_model.check(*given(**{name: 2}))
-    engine_model.check(*given(guesses="ngram"))
-    with pytest.raises(NotImplementedError, match=r"guess without a model, .*'draft_model'"):
-        engine_model.check(*given(guesses="draft_model"))
-    mixed = model.__wrapped__(attention=["nsa", "dense", "nsa"]).config
-    with pytest.raises(NotImplementedError, match="NSA in every layer"):
-        engine_model.check(*given(mixed))
+        refused = pytest.raises(NotImplementedError, match=message)
+        with refused if message else contextlib.nullcontext():
+            engine_model.check(of_engine, model.__wrapped__(**changes).config)
 
 
 def test_weights_that_do_not_fit(engine, monkeypatch):
@@ -357,7 +328,7 @@ def test_the_server_answers(tmp_path):
                 pytest.fail("the server did not answer for 300 s")
         finally:
             server.terminate()
-    assert found["choices"][0]["token_ids"] == alone(lm, prompt)
+    assert found["choices"][0]["token_ids"] == alone(lm, prompt, NEW)
 
 
 def test_guesses_are_taken_and_taken_back(engine):
