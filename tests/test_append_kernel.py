@@ -17,9 +17,9 @@ from nsa_core.compress_params import PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from tests.cross_compile import compile_report
+from tests.devices import needs_gpu
 from tests.oracles.list_kernels import emulated, interpreted
 from tests.oracles.warps import GARBAGE
-from tests.test_block_query_lists import needs_gpu
 
 POOL, TABLE = 24, 6
 SIZES = {"N": 0, "B": 0, "pages": POOL, "table_pages": TABLE}

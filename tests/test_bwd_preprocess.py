@@ -9,8 +9,8 @@ import torch
 from kernels_pallas.mosaic import bwd_preprocess
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
+from tests.devices import needs_gpu
 from tests.oracles.list_kernels import Warps, emulated, interpreted
-from tests.test_block_query_lists import needs_gpu
 
 SPECS = {
     "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),

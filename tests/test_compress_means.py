@@ -16,8 +16,8 @@ from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import loops
 from tests.cross_compile import compile_report
+from tests.devices import needs_gpu
 from tests.oracles.list_kernels import emulated, interpreted
-from tests.test_block_query_lists import needs_gpu
 
 SPECS = {
     "l = 2d, odd length": Means(2, 22, 1, 16, 48, 8, 4, "bfloat16", 2),
