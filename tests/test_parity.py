@@ -1,280 +1,41 @@
-"""Each rule of the tolerance can fail: a path that breaks it is called broken."""
+"""All paths against one oracle: outputs, log-sum-exps, gradients and selections of all problems.
 
-import dataclasses
+A path is a row of `paths.PATHS`, a problem one of `problems.CASES`.
+"""
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from bench.judge import parity
-from nsa_core.config import NSAConfig
-from tests.limits import set_limits
-
-CONFIG = NSAConfig(
-    compress_block=4,
-    compress_stride=2,
-    select_block=4,
-    num_selected=4,
-    num_initial=1,
-    num_local=1,
-    window=8,
-)
-# Query positions of the selections below: blocks 2, 4 and 7 are their own.
-POSITIONS = np.array([9, 17, 31])
+from tests import problems
+from tests.paths import PATHS
+from tests.problems import CASES, problem
 
 
-@pytest.fixture
-def oracle(rng):
-    return rng.standard_normal((1, 8, 2, 4))
+def rows(has):
+    return [
+        pytest.param(path, case, marks=PATHS[path].marks, id=f"{path}-{case}")
+        for path in PATHS
+        if has(PATHS[path])
+        for case in PATHS[path].cases
+    ]
 
 
-@pytest.fixture
-def many(rng):
-    """So many elements that a single one counts for little in the rms."""
-    return rng.standard_normal((64, 8, 16, 4))
+def run(request, path, call, p):
+    for name in PATHS[path].fixtures:
+        request.getfixturevalue(name)
+    return call(p)
 
 
-def check(oracle, actual, *, yardstick=None, dtype=np.float32, **options):
-    yardstick = oracle if yardstick is None else yardstick
-    return parity.check_parity("x", actual.astype(dtype), oracle, yardstick, **options)
+@pytest.mark.parametrize(("path", "case"), rows(lambda path: path.whole))
+def test_attention(path, case, request):
+    """The whole of attention: its output and the gradient of all that it reads."""
+    p = problem(CASES[case])
+    problems.check(p, run(request, path, PATHS[path].whole, p), p.expected)
 
 
-def test_exact_result_passes(oracle):
-    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
-        exact = oracle.astype(dtype).astype(np.float64)
-        result = check(exact, exact, dtype=dtype)
-        assert result.ok and result.error_max == 0 and result.share == 0
-
-
-def test_four_roundings_pass_and_eight_fail(many):
-    exact = many.astype(np.float16).astype(np.float64)
-    peak = np.unravel_index(np.abs(exact).argmax(), exact.shape)
-    eps = np.finfo(np.float16).eps
-    for roundings, ok in ((3, True), (8, False)):
-        actual = exact.copy()
-        actual[peak] *= 1 + roundings * eps
-        result = check(exact, actual, dtype=np.float16)
-        assert result.ok == ok, result
-    assert "max error" in result.reason
-
-
-def test_max_bound_is_twice_the_yardstick(many):
-    exact = many.astype(np.float16).astype(np.float64)
-    yardstick = exact.copy()
-    yardstick[0, 0, 0, 0] += 1e-2
-    for error, ok in ((1.9e-2, True), (4e-2, False)):
-        actual = exact.astype(np.float16)
-        actual[0, 3, 1, 2] += np.float16(error)
-        # Mean errors of both stay small: only the largest one decides.
-        result = check(exact, actual, yardstick=yardstick, dtype=np.float16)
-        assert result.ok == ok, result
-    assert "max error" in result.reason
-
-
-def test_mean_is_bounded_on_its_own(oracle):
-    yardstick = oracle.copy()
-    yardstick[0, 0, 0, 0] += 0.1
-    actual = oracle + 0.05  # below the largest error of the yardstick, but everywhere
-    result = check(oracle, actual, yardstick=yardstick, dtype=np.float16)
-    assert not result.ok and "mean error" in result.reason
-
-
-def test_float32_has_an_absolute_limit(oracle):
-    far = oracle + 1e-4
-    result = check(oracle, far, yardstick=far)
-    assert not result.ok and result.bound_max == parity.FLOAT32_MAX
-    assert check(oracle, far, yardstick=far, dtype=np.float16).ok
-
-
-def test_selection_in_low_precision_has_an_absolute_mean(oracle):
-    oracle = oracle.astype(np.float16).astype(np.float64)
-    far, spike = oracle + 2e-3, oracle.copy()
-    spike[0, 0, 0, 0] += 4e-2
-    for actual, ok in ((far, False), (spike, True)):  # the largest error has no such limit
-        assert check(oracle, actual, yardstick=actual, dtype=np.float16).ok
-        result = check(oracle, actual, yardstick=actual, dtype=np.float16, selection=True)
-        assert result.ok == ok, result
-
-
-def test_precision_of_a_converted_array_counts(oracle):
-    oracle = oracle.astype(ml_dtypes.bfloat16).astype(np.float64)
-    actual = (oracle * (1 + 2**-11)).astype(np.float32)
-    assert not check(oracle, actual).ok
-    assert check(oracle, actual, dtype=np.float32, yardstick=oracle).reason
-    low = parity.check_parity("x", actual, oracle, oracle, dtype=ml_dtypes.bfloat16)
-    assert low.ok
-
-
-DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("part", "ok"), [(0.9, True), (1.1, False)])
-def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
-    """An error of no direction; its maximum and mean are within their bounds."""
-    error = np.where(np.arange(many.size).reshape(many.shape) % 2, 1.0, -1.0)
-    most = parity.RMS_OF_ORACLE[np.dtype(dtype).name] * np.sqrt(np.square(many).mean())
-    result = parity.check_parity("x", many + part * most * error, many, many, dtype=dtype)
-    assert (result.error_rms <= result.bound_rms) == ok
-    if np.dtype(dtype).itemsize == 2:
-        assert result.ok == ok, result
-        assert ok or "rms error" in result.reason
-    else:  # 32 roundings, of which the maximum and the mean allow 4
-        assert not result.ok
-
-
-@pytest.mark.parametrize(("times", "ok"), [(1.4, True), (1.6, False)])
-def test_rms_bound_is_one_and_a_half_of_the_yardstick(many, rng, times, ok):
-    error = 0.1 * rng.standard_normal(many.shape)
-    shifted = times * np.roll(error, 1)
-    result = parity.check_parity(
-        "x", many + shifted, many, many + error, dtype=ml_dtypes.bfloat16
-    )
-    assert result.ok == ok, result
-    assert ok or "rms error" in result.reason
-
-
-@pytest.mark.parametrize(("factor", "ok"), [(1.0009, True), (1.0011, False), (0.9989, False)])
-def test_slope_of_many_elements_is_one(rng, factor, ok):
-    """The yardstick's error hides the factor from all other bounds."""
-    exact = rng.standard_normal(parity.SLOPE_ELEMENTS)
-    yardstick = exact + 0.1 * rng.standard_normal(exact.shape)
-    how = {"dtype": ml_dtypes.bfloat16}
-    result = parity.check_parity("x", factor * exact, exact, yardstick, **how)
-    assert result.ok == ok and result.slope == pytest.approx(factor), result
-    assert ok or "slope" in result.reason
-    few = parity.check_parity("x", factor * exact[1:], exact[1:], yardstick[1:], **how)
-    assert few.ok and few.slope is None
-
-
-def test_chunks_change_nothing(many, rng, monkeypatch):
-    actual = many + 1e-3 * rng.standard_normal(many.shape)
-    set_limits(monkeypatch, slope_elements=many.size)
-    whole = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
-    set_limits(monkeypatch, judged_elements=1000)
-    parts = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
-    for name in ("error_max", "error_mean", "error_rms", "bound_max", "bound_rms", "slope"):
-        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
-    actual[-1, -1, -1, -1] = np.nan
-    assert "at other places than the oracle (1)" in check(many, actual, dtype=np.float64).reason
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", ["actual", "oracle"])
-def test_nan_and_inf_must_stand_at_the_same_places(oracle, value, where):
-    arrays = {"actual": oracle.copy(), "oracle": oracle.copy()}
-    arrays[where][0, 1, 1, 1] = value
-    result = check(arrays["oracle"], arrays["actual"])
-    assert not result.ok and "at other places" in result.reason
-    both = arrays[where]
-    assert check(both, both, yardstick=both).ok
-
-
-def test_inf_of_the_other_sign_fails(oracle):
-    oracle[0, 0, 0, 0] = -np.inf
-    actual = oracle.copy()
-    actual[0, 0, 0, 0] = np.inf
-    assert not check(oracle, actual, yardstick=oracle).ok
-
-
-def test_nan_in_the_yardstick_widens_nothing(oracle):
-    yardstick = oracle.copy()
-    yardstick[0, 0] = np.inf
-    assert not check(oracle, oracle + 1, yardstick=yardstick, dtype=np.float16).ok
-
-
-def test_shapes_must_agree(oracle):
-    with pytest.raises(ValueError, match="shapes"):
-        check(oracle, oracle[:, :4])
-
-
-def test_assert_parity_raises_with_the_reason(oracle):
-    actual = oracle.astype(np.float32)
-    parity.assert_parity("out", actual, oracle, oracle)
-    with pytest.raises(AssertionError, match="out: max error"):
-        parity.assert_parity("out", actual + 1, oracle, oracle)
-
-
-@pytest.fixture
-def scores(rng):
-    return rng.uniform(0.1, 1, (1, 3, 1, 8))
-
-
-def own_selection(scores):
-    """Block by block: forced ones first, then the best; written without the checker's code."""
-    rows = []
-    for position, row in zip(POSITIONS, scores[0, :, 0], strict=True):
-        own = position // 4
-        chosen = {0, own}
-        for block in sorted(range(own + 1), key=lambda j: (-row[j], j)):
-            if len(chosen) < min(4, own + 1):
-                chosen.add(block)
-        rows.append([*sorted(chosen), -1, -1][:4])
-    return np.array(rows, np.int32)[None, :, None]
-
-
-def test_own_selection_passes(scores):
-    result = parity.check_indices(own_selection(scores), scores, POSITIONS, CONFIG)
-    assert result.ok and result.rows_differ == 0, result
-    assert parity.decided(scores, POSITIONS, CONFIG).all()
-
-
-@pytest.mark.parametrize(
-    ("row", "blocks", "reason"),
-    [
-        (0, [0, 1, 1, 2], "empty slots"),
-        (0, [0, 1, -1, 2], "empty slots"),
-        (0, [0, 2, -1, -1], "empty slots"),
-        (1, [0, 2, 2, 4], "ascend"),
-        (1, [0, 3, 2, 4], "ascend"),
-        (1, [0, 1, 4, 5], "after the query's own"),
-        (1, [1, 2, 3, 4], "forced"),
-        (2, [0, 1, 2, 3], "forced"),
-    ],
-)
-def test_broken_selection_fails(scores, row, blocks, reason):
-    indices = own_selection(scores)
-    indices[0, row, 0] = blocks
-    result = parity.check_indices(indices, scores, POSITIONS, CONFIG)
-    assert not result.ok and reason in result.reason
-
-
-@pytest.mark.parametrize(("slack", "ok"), [(2.0**-11, True), (2.0**-9, False)])
-def test_a_block_may_score_a_little_less(scores, slack, ok):
-    scores[0, 2, 0] = [0.1, 0.9, 0.5, 0.5 * (1 - slack), 0.1, 0.1, 0.1, 0.1]
-    indices = own_selection(scores)
-    assert indices[0, 2, 0].tolist() == [0, 1, 2, 7]
-    indices[0, 2, 0] = [0, 1, 3, 7]
-    result = parity.check_indices(indices, scores, POSITIONS, CONFIG)
-    assert result.ok == ok and result.rows_differ == 1, result
-    assert result.error_max == pytest.approx(slack)
-    assert parity.decided(scores, POSITIONS, CONFIG)[0, :, 0].tolist() == [True, True, not ok]
-
-
-def test_equal_scores_take_the_lower_block(scores):
-    scores[0, 2, 0] = 0.5
-    indices = own_selection(scores)
-    assert indices[0, 2, 0].tolist() == [0, 1, 2, 7]
-    indices[0, 2, 0] = [0, 1, 3, 7]
-    result = parity.check_indices(indices, scores, POSITIONS, CONFIG)
-    assert result.ok and result.rows_differ == 1
-
-
-def test_all_errors_count_in_the_share():
-    fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
-    for worse, share in (
-        ({"error_rms": 3.0, "bound_rms": 4.0}, 0.75),
-        ({"slope": 1 + 0.9 * parity.SLOPE}, 0.9),
-        ({"bound_mean": 0.0}, 2),  # of a bound of 0 every error is too large
-        ({"error_rms": 1.0, "bound_rms": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
-    ):
-        assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
-
-
-def test_the_worst_part_speaks_and_a_broken_one_before_it():
-    fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
-    near = parity.Parity(9e-7, 1e-8, 1e-6, 1e-6, True, rows_differ=3)
-    bad = parity.Parity(2.0, 1.0, 1e-6, 1e-6, False, "bad")
-    assert parity.merge([fine, near]) == near
-    merged = parity.merge([near, bad])
-    assert not merged.ok and merged.reason == "bad" and merged.rows_differ == 3
+@pytest.mark.parametrize(("path", "case"), rows(lambda path: path.steps))
+def test_steps(path, case, request):
+    """Each branch alone, gradients through its log-sum-exp too, and the selection."""
+    p = problem(CASES[case])
+    found = run(request, path, PATHS[path].steps, p)
+    problems.check_selection(p, found.pop("block_indices"))
+    problems.check(p, found, p.expected_steps)
