@@ -33,9 +33,11 @@ MARGIN = {"float32": 2.0**-14, "float16": 2.0**-9, "bfloat16": 2.0**-7}
 class Case:
     """A problem's shape.
 
-    `documents`: lengths of packed sequences, what is left over is padding; `own`: keys and values
-    of their own for each branch; `blocks`: `own`, as the path selects, else `given`, those of the
-    oracle, or `any`, of any place and in any order.
+    `documents`: lengths of packed sequences, what is left over is padding, where all is NaN; `own`:
+    keys and values of their own for each branch; `blocks`: `own`, as the path selects, else
+    `given`, those of the oracle, or `any`, of any place and in any order; `ties`: all scores of a
+    compressed token are equal; `only`: the token whose output alone has a gradient; `loud`: the
+    size of that gradient, of which dO . V is beyond float16, and no gradient of tokens.
     """
 
     T: int
@@ -51,6 +53,9 @@ class Case:
     own: bool = False
     scale: float | None = None
     blocks: str = "own"
+    ties: bool = False
+    only: int | None = None
+    loud: float | None = None
     seed: int = 0
 
 
@@ -68,10 +73,15 @@ CASES = {
     "few blocks of many": Case(63, 111, H=6, D=8, Dv=12, config=FEW, own=True),
     "windows and blocks alike": Case(111, 111, H=6, Hkv=1, D=4, Dv=16, config=TIGHT),
     "documents": Case(90, 90, documents=(20, 1, 43, 8), own=True),
+    "short documents": Case(40, 40, D=8, Dv=8, documents=(7, 6)),
+    "one output": Case(63, 63, only=31),
+    "ties": Case(111, 111, H=3, Hkv=1, ties=True),
     "empty documents": Case(91, 91, H=6, documents=(1, 20, 0, 1, 43, 8, 0)),
     "any blocks": Case(70, 130, H=6, blocks="any"),
     "bfloat16": Case(130, 130, H=8, D=32, config=PAPER, dtype="bfloat16", B=2, blocks="given"),
     "float16": Case(77, 77, H=3, Hkv=1, dtype="float16", blocks="given"),
+    # Their sum must not be kept in bfloat16.
+    "many queries of a block": Case(600, 600, H=8, Hkv=1, dtype="bfloat16", blocks="given"),
 }
 
 
@@ -89,6 +99,10 @@ class Problem:
     weight: torch.Tensor
     lse_weight: torch.Tensor
     block_indices: torch.Tensor | None
+
+    @property
+    def kv_len(self) -> int | None:
+        return None if self.case.documents else self.case.S
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -116,7 +130,8 @@ class Problem:
         """What each branch reads, in the case's dtype; the selection is the oracle's."""
         config = self.case.config
         slots = max((self.case.S - config.compress_block) // config.compress_stride + 1, 0)
-        pair = [nsa.compress(x[0], config, self.rows) for x in (self.keys, self.values)]
+        whole = [self.cleaned(x[0]) for x in (self.keys, self.values)]
+        pair = [nsa.compress(x, config, self.rows) for x in whole]
         pair = [F.pad(x, (0, 0, 0, 0, 0, slots - x.shape[1])) for x in pair]
         chosen = self.attended(*(x.double() for x in self.leaves)).block_indices
         tokens = self.query, self.keys[-1], self.values[-1]
@@ -131,17 +146,32 @@ class Problem:
         return nsa.Rows(self.case.T, self.case.S, self.case.documents or (self.case.S,))
 
     def attended(self, *leaves, **options) -> nsa.Found:
-        """What the oracle makes of leaves in any dtype."""
-        query, *pairs, gates = leaves
+        """What the oracle makes of leaves in any dtype, in which padding may be anything."""
+        query, *pairs, gates = map(self.cleaned, leaves)
         half = len(pairs) // 2
         keys, values = (x if self.case.own else x * 3 for x in (pairs[:half], pairs[half:]))
-        return nsa.attention(
+        found = nsa.attention(
             *(query, keys, values, gates),
             config=self.case.config,
             documents=self.case.documents,
             scale=self.case.scale,
             **{"block_indices": self.block_indices} | options,
         )
+        if not self.case.ties:
+            return found
+        # As whole numbers, which are equal whatever the order of sums.
+        seen = nsa.compressed_mask(self.case.config, self.rows).to(query.dtype)
+        scores = nsa.scores(
+            seen[:, :, None].expand(self.case.B, self.case.Hkv, -1, -1, -1),
+            self.case.config,
+            self.rows,
+        )
+        chosen = nsa.select(scores, self.case.config, self.rows)
+        return dataclasses.replace(found, scores=scores, block_indices=chosen)
+
+    def cleaned(self, x: torch.Tensor) -> torch.Tensor:
+        """Without what padding holds."""
+        return torch.where(self.rows.padding(x.shape[1])[:, None, None], 0, x)
 
     @functools.cached_property
     def expected(self) -> list[dict[str, np.ndarray]]:
@@ -150,21 +180,25 @@ class Problem:
         for dtype in (torch.float64, getattr(torch, self.case.dtype)):
             leaves = [x.to(dtype).requires_grad_() for x in self.leaves]
             out = self.attended(*leaves, block_indices=self.steps["selected"][3]).out
-            grads = torch.autograd.grad(out, leaves, self.weight.to(dtype))
+            grads = torch.autograd.grad(out, leaves, self.cleaned(self.weight.to(dtype)))
             found.append(dict(zip(self.names, map(array, (out, *grads)), strict=True)))
         return found
 
-    @functools.cached_property
-    def expected_steps(self) -> list[dict[str, np.ndarray]]:
+    @functools.cache  # noqa: B019  # as long as `problem` keeps it
+    def expected_steps(self, of_lse: bool = True) -> list[dict[str, np.ndarray]]:
         """Of each branch output, log-sum-exp and gradients by both of these, exact and rough."""
         found = []
         for dtype in (torch.float64, getattr(torch, self.case.dtype)):
             found.append({})
             for branch, (*tensors, mask) in self.masked_steps().items():
                 leaves = [x.to(dtype).requires_grad_() for x in tensors]
-                seen = [x[:, : mask.shape[-1]] for x in leaves[1:]]
-                both = nsa.attend(leaves[0], *seen, mask, self.case.scale)[:2]
-                weights = [x.to(dtype) for x in (self.weight, self.lse_weight)]
+                clean = (lambda x: x) if branch == "compressed" else self.cleaned
+                seen = [clean(x)[:, : mask.shape[-1]] for x in leaves[1:]]
+                query = self.cleaned(leaves[0])
+                both = nsa.attend(query, *seen, mask, self.case.scale)[:2]
+                weights = self.weight.to(dtype), self.lse_weight[..., None].to(dtype)
+                weights = [self.cleaned(x) for x in weights]
+                weights[1] = weights[1][..., 0] * of_lse
                 grads = torch.autograd.grad(both, leaves, weights)
                 names = (f"{branch}.{x}" for x in STEP_NAMES)
                 found[-1] |= dict(zip(names, map(array, (*both, *grads)), strict=True))
@@ -196,7 +230,7 @@ def problem(case: Case) -> Problem:
     """Drawn again until the selection, which a path makes itself, is beyond doubt."""
     for seed in range(case.seed, case.seed + 1000):
         found = _drawn(case, seed)
-        if case.blocks != "own" or _decided(found):
+        if case.blocks != "own" or case.ties or _decided(found):
             return found
     raise ValueError(f"no selection of {case} is beyond doubt: smaller, or blocks='given'")
 
@@ -210,21 +244,81 @@ def _drawn(case, seed):
     count = 3 if case.own else 1
     tokens = case.B, case.S, case.Hkv
     heads = case.B, case.T, case.H
-    gates = normal(*heads, 3)  # of both signs
+    size = (1 / 64, 64.0, case.loud) if case.loud else (1.0, 1.0, 1.0)
+    gates = (
+        normal(*heads, 3) if case.loud is None else torch.full((*heads, 3), 1 / 3, dtype=dtype)
+    )
     gates[:, ::7, 0] = 0
+    weight, lse_weight = normal(*heads, case.Dv) * size[2], normal(*heads).float()
+    if case.only is not None:
+        for x in (weight, lse_weight):
+            x[:, : case.only] = x[:, case.only + 1 :] = 0
     found = Problem(
         case,
-        normal(*heads, case.D),
-        tuple(normal(*tokens, case.D) for _ in range(count)),
-        tuple(normal(*tokens, case.Dv) for _ in range(count)),
+        normal(*heads, case.D) * (0 if case.ties else size[0]),
+        tuple(normal(*tokens, case.D) * size[0] for _ in range(count)),
+        tuple(normal(*tokens, case.Dv) * size[1] for _ in range(count)),
         gates,
-        normal(*heads, case.Dv),
-        torch.from_numpy(rng.standard_normal(heads)).float(),
+        weight,
+        lse_weight,
         any_blocks(case) if case.blocks == "any" else None,
     )
+    for x in (*found.leaves, weight, lse_weight):
+        x[:, found.rows.padding(x.shape[1])] = torch.nan
     if case.blocks == "given":
         found = dataclasses.replace(found, block_indices=found.steps["selected"][3])
     return found
+
+
+class Ragged:
+    """Several problems of one sequence in one batch, as steps take them: queries of a row that is
+    shorter than their number stand at the end, and NaN is where a row has no token.
+    """
+
+    def __init__(self, *cases: Case):
+        self.rows, self.case = [problem(case) for case in cases], cases[0]
+        self.kv_len = torch.tensor([case.S for case in cases], dtype=torch.int32)
+        T, nan = max(case.T for case in cases), torch.nan
+        each = [row.steps for row in self.rows]
+        slots = {x: max(row[x][1].shape[1] for row in each) for x in nsa.BRANCHES}
+        self.steps = {
+            branch: [
+                torch.cat([filled(row[branch][0], T, nan, front=True) for row in each]),
+                *(
+                    torch.cat([filled(row[branch][i], slots[branch], nan) for row in each])
+                    for i in (1, 2)
+                ),
+            ]
+            for branch in nsa.BRANCHES
+        }
+        chosen = [filled(row["selected"][3], T, -1, front=True) for row in each]
+        self.steps["selected"].append(torch.cat(chosen))
+        weights = [filled(row.weight, T, nan, front=True) for row in self.rows]
+        of_lse = [filled(row.lse_weight[..., None], T, nan, front=True) for row in self.rows]
+        self.weight, self.lse_weight = torch.cat(weights), torch.cat(of_lse)[..., 0]
+
+    def check(self, found: dict, of_lse: bool = True) -> None:
+        """Each row as it is alone, nothing behind it and before its queries."""
+        chosen = array(found.pop("block_indices"))
+        for i, row in enumerate(self.rows):
+            check_selection(row, chosen[i : i + 1, chosen.shape[1] - row.case.T :])
+            expected, own = row.expected_steps(of_lse), {}
+            for name, x in found.items():
+                x, size = array(x)[i : i + 1], expected[0][name].shape[1]
+                of_queries = name.endswith(("out", "lse", "dquery"))
+                own[name], rest = np.split(x, [x.shape[1] - size if of_queries else size], 1)
+                if of_queries:
+                    own[name], rest = rest, own[name]
+                assert (rest == (-np.inf if name.endswith("lse") else 0)).all(), name
+            check(row, own, expected)
+
+
+def filled(x: torch.Tensor, length: int, value: float, front: bool = False) -> torch.Tensor:
+    """`x` `[1, n, ..]` with tokens of `value` up to `length`, before its own or behind them."""
+    missing = length - x.shape[1]
+    return F.pad(
+        x, (0, 0) * (x.ndim - 2) + ((missing, 0) if front else (0, missing)), value=value
+    )
 
 
 def any_blocks(case: Case) -> torch.Tensor:
@@ -258,12 +352,15 @@ def _decided(p: Problem) -> bool:
 
 
 def check(p: Problem, found: dict, expected) -> None:
-    """Results of a path by name, those of them that it has, against both of `expected`."""
+    """Results of a path by name, those of them that it has, against both of `expected`; what sees
+    nothing and what nothing sees is exactly 0.
+    """
     exact, rough = expected
     assert found.keys() <= exact.keys() and found
     for name, x in found.items():
         how = {"dtype": DTYPES[p.case.dtype], "selection": name == "selected.out"}
         assert_parity(name, array(x), exact[name], rough[name], **how)
+        assert not array(x)[exact[name] == 0].any(), f"{name} must be 0 where nothing is seen"
 
 
 def check_selection(p: Problem, block_indices) -> None:
