@@ -227,6 +227,7 @@ PATHS = {
     "torch reference": torch_path("reference", PARTS, EVERY),
     "torch sdpa": torch_path("sdpa", EVERY),
     "torch sdpa in chunks": torch_path("sdpa", PARTS, FEW, fixtures=("in_chunks",)),
+    "torch sdpa in long chunks": torch_path("sdpa", (), PARTS, fixtures=("long_chunks",)),
     "torch fa2": Path(None, (), steps_of_fa2, EVERY, fixtures=("fa2_on_a_cpu",), of_lse=False),
     "torch jax": torch_path("jax", PARTS, FEW),
     "torch cached": cache_path(cached, "torch", *CACHED),

@@ -79,7 +79,7 @@ def differing(name, rules):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_stage_equals_the_loops(name):
+def test_equiv_small_loops(name):
     assert differing(name, loops.Rules(CASES[name].config)) == []
 
 

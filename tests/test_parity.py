@@ -3,6 +3,7 @@
 A path is a row of `paths.PATHS`, a problem one of `problems.CASES`, in whose padding all is NaN.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from nsa_jax import reference
+from nsa_torch import sdpa
 from tests import problems
 from tests.limits import set_limits
 from tests.oracles import fa2, nsa
@@ -24,6 +26,13 @@ from tests.problems import CASES, SMALL, Case, Ragged, array, problem
 def in_chunks(monkeypatch):
     """Several chunks in every call, of which the last is not full."""
     set_limits(monkeypatch, torch_chunk_bytes=50_000, jax_chunk_bytes=20_000)
+    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 5)  # less than a window
+
+
+@pytest.fixture
+def long_chunks(monkeypatch):
+    """Longer than all queries, as on a GPU."""
+    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 1024)
 
 
 @pytest.fixture
@@ -55,14 +64,14 @@ def run(request, path, part, p, **options):
 
 
 @rows(lambda path: path.cases)
-def test_attention(path, case, request):
+def test_backward_parity(path, case, request):
     """The whole of attention: its output and the gradient of all that it reads."""
     p = problem(CASES[case])
     problems.check(p, run(request, path, "whole", p), p.expected)
 
 
 @rows(lambda path: path.cases_of_steps)
-def test_steps(path, case, request):
+def test_steps_and_selection_packed_or_not(path, case, request):
     """Each branch alone, gradients through its log-sum-exp too, and the selection."""
     p = problem(CASES[case])
     found = run(request, path, "steps", p)
@@ -121,6 +130,18 @@ def test_the_same_input_gives_the_same_bits(path, request):
         np.testing.assert_array_equal(array(x), array(again[name]), name)
 
 
+@by_path("torch sdpa", "jax xla")
+def test_group_consistency(path, request):
+    """Equal queries of a group give equal outputs, whatever the other heads of the group."""
+    p = problem(CASES["three heads a group"])
+    query = p.query.clone()
+    query[:, :, 1] = query[:, :, 0]
+    gates = p.gates[:, :, :1].repeat(1, 1, 6, 1)
+    equal = dataclasses.replace(p, query=query, gates=gates)
+    out = array(run(request, path, "whole", equal)["out"])
+    np.testing.assert_array_equal(out[:, :, 0], out[:, :, 1])
+
+
 PHI = {
     "mean": (None, None),
     "pool": (nsa_torch.PoolParams, [(8, 16)]),
@@ -154,7 +175,7 @@ def compressed_by(name, kind, config, documents, x, params, weight):
 @pytest.mark.parametrize("documents", [None, (1, 20, 0, 7, 43, 8)], ids=["", "documents"])
 @pytest.mark.parametrize("phi", PHI)
 @pytest.mark.parametrize("name", ["torch", "jax", "jax reference"])
-def test_compress(name, phi, documents, rng):
+def test_gradcheck_of_compress(name, phi, documents, rng):
     """Windows and gradients of tokens and parameters in float64, NaN behind the last document."""
     normal = lambda *shape: torch.from_numpy(rng.standard_normal(shape))
     (kind, shapes), place = PHI[phi], nsa.Rows(97, 97, documents or (97,))
