@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import nsa_jax
 import nsa_torch
-from tests.problems import CASES, STEP_NAMES, Problem, array
+from tests.oracles.nsa import BRANCHES
+from tests.problems import CASES, STEP_NAMES, Problem, array, moved
 
 
 def same(x):
@@ -71,17 +72,24 @@ def steps_of_torch(p, implementation, device="cpu", of_lse=True) -> dict:
     return found | {"block_indices": nsa_torch.select_blocks(query, key, **where)}
 
 
-def steps_of_jax(p, implementation) -> dict:
+def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) -> dict:
     def all_steps(steps, weights, kv_len):
         where = in_jax(p) | {"implementation": implementation, "kv_len": kv_len}
         query, key, _ = steps["compressed"]
-        found = {"block_indices": nsa_jax.select_blocks(query, key, **where)}
+        found = {}
+        if "scores" in only:
+            found["block_indices"] = nsa_jax.select_blocks(query, key, **where)
         for branch, tensors in steps.items():
+            if branch not in only:
+                continue
             step = getattr(nsa_jax, f"{branch}_attention")
             given = lambda *x, step=step, rest=tensors[3:]: step(*x, *rest, **where)
-            results, pull = jax.vjp(given, *tensors[:3])
-            names = (f"{branch}.{x}" for x in STEP_NAMES)
-            found |= dict(zip(names, (*results, *pull(weights)), strict=True))
+            if gradients:
+                results, pull = jax.vjp(given, *tensors[:3])
+                results = (*results, *pull(weights))
+            else:
+                results = given(*tensors[:3])
+            found |= {f"{branch}.{x}": y for x, y in zip(STEP_NAMES, results, strict=False)}
         return found
 
     weights = to_jax(p.weight), to_jax(p.lse_weight)
@@ -171,10 +179,6 @@ def in_jax(p: Problem) -> dict:
     return {"config": p.case.config, "scale": p.case.scale, "segment_ids": ids}
 
 
-def moved(x, device):
-    return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
 def to_jax(x: torch.Tensor) -> jax.Array:
     return jnp.asarray(array(x), str(x.dtype).removeprefix("torch."))
 
@@ -200,16 +204,20 @@ class Path:
     of_lse: bool = True  # whether a log-sum-exp has a gradient
 
 
-def torch_path(implementation, cases, cases_of_steps=None, how=None, **options) -> Path:
-    whole = functools.partial(of_torch, implementation=implementation, **how or {})
-    steps = functools.partial(steps_of_torch, implementation=implementation)
+def torch_path(
+    implementation, cases, cases_of_steps=None, how=None, device="cpu", **options
+) -> Path:
+    where = {"implementation": implementation, "device": device}
+    whole = functools.partial(of_torch, **where, **how or {})
+    of_lse = options.get("of_lse", True)
+    steps = functools.partial(steps_of_torch, **where, of_lse=of_lse)
     alone = cases if cases_of_steps is None else cases_of_steps
     return Path(whole, cases, steps, alone, **options)
 
 
-def jax_path(implementation, cases, cases_of_steps=None, **options) -> Path:
+def jax_path(implementation, cases, cases_of_steps=None, gradients=True, **options) -> Path:
     whole = functools.partial(of_jax, implementation=implementation)
-    steps = functools.partial(steps_of_jax, implementation=implementation)
+    steps = functools.partial(steps_of_jax, implementation=implementation, gradients=gradients)
     alone = cases if cases_of_steps is None else cases_of_steps
     return Path(whole, cases, steps, alone, **options)
 
@@ -243,3 +251,43 @@ for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax
     PATHS[f"torch {name} negated"] = torch_path(
         implementation, ("one output",), (), how={"bit": negated}
     )
+MOSAIC = [
+    f"kernel: {x}"
+    for x in (
+        "three heads a group",
+        "four heads a group",
+        "documents",
+        "documents before queries",
+        "wide",
+        "no compressed token",
+        "more slots than blocks",
+        "blocks in three tiles",
+        "any blocks",
+    )
+]
+MOSAIC_STEPS = [
+    f"kernel: {x}"
+    for x in ("one head a group", "fewer queries than keys", "long blocks", "large logits")
+]
+PATHS |= {
+    "jax mosaic": jax_path(
+        "mosaic", MOSAIC, MOSAIC_STEPS, gradients=False, fixtures=("interpreted",)
+    ),
+    "jax mosaic in pieces": jax_path(
+        "mosaic",
+        ("kernel: one output",),
+        ("kernel: documents", "kernel: blocks or nothing"),
+        fixtures=("interpreted", "in_pieces"),
+    ),
+}
+GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
+ON_GPU = [x for x in CASES if x.startswith("gpu: ")]
+WHOLE_ON_GPU = "gpu: few blocks of many", "gpu: documents"
+PATHS |= {
+    "cuda torch sdpa": torch_path("sdpa", WHOLE_ON_GPU, ON_GPU, **GPU),
+    "cuda torch fa2": torch_path("fa2", WHOLE_ON_GPU, ON_GPU, of_lse=False, **GPU),
+    "cuda torch jax": torch_path("jax", WHOLE_ON_GPU, WHOLE_ON_GPU, **GPU),
+    "cuda torch triton": torch_path(
+        "triton", (), [x for x in ON_GPU if "any blocks" in x], **GPU
+    ),
+}

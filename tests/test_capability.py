@@ -21,7 +21,7 @@ from nsa_core.dispatch import Problem
 from nsa_torch import torch_ops
 from tests import test_mosaic_compiled
 from tests.inputs import PAPER, SMALL, Case, problem
-from tests.test_mosaic_gradients import check_step
+from tests.mosaic_checks import check_step
 from tests.torch_inputs import on_the_cpu, tensor
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)

@@ -13,6 +13,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
+from nsa_core.steps import mosaic_backward
 from nsa_jax import reference
 from nsa_torch import sdpa
 from tests import problems
@@ -36,8 +37,23 @@ def long_chunks(monkeypatch):
 
 
 @pytest.fixture
+def large_chunks(monkeypatch):
+    """Several in every call of a GPU."""
+    set_limits(monkeypatch, torch_chunk_bytes=2**20)
+
+
+@pytest.fixture
 def token_by_token(monkeypatch):
     set_limits(monkeypatch, jax_chunk_bytes=1)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Partial sums of Mosaic kernels are many, so that there is something to add up."""
+    set_limits(monkeypatch, min_interval=1, item_entries=4)
+    mosaic_backward._interval_split.cache_clear()
+    yield
+    mosaic_backward._interval_split.cache_clear()
 
 
 @pytest.fixture
@@ -85,11 +101,24 @@ def by_path(*names):
     return pytest.mark.parametrize("path", rows)
 
 
-@by_path("torch reference", "torch sdpa", "torch sdpa in chunks", "jax reference", "jax xla")
+@by_path(
+    "torch reference",
+    "torch sdpa",
+    "torch sdpa in chunks",
+    "jax reference",
+    "jax xla",
+    "jax mosaic in pieces",
+    "cuda torch sdpa",
+    "cuda torch fa2",
+)
 def test_rows_of_different_lengths(path, request):
     """One is shorter than the queries, of which the first are padding then."""
-    cases = [Case(min(9, n), n, D=8, Dv=12, seed=n) for n in (80, 41, 4)]
-    p = Ragged(*cases)
+    dtype, compressed = "float16" if "cuda" in path else "float32", torch.nan
+    if "mosaic" in path:
+        # Of compressed tokens that no query may see it has gradients of NaN where these are NaN.
+        dtype, compressed = "bfloat16", 0.0
+    cases = [Case(min(9, n), n, H=2, Hkv=1, Dv=32, dtype=dtype, seed=n) for n in (80, 41, 4)]
+    p = Ragged(*cases, compressed=compressed)
     p.check(run(request, path, "steps", p))
 
 
