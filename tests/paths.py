@@ -40,7 +40,7 @@ def of_torch(p: Problem, implementation, device="cpu", bit=same, **options) -> d
     return dict(zip(p.names, (out, *grads), strict=True))
 
 
-def of_jax(p: Problem, implementation, **options) -> dict:
+def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
     blocks = None if p.block_indices is None else jnp.asarray(p.block_indices.numpy())
     attend = functools.partial(
         nsa_jax.attention, block_indices=blocks, implementation=implementation
@@ -48,11 +48,13 @@ def of_jax(p: Problem, implementation, **options) -> dict:
 
     def both(weight, *leaves):
         given = lambda *x: attend(*p.of(x, nsa_jax.Branches), **in_jax(p), **options)
+        if not gradients:  # nothing is kept for them
+            return (given(*leaves),)
         out, pull = jax.vjp(given, *leaves)
         return out, *pull(weight)
 
     found = jax.jit(both)(*map(to_jax, (p.weight, *p.leaves)))
-    return dict(zip(p.names, found, strict=True))
+    return dict(zip(p.names, found, strict=gradients))
 
 
 def steps_of_torch(p, implementation, device="cpu", of_lse=True) -> dict:
@@ -216,8 +218,8 @@ def torch_path(
 
 
 def jax_path(implementation, cases, cases_of_steps=None, gradients=True, **options) -> Path:
-    whole = functools.partial(of_jax, implementation=implementation)
-    steps = functools.partial(steps_of_jax, implementation=implementation, gradients=gradients)
+    how = {"implementation": implementation, "gradients": gradients}
+    whole, steps = functools.partial(of_jax, **how), functools.partial(steps_of_jax, **how)
     alone = cases if cases_of_steps is None else cases_of_steps
     return Path(whole, cases, steps, alone, **options)
 
@@ -251,33 +253,35 @@ for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax
     PATHS[f"torch {name} negated"] = torch_path(
         implementation, ("one output",), (), how={"bit": negated}
     )
-MOSAIC = [
-    f"kernel: {x}"
-    for x in (
-        "three heads a group",
-        "four heads a group",
-        "documents",
-        "documents before queries",
-        "wide",
-        "no compressed token",
-        "more slots than blocks",
-        "blocks in three tiles",
-        "any blocks",
-    )
-]
-MOSAIC_STEPS = [
-    f"kernel: {x}"
-    for x in ("one head a group", "fewer queries than keys", "long blocks", "large logits")
-]
+MOSAIC = (
+    "kernel: three heads a group",
+    "kernel: four heads a group",
+    "kernel: documents",
+    "kernel: wide",
+    "kernel: no compressed token",
+    "kernel: blocks in three tiles",
+    "kernel: any blocks",
+)
+WITHOUT_GRADIENTS = (
+    "kernel: documents before queries",
+    "kernel: more slots than blocks",
+    "kernel: no compressed token",
+)
+STEPS_OF_MOSAIC = (
+    "kernel: one head a group",
+    "kernel: fewer queries than keys",
+    "kernel: long blocks",
+    "kernel: large logits",
+)
+IN_PIECES = "kernel: documents", "kernel: blocks or nothing"
+INTERPRETED = {"fixtures": ("interpreted",)}
 PATHS |= {
-    "jax mosaic": jax_path(
-        "mosaic", MOSAIC, MOSAIC_STEPS, gradients=False, fixtures=("interpreted",)
+    "jax mosaic": jax_path("mosaic", MOSAIC, (), **INTERPRETED),
+    "jax mosaic without gradients": jax_path(
+        "mosaic", WITHOUT_GRADIENTS, STEPS_OF_MOSAIC, gradients=False, **INTERPRETED
     ),
     "jax mosaic in pieces": jax_path(
-        "mosaic",
-        ("kernel: one output",),
-        ("kernel: documents", "kernel: blocks or nothing"),
-        fixtures=("interpreted", "in_pieces"),
+        "mosaic", ("kernel: one output",), IN_PIECES, fixtures=("interpreted", "in_pieces")
     ),
 }
 GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
