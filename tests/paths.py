@@ -14,23 +14,33 @@ import torch.nn.functional as F
 
 import nsa_jax
 import nsa_torch
-from tests.problems import CASES, STEP_NAMES, Problem, array
+from tests.oracles.nsa import BRANCHES
+from tests.problems import CASES, STEP_NAMES, Problem, array, moved
 
 
-def of_torch(p: Problem, implementation, device="cpu", **options) -> dict:
-    leaves = [x.to(device).requires_grad_() for x in p.leaves]
+def same(x):
+    return x
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """Equal to `x`, in memory its negative."""
+    return torch._neg_view(-x)
+
+
+def of_torch(p: Problem, implementation, device="cpu", bit=same, **options) -> dict:
+    leaves = [x.to(device).detach().requires_grad_() for x in p.leaves]
     out = nsa_torch.attention(
-        *p.of(leaves, nsa_torch.Branches),
+        *p.of(map(bit, leaves), nsa_torch.Branches),
         **in_torch(p, device),
         block_indices=None if p.block_indices is None else p.block_indices.to(device),
         implementation=implementation,
         **options,
     )
-    grads = torch.autograd.grad(out, leaves, p.weight.to(device))
+    grads = torch.autograd.grad(out, leaves, bit(p.weight.to(device)))
     return dict(zip(p.names, (out, *grads), strict=True))
 
 
-def of_jax(p: Problem, implementation, **options) -> dict:
+def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
     blocks = None if p.block_indices is None else jnp.asarray(p.block_indices.numpy())
     attend = functools.partial(
         nsa_jax.attention, block_indices=blocks, implementation=implementation
@@ -38,49 +48,71 @@ def of_jax(p: Problem, implementation, **options) -> dict:
 
     def both(weight, *leaves):
         given = lambda *x: attend(*p.of(x, nsa_jax.Branches), **in_jax(p), **options)
+        if not gradients:  # nothing is kept for them
+            return (given(*leaves),)
         out, pull = jax.vjp(given, *leaves)
         return out, *pull(weight)
 
     found = jax.jit(both)(*map(to_jax, (p.weight, *p.leaves)))
-    return dict(zip(p.names, found, strict=True))
+    return dict(zip(p.names, found, strict=gradients))
 
 
-def steps_of_torch(p: Problem, implementation, device="cpu") -> dict:
-    where, found = in_torch(p, device), {}
-    if p.case.documents is None:
-        where["kv_len"] = p.case.S
+def steps_of_torch(p, implementation, device="cpu", of_lse=True) -> dict:
+    """Of a `Problem` or of `Ragged` rows."""
+    where, found = in_torch(p, device) | {"kv_len": moved(p.kv_len, device)}, {}
+    where["implementation"] = implementation
     for branch, tensors in p.steps.items():
-        inputs = [x.to(device) for x in tensors]
+        inputs = [x.to(device).detach() for x in tensors]
         leaves = [x.requires_grad_() for x in inputs[:3]]
-        step = getattr(nsa_torch, f"{branch}_attention")
-        results = step(*inputs, **where, implementation=implementation)
+        results = getattr(nsa_torch, f"{branch}_attention")(*inputs, **where)
         weights = [x.to(device) for x in (p.weight, p.lse_weight)]
-        grads = torch.autograd.grad(results, leaves, weights)
+        used = 1 + of_lse
+        grads = torch.autograd.grad(results[:used], leaves, weights[:used])
         names = (f"{branch}.{x}" for x in STEP_NAMES)
         found |= dict(zip(names, (*results, *grads), strict=True))
     query, key, _ = (x.to(device) for x in p.steps["compressed"])
-    chosen = nsa_torch.select_blocks(query, key, **where, implementation=implementation)
-    return found | {"block_indices": chosen}
+    return found | {"block_indices": nsa_torch.select_blocks(query, key, **where)}
 
 
-def steps_of_jax(p: Problem, implementation) -> dict:
-    where = in_jax(p) | {"implementation": implementation}
-    if p.case.documents is None:
-        where["kv_len"] = p.case.S
-
-    def all_steps(steps, weights):
+def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) -> dict:
+    def all_steps(steps, weights, kv_len):
+        where = in_jax(p) | {"implementation": implementation, "kv_len": kv_len}
         query, key, _ = steps["compressed"]
-        found = {"block_indices": nsa_jax.select_blocks(query, key, **where)}
+        found = {}
+        if "scores" in only:
+            found["block_indices"] = nsa_jax.select_blocks(query, key, **where)
         for branch, tensors in steps.items():
+            if branch not in only:
+                continue
             step = getattr(nsa_jax, f"{branch}_attention")
             given = lambda *x, step=step, rest=tensors[3:]: step(*x, *rest, **where)
-            results, pull = jax.vjp(given, *tensors[:3])
-            names = (f"{branch}.{x}" for x in STEP_NAMES)
-            found |= dict(zip(names, (*results, *pull(weights)), strict=True))
+            if gradients:
+                results, pull = jax.vjp(given, *tensors[:3])
+                results = (*results, *pull(weights))
+            else:
+                results = given(*tensors[:3])
+            found |= {f"{branch}.{x}": y for x, y in zip(STEP_NAMES, results, strict=False)}
         return found
 
     weights = to_jax(p.weight), to_jax(p.lse_weight)
-    return jax.jit(all_steps)({x: [*map(to_jax, y)] for x, y in p.steps.items()}, weights)
+    lengths = p.kv_len if p.kv_len is None else jnp.asarray(p.kv_len, jnp.int32)
+    arrays = {branch: [*map(to_jax, tensors)] for branch, tensors in p.steps.items()}
+    return jax.jit(all_steps)(arrays, weights, lengths)
+
+
+def steps_of_fa2(p, device="cpu") -> dict:
+    """Its index work alone: without a GPU the public functions refuse it."""
+    from nsa_torch import fa2
+
+    where, found = in_torch(p, device) | {"kv_len": p.kv_len or p.case.S}, {}
+    for branch, tensors in p.steps.items():
+        inputs = [x.detach() for x in tensors]
+        leaves = [x.requires_grad_() for x in inputs[:3]]
+        results = getattr(fa2, f"{branch}_attention")(*inputs, **where)
+        grads = torch.autograd.grad(results[0], leaves, p.weight)
+        names = (f"{branch}.{x}" for x in STEP_NAMES)
+        found |= dict(zip(names, (*results, *grads), strict=True))
+    return found
 
 
 def cached(p: Problem, framework, device="cpu", **options) -> dict:
@@ -161,36 +193,105 @@ FRAMEWORKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """`whole`, `steps`: from a problem to results by name, None where there is none; `cases`: those
-    of `problems.CASES` that it takes; `fixtures`: what it runs in.
+    """`whole`, `steps`: from a problem to results by name, None where there is none, and the names
+    of `problems.CASES` that each takes; `fixtures`: what they run in.
     """
 
-    whole: Callable[[Problem], dict]
-    steps: Callable[[Problem], dict] | None
+    whole: Callable[..., dict] | None
     cases: tuple[str, ...]
+    steps: Callable[..., dict] | None = None
+    cases_of_steps: tuple[str, ...] = ()
     fixtures: tuple[str, ...] = ()
     marks: tuple[pytest.MarkDecorator, ...] = ()
+    of_lse: bool = True  # whether a log-sum-exp has a gradient
 
 
-def both(whole, steps, implementation, *cases, **options) -> Path:
-    given = functools.partial(whole, implementation=implementation, **options.pop("how", {}))
-    alone = steps and functools.partial(steps, implementation=implementation)
-    return Path(given, alone, cases, **options)
+def torch_path(
+    implementation, cases, cases_of_steps=None, how=None, device="cpu", **options
+) -> Path:
+    where = {"implementation": implementation, "device": device}
+    whole = functools.partial(of_torch, **where, **how or {})
+    of_lse = options.get("of_lse", True)
+    steps = functools.partial(steps_of_torch, **where, of_lse=of_lse)
+    alone = cases if cases_of_steps is None else cases_of_steps
+    return Path(whole, cases, steps, alone, **options)
 
 
-# Names of `problems.CASES`.
-EVERY = tuple(x for x in CASES if not x.startswith("kernels: "))
-# Of the dense caches and of pages: means, single tokens, keys of each branch.
+def jax_path(implementation, cases, cases_of_steps=None, gradients=True, **options) -> Path:
+    how = {"implementation": implementation, "gradients": gradients}
+    whole, steps = functools.partial(of_jax, **how), functools.partial(steps_of_jax, **how)
+    alone = cases if cases_of_steps is None else cases_of_steps
+    return Path(whole, cases, steps, alone, **options)
+
+
+def cache_path(run, framework, *cases) -> Path:
+    return Path(functools.partial(run, framework=framework), cases)
+
+
+# Names of `problems.CASES`. XLA compiles each problem anew: the references have few of them.
+EVERY = tuple(CASES)[: tuple(CASES).index("float16") + 1]
+FEW = "fewer queries than keys", "few blocks of many", "empty documents", "bfloat16"
+PARTS = "few blocks of many", "empty documents"
 CACHED = "five heads a group", "few blocks of many", "windows and blocks alike"
-OF_TORCH, OF_JAX = (of_torch, steps_of_torch), (of_jax, steps_of_jax)
 PATHS = {
-    "torch reference": both(*OF_TORCH, "reference", *EVERY),
-    "torch sdpa": both(*OF_TORCH, "sdpa", *EVERY),
-    "torch jax": both(*OF_TORCH, "jax", "documents", "fewer queries than keys"),
-    "jax reference": both(*OF_JAX, "reference", *EVERY),
-    "jax xla": both(*OF_JAX, "xla", *EVERY),
-    "torch cached": Path(functools.partial(cached, framework="torch"), None, CACHED),
-    "jax cached": Path(functools.partial(cached, framework="jax"), None, CACHED),
-    "torch paged": Path(functools.partial(paged, framework="torch"), None, CACHED),
-    "jax paged": Path(functools.partial(paged, framework="jax"), None, CACHED),
+    "torch reference": torch_path("reference", PARTS, EVERY),
+    "torch sdpa": torch_path("sdpa", EVERY),
+    "torch sdpa in chunks": torch_path("sdpa", PARTS, FEW, fixtures=("in_chunks",)),
+    "torch sdpa in long chunks": torch_path("sdpa", (), PARTS, fixtures=("long_chunks",)),
+    "torch fa2": Path(None, (), steps_of_fa2, EVERY, fixtures=("fa2_on_a_cpu",), of_lse=False),
+    "torch jax": torch_path("jax", PARTS, FEW),
+    "torch cached": cache_path(cached, "torch", *CACHED),
+    "torch paged": cache_path(paged, "torch", *CACHED),
+    "jax reference": jax_path("reference", PARTS, (*FEW, "ties", "no compressed token")),
+    "jax xla": jax_path("xla", (*EVERY, "many queries of a block"), EVERY),
+    "jax xla in chunks": jax_path("xla", PARTS[:1], (), fixtures=("in_chunks",)),
+    "jax xla token by token": jax_path("xla", PARTS[:1], (), fixtures=("token_by_token",)),
+    "jax cached": cache_path(cached, "jax", CACHED[1]),
+    "jax paged": cache_path(paged, "jax", CACHED[1]),
+}
+for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax", "jax")):
+    PATHS[f"torch {name} negated"] = torch_path(
+        implementation, ("one output",), (), how={"bit": negated}
+    )
+MOSAIC = (
+    "kernel: three heads a group",
+    "kernel: four heads a group",
+    "kernel: documents",
+    "kernel: wide",
+    "kernel: no compressed token",
+    "kernel: blocks in three tiles",
+    "kernel: any blocks",
+)
+WITHOUT_GRADIENTS = (
+    "kernel: documents before queries",
+    "kernel: more slots than blocks",
+    "kernel: no compressed token",
+)
+STEPS_OF_MOSAIC = (
+    "kernel: one head a group",
+    "kernel: fewer queries than keys",
+    "kernel: long blocks",
+    "kernel: large logits",
+)
+IN_PIECES = "kernel: documents", "kernel: blocks or nothing"
+INTERPRETED = {"fixtures": ("interpreted",)}
+PATHS |= {
+    "jax mosaic": jax_path("mosaic", MOSAIC, (), **INTERPRETED),
+    "jax mosaic without gradients": jax_path(
+        "mosaic", WITHOUT_GRADIENTS, STEPS_OF_MOSAIC, gradients=False, **INTERPRETED
+    ),
+    "jax mosaic in pieces": jax_path(
+        "mosaic", ("kernel: one output",), IN_PIECES, fixtures=("interpreted", "in_pieces")
+    ),
+}
+GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
+ON_GPU = [x for x in CASES if x.startswith("gpu: ")]
+WHOLE_ON_GPU = "gpu: few blocks of many", "gpu: documents"
+PATHS |= {
+    "cuda torch sdpa": torch_path("sdpa", WHOLE_ON_GPU, ON_GPU, **GPU),
+    "cuda torch fa2": torch_path("fa2", WHOLE_ON_GPU, ON_GPU, of_lse=False, **GPU),
+    "cuda torch jax": torch_path("jax", WHOLE_ON_GPU, WHOLE_ON_GPU, **GPU),
+    "cuda torch triton": torch_path(
+        "triton", (), [x for x in ON_GPU if "any blocks" in x], **GPU
+    ),
 }

@@ -29,13 +29,19 @@ STEP_NAMES = "out", "lse", "dquery", "dkey", "dvalue"
 MARGIN = {"float32": 2.0**-14, "float16": 2.0**-9, "bfloat16": 2.0**-7}
 
 
+# Of the oracle, whose float64 costs little on a GPU.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem's shape.
 
-    `documents`: lengths of packed sequences, what is left over is padding; `own`: keys and values
-    of their own for each branch; `blocks`: `own`, as the path selects, else `given`, those of the
-    oracle, or `any`, of any place and in any order.
+    `documents`: lengths of packed sequences, what is left over is padding, where all is NaN; `own`:
+    keys and values of their own for each branch; `blocks`: `own`, as the path selects, else
+    `given`, those of the oracle, or `any`, of any place and in any order; `ties`: all scores of a
+    compressed token are equal; `only`: the token whose output alone has a gradient; `loud`: the
+    size of that gradient, of which dO . V is beyond float16, and no gradient of tokens.
     """
 
     T: int
@@ -51,6 +57,9 @@ class Case:
     own: bool = False
     scale: float | None = None
     blocks: str = "own"
+    ties: bool = False
+    only: int | None = None
+    loud: float | None = None
     seed: int = 0
 
 
@@ -68,10 +77,97 @@ CASES = {
     "few blocks of many": Case(63, 111, H=6, D=8, Dv=12, config=FEW, own=True),
     "windows and blocks alike": Case(111, 111, H=6, Hkv=1, D=4, Dv=16, config=TIGHT),
     "documents": Case(90, 90, documents=(20, 1, 43, 8), own=True),
+    "short documents": Case(40, 40, D=8, Dv=8, documents=(7, 6)),
+    "one output": Case(63, 63, only=31),
+    "ties": Case(111, 111, H=3, Hkv=1, ties=True),
     "empty documents": Case(91, 91, H=6, documents=(1, 20, 0, 1, 43, 8, 0)),
     "any blocks": Case(70, 130, H=6, blocks="any"),
     "bfloat16": Case(130, 130, H=8, D=32, config=PAPER, dtype="bfloat16", B=2, blocks="given"),
     "float16": Case(77, 77, H=3, Hkv=1, dtype="float16", blocks="given"),
+    # Their sum must not be kept in bfloat16.
+    "many queries of a block": Case(600, 600, H=8, Hkv=1, dtype="bfloat16", blocks="given"),
+}
+
+# Of kernels in 16 bits, which interpreters take seconds for.
+BLOCKS = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
+LARGE = NSAConfig(16, 8, 128, num_selected=2, num_local=1, window=30)
+# Keys enough that a ring of blocks goes round, and that blocks are seen in full.
+LONG = NSAConfig(8, 4, 16, num_selected=17, window=250)
+TINY = Case(20, 20, H=2, Hkv=1, dtype="bfloat16")
+FREE = dataclasses.replace(SMALL, num_selected=3, window=0)
+CASES |= {
+    "kernel: one head a group": Case(63, 63, H=2, D=32, dtype="bfloat16"),
+    "kernel: three heads a group": Case(26, 70, 3, 1, 48, 32, dtype="bfloat16", own=True),
+    # Tokens that copies bring together choose different blocks, all of whose keys they see.
+    "kernel: four heads a group": Case(
+        28, 222, 4, 1, 32, 16, B=2, config=BLOCKS, dtype="float16", own=True, blocks="given"
+    ),
+    "kernel: fewer queries than keys": Case(37, 111, 6, 1, 32, 64, dtype="float16"),
+    "kernel: long blocks": Case(
+        12, 1200, 16, 1, 128, 64, config=LONG, dtype="bfloat16", blocks="given"
+    ),
+    "kernel: documents": Case(60, 60, H=6, dtype="bfloat16", documents=(20, 1, 34), own=True),
+    # The first document begins before the queries.
+    "kernel: documents before queries": Case(
+        80, 90, 3, 1, dtype="bfloat16", documents=(20, 1, 43, 8)
+    ),
+    # A block of the second document stands in three tiles of keys.
+    "kernel: blocks in three tiles": Case(
+        24, 220, H=2, Hkv=1, config=LARGE, documents=(10, 200), dtype="float16", blocks="given"
+    ),
+    "kernel: wide": Case(20, 20, H=2, Hkv=1, D=192, Dv=128, dtype="bfloat16"),
+    "kernel: no compressed token": Case(5, 5, H=2, Hkv=1, dtype="bfloat16"),
+    "kernel: more slots than blocks": Case(
+        40, 40, config=dataclasses.replace(SMALL, window=0, num_selected=9), dtype="float16"
+    ),
+    "kernel: any blocks": Case(70, 130, H=6, dtype="bfloat16", blocks="any"),
+    "kernel: large logits": Case(
+        70,
+        130,
+        H=2,
+        dtype="bfloat16",
+        blocks="any",
+        scale=8.0,
+        config=dataclasses.replace(SMALL, num_selected=6),
+    ),
+    "kernel: blocks or nothing": dataclasses.replace(TINY, config=FREE, blocks="any"),
+    "kernel: one output": dataclasses.replace(TINY, T=40, S=40, only=12),
+    "kernel: tiny": TINY,
+}
+
+# In the precisions and sizes that kernels on a GPU take.
+SEVEN_HUNDRED = Case(
+    700,
+    700,
+    8,
+    2,
+    64,
+    64,
+    config=dataclasses.replace(PAPER, num_selected=11),
+    dtype="bfloat16",
+    blocks="any",
+)
+ON_A_GPU = {
+    "one head a group": Case(63, 63, 2, 2, 64, 64, B=2, dtype="float16"),
+    "few blocks of many": Case(63, 111, 6, 2, 64, 32, B=2, config=FEW, dtype="bfloat16"),
+    "windows and blocks alike": Case(111, 111, 6, 1, 32, 64, config=TIGHT, dtype="bfloat16"),
+    "one token": Case(1, 75, 4, 2, 64, 64, B=2, dtype="bfloat16"),
+    "no compressed token": Case(5, 5, dtype="bfloat16"),
+    "no window": Case(
+        40, 40, B=2, config=dataclasses.replace(SMALL, window=0), dtype="float16"
+    ),
+    "documents": Case(91, 91, 6, documents=(1, 20, 0, 1, 43, 8, 0), dtype="bfloat16"),
+    "sixteen heads a group": Case(299, 299, 16, 1, 128, 128, config=PAPER, dtype="bfloat16"),
+    "wide": Case(130, 413, 8, 2, 192, 128, B=2, config=PAPER, dtype="float16"),
+    "any blocks": SEVEN_HUNDRED,
+    "any blocks, one head": dataclasses.replace(SEVEN_HUNDRED, H=2),
+    "any blocks, 16 heads": dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
+    "any blocks, few queries": dataclasses.replace(SEVEN_HUNDRED, T=350),
+    "any blocks, documents": dataclasses.replace(SEVEN_HUNDRED, documents=(300, 1, 380)),
+}
+CASES |= {
+    f"gpu: {name}": dataclasses.replace(x, blocks="given" if x.blocks == "own" else x.blocks)
+    for name, x in ON_A_GPU.items()
 }
 
 
@@ -89,6 +185,10 @@ class Problem:
     weight: torch.Tensor
     lse_weight: torch.Tensor
     block_indices: torch.Tensor | None
+
+    @property
+    def kv_len(self) -> int | None:
+        return None if self.case.documents else self.case.S
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -116,9 +216,10 @@ class Problem:
         """What each branch reads, in the case's dtype; the selection is the oracle's."""
         config = self.case.config
         slots = max((self.case.S - config.compress_block) // config.compress_stride + 1, 0)
-        pair = [nsa.compress(x[0], config, self.rows) for x in (self.keys, self.values)]
+        whole = [self.cleaned(x[0]) for x in (self.keys, self.values)]
+        pair = [nsa.compress(x, config, self.rows) for x in whole]
         pair = [F.pad(x, (0, 0, 0, 0, 0, slots - x.shape[1])) for x in pair]
-        chosen = self.attended(*(x.double() for x in self.leaves)).block_indices
+        chosen = self.attended(*(x.double() for x in self.leaves)).block_indices.cpu()
         tokens = self.query, self.keys[-1], self.values[-1]
         return {
             "compressed": [self.query, *pair],
@@ -131,17 +232,33 @@ class Problem:
         return nsa.Rows(self.case.T, self.case.S, self.case.documents or (self.case.S,))
 
     def attended(self, *leaves, **options) -> nsa.Found:
-        """What the oracle makes of leaves in any dtype."""
-        query, *pairs, gates = leaves
+        """What the oracle makes of leaves in any dtype, in which padding may be anything."""
+        query, *pairs, gates = (self.cleaned(x).to(DEVICE) for x in leaves)
         half = len(pairs) // 2
         keys, values = (x if self.case.own else x * 3 for x in (pairs[:half], pairs[half:]))
-        return nsa.attention(
+        given = {"block_indices": self.block_indices} | options
+        found = nsa.attention(
             *(query, keys, values, gates),
             config=self.case.config,
             documents=self.case.documents,
             scale=self.case.scale,
-            **{"block_indices": self.block_indices} | options,
+            **{x: moved(y, DEVICE) for x, y in given.items()},
         )
+        if not self.case.ties:
+            return found
+        # As whole numbers, which are equal whatever the order of sums.
+        seen = nsa.compressed_mask(self.case.config, self.rows).to(query.dtype)
+        scores = nsa.scores(
+            seen[:, :, None].expand(self.case.B, self.case.Hkv, -1, -1, -1),
+            self.case.config,
+            self.rows,
+        )
+        chosen = nsa.select(scores, self.case.config, self.rows)
+        return dataclasses.replace(found, scores=scores, block_indices=chosen)
+
+    def cleaned(self, x: torch.Tensor) -> torch.Tensor:
+        """Without what padding holds."""
+        return torch.where(self.rows.padding(x.shape[1]).to(x.device)[:, None, None], 0, x)
 
     @functools.cached_property
     def expected(self) -> list[dict[str, np.ndarray]]:
@@ -150,22 +267,27 @@ class Problem:
         for dtype in (torch.float64, getattr(torch, self.case.dtype)):
             leaves = [x.to(dtype).requires_grad_() for x in self.leaves]
             out = self.attended(*leaves, block_indices=self.steps["selected"][3]).out
-            grads = torch.autograd.grad(out, leaves, self.weight.to(dtype))
+            grads = torch.autograd.grad(out, leaves, self.cleaned(self.weight).to(out))
             found.append(dict(zip(self.names, map(array, (out, *grads)), strict=True)))
         return found
 
-    @functools.cached_property
-    def expected_steps(self) -> list[dict[str, np.ndarray]]:
+    @functools.cache  # noqa: B019  # as long as `problem` keeps it
+    def expected_steps(self, of_lse: bool = True) -> list[dict[str, np.ndarray]]:
         """Of each branch output, log-sum-exp and gradients by both of these, exact and rough."""
         found = []
         for dtype in (torch.float64, getattr(torch, self.case.dtype)):
             found.append({})
             for branch, (*tensors, mask) in self.masked_steps().items():
                 leaves = [x.to(dtype).requires_grad_() for x in tensors]
-                seen = [x[:, : mask.shape[-1]] for x in leaves[1:]]
-                both = nsa.attend(leaves[0], *seen, mask, self.case.scale)[:2]
-                weights = [x.to(dtype) for x in (self.weight, self.lse_weight)]
-                grads = torch.autograd.grad(both, leaves, weights)
+                clean = (lambda x: x) if branch == "compressed" else self.cleaned
+                seen = [clean(x)[:, : mask.shape[-1]] for x in leaves[1:]]
+                query = self.cleaned(leaves[0])
+                inputs = [x.to(DEVICE) for x in (query, *seen, mask)]
+                both = nsa.attend(*inputs, self.case.scale)[:2]
+                weights = self.weight.to(dtype), self.lse_weight[..., None].to(dtype)
+                weights = [self.cleaned(x) for x in weights]
+                weights[1] = weights[1][..., 0] * of_lse
+                grads = torch.autograd.grad(both, leaves, [x.to(DEVICE) for x in weights])
                 names = (f"{branch}.{x}" for x in STEP_NAMES)
                 found[-1] |= dict(zip(names, map(array, (*both, *grads)), strict=True))
         return found
@@ -182,6 +304,13 @@ class Problem:
         return {x: [*tensors[x], mask] for x, mask in zip(nsa.BRANCHES, masks, strict=True)}
 
 
+def moved(x, device):
+    """Tensors, alone or in a sequence; anything else as it is."""
+    if isinstance(x, list | tuple):
+        return [moved(y, device) for y in x]
+    return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
 def array(x) -> np.ndarray:
     """A tensor or an array of JAX, in NumPy; bfloat16 widened."""
     if not isinstance(x, torch.Tensor):
@@ -196,7 +325,7 @@ def problem(case: Case) -> Problem:
     """Drawn again until the selection, which a path makes itself, is beyond doubt."""
     for seed in range(case.seed, case.seed + 1000):
         found = _drawn(case, seed)
-        if case.blocks != "own" or _decided(found):
+        if case.blocks != "own" or case.ties or _decided(found):
             return found
     raise ValueError(f"no selection of {case} is beyond doubt: smaller, or blocks='given'")
 
@@ -210,21 +339,86 @@ def _drawn(case, seed):
     count = 3 if case.own else 1
     tokens = case.B, case.S, case.Hkv
     heads = case.B, case.T, case.H
-    gates = normal(*heads, 3)  # of both signs
+    size = (1 / 64, 64.0, case.loud) if case.loud else (1.0, 1.0, 1.0)
+    gates = (
+        normal(*heads, 3) if case.loud is None else torch.full((*heads, 3), 1 / 3, dtype=dtype)
+    )
     gates[:, ::7, 0] = 0
+    weight, lse_weight = normal(*heads, case.Dv) * size[2], normal(*heads).float()
+    if case.only is not None:
+        for x in (weight, lse_weight):
+            x[:, : case.only] = x[:, case.only + 1 :] = 0
     found = Problem(
         case,
-        normal(*heads, case.D),
-        tuple(normal(*tokens, case.D) for _ in range(count)),
-        tuple(normal(*tokens, case.Dv) for _ in range(count)),
+        normal(*heads, case.D) * (0 if case.ties else size[0]),
+        tuple(normal(*tokens, case.D) * size[0] for _ in range(count)),
+        tuple(normal(*tokens, case.Dv) * size[1] for _ in range(count)),
         gates,
-        normal(*heads, case.Dv),
-        torch.from_numpy(rng.standard_normal(heads)).float(),
+        weight,
+        lse_weight,
         any_blocks(case) if case.blocks == "any" else None,
     )
+    for x in (*found.leaves, weight, lse_weight):
+        x[:, found.rows.padding(x.shape[1])] = torch.nan
     if case.blocks == "given":
         found = dataclasses.replace(found, block_indices=found.steps["selected"][3])
     return found
+
+
+class Ragged:
+    """Several problems of one sequence in one batch, as steps take them: queries of a row that is
+    shorter than their number stand at the end, and NaN is where a row has no token, or what
+    `compressed` says where it has no compressed token.
+    """
+
+    def __init__(self, *cases: Case, compressed: float = torch.nan):
+        self.rows, self.case = [problem(case) for case in cases], cases[0]
+        self.kv_len = torch.tensor([case.S for case in cases], dtype=torch.int32)
+        T, nan = max(case.T for case in cases), torch.nan
+        each = [row.steps for row in self.rows]
+        hide = dict.fromkeys(nsa.BRANCHES, nan) | {"compressed": compressed}
+        slots = {x: max(row[x][1].shape[1] for row in each) for x in nsa.BRANCHES}
+        self.steps = {
+            branch: [
+                torch.cat([filled(row[branch][0], T, nan, front=True) for row in each]),
+                *(
+                    torch.cat(
+                        [filled(row[branch][i], slots[branch], hide[branch]) for row in each]
+                    )
+                    for i in (1, 2)
+                ),
+            ]
+            for branch in nsa.BRANCHES
+        }
+        chosen = [filled(row["selected"][3], T, -1, front=True) for row in each]
+        self.steps["selected"].append(torch.cat(chosen))
+        weights = [filled(row.weight, T, nan, front=True) for row in self.rows]
+        of_lse = [filled(row.lse_weight[..., None], T, nan, front=True) for row in self.rows]
+        self.weight, self.lse_weight = torch.cat(weights), torch.cat(of_lse)[..., 0]
+
+    def check(self, found: dict, of_lse: bool = True) -> None:
+        """Each row as it is alone, nothing behind it and before its queries."""
+        chosen = array(found.pop("block_indices"))
+        for i, row in enumerate(self.rows):
+            check_selection(row, chosen[i : i + 1, chosen.shape[1] - row.case.T :])
+            expected, own = row.expected_steps(of_lse), {}
+            for name, x in found.items():
+                x, size = array(x)[i : i + 1], expected[0][name].shape[1]
+                of_queries = name.endswith(("out", "lse", "dquery"))
+                own[name], rest = np.split(x, [x.shape[1] - size if of_queries else size], 1)
+                if of_queries:
+                    own[name], rest = rest, own[name]
+                nothing = -np.inf if name.endswith("lse") else 0
+                assert (rest == nothing).all(), (name, i, rest[rest != nothing])
+            check(row, own, expected)
+
+
+def filled(x: torch.Tensor, length: int, value: float, front: bool = False) -> torch.Tensor:
+    """`x` `[1, n, ..]` with tokens of `value` up to `length`, before its own or behind them."""
+    missing = length - x.shape[1]
+    return F.pad(
+        x, (0, 0) * (x.ndim - 2) + ((missing, 0) if front else (0, missing)), value=value
+    )
 
 
 def any_blocks(case: Case) -> torch.Tensor:
@@ -246,24 +440,30 @@ def any_blocks(case: Case) -> torch.Tensor:
 
 def _decided(p: Problem) -> bool:
     found, config = p.attended(*(x.double() for x in p.leaves)), p.case.config
-    taken = F.one_hot((found.block_indices + 1).long(), found.scores.shape[-1] + 1).sum(-2)
+    scores, chosen = found.scores.cpu(), found.block_indices.cpu()
+    taken = F.one_hot((chosen + 1).long(), scores.shape[-1] + 1).sum(-2)
     taken = taken[..., 1:] > 0
     own, position = (x[-p.case.T :, None, None] for x in p.rows.tokens())
     last, block = position // config.select_block, torch.arange(taken.shape[-1])
     forced = (block < config.num_initial) | (block > last - config.num_local)
-    least = found.scores.masked_fill(~taken | forced, torch.inf).amin(-1)
-    next_best = found.scores.masked_fill(taken | (block > last), 0).amax(-1)
+    least = scores.masked_fill(~taken | forced, torch.inf).amin(-1)
+    next_best = scores.masked_fill(taken | (block > last), 0).amax(-1)
     doubtful = (next_best > least * (1 - MARGIN[p.case.dtype])) & (own[..., 0] >= 0)
     return not bool(doubtful.any())
 
 
 def check(p: Problem, found: dict, expected) -> None:
-    """Results of a path by name, those of them that it has, against both of `expected`."""
+    """Results of a path by name, those of them that it has, against both of `expected`; what sees
+    nothing and what nothing sees is exactly 0.
+    """
     exact, rough = expected
     assert found.keys() <= exact.keys() and found
     for name, x in found.items():
         how = {"dtype": DTYPES[p.case.dtype], "selection": name == "selected.out"}
         assert_parity(name, array(x), exact[name], rough[name], **how)
+        # Of few keys a query's gradient may be 0 as a sum.
+        if p.case.only is not None or not name.endswith(("dquery", "dkey")):
+            assert not array(x)[exact[name] == 0].any(), f"{name}: not 0 where nothing is seen"
 
 
 def check_selection(p: Problem, block_indices) -> None:
@@ -275,6 +475,6 @@ def check_selection(p: Problem, block_indices) -> None:
     document, position = (x[-p.case.T :] for x in p.rows.tokens())
     position = torch.where(document < 0, -1, position).numpy()
     parity = check_indices(array(block_indices), array(found.scores), position, p.case.config)
-    assert parity.ok and parity.error_max <= RESOLUTION, parity
+    assert parity.ok and (DEVICE == "cuda" or parity.error_max <= RESOLUTION), parity
     if p.case.blocks == "own":
         assert parity.rows_differ == 0, parity

@@ -25,8 +25,16 @@ from tests import pretend
 from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
-from tests.test_mosaic import check_any_blocks, check_steps, run
-from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
+from tests.mosaic_checks import (
+    arrays_of,
+    check_any_blocks,
+    check_step,
+    check_steps,
+    check_whole,
+    puller,
+    run,
+    whole,
+)
 
 FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 G4 = Case(34, 400, H=4, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")

@@ -15,6 +15,7 @@ from jax._src import compilation_cache
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import nsa_jax
 from bench.lm import jax_learner, jax_parallel, spec
 from bench.lm.jax_lm import LM
 from bench.lm.jax_parallel import Layout
@@ -121,3 +122,15 @@ def test_a_step_on_two_devices(h100):
     assert update.total() <= MAX_UPDATE
     # All gradients are summed at once.
     assert gradients["all-reduce"] + gradients["all-reduce-start"] == 1
+
+
+def test_gradients_of_a_packed_batch_add_in_one_order():
+    """No scatter adds floats, which a GPU does in any order."""
+    ids = jnp.repeat(jnp.arange(3), jnp.array([37, 1, 52]), total_repeat_length=90)[None]
+    options = {"config": nsa_jax.NSAConfig(8, 4, 16), "segment_ids": ids}
+
+    def total(key):
+        return nsa_jax.compress(key, **options).astype(jnp.float32).sum()
+
+    key = jnp.zeros((1, 90, 2, 16), jnp.bfloat16)
+    assert "scatter-add" not in str(jax.make_jaxpr(jax.grad(total))(key))

@@ -16,26 +16,24 @@ from nsa_core.config import NSAConfig
 from tests import pretend
 from tests.inputs import PAPER, Case, call, problem
 from tests.limits import set_limits
-from tests.test_mosaic import (
+from tests.mosaic_checks import (
     ARRAYS,
+    BLOCK_128,
     PACKED,
     TIES,
+    arrays_of,
     attention,
     check_any_blocks,
+    check_step,
     check_steps,
     check_ties,
-    run,
-)
-from tests.test_mosaic_gradients import (
-    BLOCK_128,
-    arrays_of,
-    check_step,
     check_whole,
     normal,
     puller,
+    run,
     whole,
 )
-from tests.test_mosaic_gradients import STEPS as ATTENTIONS
+from tests.mosaic_checks import STEPS as ATTENTIONS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,41 +1,243 @@
 """All paths against one oracle: outputs, log-sum-exps, gradients and selections of all problems.
 
-A path is a row of `paths.PATHS`, a problem one of `problems.CASES`.
+A path is a row of `paths.PATHS`, a problem one of `problems.CASES`, in whose padding all is NaN.
 """
 
+import dataclasses
+import functools
+
+import jax
+import numpy as np
 import pytest
+import torch
 
+import nsa_jax
+import nsa_torch
+from nsa_core.steps import mosaic_backward
+from nsa_jax import reference
+from nsa_torch import sdpa
 from tests import problems
-from tests.paths import PATHS
-from tests.problems import CASES, problem
+from tests.limits import set_limits
+from tests.oracles import fa2, nsa
+from tests.paths import PATHS, to_jax
+from tests.problems import CASES, SMALL, Case, Ragged, array, problem
 
 
-def rows(has):
-    return [
-        pytest.param(path, case, marks=PATHS[path].marks, id=f"{path}-{case}")
-        for path in PATHS
-        if has(PATHS[path])
-        for case in PATHS[path].cases
-    ]
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Several chunks in every call, of which the last is not full."""
+    set_limits(monkeypatch, torch_chunk_bytes=50_000, jax_chunk_bytes=20_000)
+    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 5)  # less than a window
 
 
-def run(request, path, call, p):
-    for name in PATHS[path].fixtures:
-        request.getfixturevalue(name)
-    return call(p)
+@pytest.fixture
+def long_chunks(monkeypatch):
+    """Longer than all queries, as on a GPU."""
+    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", 1024)
 
 
-@pytest.mark.parametrize(("path", "case"), rows(lambda path: path.whole))
-def test_attention(path, case, request):
+@pytest.fixture
+def large_chunks(monkeypatch):
+    """Several in every call of a GPU."""
+    set_limits(monkeypatch, torch_chunk_bytes=2**20)
+
+
+@pytest.fixture
+def token_by_token(monkeypatch):
+    set_limits(monkeypatch, jax_chunk_bytes=1)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Partial sums of Mosaic kernels are many, so that there is something to add up."""
+    set_limits(monkeypatch, min_interval=1, item_entries=4)
+    mosaic_backward._interval_split.cache_clear()
+    yield
+    mosaic_backward._interval_split.cache_clear()
+
+
+@pytest.fixture
+def fa2_on_a_cpu(monkeypatch, in_chunks):
+    monkeypatch.setattr("nsa_torch.fa2.varlen", fa2.varlen)
+
+
+def rows(cases):
+    """A parameter for each path and each of its cases."""
+    return pytest.mark.parametrize(
+        ("path", "case"),
+        [
+            pytest.param(name, case, marks=path.marks, id=f"{name}-{case}")
+            for name, path in PATHS.items()
+            for case in cases(path)
+        ],
+    )
+
+
+def run(request, path, part, p, **options):
+    for fixture in PATHS[path].fixtures:
+        request.getfixturevalue(fixture)
+    return getattr(PATHS[path], part)(p, **options)
+
+
+@rows(lambda path: path.cases)
+def test_backward_parity(path, case, request):
     """The whole of attention: its output and the gradient of all that it reads."""
     p = problem(CASES[case])
-    problems.check(p, run(request, path, PATHS[path].whole, p), p.expected)
+    problems.check(p, run(request, path, "whole", p), p.expected)
 
 
-@pytest.mark.parametrize(("path", "case"), rows(lambda path: path.steps))
-def test_steps(path, case, request):
+@rows(lambda path: path.cases_of_steps)
+def test_steps_and_selection_packed_or_not(path, case, request):
     """Each branch alone, gradients through its log-sum-exp too, and the selection."""
     p = problem(CASES[case])
-    found = run(request, path, PATHS[path].steps, p)
-    problems.check_selection(p, found.pop("block_indices"))
-    problems.check(p, found, p.expected_steps)
+    found = run(request, path, "steps", p)
+    if "block_indices" in found:
+        problems.check_selection(p, found.pop("block_indices"))
+    problems.check(p, found, p.expected_steps(PATHS[path].of_lse))
+
+
+def by_path(*names):
+    rows = [pytest.param(name, marks=PATHS[name].marks) for name in names]
+    return pytest.mark.parametrize("path", rows)
+
+
+@by_path(
+    "torch reference",
+    "torch sdpa",
+    "torch sdpa in chunks",
+    "jax reference",
+    "jax xla",
+    "jax mosaic in pieces",
+    "cuda torch sdpa",
+    "cuda torch fa2",
+)
+def test_rows_of_different_lengths(path, request):
+    """One is shorter than the queries, of which the first are padding then."""
+    dtype, compressed = "float16" if "cuda" in path else "float32", torch.nan
+    if "mosaic" in path:
+        # Of compressed tokens that no query may see it has gradients of NaN where these are NaN.
+        dtype, compressed = "bfloat16", 0.0
+    cases = [Case(min(9, n), n, H=2, Hkv=1, Dv=32, dtype=dtype, seed=n) for n in (80, 41, 4)]
+    p = Ragged(*cases, compressed=compressed)
+    p.check(run(request, path, "steps", p))
+
+
+@by_path("torch reference", "torch sdpa", "torch jax", "jax xla")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_under_a_loss_scale(path, dtype, request):
+    """dO . V is beyond float16, and no gradient that is asked for but those of gates."""
+    p = problem(Case(40, 40, dtype=dtype, loud=4800.0, blocks="given"))
+    product = torch.einsum(
+        "bqhd,bkhd->bhqk", p.weight.float() / 3, p.values[0].repeat_interleave(2, 2).float()
+    )
+    assert product.abs().max() > torch.finfo(torch.float16).max
+    found, exact = run(request, path, "whole", p), p.expected[0]
+    for name in ("dquery", "dkey", "dvalue"):
+        error = np.abs(array(found[name]).astype(np.float64) - exact[name]).max()
+        assert error < 0.02 * np.abs(exact[name]).max(), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_blocks_under_a_loss_scale(dtype):
+    p = problem(Case(40, 40, dtype=dtype, loud=4800.0 / 3, blocks="given"))
+    causal = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    leaves = [x.detach().double().requires_grad_() for x in (p.query, *p.keys, *p.values)]
+    out, *_ = nsa.attend(*leaves, causal, None)
+    exact = torch.autograd.grad(out, leaves, p.weight.double())
+    lists, options = np.zeros((1, 40, 1, 1), np.int32), {"block_size": 40}
+    run = functools.partial(nsa_jax.block_attention, implementation="xla", **options)
+    _, pull = jax.vjp(lambda *x: run(*x, lists), *map(to_jax, (p.query, *p.keys, *p.values)))
+    for x, want in zip(pull(to_jax(p.weight)), map(array, exact), strict=True):
+        assert np.abs(array(x).astype(np.float64) - want).max() < 0.02 * np.abs(want).max()
+
+
+@by_path("torch sdpa", "jax xla")
+def test_the_same_input_gives_the_same_bits(path, request):
+    p = problem(CASES["fewer queries than keys"])
+    first, again = (run(request, path, "whole", p) for _ in range(2))
+    for name, x in first.items():
+        np.testing.assert_array_equal(array(x), array(again[name]), name)
+
+
+@by_path("torch sdpa", "jax xla")
+def test_group_consistency(path, request):
+    """Equal queries of a group give equal outputs, whatever the other heads of the group."""
+    p = problem(CASES["three heads a group"])
+    query = p.query.clone()
+    query[:, :, 1] = query[:, :, 0]
+    gates = p.gates[:, :, :1].repeat(1, 1, 6, 1)
+    equal = dataclasses.replace(p, query=query, gates=gates)
+    out = array(run(request, path, "whole", equal)["out"])
+    np.testing.assert_array_equal(out[:, :, 0], out[:, :, 1])
+
+
+PHI = {
+    "mean": (None, None),
+    "pool": (nsa_torch.PoolParams, [(8, 16)]),
+    "mlp": (nsa_torch.MLPParams, [(8, 16), (128, 12), (12,), (12, 16), (16,)]),
+    "rope": (nsa_torch.RopeMLPParams, [(8, 16), (128, 12), (12,), (12, 16), (16,), (8,)]),
+}
+
+
+def compressed_by(name, kind, config, documents, x, params, weight):
+    """The compression and its gradients of `x` and the parameters."""
+    if name == "torch":
+        leaves = [y.detach().requires_grad_() for y in (x, *params)]
+        bounds = None if documents is None else torch.tensor(np.cumsum([0, *documents]))
+        given = kind and kind(*leaves[1:])
+        out = nsa_torch.compress(leaves[0], given, config=config, cu_seqlens=bounds)
+        return out, *torch.autograd.grad(out, leaves, weight)
+    ids = None
+    if documents is not None:
+        ids = nsa.Rows(1, x.shape[1], documents).tokens()[0][None].int()
+    compress = reference.compress if name == "jax reference" else nsa_jax.compress
+
+    @jax.jit
+    def both(weight, ids, *leaves):
+        given = lambda x, *y: compress(x, kind and kind(*y), config=config, segment_ids=ids)
+        out, pull = jax.vjp(given, *leaves)
+        return out, *pull(weight)
+
+    return both(to_jax(weight), ids if ids is None else to_jax(ids), *map(to_jax, (x, *params)))
+
+
+@pytest.mark.parametrize("documents", [None, (1, 20, 0, 7, 43, 8)], ids=["", "documents"])
+@pytest.mark.parametrize("phi", PHI)
+@pytest.mark.parametrize("name", ["torch", "jax", "jax reference"])
+def test_gradcheck_of_compress(name, phi, documents, rng):
+    """Windows and gradients of tokens and parameters in float64, NaN behind the last document."""
+    normal = lambda *shape: torch.from_numpy(rng.standard_normal(shape))
+    (kind, shapes), place = PHI[phi], nsa.Rows(97, 97, documents or (97,))
+    leaves = [normal(1, 97, 2, 16), *(normal(*shape) / 3 for shape in shapes or ())]
+    if phi == "rope":
+        leaves[-1] /= 100  # angles, which are computed in float32
+    weight, hidden = normal(1, SMALL.num_compressed(97), 2, 16), place.padding(97)
+    leaves = [x.requires_grad_() for x in leaves]
+    clean = torch.where(hidden[:, None, None], 0, leaves[0])
+    out = nsa.compress(clean, SMALL, place, leaves[1:] or None)
+    grads = torch.autograd.grad(out, leaves, weight[:, : out.shape[1]])
+    spare = weight.shape[1] - out.shape[1]
+    expected = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, spare)), *grads
+    dirty = torch.where(hidden[:, None, None], torch.nan, leaves[0].detach())
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = compressed_by(name, kind, SMALL, documents, dirty, leaves[1:], weight)
+    for got, want in zip(found, map(array, expected), strict=True):
+        np.testing.assert_allclose(array(got), want, rtol=1e-6, atol=1e-6 * abs(want).max())
+
+
+@pytest.mark.parametrize("length", [3, 60, 62])
+@pytest.mark.parametrize("block", [4, 12])
+def test_the_mean_is_rounded_once(block, length):
+    config = nsa_torch.NSAConfig(block, 4, 12)
+    x = torch.randn(2, length, 3, 5).bfloat16().requires_grad_()
+    place = nsa.Rows(length, length, (length,))
+    wide = x.detach().double().requires_grad_()
+    out, want = nsa_torch.compress(x, config=config), nsa.compress(wide, config, place)
+    assert out.shape == want.shape
+    half_ulp = functools.partial(torch.testing.assert_close, rtol=2**-8, atol=1e-6)
+    half_ulp(out.double(), want)
+    if length >= block:
+        weight = torch.randn(out.shape).bfloat16()
+        (grad,) = torch.autograd.grad(out, x, weight)
+        (want_grad,) = torch.autograd.grad(want, wide, weight.double())
+        half_ulp(grad.double(), want_grad)

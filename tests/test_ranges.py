@@ -37,7 +37,7 @@ def selected(length, n, first=0, seed=0):
 
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("length", "n", "first"), [(37, 4, 0), (21, 1, 50), (45, 9, 3)])
-def test_ranges_are_the_loops(make, length, n, first):
+def test_selection_v2_equiv(make, length, n, first):
     blocks, position = selected(length, n, first)
     expected = bench_ranges.v1(blocks, position, SMALL)
     found = make(torch.tensor(blocks), torch.tensor(position), SMALL)

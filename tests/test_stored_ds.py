@@ -29,7 +29,7 @@ from tests import plan_checks, planned
 from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
-from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
+from tests.mosaic_checks import arrays_of, check_step, check_whole, pulled, whole
 from tests.test_torch_mosaic import inputs
 
 FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)

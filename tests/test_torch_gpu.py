@@ -4,48 +4,22 @@
 sequences without queries or keys, more sequences than one call takes, no wait for the device.
 """
 
-import dataclasses
-
 import jax
 import pytest
 import torch
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2
-from tests.inputs import PAPER, SMALL, Case, any_blocks
-from tests.limits import set_limits
+from tests.inputs import PAPER, Case
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
-    TIGHT,
-    check_branch,
     check_reach,
-    check_selection,
-    check_whole,
-    poison,
     run,
     steps,
 )
 
 pytestmark = pytest.mark.gpu
-
-CASES = (
-    Case(63, 63, H=2, Hkv=2, D=64, Dv=64, dtype="float16"),
-    Case(63, 111, H=6, Hkv=2, D=64, Dv=32, config=FEW, dtype="bfloat16"),
-    Case(111, 111, B=1, H=6, Hkv=1, D=32, Dv=64, config=TIGHT, dtype="bfloat16"),
-    Case(1, 75, D=64, Dv=64, dtype="bfloat16"),
-    Case(5, 5, B=1, dtype="bfloat16"),
-    Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
-    Case(91, 91, B=1, H=6, Hkv=2, segments=(1, 20, 0, 1, 43, 8, 0, -18), dtype="bfloat16"),
-    Case(299, 299, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="bfloat16"),
-    Case(130, 413, B=2, H=8, Hkv=2, D=192, Dv=128, config=PAPER, dtype="float16"),
-)
-WHOLE = (CASES[1], CASES[6])
-# XLA compiles every shape anew, and its own suite covers the shapes.
-RUNS = [(c, i) for c in CASES for i in ("sdpa", "jax") if i != "jax" or c in WHOLE]
-
-by_case = pytest.mark.parametrize("case", CASES, ids=str)
-by_branch = pytest.mark.parametrize("branch", BRANCHES)
 
 
 @pytest.fixture(autouse=True)
@@ -54,106 +28,19 @@ def _oracle_on_the_cpu():
         yield
 
 
-@by_case
-@by_branch
-def test_fa2_gpu_varlen_branch(case, branch, monkeypatch):
-    set_limits(monkeypatch, torch_chunk_bytes=2**20)  # several chunks
-    check_branch(case, branch, "fa2", "cuda")
-
-
-@pytest.mark.parametrize("case, implementation", RUNS, ids=str)
-@by_branch
-def test_gpu_branch(case, branch, implementation, monkeypatch):
-    set_limits(monkeypatch, torch_chunk_bytes=2**20)
-    check_branch(case, branch, implementation, "cuda")
-
-
-SEVEN_HUNDRED = Case(
-    700,
-    700,
-    B=1,
-    H=8,
-    Hkv=2,
-    D=64,
-    Dv=64,
-    config=dataclasses.replace(PAPER, num_selected=11),
-    dtype="bfloat16",
-)
-ANY_BLOCKS = (
-    SEVEN_HUNDRED,
-    dataclasses.replace(SEVEN_HUNDRED, H=2),
-    dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
-    dataclasses.replace(SEVEN_HUNDRED, T=350),
-    dataclasses.replace(SEVEN_HUNDRED, segments=(300, 1, 380, -19)),
-)
-ANY_BLOCKS_RUNS = [(c, i) for c in ANY_BLOCKS for i in ("sdpa", "fa2", "triton")] + [
-    (dataclasses.replace(SEVEN_HUNDRED, H=h, dtype="float32"), "triton") for h in (2, 8, 32)
-]
-
-
-@pytest.mark.parametrize("case, implementation", ANY_BLOCKS_RUNS, ids=str)
-def test_gpu_any_blocks_in_any_order(case, implementation):
-    """Blocks behind the query, empty slots anywhere: output and gradients."""
-    check_branch(case, "selected", implementation, "cuda", any_blocks)
-
-
 REACH_ON_GPU = Case(300, 300, B=1, H=8, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
 
 
-@by_branch
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_fa2_gpu_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
     check_reach(REACH_ON_GPU, branch, "fa2", "cuda")
-
-
-@by_case
-def test_gpu_selection(case):
-    check_selection(case, "sdpa", "cuda")
-
-
-@pytest.mark.parametrize("case", WHOLE, ids=str)
-@pytest.mark.parametrize("implementation", ["fa2", "sdpa", "jax"])
-def test_fa2_gpu_varlen_attention(case, implementation):
-    check_whole(case, implementation, "cuda")
 
 
 def bf16(*shape):
     make = torch.Generator("cuda").manual_seed(sum(shape))
     x = torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
     return x.requires_grad_()
-
-
-@pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
-def test_fa2_gpu_varlen_nan_in_padding_goes_nowhere(implementation):
-    leaves = bf16(1, 300, 8, 64), bf16(1, 300, 2, 64), bf16(1, 300, 2, 64)
-    bounds = torch.tensor([0, 0, 150, 151, 249], device="cuda", dtype=torch.int32)
-    results = []
-    for dirty in (True, False):
-        inputs = [poison(x, [249]) if dirty else x for x in leaves]
-        found = steps(implementation, *inputs, FEW, cu_seqlens=bounds)
-        outs, lses = zip(*(found[branch] for branch in BRANCHES), strict=True)
-        grads = torch.autograd.grad(sum(x.float().square().sum() for x in outs), leaves)
-        results.append((*outs, *lses, *grads))
-        assert all((x[:, 249:] == 0).all() for x in (*outs, *grads))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)  # dq adds up in any order
-
-
-@pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
-@pytest.mark.parametrize("T", [1, 17])
-def test_fa2_gpu_varlen_cache_lengths_differ_by_row(implementation, T):
-    lengths = [T, 150, 400]
-    query, key, value = bf16(3, T, 8, 64), bf16(3, 400, 2, 64), bf16(3, 400, 2, 64)
-    dirty = [poison(x, lengths) for x in (key, value)]
-    kv_len = torch.tensor(lengths, device="cuda", dtype=torch.int32)
-    got = steps(implementation, query, *dirty, FEW, kv_len=kv_len)
-    for row, length in enumerate(lengths):
-        part = slice(row, row + 1)
-        alone = [x[part, :length] for x in (key, value)]
-        want = steps("reference", query[part], *alone, FEW, kv_len=length)
-        for branch in BRANCHES:
-            for a, b in zip(got[branch], want[branch], strict=True):
-                torch.testing.assert_close(a[part], b, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -39,7 +39,7 @@ from tests import planned, pretend, stand_in_kernels
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.limits import set_limits
 from tests.reach import NUMBERS
-from tests.test_torch_gpu import ANY_BLOCKS, REACH_ON_GPU
+from tests.test_torch_gpu import REACH_ON_GPU
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
@@ -637,6 +637,24 @@ ON_GPU = (
     Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
 )
 PACKED_ON_GPU = ON_GPU[4]
+SEVEN_HUNDRED = Case(
+    700,
+    700,
+    B=1,
+    H=8,
+    Hkv=2,
+    D=64,
+    Dv=64,
+    config=dataclasses.replace(PAPER, num_selected=11),
+    dtype="bfloat16",
+)
+ANY_BLOCKS = (
+    SEVEN_HUNDRED,
+    dataclasses.replace(SEVEN_HUNDRED, H=2),
+    dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
+    dataclasses.replace(SEVEN_HUNDRED, T=350),
+    dataclasses.replace(SEVEN_HUNDRED, segments=(300, 1, 380, -19)),
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == capability.HOPPER
 by_case = pytest.mark.parametrize("case", ON_GPU, ids=str)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests import inputs, torch_inputs, torch_oracle
-from tests import test_mosaic_gradients as gradients
+from tests import mosaic_checks as gradients
 from tests.inputs import Case, problem
-from tests.test_mosaic import steps_of
+from tests.mosaic_checks import steps_of
 
 CASE = Case(111, 130, H=6, Hkv=2, D=24, Dv=8, dtype="bfloat16")
 PACKED = dataclasses.replace(CASE, T=130, B=1, segments=(20, 1, 63, 38, -8), dtype="float16")

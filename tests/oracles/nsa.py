@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BRANCHES = "compressed", "selected", "sliding"
@@ -32,6 +33,10 @@ class Rows:
         position = [torch.arange(n) for n in lengths]
         return torch.cat(document).to(self.device), torch.cat(position).to(self.device)
 
+    def padding(self, last: int) -> Tensor:
+        """Which of the last tokens are of no document."""
+        return self.tokens()[0][self.keys - last :] < 0
+
     def windows(self, config) -> tuple[Tensor, Tensor, Tensor]:
         """The document of each window, and where it begins there and in the row."""
         size, stride, found, begin = config.compress_block, config.compress_stride, [], 0
@@ -42,12 +47,28 @@ class Rows:
         return torch.tensor(found, device=self.device).long().reshape(-1, 3).unbind(1)
 
 
-def compress(x: Tensor, config, rows: Rows) -> Tensor:
-    """Means of windows (Eq. 7), `[B, C, Hkv, D]`, those of all documents one after the other."""
-    *_, first = rows.windows(config)
+def compress(x: Tensor, config, rows: Rows, params=None) -> Tensor:
+    """`phi` of windows (Eq. 7), `[B, C, Hkv, D]`, those of all documents one after the other.
+
+    `params`: None, the mean; `(weight,)`, a weighted sum; or an MLP, of which a last array is what
+    pairs of columns turn by from a token to the next.
+    """
+    _, start, first = rows.windows(config)
     tokens = first[:, None] + torch.arange(config.compress_block, device=rows.device)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide[:, tokens].mean(2).to(x.dtype)
+    windows = x.to(torch.promote_types(x.dtype, torch.float32))[:, tokens]  # [B, C, l, Hkv, D]
+    if params is None:
+        return windows.mean(2).to(x.dtype)
+    if len(params) == 1:
+        return torch.einsum("bcmhd,md->bchd", windows, params[0]).to(x.dtype)
+    position, w1, b1, w2, b2, *rates = params
+    flat = (windows + position[:, None]).movedim(3, 2).flatten(3)
+    out = F.gelu(flat @ w1 + b1, approximate="tanh") @ w2 + b2
+    if rates:
+        angle = (start + (config.compress_block - 1) / 2)[:, None, None] * rates[0]
+        even, odd = out[..., ::2], out[..., 1::2]
+        turned = even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()
+        out = torch.stack(turned, -1).flatten(-2)
+    return out.to(x.dtype)
 
 
 def attend(
@@ -85,11 +106,12 @@ def compressed_mask(config, rows: Rows) -> Tensor:
 def scores(probability: Tensor, config, rows: Rows) -> Tensor:
     """Of all blocks (Eqs. 9 and 10) `[B, T, Hkv, N]`, of the heads' probabilities together."""
     _, start, _ = rows.windows(config)
-    blocks, window = -(-rows.keys // config.select_block), torch.arange(len(start))
-    shared = torch.zeros(len(start), blocks, dtype=probability.dtype, device=rows.device)
+    group = probability.sum(2)
+    found = group.new_zeros(*group.shape[:-1], -(-rows.keys // config.select_block))
+    # Stride by stride, so that equal scores are equal sums.
     for at in range(0, config.compress_block, config.compress_stride):
-        shared[window, (start + at) // config.select_block] += 1
-    return (probability.sum(2) @ shared).transpose(1, 2)
+        found.index_add_(-1, (start + at) // config.select_block, group)
+    return found.transpose(1, 2)
 
 
 def select(scores: Tensor, config, rows: Rows) -> Tensor:
@@ -104,7 +126,7 @@ def select(scores: Tensor, config, rows: Rows) -> Tensor:
     order = order[..., : config.num_selected]
     chosen = order.masked_fill(order > last, len(block)).sort(-1).values
     empty = config.num_selected - chosen.shape[-1]
-    chosen = torch.nn.functional.pad(chosen, (0, empty), value=len(block))
+    chosen = F.pad(chosen, (0, empty), value=len(block))
     return chosen.masked_fill(chosen == len(block), -1).to(torch.int32)
 
 

@@ -1,0 +1,149 @@
+"""The oracle against the paper's equations in plain loops, which a wrong rule would not pass."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_jax import reference as jax_reference
+from nsa_torch import reference
+from tests import loops
+from tests.oracles import nsa
+from tests.paths import to_jax
+from tests.problems import Case, array, problem
+
+SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=10)
+FINE = NSAConfig(4, 2, 8, num_selected=4, num_initial=1, num_local=1, window=7)
+
+
+class Sizes(NamedTuple):
+    config: NSAConfig
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    documents: tuple[int, ...] | None = None
+    scale: float | None = None
+    keys: float | None = None  # all compressed tokens have this number; None: random
+
+
+CASES = {
+    "G=1": Sizes(SMALL, 61, 61, 2, 2),
+    "G=3, T<S": Sizes(SMALL, 29, 61, 6, 2, scale=0.3),
+    "paper's sizes": Sizes(NSAConfig(num_selected=4, window=50), 9, 411, 1, 1),
+    "packed": Sizes(SMALL, 40, 63, 4, 2, documents=(1, 23, 35)),
+    "2 + 3 forced": Sizes(NSAConfig(4, 2, 8, 6, 2, 3, 7), 40, 95, 2, 1),
+    "none forced": Sizes(NSAConfig(4, 2, 8, 2, 0, 0, 7), 43, 43, 2, 1),
+    "equal scores": Sizes(FINE, 70, 70, 6, 2, keys=0.0),
+}
+
+
+@functools.cache
+def drawn(name):
+    case, rng = CASES[name], np.random.default_rng([*name.encode()])
+    query = rng.normal(size=(case.T, case.H, 4))
+    keys = [rng.normal(size=(case.S, case.Hkv, 4)) for _ in range(3)]
+    values = [rng.normal(size=(case.S, case.Hkv, 3)) for _ in range(3)]
+    if case.keys is not None:
+        keys[0][:] = case.keys
+    return query, keys, values, rng.normal(size=(case.T, case.H, 3))
+
+
+def by_loops(name, rules):
+    case = CASES[name]
+    ends = np.cumsum(case.documents or (case.S,)).tolist()
+    spans = [*zip([0, *ends], ends, strict=False)]
+    return loops.packed(spans, *drawn(name), rules, scale=case.scale)
+
+
+@functools.cache
+def by_oracle(name):
+    case = CASES[name]
+    batch = lambda x: torch.from_numpy(x)[None]
+    query, keys, values, gates = drawn(name)
+    tensors = batch(query), [*map(batch, keys)], [*map(batch, values)], batch(gates)
+    where = {"documents": case.documents, "scale": case.scale}
+    found = nsa.attention(*tensors, config=case.config, **where)
+    outs = [x for branch in nsa.BRANCHES for x in found.branches[branch]]
+    parts = *outs[:2], found.scores, found.block_indices, *outs[2:], found.out
+    return dict(zip(loops.Stages._fields[2:], (array(x)[0] for x in parts), strict=True))
+
+
+def differing(name, rules):
+    want = by_loops(name, rules)._asdict()
+    close = functools.partial(np.allclose, rtol=1e-12, atol=1e-13)
+    return [stage for stage, x in by_oracle(name).items() if not close(x, want[stage])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equiv_small_loops(name):
+    assert differing(name, loops.Rules(CASES[name].config)) == []
+
+
+# The stage that a wrong rule reaches first, where it is not the lse of the sliding branch.
+REACHES = {
+    "sees_compressed": "compressed_lse",
+    "sees_selected": "selected_lse",
+    "num_free": "selected_lse",
+    "overlap": "scores",
+    "candidates": "blocks",
+    "forced": "blocks",
+    "rank": "blocks",
+}
+overlap = loops.Rules.overlap
+WRONG = {
+    "aligned to the first key": ("G=3, T<S", "position", lambda _, t, T, S: t),
+    "heads interleaved": ("G=3, T<S", "kv_head", lambda _, h, H, Hkv: h % Hkv),
+    "no scale": ("G=1", "scale", lambda _, D: 1.0),
+    "window begun": ("G=1", "sees_compressed", lambda _, p, i: p >= i * 4),
+    "strictly after": ("G=1", "sees_compressed", lambda _, p, i: p > i * 4 + 7),
+    "own block's future": ("G=1", "sees_selected", lambda _, p, u, js: u // 16 in js),
+    "w + 1 keys": ("G=1", "sees_sliding", lambda _, p, u: p - 10 <= u <= p),
+    "not itself": ("G=1", "sees_sliding", lambda _, p, u: p - 10 <= u < p),
+    "Eq. 9 late by one": ("G=1", "overlap", lambda r, i, j: overlap(r, i + 1, j)),
+    "Eq. 9 early by one": ("G=1", "overlap", lambda r, i, j: overlap(r, i - 1, j)),
+    "Eq. 9 0-based": ("paper's sizes", "overlap", lambda r, i, j: overlap(r, i + 3, j)),
+    "Eq. 9 each once": ("G=1", "overlap", lambda r, i, j: min(1, overlap(r, i, j))),
+    "future blocks": ("G=1", "candidates", lambda _, p, S: range(-(-S // 16))),
+    "not the own block": ("none forced", "candidates", lambda _, p, S: range(p // 8)),
+    "one initial": ("2 + 3 forced", "forced", lambda _, j, p: j < 1 or 0 <= p // 8 - j < 3),
+    "two local": ("2 + 3 forced", "forced", lambda _, j, p: j < 2 or 0 <= p // 8 - j < 2),
+    "forced beside n": ("G=1", "num_free", lambda _, num_forced: 3),
+    "lowest first": ("G=1", "rank", lambda _, score, j: (score, j)),
+    "equal scores: higher": ("equal scores", "rank", lambda _, score, j: (-score, -j)),
+    "border crossed": ("packed", "sequences", lambda _, spans: [(spans[0][0], spans[-1][1])]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_noticed(name):
+    case, method, wrong = WRONG[name]
+    mutant = type("Wrong", (loops.Rules,), {method: wrong})(CASES[case].config)
+    assert REACHES.get(method, "sliding_lse") in differing(case, mutant)
+
+
+@pytest.mark.parametrize("branch", nsa.BRANCHES)
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_references_are_yardsticks(framework, branch):
+    """float32 inside, the inputs' dtype outside; all in `compute_dtype` when it is given, which
+    bounds errors of paths in `bench`: as the oracle's own arithmetic in that dtype.
+    """
+    p = problem(Case(61, 61, H=2, dtype="bfloat16", blocks="given"))
+    module, convert, dtype = {
+        "jax": (jax_reference, to_jax, "bfloat16"),
+        "torch": (reference, lambda x: x, torch.bfloat16),
+    }[framework]
+    run = getattr(module, f"{branch}_attention")
+    given, where = map(convert, p.steps[branch]), {"config": p.case.config, "kv_len": 61}
+    out, lse = map(array, run(*given, **where, compute_dtype=dtype))
+    exact, rough = p.expected_steps()
+    seen = np.isfinite(exact[f"{branch}.lse"])
+    for name, x in (("out", out), ("lse", lse)):
+        errors = (
+            y[seen] - exact[f"{branch}.{name}"][seen] for y in (x, rough[f"{branch}.{name}"])
+        )
+        mine, oracles = (np.sqrt(np.square(np.float64(e)).mean()) for e in errors)
+        assert 0.5 * oracles < mine < 2 * oracles
