@@ -1,6 +1,6 @@
 """Products in e4m3 (`compute_dtype`): rounding, errors beside float64, blocks, refusals.
 
-The bounds of errors are those of a model that rounds what the kernels round (`fp8_model.py`).
+The bounds of errors are those of a model that rounds what the kernels round (`oracles/fp8.py`).
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig
-from tests import fp8_model
 from tests.inputs import Case as InputCase
 from tests.inputs import oracle, problem, selection, yardstick
+from tests.oracles import fp8 as fp8_model
 from tests.test_block_query_lists import needs_gpu
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)

@@ -45,8 +45,8 @@ from tests.inputs import (
     selection,
     yardstick,
 )
+from tests.jaxprs import equations
 from tests.test_branches import compare, compressed_of
-from tests.test_cache import equations
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 # Keys enough that a ring of blocks goes round, and that blocks are seen in full.

@@ -16,7 +16,7 @@ from nsa_torch import NSAAttention, heads
 from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
 from tests.inputs import SMALL
 from tests.limits import set_limits
-from tests.test_cache_config import MODEL
+from tests.model_sizes import SMALLEST as MODEL
 
 SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
 LAYERS = {

@@ -9,7 +9,7 @@ import torch
 import nsa_torch
 from nsa_core.types import Branches
 from nsa_torch import NSAConfig, PagedCache, PoolParams, plan_runs
-from tests.paged_rows import SMALL
+from tests.caches import SMALL
 
 COUNTS, LENGTHS = [0, 1, 22], [5, 21]  # a row of 4 tokens and one more, a prompt of 21
 FACTS = (("rope_base", 1e4),)

@@ -22,8 +22,8 @@ from nsa_jax import chunks, context
 from nsa_jax.triton_ops import compiled_for
 from tests import pretend
 from tests.inputs import PAPER, SMALL, Case, call, problem
+from tests.jaxprs import equations
 from tests.limits import set_limits
-from tests.test_cache import equations
 
 ROOT = pathlib.Path(__file__).parent.parent
 
