@@ -99,20 +99,17 @@ def test_learned_compression_of_pages(path, history, kind, changes):
     check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
 
 
-ROWS = [  # path, history, phi, heads
-    (JaxDense, "chunks and tokens", None, (6, 2)),
-    (JaxDense, "chunks and tokens", "rope", (16, 1)),
-    (JaxDense, "a row that begins later", None, (6, 2)),
-    (TorchDense, "chunks and tokens", "mlp", (16, 1)),
-    (TorchDense, "rows of different lengths", None, (2, 2)),
-    (TorchDense, "rows of different lengths", "pool", (6, 2)),
+ROWS = [  # path, history, phi; means and single tokens are those of `test_parity`
+    (JaxDense, "chunks and tokens", "rope"),
+    (JaxDense, "a row that begins later", None),
+    (TorchDense, "rows of different lengths", None),
+    (TorchDense, "rows of different lengths", "pool"),
 ]
 
 
-@pytest.mark.parametrize(("path", "history", "kind", "heads"), ROWS)
-def test_dense_caches(path, history, kind, heads):
-    """Whole rows; where they have one key/value head, each branch has its own."""
-    sizes, turns = Sizes(*heads, separate=heads[1] == 1), DENSE[history]
+@pytest.mark.parametrize(("path", "history", "kind"), ROWS)
+def test_dense_caches(path, history, kind):
+    sizes, turns = Sizes(separate=kind is None), DENSE[history]
     params = None if kind is None else (phi(kind, sizes.D), phi(kind, sizes.Dv))
     rows = Rows(sizes, turns[-1].end, params)
     if "later" in history:
@@ -310,9 +307,9 @@ def test_a_prompt_does_not_gather_the_rows_beside_it():
     39 GB of keys and values of two branches, were all rows copied; and whatever a step is, no run
     copies more than one row of the longest, or 2^17 keys.
     """
-    rows, length, page = 72, 131072, 64
+    length, page = 131072, 64
     copied = lambda run: 0 if run.few else (run.rows.stop - run.rows.start) * run.columns * page
-    runs = plan_runs(bounds([1] * 71 + [512]).tolist(), [length] * rows, page)
+    runs = plan_runs(bounds([1] * 71 + [512]).tolist(), [length] * 72, page)
     assert sum(map(copied, runs)) == length
     rng = np.random.default_rng(0)
     for _ in range(100):
