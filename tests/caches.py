@@ -327,11 +327,9 @@ class TorchPages:
         query, gates, pair, at, starts, rest = self.given(call)
         if new:
             options |= rest | {"key": pair[0], "value": pair[1]}
-        name = self.implementation if call.most <= 8 or self.device == "cuda" else "sdpa"
-        options = {"implementation": name, "max_seqlen_q": starts is not None and call.most} | (
-            options
-        )
-        options["max_seqlen_q"] = options["max_seqlen_q"] or None
+        name = "sdpa" if self.device == "cpu" else None  # of prompts
+        options.setdefault("implementation", self.implementation if call.most <= 8 else name)
+        options.setdefault("max_seqlen_q", None if starts is None else call.most)
         out = nsa_torch.paged_attention(query, gates, self.cache, *at, starts, **options)
         return out.double().cpu().numpy()
 

@@ -411,7 +411,7 @@ def called(name, api=nsa_torch, **changes):
     given = ARGUMENTS | changes
     given["cache"] = given["cache"]() if callable(given["cache"]) else given["cache"]
     names = NAMES.get(name, NAMES["paged_attention"])
-    rest = {k: x for k, x in changes.items() if k not in names}
+    rest = {k: x for k, x in changes.items() if k not in ARGUMENTS}
     return getattr(api, name)(*(given[x] for x in names), **rest)
 
 
@@ -422,19 +422,16 @@ def test_a_page_that_does_not_exist(framework, entry):
     to, and none to read.
     """
     api, array = FRAMEWORKS[framework]
-    options = {"config": SMALL, "dtype": array(np.float32(0)).dtype}
-    given = {k: array(x.numpy()) for k, x in ARGUMENTS.items() if k != "cache"}
-    given |= {"cache": api.PagedCache(4, 2, 8, 6, **options)}
-    table = np.array([[1, 9, -7], [3, entry, 9]], np.int32)
-    given |= {"page_table": array(table), "lengths": array(np.array([16, 17], np.int32))}
+    changes = {"page_table": int32([[1, 9, -7], [3, entry, 9]]), "lengths": int32([16, 17])}
+    given = {k: array(x.numpy()) for k, x in (ARGUMENTS | changes).items() if k != "cache"}
+    given["cache"] = api.PagedCache(4, 2, 8, 6, config=SMALL, dtype=given["key"].dtype)
     said = rf"page_table\[1, 1\] must be a page of the cache, 0..3, got {entry}"
-    for name, names in NAMES.items():
-        call = functools.partial(getattr(api, name), *(given[x] for x in names))
+    for name in NAMES:
         if entry < 0 and name == "append":
-            call()
+            called(name, api, **given)
             continue
         with pytest.raises(ValueError, match=said):
-            call()
+            called(name, api, **given)
 
 
 @pytest.mark.parametrize(

@@ -340,10 +340,11 @@ class Case:
     config: NSAConfig = MIDDLE
     dtype: torch.dtype = torch.bfloat16
     segments: tuple[int, ...] = ()  # lengths of packed sequences; the rest is padding, NaN
+    own: bool = False  # each branch has keys and values of its own
 
     def __str__(self):
         return f"T{self.T}-S{self.S}-G{self.H // self.Hkv}-D{self.D}x{self.Dv}" + (
-            "-packed" if self.segments else ""
+            "-packed" * bool(self.segments) + "-own" * self.own
         )
 
     def draw(self):
@@ -366,6 +367,7 @@ def error(x, exact):
 
 def check_branch(case, branch, got, given, indices):
     """`got` beside float64, where the model of the kernel has some error too."""
+    query, key, value = (getattr(x, branch, x) for x in given[:3])
     documents = case.segments or (case.S,)
     rows = nsa.Rows(case.T, case.S, documents, "cuda")
     if branch == "selected":
@@ -376,7 +378,7 @@ def check_branch(case, branch, got, given, indices):
     end = torch.full((case.B,), sum(documents), device="cuda")
     real = slice(0, sum(case.segments) or case.T)
     exact, rough = (
-        model.attention(*given[:3], mask, end, in_fp8=in_fp8)[:, real]
+        model.attention(query, key, value, mask, end, in_fp8=in_fp8)[:, real]
         for in_fp8 in (False, True)
     )
     assert torch.isfinite(got[:, real]).all() and not got[:, real.stop :].any()
@@ -401,6 +403,7 @@ ON_GPU = (
     Case(300, 300, 3, 1, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)),
     Case(200, 200, 2, 2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)),
     Case(1, 1),
+    Case(333, 333, D=64, Dv=64, own=True),
     Case(1500, 1500, 32, 2, segments=(700, 1, 33, 1, 500, 200)),
 )
 
@@ -414,7 +417,14 @@ def test_gpu_branches_and_blocks(case):
     given, borders = case.draw()
     query, key, value, gates = given
     where, exact = {"cu_seqlens": borders}, {"config": case.config.of_sizes}
-    compressed = nsa_torch.compress(key, **exact, **where)
+    tokens = key
+    if case.own:
+        key, value = (
+            Branches(key, key.flip(1), key.roll(7, 1)),
+            Branches(value, value.flip(1), value),
+        )
+        given = query, key, value
+    compressed = nsa_torch.compress(tokens, **exact, **where)
     place = where if borders is not None else {"kv_len": case.S}
     indices = nsa_torch.select_blocks(
         query, compressed, **exact, **place, implementation="mosaic"
@@ -425,30 +435,6 @@ def test_gpu_branches_and_blocks(case):
         alone[..., i] = torch.where(gates[..., i].isnan(), torch.nan, 1.0)
         check_branch(case, branch, run(alone, block_indices=indices), given, indices)
     assert torch.equal(run(gates), run(gates, block_indices=indices))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_gpu_branches_have_tokens_of_their_own():
-    query, key, value, gates = tensors(T=333, D=64, Dv=64, device="cuda")
-    keys, values = (
-        Branches(key, key.flip(1), key.roll(7, 1)),
-        Branches(value, value.flip(1), value),
-    )
-    options = {"config": MIDDLE, "implementation": "mosaic"}
-    out = nsa_torch.attention(query, keys, values, gates, **options)
-    small = [nsa_torch.compress(x, config=MIDDLE) for x in (key, value)]
-    indices = nsa_torch.select_blocks(query, small[0], config=MIDDLE.of_sizes)
-    pairs = [(x.selected, x.sliding) for x in (keys, values)]
-    (selected, sliding) = zip(*pairs, strict=True)
-    branches = (
-        nsa_torch.compressed_attention(query, *small, **options)[0],
-        nsa_torch.selected_attention(query, *selected, indices, **options)[0],
-        nsa_torch.sliding_attention(query, *sliding, **options)[0],
-    )
-    total = sum(gates[..., i, None].float() * x.float() for i, x in enumerate(branches))
-    most = 4 * torch.finfo(torch.bfloat16).eps * total.abs().max()
-    assert error(out, total.double())[1] <= most
 
 
 @pytest.mark.gpu
