@@ -173,13 +173,18 @@ class Pages:
         return self.sizes.stored(made) if kind == "value" else made
 
     def expected(self, rows, table, turn, order):
-        """What attention gives for the tokens of a turn, float64 `[N, H, Dv]`."""
+        """Of the tokens of a turn what attention gives, float64 `[N, H, Dv]`, and their blocks
+        `[N, Hkv, n]`.
+        """
         sizes, config = self.sizes, self.sizes.config
         outs = [np.zeros((0, sizes.H, sizes.Dv))]
+        blocks = [np.zeros((0, sizes.Hkv, config.num_selected), np.int32)]
         lead = config.compress_block // config.compress_stride - 1
         for b in order:
             first, last = max(turn.begin[b], 0), turn.end[b]
-            outs.append(np.zeros((first - turn.begin[b], sizes.H, sizes.Dv)))
+            missing = first - turn.begin[b]
+            outs.append(np.zeros((missing, sizes.H, sizes.Dv)))
+            blocks.append(np.full((missing, *blocks[0].shape[1:]), -1))
             if first >= last:
                 continue
             pages = table[b][: -(-last // config.select_block)]
@@ -199,8 +204,10 @@ class Pages:
                 for x in ("query", "gates")
             )
             rest = {"config": config, "compressed": tuple(made)}
-            outs.append(nsa.attention(query, *pair, gates, **rest).out[0].numpy())
-        return np.concatenate(outs)
+            found = nsa.attention(query, *pair, gates, **rest)
+            outs.append(found.out[0].numpy())
+            blocks.append(found.block_indices[0].numpy())
+        return np.concatenate(outs), np.concatenate(blocks)
 
     def copy(self, page, source, target):
         """A page, and the ring of a row."""
@@ -523,6 +530,7 @@ def forked(fork, rows, pages, table, path):
 
 def check(path, turns: list[Turn], rows=None, table=None, bound=None, seed=0):
     """Each turn's output is the oracle's, and in the end the cache holds what it must, no more.
+    `path.blocks` are then those of the last turn.
 
     Returns the outputs. `seed`: of where pages lie.
     """
@@ -548,7 +556,8 @@ def check(path, turns: list[Turn], rows=None, table=None, bound=None, seed=0):
         if turn.attends:
             outs.append(path.step(call))
             if not turn.lost:
-                close(outs[-1], pages.expected(rows, table, turn, order), bound)
+                want, path.blocks = pages.expected(rows, table, turn, order)
+                close(outs[-1], want, bound)
         else:
             path.append(call)
         at = [max(x) for x in zip(turn.end, turn.begin, strict=True)]
@@ -607,6 +616,6 @@ HISTORIES = {
     "rows in another order": [
         Turn([0] * 4, [40, 49, 0, 3]),
         Turn([40, 49, 0, 3], [50, 61, 0, 6], order=(1, 3, 0, 2)),
-        Turn([50, 61, 0, 6], [55, 64, 0, 13], order=(0, 1, 3, 2), slots=False),
+        Turn([50, 61, 0, 6], [55, 64, 0, 13], order=(1, 0, 3, 2), slots=False),
     ],
 }
