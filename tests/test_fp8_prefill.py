@@ -1,11 +1,12 @@
 """Products in e4m3 (`compute_dtype`): rounding, errors beside float64, blocks, refusals.
 
-The bounds of errors are those of a model that rounds what the kernels round (`fp8_model.py`).
+The bounds of errors are those of a model that rounds what the kernels round (`oracles/fp8.py`).
 """
 
+import contextlib
 import dataclasses
 import functools
-import math
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, PartitionSpec
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nsa_jax
 import nsa_torch
@@ -26,10 +29,11 @@ from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig
-from tests import fp8_model
 from tests.devices import needs_gpu
 from tests.inputs import Case as InputCase
 from tests.inputs import oracle, problem, selection, yardstick
+from tests.oracles import fp8 as model
+from tests.oracles import nsa
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
@@ -49,6 +53,16 @@ def in_order(x):
     return found.reshape(codes.shape).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
+def rounded(key, value, end, places, tiles=()):
+    """Keys and values in the kernels' codes, their scales and the mean of keys."""
+    sizes = *key.shape, value.shape[3], places
+    spec = fp8.Rounding(*sizes, "bfloat16", packed=bool(tiles), interpret=True)
+    sums = fp8.sum_tokens.__wrapped__(spec)(key, value, end)
+    return [
+        *map(np.asarray, fp8.round_tokens.__wrapped__(spec)(key, value, end, *sums, *tiles))
+    ]
+
+
 ROUNDINGS = {
     "ends in a tile": ((2, 70, 2, 64, 48), (70, 33), None),
     "one key": ((1, 1, 1, 32, 16), (1,), None),
@@ -65,37 +79,29 @@ def test_rounded_tokens(name):
     normal = lambda width: rng.normal(size=(batch, count, heads, width))
     key = (normal(width) * np.exp(rng.normal(size=width)) + 3).astype(ml_dtypes.bfloat16)
     value = normal(value_width).astype(ml_dtypes.bfloat16)
-    for x, stop in ((x, stop) for x in (key, value) for stop in end):
-        x[end.index(stop), stop:] = np.nan  # which no query sees
-    end = np.array(end, np.int32)
-    tiles, place_of = [], np.arange(count)
+    for x, (row, stop) in itertools.product((key, value), enumerate(end)):
+        x[row, stop:] = np.nan  # which no query sees
+    end, tiles, place_of = np.array(end, np.int32), [], np.arange(count)
     places = -(-count // 64) * 64
     if sequences:
-        starts = np.cumsum([0, *sequences])
-        units = [-(-n // 64) for n in (*sequences, count - starts[-1])]
-        first = [s + 64 * i for s, n in zip(starts, units, strict=True) for i in range(n)]
-        stops = [*starts[1:], count]
-        last = [stop for stop, n in zip(stops, units, strict=True) for _ in range(n)]
+        edges = np.cumsum([0, *sequences, count - sum(sequences)])
+        spans = [range(*pair, 64) for pair in itertools.pairwise(edges)]
+        first = [at for span in spans for at in span]
+        last = [span.stop for span in spans for _ in span]
         tiles = [np.array([x], np.int32) for x in KeyTiles(first, last)]
-        places = 64 * sum(units)
-        begin = 64 * np.cumsum([0, *units[:-1]])
+        places = 64 * len(first)
+        begin = 64 * np.cumsum([0, *map(len, spans[:-1])])
         place_of = np.concatenate(
-            [b + np.arange(stop - s) for b, s, stop in zip(begin, starts, stops, strict=True)]
+            [b + np.arange(x.stop - x.start) for b, x in zip(begin, spans, strict=True)]
         )
-    sizes = batch, count, heads, width, value_width, places, "bfloat16", bool(sequences), True
-    spec = fp8.Rounding(*sizes)
-    sums = fp8.sum_tokens.__wrapped__(spec)(key, value, end)
-    found = fp8.round_tokens.__wrapped__(spec)(key, value, end, *sums, *tiles)
-    key8, value8, key_scale, value_scale, mean = map(np.asarray, found)
+    key8, value8, key_scale, value_scale, mean = rounded(key, value, end, places, tiles)
     tensors = (torch.from_numpy(x.astype(np.float64)) for x in (key, value))
-    keys, values, scale = fp8_model.rounded(*tensors, torch.from_numpy(end))
+    keys, values, scale = model.rounded(*tensors, torch.from_numpy(end))
     assert (key_scale == scale[:, 0].numpy()).all()
     there = np.arange(count) < end[:, None]
-    got = in_order(key8)[:, place_of][there]
+    off = np.abs(in_order(key8)[:, place_of][there] - keys.numpy()[there])
     # The mean in float32 may turn a rounding: to the next number, in few places.
-    turned = got != keys.numpy()[there]
-    assert turned.mean() < 0.01
-    assert np.abs(got - keys.numpy()[there]).max(initial=0) <= 16
+    assert (off > 0).mean() < 0.01 and off.max(initial=0) <= 16
     got = in_order(value8).transpose(0, 3, 1, 2) * value_scale[:, None].astype(np.float64)
     assert (got[:, place_of] == values.numpy()).all()
     assert not np.delete(got, place_of, axis=1).any()
@@ -106,21 +112,12 @@ def test_rounded_tokens(name):
 def test_infinite_tokens_become_nan():
     key = np.ones((1, 64, 1, 32), ml_dtypes.bfloat16)
     key[0, 5, 0, 3] = np.inf
-    spec = fp8.Rounding(1, 64, 1, 32, 32, 64, "bfloat16", interpret=True)
-    end = np.array([64], np.int32)
-    sums = fp8.sum_tokens.__wrapped__(spec)(key, key, end)
-    key8, value8, *_ = fp8.round_tokens.__wrapped__(spec)(key, key, end, *sums)
+    key8, value8, *_ = rounded(key, key, np.array([64], np.int32), 64)
     for x in (in_order(key8)[0, :, 0], in_order(value8)[0, 0].T):
         assert np.isnan(x[5, 3]) and np.isnan(x).sum() == 1
 
 
 # What it is for, and what refuses it
-
-
-def test_compute_dtype_is_checked():
-    with pytest.raises(ValueError, match=r"compute_dtype must be one of .*, got 'float8_e5m2'"):
-        NSAConfig(compute_dtype="float8_e5m2")
-    assert PAPER.of_sizes == NSAConfig()
 
 
 def tensors(T=130, H=16, D=32, Dv=32, device="cpu", dtype=torch.bfloat16, B=1, S=None, Hkv=1):
@@ -136,24 +133,76 @@ def arrays(**sizes):
     return [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in tensors(**sizes)]
 
 
-def test_other_implementations_refuse():
-    options = {"config": PAPER, "implementation": Branches(None, "sdpa", "sdpa")}
-    reason = (
-        "selected: sdpa: computes in the dtype of the query, got compute_dtype='float8_e4m3'"
-    )
-    with pytest.raises(NotImplementedError, match=reason):
-        nsa_torch.attention(*tensors(), **options)
-    options["implementation"] = Branches(None, "xla", "xla")
-    with pytest.raises(NotImplementedError, match=reason.replace("sdpa", "xla")):
-        nsa_jax.attention(*arrays(), **options)
+FRAMEWORKS = {"torch": (nsa_torch, tensors, "sdpa"), "jax": (nsa_jax, arrays, "xla")}
+OF_CACHE = "a cache computes in the dtype of the query"
 
 
-@pytest.mark.parametrize("framework", [nsa_torch, nsa_jax])
-def test_without_a_hopper_gpu_nothing_runs(framework):
-    given = tensors() if framework is nsa_torch else arrays()
-    message = "no implementation of selected can run this: mosaic: needs a Hopper GPU"
-    with pytest.raises(NotImplementedError, match=message):
-        framework.attention(*given, config=PAPER)
+def gradient(interpreted=capability.interpreted):
+    query, *rest = arrays()
+    run = functools.partial(nsa_jax.attention, config=PAPER, implementation="mosaic")
+    with interpreted(True):
+        jax.grad(lambda query: run(query, *rest).astype("float32").sum())(query)
+
+
+def on_ranks():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.distributed.destroy_process_group)
+        mesh = init_device_mesh("cpu", (1,))
+        nsa_torch.attention(*tensors(), config=PAPER, context_mesh=mesh)
+
+
+def on_a_cache():
+    query, key, value, gates = tensors(T=3)
+    options = {"config": PAPER.of_sizes, "dtype": torch.bfloat16}
+    cache = nsa_torch.init_cache(1, 64, 1, 32, 32, **options)
+    nsa_torch.cached_attention(query, key, value, gates, cache, config=PAPER)
+
+
+def layer(**options):
+    sizes = {"dim": 32, "n_heads": 16, "n_kv_groups": 1, "d_k": 32, "d_v": 32}
+    return nsa_torch.NSAAttention(**sizes, **options)
+
+
+KERNELS = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128, "scale": None}
+KERNELS |= {"dtype": "bfloat16", "config": PAPER}
+REFUSED = [
+    (lambda: NSAConfig(compute_dtype="float8_e5m2"), "compute_dtype must be one of .*_e5m2'"),
+    (lambda: layer(compute_dtype="float16"), "compute_dtype must be one of"),
+    (gradient, "no gradient"),
+    (on_ranks, "context parallelism computes in the dtype of the query"),
+    (
+        lambda: nsa_jax.attention(*arrays(), config=PAPER, context_axis="ranks"),
+        "context parallelism computes in the dtype of the query",
+    ),
+    (on_a_cache, OF_CACHE),
+    (
+        lambda: kernels_of_layer([4096], gradients=True, **KERNELS),
+        "no gradient: leave it out to",
+    ),
+]
+for api, given, other in FRAMEWORKS.values():
+    REFUSED += [
+        (
+            lambda api=api, given=given, other=other: api.attention(
+                *given(), config=PAPER, implementation=Branches(None, other, other)
+            ),
+            f"selected: {other}: computes in the dtype of the query, got compute_dtype='{FLOAT8}'",
+        ),
+        (
+            lambda api=api, given=given: api.attention(*given(), config=PAPER),
+            "no implementation of selected can run this: mosaic: needs a Hopper GPU",
+        ),
+        (lambda api=api: api.init_cache(1, 64, 1, 16, 16, config=PAPER), OF_CACHE),
+        (lambda api=api: api.PagedCache(4, 1, 16, 16, config=PAPER), OF_CACHE),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_refuses_it(call, said):
+    with pytest.raises((ValueError, NotImplementedError), match=said):
+        call()
 
 
 SHAPES = {
@@ -181,53 +230,17 @@ def test_what_kernels_refuse(reason):
     assert reason not in (capability.why_not(exact) or "")
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
-def test_caches_and_context_parallelism_refuse():
-    sizes = 1, 64, 1, 16, 16
-    for framework in (nsa_torch, nsa_jax):
-        with pytest.raises(
-            NotImplementedError, match="a cache computes in the dtype of the query"
-        ):
-            framework.init_cache(*sizes, config=PAPER)
-        with pytest.raises(
-            NotImplementedError, match="a cache computes in the dtype of the query"
-        ):
-            framework.PagedCache(4, 1, 16, 16, config=PAPER)
-    said = "context parallelism computes in the dtype of the query"
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        with pytest.raises(NotImplementedError, match=said):
-            nsa_torch.attention(*tensors(), config=PAPER, context_mesh=mesh)
-    finally:
-        torch.distributed.destroy_process_group()
-    with pytest.raises(NotImplementedError, match=said):
-        nsa_jax.attention(*arrays(), config=PAPER, context_axis="ranks")
-
-
-def test_a_call_of_a_cache_refuses():
-    query, key, value, gates = tensors(T=3)
-    sizes = 1, 64, 1, 32, 32
-    cache = nsa_torch.init_cache(*sizes, config=PAPER.of_sizes, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="a cache computes in the dtype of the query"):
-        nsa_torch.cached_attention(query, key, value, gates, cache, config=PAPER)
-
-
 def test_explain_says_it():
+    assert PAPER.of_sizes == NSAConfig()
     with capability.interpreted(True):
         found = str(nsa_jax.explain(*arrays(), config=PAPER)).splitlines()
-    assert found[:2] == ["compressed: mosaic", "scores: mosaic"]
-    assert found[2:4] == [f"{x}: mosaic (in float8_e4m3)" for x in ("selected", "sliding")]
-    assert found[4] == "attention: mosaic"
-
-
-def test_gradients_are_refused_where_jax_asks_for_them():
-    query, *rest = arrays()
-    run = functools.partial(nsa_jax.attention, config=PAPER, implementation="mosaic")
-    with capability.interpreted(True), pytest.raises(NotImplementedError, match="no gradient"):
-        jax.grad(lambda query: run(query, *rest).astype("float32").sum())(query)
+    in_8_bits = [f"{x}: mosaic (in {FLOAT8})" for x in ("selected", "sliding")]
+    assert found[:5] == [
+        "compressed: mosaic",
+        "scores: mosaic",
+        *in_8_bits,
+        "attention: mosaic",
+    ]
 
 
 def test_shard_map_over_batch_and_heads():
@@ -237,9 +250,9 @@ def test_shard_map_over_batch_and_heads():
     mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
 
     def attend(query, key, value, gates):
-        each = nsa_jax.Branches.each
+        each = Branches.each
         compressed = [nsa_jax.compress(x, config=config) for x in (key, value)]
-        gates = nsa_jax.Branches(*(gates[..., i] for i in range(3)))
+        gates = Branches(*(gates[..., i] for i in range(3)))
         rest = {"config": config, "kv_len": 40}
         return mosaic.attention(query, each(key), each(value), gates, compressed, None, **rest)
 
@@ -249,29 +262,19 @@ def test_shard_map_over_batch_and_heads():
 
 
 def test_kernels_are_prepared_without_gradients():
-    heads = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    layer = heads | {"dtype": "bfloat16", "config": PAPER, "scale": None}
-    found = {x.name for x in kernels_of_layer([4096], gradients=False, **layer)}
+    found = {x.name for x in kernels_of_layer([4096], gradients=False, **KERNELS)}
     assert found >= {"fp8_sums", "fp8_round", "selected_forward", "interval_forward"}
-    with pytest.raises(NotImplementedError, match="has no gradient: leave it out to train"):
-        kernels_of_layer([4096], gradients=True, **layer)
 
 
+@torch.no_grad()
 def test_layers_take_it():
-    sizes = {"dim": 32, "n_heads": 16, "n_kv_groups": 1, "d_k": 32, "d_v": 32}
-    with pytest.raises(ValueError, match="compute_dtype must be one of"):
-        nsa_torch.NSAAttention(**sizes, compute_dtype="float16")
-    layer = nsa_torch.NSAAttention(**sizes, compute_dtype=FLOAT8, dtype=torch.bfloat16)
+    made = layer(compute_dtype=FLOAT8, dtype=torch.bfloat16)
     x = torch.zeros(1, 70, 32, dtype=torch.bfloat16)
-    message = "no implementation of selected"
-    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
-        layer(x)
-    layer.compute_dtype = None
-    assert layer(x)[0].shape == x.shape
-    layer.compute_dtype = FLOAT8
-    cache = layer.init_cache(1, 80)
-    with torch.no_grad():
-        assert layer(x, cache)[0].shape == x.shape  # in 16 bits
+    with pytest.raises(NotImplementedError, match="no implementation of selected"):
+        made(x)
+    assert made(x, made.init_cache(1, 80))[0].shape == x.shape  # in 16 bits
+    made.compute_dtype = None
+    assert made(x)[0].shape == x.shape
 
 
 # In the interpreter
@@ -293,8 +296,7 @@ def outputs_of(jaxpr):
 def test_a_branch(branch):
     """A chunk of a longer row; keys have a mean."""
     p = problem(InputCase(7, 75, 16, 1, 32, 16, 1, SMALL, dtype="bfloat16"))
-    key = p.key + 3
-    indices = []
+    key, indices = p.key + 3, []
     if branch == "selected":
         compressed = nsa_jax.compress(key, config=SMALL)
         indices = [selection(p.query, compressed, config=SMALL, kv_len=75)]
@@ -303,125 +305,12 @@ def test_a_branch(branch):
     function = functools.partial(getattr(nsa_jax, name), implementation="mosaic", **where)
     is_query = lambda x: x.dtype == "float32" and x.size == p.query.size
     assert not any(map(is_query, outputs_of(jax.make_jaxpr(function)(*given).jaxpr)))
-    got = function(*given)
     exact, rough = oracle(name, *given, **where), yardstick(name, *given, **where)
-    for part, mine, want, low in zip(("out", "lse"), got, exact, rough, strict=True):
-        mine = np.asarray(mine)
+    for part, mine, want, low in zip(
+        ("out", "lse"), map(np.asarray, function(*given)), exact, rough, strict=True
+    ):
         assert_parity(part, mine, want, low, dtype="bfloat16", in_float8=True)
         assert np.abs(mine - want).mean() > 0.3 * np.abs(low - want).mean()  # in 8 bits
-
-
-# Errors of a branch
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    T: int
-    S: int
-    H: int = 16
-    Hkv: int = 1
-    D: int = 128
-    Dv: int = 128
-    B: int = 1
-    config: NSAConfig = MIDDLE
-    dtype: torch.dtype = torch.bfloat16
-    segments: tuple[int, ...] = ()  # lengths of packed sequences; the rest is padding, NaN
-
-    def __str__(self):
-        return f"T{self.T}-S{self.S}-G{self.H // self.Hkv}-D{self.D}x{self.Dv}" + (
-            "-packed" if self.segments else ""
-        )
-
-
-def draw(case, device):
-    """Query, key, value, gates, and `cu_seqlens` or None."""
-    sizes = {x: getattr(case, x) for x in ("T", "S", "H", "Hkv", "D", "Dv", "B", "dtype")}
-    query, key, value, gates = tensors(**sizes, device=device)
-    if not case.segments:
-        return (query, key, value, gates), None
-    borders = np.cumsum([0, *case.segments])
-    for x in (query, key, value, gates):
-        x[:, borders[-1] :] = math.nan
-    return (query, key, value, gates), torch.tensor(borders, device=device)
-
-
-def visible(case, indices, device):
-    """Which keys the selected and the sliding branch see, `[B, Hkv, T, S]`, and the end of all."""
-    segments = case.segments or (case.S,)
-    number = torch.full((case.S,), -1, device=device)
-    place = torch.full((case.S,), -1, device=device)
-    first = 0
-    for i, count in enumerate(segments):
-        number[first : first + count] = i
-        place[first : first + count] = torch.arange(count, device=device)
-        first += count
-    own, at = number[case.S - case.T :], place[case.S - case.T :]
-    seen = (own[:, None] == number) & (own[:, None] >= 0) & (place <= at[:, None])
-    sliding = seen & (place > at[:, None] - case.config.window)
-    blocks = place.clamp(min=0) // case.config.select_block
-    chosen = (indices[..., None] == blocks).any(3).transpose(1, 2) & seen
-    end = torch.full((case.B,), first, device=device)
-    return {"selected": chosen, "sliding": sliding.expand(chosen.shape)}, end
-
-
-def error(x, exact):
-    """Root of the mean square, and the largest."""
-    off = (x.double() - exact).abs()
-    return (off**2).mean().sqrt().item(), off.max().item()
-
-
-def check_branch(case, branch, got, arrays, indices):
-    """`got` beside float64, where the model of the kernel has some error too."""
-    masks, end = visible(case, indices, got.device)
-    real = slice(0, sum(case.segments) or case.T)
-    exact, model = (
-        fp8_model.attention(*arrays[:3], masks[branch], end, in_fp8=in_fp8)[:, real]
-        for in_fp8 in (False, True)
-    )
-    assert torch.isfinite(got[:, real]).all() and not got[:, real.stop :].any()
-    # Tensor cores keep 13 bits of a sum: each of its steps, of 32 keys, loses half of the last.
-    # They are those of a tile's list, or window. Then the output is rounded.
-    tokens = max(64 // (case.H // case.Hkv), 1)
-    keys = case.config.num_selected * case.config.select_block * tokens
-    keys = min(case.S, keys if branch == "selected" else case.config.window + 2 * tokens)
-    lost = keys / 32 * 2.0**-14 + torch.finfo(case.dtype).eps
-    for mine, models, size in zip(
-        error(got[:, real], exact), error(model, exact), error(exact, 0), strict=True
-    ):
-        assert mine <= 1.25 * models + lost * size, (branch, mine, models, size)
-    assert error(got[:, real], exact)[0] > 0.3 * error(model, exact)[0] > 0  # it was in 8 bits
-
-
-def check_attention(case, device="cuda"):
-    """Both branches, and that the whole takes the blocks that 16 bits choose."""
-    arrays, borders = draw(case, device)
-    query, key, value, gates = arrays
-    where = {"cu_seqlens": borders}
-    exact = {"config": case.config.of_sizes, "implementation": "mosaic"} | where
-    compressed = [
-        nsa_torch.compress(x, config=case.config.of_sizes, **where) for x in (key, value)
-    ]
-    place = {} if borders is not None else {"kv_len": case.S}
-    indices = nsa_torch.select_blocks(query, compressed[0], **exact, **place)
-    run = functools.partial(nsa_torch.attention, query, key, value, config=case.config, **where)
-    for i, branch in ((1, "selected"), (2, "sliding")):
-        alone = torch.zeros_like(gates)
-        alone[..., i] = torch.where(gates[..., i].isnan(), math.nan, 1.0)
-        check_branch(case, branch, run(alone, block_indices=indices), arrays, indices)
-    assert torch.equal(run(gates), run(gates, block_indices=indices))
-
-
-ON_GPU = (
-    Case(1337, 1337, 32, 2, config=PAPER),
-    Case(301, 2049, 32, 2, B=2, config=PAPER, dtype=torch.float16),  # a chunk
-    Case(1337, 1337, 32, 2, D=192, config=PAPER),
-    Case(777, 777, 8, 2, D=64, Dv=96, B=2),
-    Case(500, 500, 8, 1, D=256, Dv=256),
-    Case(300, 300, 3, 1, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)),
-    Case(200, 200, 2, 2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)),
-    Case(1, 1),
-    Case(1500, 1500, 32, 2, segments=(700, 1, 33, 1, 500, 200)),
-)
 
 
 def test_the_slope_of_errors_follows_the_yardsticks():
@@ -436,47 +325,125 @@ def test_the_slope_of_errors_follows_the_yardsticks():
     assert not check_parity("x", 0.99 * exact, exact, rough, dtype="bfloat16").ok
 
 
+# On a GPU: errors of a branch
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    T: int
+    S: int
+    H: int = 16
+    Hkv: int = 1
+    D: int = 128
+    Dv: int = 128
+    B: int = 1
+    config: NSAConfig = MIDDLE
+    dtype: torch.dtype = torch.bfloat16
+    segments: tuple[int, ...] = ()  # lengths of packed sequences; the rest is padding, NaN
+    own: bool = False  # each branch has keys and values of its own
+
+    def __str__(self):
+        return f"T{self.T}-S{self.S}-G{self.H // self.Hkv}-D{self.D}x{self.Dv}" + (
+            "-packed" * bool(self.segments) + "-own" * self.own
+        )
+
+    def draw(self):
+        """Query, key, value, gates, and `cu_seqlens` or None."""
+        sizes = {x: getattr(self, x) for x in ("T", "S", "H", "Hkv", "D", "Dv", "B", "dtype")}
+        found = tensors(**sizes, device="cuda")
+        if not self.segments:
+            return found, None
+        borders = np.cumsum([0, *self.segments])
+        for x in found:
+            x[:, borders[-1] :] = torch.nan
+        return found, torch.tensor(borders, device="cuda")
+
+
+def error(x, exact):
+    """Root of the mean square, and the largest."""
+    off = (x.double() - exact).abs()
+    return (off**2).mean().sqrt().item(), off.max().item()
+
+
+def check_branch(case, branch, got, given, indices):
+    """`got` beside float64, where the model of the kernel has some error too."""
+    query, key, value = (getattr(x, branch, x) for x in given[:3])
+    documents = case.segments or (case.S,)
+    rows = nsa.Rows(case.T, case.S, documents, "cuda")
+    if branch == "selected":
+        mask = nsa.selected_mask(indices, case.config, rows)
+    else:
+        mask = nsa.sliding_mask(case.config, rows)
+    mask = mask.expand(case.B, case.Hkv, -1, -1)
+    end = torch.full((case.B,), sum(documents), device="cuda")
+    real = slice(0, sum(case.segments) or case.T)
+    exact, rough = (
+        model.attention(query, key, value, mask, end, in_fp8=in_fp8)[:, real]
+        for in_fp8 in (False, True)
+    )
+    assert torch.isfinite(got[:, real]).all() and not got[:, real.stop :].any()
+    # Tensor cores keep 13 bits of a sum: each of its steps, of 32 keys, loses half of the last.
+    # They are those of a tile's list, or window. Then the output is rounded.
+    tokens = max(64 // (case.H // case.Hkv), 1)
+    keys = case.config.num_selected * case.config.select_block * tokens
+    keys = min(case.S, keys if branch == "selected" else case.config.window + 2 * tokens)
+    lost = keys / 32 * 2.0**-14 + torch.finfo(case.dtype).eps
+    mine, models = error(got[:, real], exact), error(rough, exact)
+    for x, y, size in zip(mine, models, error(exact, 0), strict=True):
+        assert x <= 1.25 * y + lost * size, (branch, mine, models, size)
+    assert mine[0] > 0.3 * models[0] > 0  # it was in 8 bits
+
+
+ON_GPU = (
+    Case(1337, 1337, 32, 2, config=PAPER),
+    Case(301, 2049, 32, 2, B=2, config=PAPER, dtype=torch.float16),  # a chunk
+    Case(1337, 1337, 32, 2, D=192, config=PAPER),
+    Case(777, 777, 8, 2, D=64, Dv=96, B=2),
+    Case(500, 500, 8, 1, D=256, Dv=256),
+    Case(300, 300, 3, 1, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)),
+    Case(200, 200, 2, 2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)),
+    Case(1, 1),
+    Case(333, 333, D=64, Dv=64, own=True),
+    Case(1500, 1500, 32, 2, segments=(700, 1, 33, 1, 500, 200)),
+)
+
+
 @pytest.mark.gpu
 @needs_gpu
+@torch.no_grad()
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_gpu_branches_and_blocks(case):
-    with torch.no_grad():
-        check_attention(case)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_gpu_branches_have_tokens_of_their_own():
-    query, key, value, gates = tensors(T=333, D=64, Dv=64, device="cuda")
-    others = Branches(key, key.flip(1), key.roll(7, 1)), Branches(value, value.flip(1), value)
-    options = {"config": MIDDLE, "implementation": "mosaic"}
-    out = nsa_torch.attention(query, *others, gates, **options)
+    """Both branches, and that the whole takes the blocks that 16 bits choose."""
+    given, borders = case.draw()
+    query, key, value, gates = given
+    where, exact = {"cu_seqlens": borders}, {"config": case.config.of_sizes}
+    tokens = key
+    if case.own:
+        key, value = (
+            Branches(key, key.flip(1), key.roll(7, 1)),
+            Branches(value, value.flip(1), value),
+        )
+        given = query, key, value
+    compressed = nsa_torch.compress(tokens, **exact, **where)
+    place = where if borders is not None else {"kv_len": case.S}
     indices = nsa_torch.select_blocks(
-        query, nsa_torch.compress(key, config=MIDDLE), config=MIDDLE.of_sizes
+        query, compressed, **exact, **place, implementation="mosaic"
     )
-    branches = Branches(
-        nsa_torch.compressed_attention(
-            query, *(nsa_torch.compress(x, config=MIDDLE) for x in (key, value)), **options
-        )[0],
-        nsa_torch.selected_attention(
-            query, others[0].selected, others[1].selected, indices, **options
-        )[0],
-        nsa_torch.sliding_attention(query, others[0].sliding, others[1].sliding, **options)[0],
-    )
-    total = sum(gates[..., i, None].float() * x.float() for i, x in enumerate(branches))
-    assert (
-        error(out, total.double())[1] <= 4 * torch.finfo(torch.bfloat16).eps * total.abs().max()
-    )
+    run = functools.partial(nsa_torch.attention, query, key, value, config=case.config, **where)
+    for i, branch in ((1, "selected"), (2, "sliding")):
+        alone = torch.zeros_like(gates)
+        alone[..., i] = torch.where(gates[..., i].isnan(), torch.nan, 1.0)
+        check_branch(case, branch, run(alone, block_indices=indices), given, indices)
+    assert torch.equal(run(gates), run(gates, block_indices=indices))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_gpu_log_sum_exp_has_the_mean_of_keys():
     query, key, value, _ = tensors(T=300, D=64, Dv=64, device="cuda")
-    options = {"implementation": "mosaic"}
     found, exact = (
-        nsa_torch.sliding_attention(query, key, value, config=config, **options)[1]
-        for config in (MIDDLE, MIDDLE.of_sizes)
+        nsa_torch.sliding_attention(query, key, value, config=x, implementation="mosaic")[1]
+        for x in (MIDDLE, MIDDLE.of_sizes)
     )
     # Logits of keys and queries that are each rounded by 1 in 16 at most, 64 columns in sum.
     assert (found - exact).abs().max() < 0.5 and (found - exact).abs().mean() < 0.05
@@ -485,14 +452,12 @@ def test_gpu_log_sum_exp_has_the_mean_of_keys():
 @pytest.mark.gpu
 @needs_gpu
 def test_gpu_refuses_gradients():
-    arrays = [x.requires_grad_() for x in tensors(device="cuda")]
-    with pytest.raises(
-        NotImplementedError, match="compute_dtype='float8_e4m3' has no gradient"
-    ):
-        nsa_torch.attention(*arrays, config=MIDDLE, implementation="mosaic")
+    given = [x.requires_grad_() for x in tensors(device="cuda")]
+    with pytest.raises(NotImplementedError, match=f"compute_dtype='{FLOAT8}' has no gradient"):
+        nsa_torch.attention(*given, config=MIDDLE, implementation="mosaic")
     with torch.no_grad():  # automatic choice
-        out = nsa_torch.attention(*arrays, config=MIDDLE)
-    assert torch.equal(out, nsa_torch.attention(*(x.detach() for x in arrays), config=MIDDLE))
+        out = nsa_torch.attention(*given, config=MIDDLE)
+    assert torch.equal(out, nsa_torch.attention(*(x.detach() for x in given), config=MIDDLE))
 
 
 @pytest.mark.gpu
@@ -500,12 +465,10 @@ def test_gpu_refuses_gradients():
 @pytest.mark.parametrize("segments", [(), (150, 1, 140)], ids=["rows", "packed"])
 def test_gpu_jax_is_torch(segments):
     """The same kernels, so the same bits."""
-    case = Case(300, 300, 32, 2, segments=segments)
-    arrays, borders = draw(case, "cuda")
+    given, borders = Case(300, 300, 32, 2, segments=segments).draw()
     with torch.no_grad():
-        wanted = nsa_torch.attention(*arrays, config=MIDDLE, cu_seqlens=borders)
-    mine = [jax.dlpack.from_dlpack(x.contiguous()) for x in arrays]
-    packed = {}
+        wanted = nsa_torch.attention(*given, config=MIDDLE, cu_seqlens=borders)
+    mine, packed = [jax.dlpack.from_dlpack(x.contiguous()) for x in given], {}
     if segments:
         ids = np.repeat([*range(len(segments)), -1], [*segments, 300 - sum(segments)])
         ids = jnp.asarray(ids[None], jnp.int32)
@@ -513,7 +476,6 @@ def test_gpu_jax_is_torch(segments):
     options = {"config": MIDDLE, "implementation": "mosaic"} | packed
     out = jax.jit(functools.partial(nsa_jax.attention, **options))(*mine)
     assert torch.equal(torch.from_dlpack(out), wanted)
+    loss = lambda q: nsa_jax.attention(q, *mine[1:], **options).astype("float32").sum()
     with pytest.raises(NotImplementedError, match="has no gradient"):
-        jax.grad(lambda q: nsa_jax.attention(q, *mine[1:], **options).astype("float32").sum())(
-            mine[0]
-        )
+        jax.grad(loss)(mine[0])

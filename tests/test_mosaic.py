@@ -22,9 +22,9 @@ from kernels_pallas.specs import selected as selected_spec
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_jax import mosaic
+from tests.jaxprs import equations
 from tests.paths import steps_of_jax, to_jax
 from tests.problems import PAPER, SMALL, TINY, Case, check, check_selection, problem
-from tests.test_cache import equations
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 # A block of every 16 keys: many candidates.

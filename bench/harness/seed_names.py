@@ -235,7 +235,7 @@ TESTS = {
     "backward_parity": "tests/test_parity.py",
     "backward_varlen": "tests/test_torch_rules.py",
     "block_math": "tests/test_block_math.py",
-    "decode_counters": "tests/test_cache.py",
+    "decode_counters": "tests/test_caches.py",
     "equiv_small": "tests/test_oracle.py",
     "fa2_gpu_varlen": "tests/test_torch_gpu.py",
     "gradcheck": "tests/test_parity.py",

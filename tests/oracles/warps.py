@@ -278,7 +278,7 @@ def run(
     """
     machine: Callable[..., Warps] = Warps
     if cluster is not None:
-        from tests.emulated_clusters import ClusterWarps
+        from tests.oracles.clusters import ClusterWarps
 
         machine = functools.partial(ClusterWarps, cluster=cluster)
     arrays = [np.ascontiguousarray(x) for x in inputs]

@@ -1,0 +1,807 @@
+"""A cache holds what one configuration makes: with another it is refused, never read wrongly.
+
+A call that is refused, or that fails, leaves the cache as it was.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+import nsa_jax
+import nsa_torch
+from nsa_core import rotation
+from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.layer import LayerSpec
+from nsa_jax.nn import NSAAttention as JaxAttention
+from nsa_torch import Branches, NSAAttention, functional, paged_attend, plan_runs
+from nsa_torch.cache import crop
+from nsa_torch.huggingface import (
+    NSAForCausalLM,
+    NSAModelCache,
+    NSAModelConfig,
+    NSAPagedModelCache,
+)
+from nsa_torch.huggingface.paged_layer import attend_pages
+from tests.caches import SMALL, Sizes, TorchPages, Turn, bounds, check
+from tests.devices import needs_gpu
+from tests.model_sizes import SMALLEST as MODEL
+
+FRAMEWORKS = {"jax": (nsa_jax, jnp.asarray), "torch": (nsa_torch, torch.tensor)}
+by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
+LAYER = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
+zeros, int32 = torch.zeros, functools.partial(torch.tensor, dtype=torch.int32)
+
+
+def layer_of(framework, **changed):
+    if framework == "torch":
+        return NSAAttention(**(LAYER | changed))
+    return JaxAttention(LayerSpec(**(LAYER | changed)), rngs=nnx.Rngs(0))
+
+
+PARAMS = {
+    "avg": lambda array: None,
+    "mlp": lambda array: PoolParams(array(np.ones((8, 8), np.float32))),
+    "mlp_pe": lambda array: MLPParams(
+        *(array(np.ones(x, np.float32)) for x in ((8, 8), (64, 2), (2,), (2, 8), (8,)))
+    ),
+}
+
+
+class Functions:
+    """Steps of 9 tokens on a cache, by a caller that may say something else than its maker."""
+
+    def __init__(self, framework, config=SMALL, traced=False, **_):
+        self.api, self.array = FRAMEWORKS[framework]
+        self.cache, self.end = self.made(config), 0
+        self.call = self.api.cached_attention
+        if traced and framework == "jax":
+            self.call = jax.jit(self.call, static_argnames="config")
+
+    def made(self, config):
+        return self.api.init_cache(1, 40, 1, 8, 8, config=config)
+
+    def ones(self, *shape):
+        return self.array(np.ones(shape, np.float32))
+
+    def step(self, config=SMALL, kinds=("avg", "avg"), **_):
+        new = [self.ones(1, 9, 1, width) for width in (8, 8, 8, 3)]
+        params = tuple(PARAMS[kind](self.array) for kind in kinds)
+        out, self.cache = self.call(*new, self.cache, config=config, compress_params=params)
+        self.end += 9
+        return out
+
+    def reset(self):
+        found = self.cache.reset()  # torch's forgets in place
+        self.cache, self.end = self.cache if found is None else found, 0
+
+
+class Pages(Functions):
+    def made(self, config):
+        options = {"config": config, "dtype": self.ones(1).dtype}
+        return self.api.PagedCache(4, 1, 8, 8, **options)
+
+    def step(self, kinds=("avg", "avg")):
+        new = [self.ones(9, 1, 8) for _ in "kv"]
+        at = (
+            self.array(np.arange(4, dtype=np.int32)[None]),
+            self.array(np.int32([self.end + 9])),
+        )
+        params = tuple(PARAMS[kind](self.array) for kind in kinds)
+        found = self.api.append(self.cache, *new, *at, params=params)
+        self.cache, self.end = self.cache if found is None else found, self.end + 9
+        return self.cache.compressed_key[0, 1]
+
+
+class Layer(Functions):
+    """`by`: a cache of functions, in place of a layer's own."""
+
+    def __init__(self, framework, by=None, **changed):
+        self.framework, self.mine = framework, changed
+        layer = layer_of(framework, **changed)
+        super().__init__(framework, layer.spec.config)
+        if by is None:
+            self.cache = layer.init_cache(1, 40)
+
+    def made(self, config):
+        return self.api.init_cache(1, 40, 2, 8, 6, config=config, separate=True)
+
+    @torch.no_grad()
+    def step(self, tokens=9, **changed):
+        layer = layer_of(self.framework, **(self.mine | changed))
+        out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
+        self.end += tokens
+        return out
+
+
+class LayerOnPages(Layer):
+    def __init__(self, framework, **changed):
+        super().__init__(framework, by="functions", **changed)
+
+    def made(self, config):
+        options = {"config": config, "dtype": torch.float32, "separate": True}
+        return nsa_torch.PagedCache(2, 2, 8, 6, **options)
+
+    @torch.no_grad()
+    def step(self, **changed):
+        layer, self.end = layer_of("torch", **(self.mine | changed)), self.end + 1
+        at = torch.zeros(1, 1).int(), int32([self.end]), None, 1
+        try:
+            return attend_pages(
+                layer, zeros(1, 1, 24), zeros(1, 1) + self.end - 1, self.cache, *at
+            )
+        except ValueError:
+            self.end -= 1
+            raise
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+STORED = [
+    dict(rope_base=5e5),
+    dict(rope_scale=2.0),
+    dict(rope_scaling=YARN),
+    dict(qk_norm_eps=1e-6),
+    dict(bias=True),
+    dict(phi="mlp"),
+    dict(phi="mlp_pe"),
+    dict(phi="mlp_rope"),
+]
+KINDS = [("avg", "mlp"), ("mlp", "avg"), ("mlp_pe", "mlp")]
+
+
+def other_makers():
+    """User, framework, what the cache was made with, what comes then, and the sentence."""
+    made = "cache must be made with {}={}, got one with {}".format
+    for framework in FRAMEWORKS:
+        for name, theirs in (("compress_stride", 2), ("compress_block", 4)):
+            config = dataclasses.replace(SMALL, **{name: theirs})
+            said = made(name, getattr(SMALL, name), theirs)
+            first = {"config": config, "traced": True}
+            yield Functions, framework, first, {"config": SMALL}, said
+        for first, then in KINDS:
+            said = made("phi_k", repr(then), repr(first))
+            yield (
+                Functions,
+                framework,
+                {"kinds": (first, "avg")},
+                {"kinds": (then, "avg")},
+                said,
+            )
+            yield Pages, framework, {"kinds": (first,) * 2}, {"kinds": (then,) * 2}, said
+        pair = {"kinds": ("avg", "mlp")}, {"kinds": ("avg", "avg")}
+        yield Functions, framework, *pair, made("phi_v", "'avg'", "'mlp'")
+        for changed in [*STORED, dict(kv="shared")]:
+            ((name, value),) = changed.items()
+            value = rotation.scaling(value) if name == "rope_scaling" else value
+            said = made(name, repr(value), repr(getattr(layer_of(framework).spec, name)))
+            yield Layer, framework, {}, changed, said
+        for name, field, mine, theirs in (("d", "stride", 4, 8), ("l", "block", 8, 16)):
+            said = made(f"compress_{field}", mine, theirs)
+            yield Layer, framework, {name: theirs}, {name: mine}, said
+        yield (
+            Layer,
+            framework,
+            {"by": "functions"},
+            dict(rope_base=5e5),
+            made("rope_base", 5e5, ""),
+        )
+    for changed in STORED:
+        yield LayerOnPages, "torch", {}, changed, "made with"
+
+
+@pytest.mark.parametrize(("user", "framework", "first", "then", "said"), [*other_makers()])
+def test_a_cache_of_another_maker_is_refused(user, framework, first, then, said):
+    """Nothing is lost: the one that filled it goes on, and an empty one is anybody's."""
+    of_config = not first.keys().isdisjoint(["config", "d", "l"])
+    used = user(framework, **first)
+    own = first if user in (Functions, Pages) else {}
+    refused = functools.partial(pytest.raises, ValueError, match=re.escape(said))
+    if of_config:
+        with refused():
+            used.step(**then)
+    used.step(**own)
+    with refused():
+        used.step(**then)
+    assert np.isfinite(np.asarray(used.step(**own))).all()
+    if not of_config and (framework == "torch" or user is not Layer):
+        used.reset()
+        assert np.isfinite(np.asarray(used.step(**then))).all()
+
+
+@pytest.mark.parametrize("user", [Functions, Pages])
+def test_params_of_another_kind_where_lengths_are_traced(user):
+    """NaN where the device alone knows whether there were tokens before, which were averaged."""
+    used = user("jax", traced=True)
+    if user is Pages:
+        append = jax.jit(used.api.append)
+        used.api = type("Traced", (), {"append": staticmethod(append)})
+    used.step()
+    assert np.isnan(np.asarray(used.step(kinds=("mlp", "mlp")))).any() or user is Pages
+    assert user is Functions or np.isnan(np.asarray(used.cache.compressed_key)).any()
+
+
+@by_framework
+def test_what_a_cache_does_not_hold_may_differ(framework):
+    """Queries, gates, the window; who rotates by hand says nothing of a rotation."""
+    used = Layer(framework)
+    used.step()
+    for changed in (dict(gate="softmax", gate_temp=2.0), dict(w=12, n_heads=4)):
+        used.step(tokens=1, **changed)
+    layer, position = layer_of(framework), used.cache.length[:, None]
+    with torch.no_grad():
+        given = layer.project(used.ones(1, 1, 24), position)
+        _, cache = used.api.cached_attention(*given, used.cache)
+    assert cache.length.tolist() == [12]
+
+
+@by_framework
+def test_pages_of_another_config_are_refused(framework):
+    """Every field: attention from pages takes all of them from the cache."""
+    used = Pages(framework)
+    table = used.array(np.zeros((1, 1), np.int32)), used.array(np.ones(1, np.int32))
+    given = used.ones(1, 2, 8), used.ones(1, 2, 3), used.cache, *table
+    odd = {"compress_block": 4, "compress_stride": 8, "select_block": 32}
+    odd["compute_dtype"] = "float8_e4m3"
+    for field in dataclasses.fields(SMALL):
+        value = odd.get(field.name) or getattr(SMALL, field.name) + 1
+        other = dataclasses.replace(SMALL, **{field.name: value})
+        with pytest.raises(ValueError, match="config must be the cache's"):
+            used.api.paged_attention(*given, config=other)
+
+
+MODELS = [
+    dict(compress_stride=8),
+    dict(compress_block=4),
+    dict(select_block=16),
+    dict(window=8),
+    dict(num_selected=4),
+    dict(phi="mlp"),
+    dict(head_dim=4),
+    dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    dict(attention=["nsa", "dense"]),
+    dict(num_hidden_layers=3),
+]
+
+
+def model_cache(paged, **changed):
+    config = NSAModelConfig(**(MODEL | changed))
+    return NSAPagedModelCache(config, 1, 20) if paged else NSAModelCache(config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_a_cache_of_another_model_is_refused(paged):
+    model, ids = NSAForCausalLM(NSAModelConfig(**MODEL)).eval(), torch.ones(1, 3).long()
+    renamed = dict.fromkeys(("attention", "num_hidden_layers"), "layer_attention")
+    for changed in MODELS:
+        (name,) = changed
+        said = f"cache must be made for a model with {renamed.get(name, name)}="
+        with pytest.raises(ValueError, match=said):
+            model(ids, past_key_values=model_cache(paged, **changed))
+    model(
+        ids, past_key_values=model_cache(paged, gate="softmax")
+    )  # of the gate it holds nothing
+
+
+# Arguments.
+
+
+def pages(**options):
+    return nsa_torch.PagedCache(
+        4, 2, 8, 6, **{"config": SMALL, "dtype": torch.float32} | options
+    )
+
+
+def fp8_pages():
+    return pages(dtype=torch.float8_e4m3fn, max_rows=1)
+
+
+ARGUMENTS = {
+    "cache": pages,
+    "key": zeros(2, 2, 8),
+    "value": zeros(2, 2, 6),
+    "query": zeros(2, 4, 8),
+    "gates": zeros(2, 4, 3),
+    "page_table": zeros(2, 3).int(),
+    "lengths": zeros(2).int(),
+}
+NAMES = {
+    "append": ("cache", "key", "value", "page_table", "lengths"),
+    "paged_attention": ("query", "gates", "cache", "page_table", "lengths"),
+}
+HALF = {name: zeros(2, 2, width).bfloat16() for name, width in (("key", 8), ("value", 6))}
+FP8 = HALF | {"cache": fp8_pages}
+KEY, VALUE = zeros(4, 16, 2, 8), zeros(4, 16, 2, 6)
+EIGHT = [x.to(torch.float8_e4m3fn) for x in (KEY, VALUE)]
+SCALES = {f"{x}_scale": torch.ones(4, 2, 16) for x in ("key", "value")}
+view = functools.partial(nsa_torch.PagedCache.view, config=SMALL)
+carve = functools.partial(nsa_torch.PagedCache.carve, config=SMALL)
+made = functools.partial(nsa_torch.PagedCache, 4, 2, 8, 8, config=SMALL)
+made_by_jax = functools.partial(nsa_jax.PagedCache, 4, 2, 8, 8, config=SMALL)
+REFUSED = [
+    ("append", {"key": zeros(0, 2, 8), "value": zeros(0, 2, 6)}, "tokens must be"),
+    ("append", {"key": Branches(*zeros(3, 2, 2, 8))}, "where the cache is not separate"),
+    ("append", {"key": zeros(3, 2, 8), "value": zeros(3, 2, 6)}, "multiple of 2"),
+    ("append", {"implementation": "xla"}, "mosaic, triton, torch or None, got 'xla'"),
+    ("append", FP8, "made for max_rows=1 takes no more rows without slots, got 2"),
+    ("append", FP8 | {"key": zeros(2, 2, 8)}, "key must have the dtype of the cache, bfloat16"),
+    ("append", FP8 | {"key": EIGHT[0][0, :2]}, "key must have dtype in"),
+    (
+        "paged_attention",
+        {"query": zeros(2, 3, 8)},
+        "multiple of the cache's heads, got 3 and 2",
+    ),
+    (
+        "paged_attention",
+        {"query": zeros(98, 4, 8), "gates": zeros(98, 4, 3)},
+        "must not have more queries than tokens, 48",
+    ),
+    (lambda: view(KEY[:, :8], VALUE[:, :8]), {}, "pages of select_block=16 tokens, got 8"),
+    (lambda: view(KEY, VALUE, compressed_key=KEY[:, :4]), {}, "must both be given"),
+    (lambda: view(KEY, VALUE[:2]), {}, r"selected_value must have shape \(4, 16, 2, 6\)"),
+    (lambda: view(*EIGHT), {}, "of float8_e4m3fn must have key_scale and value_sc"),
+    (lambda: view(*EIGHT, key_scale=KEY[..., 0]), {}, "must have key_scale and value_sc"),
+    (
+        lambda: view(*EIGHT, **SCALES | {"key_scale": torch.ones(1, 2, 16)}),
+        {},
+        r"selected_key_scale must have shape \(4, 2, 16\)",
+    ),
+    (  # of an engine
+        lambda: view(*EIGHT, key_scale=torch.ones(2), value_scale=torch.ones(2)),
+        {},
+        r"must have 3 axes, got shape \(2,\)",
+    ),
+    (lambda: view(*(x.view(torch.uint8) for x in EIGHT)), {}, "key_pages must have dtype in"),
+    (lambda: view(KEY, VALUE, **SCALES), {}, "selected_key_scale must be None where pages are"),
+    (lambda: carve(zeros(3), 2, 8, 6), {}, "must have 560 elements, those of a page, got 3"),
+    (lambda: carve(zeros(999)[::2], 2, 8, 6), {}, "memory must be contiguous, got strides"),
+    (
+        lambda: carve(EIGHT[0].view(-1), 2, 8, 6),
+        {},
+        "memory must have dtype in .* got float8_e",
+    ),
+    (lambda: plan_runs([0, 1, 3], [1, 1], 16), {}, "count the new tokens, got 1 with 2 new"),
+    (
+        lambda: plan_runs([0, 1], [1, 1], 16),
+        {},
+        "starts must have 3 entries, one more than len",
+    ),
+    (
+        lambda: plan_runs([0, 5, 3], [9, 9], 16),
+        {},
+        "starts must not descend, got 5, 3 at row 1",
+    ),
+    (lambda: plan_runs([0, 1], [1], 0), {}, "page_size must be an int >= 1, got 0"),
+]
+for make, of in ((made, torch), (made_by_jax, jnp)):
+    eight, dtypes = of.float8_e4m3fn, "dtype must be one of .*float8_e4m3fn.*, got"
+    REFUSED += [
+        (functools.partial(make, **options), {}, said)
+        for options, said in (
+            ({"dtype": of.float8_e5m2}, dtypes),
+            ({"dtype": of.int8}, dtypes),
+            ({"dtype": eight, "compressed_dtype": eight}, "compressed_dtype must be one of"),
+            (
+                {"dtype": of.float16, "compressed_dtype": of.bfloat16},
+                "compressed_dtype must be the cache's where .*float16",
+            ),
+            ({"dtype": eight, "max_rows": 0}, "max_rows must be an int >= 1, got 0"),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("call", "changes", "said"), REFUSED, ids=[x for *_, x in REFUSED])
+def test_bad_input_is_named(call, changes, said):
+    with pytest.raises(ValueError, match=said):
+        if callable(call):
+            call()
+        else:
+            called(call, **changes)
+
+
+def called(name, api=nsa_torch, **changes):
+    given = ARGUMENTS | changes
+    given["cache"] = given["cache"]() if callable(given["cache"]) else given["cache"]
+    names = NAMES.get(name, NAMES["paged_attention"])
+    rest = {k: x for k, x in changes.items() if k not in ARGUMENTS}
+    return getattr(api, name)(*(given[x] for x in names), **rest)
+
+
+@by_framework
+@pytest.mark.parametrize("entry", [4, 2**31 - 1, -1])
+def test_a_page_that_does_not_exist(framework, entry):
+    """Of a row's own tokens; what it does not need may be anything. Below 0 there is none to write
+    to, and none to read.
+    """
+    api, array = FRAMEWORKS[framework]
+    changes = {"page_table": int32([[1, 9, -7], [3, entry, 9]]), "lengths": int32([16, 17])}
+    given = {k: array(x.numpy()) for k, x in (ARGUMENTS | changes).items() if k != "cache"}
+    given["cache"] = api.PagedCache(4, 2, 8, 6, config=SMALL, dtype=given["key"].dtype)
+    said = rf"page_table\[1, 1\] must be a page of the cache, 0..3, got {entry}"
+    for name in NAMES:
+        if entry < 0 and name == "append":
+            called(name, api, **given)
+            continue
+        with pytest.raises(ValueError, match=said):
+            called(name, api, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("append", {"key": zeros(2, 2, 8).requires_grad_()}, "no gradient"),
+        ("paged_attention", {"query": zeros(2, 4, 8).requires_grad_()}, "no gradient"),
+        ("append", {"implementation": "mosaic"}, "append: mosaic: needs a Hopper GPU, got cpu"),
+        (
+            "paged_attention",
+            {"implementation": "triton"},
+            "decode: triton: needs an NVIDIA GPU",
+        ),
+        (
+            "append",
+            {"implementation": "triton"},
+            "append: triton: needs an NVIDIA GPU, got cpu",
+        ),
+    ],
+)
+def test_gradients_and_kernels_are_refused(name, changes, said):
+    with pytest.raises(NotImplementedError, match=said):
+        called(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["mosaic", "triton"])
+def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(name):
+    """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
+    more = int32([0, 9, 18])
+    for count, starts, few in ((1, None, 1), (8, None, 1), (9, None, 0), (9, more, 0)):
+        given = {"query": zeros(2 * count, 4, 8), "gates": zeros(2 * count, 4, 3)}
+        given |= {"implementation": name, "cu_seqlens_q": starts}
+        call = functools.partial(called, "explain", paged_attend, **given)
+        if few:
+            with pytest.raises(NotImplementedError, match=f"decode: {name}: needs a"):
+                call()
+        else:
+            assert call().implementation == "gathered"
+
+
+RUNS = [  # new tokens, lengths, lengths that were planned, the sentence
+    ([1, 2, 0, 60, 20], [], [], r"runs\[0\] must have tokens 0 to 3 and at most 2 of a row"),
+    ([1, 1, 0, 61, 2], [], [], r"runs\[1\]\.tokens must lie within 2 and 65, .* got 2 to 83"),
+    ([1, 1, 0, 61], [], [], r"runs\[1\]\.rows must lie within 2 and 4, .* got 3 to 5"),
+    ([1, 1, 0, 61, 20], [], [], r"runs\[1\] must have columns=4 .* whole=False, as lengths"),
+    ([1, 1, 0, 61, 20], [], [1, 1, 0, 61, 30], r"runs\[0\] must have .* and whole=True"),
+    ([1, 1, 0, 61, 20], [38, 45, 1, 90, 20], [], r"runs\[1\] .* columns=6 at least .* got"),
+    ([1, 1, 0, 61, 20], [], [38, 45, 0, 0, 30], "must have each row with new tokens, .* row 3"),
+]
+
+
+@pytest.mark.parametrize(("counts", "last", "planned", "said"), RUNS, ids=[x for *_, x in RUNS])
+def test_runs_of_another_call_are_refused(counts, last, planned, said):
+    """Before a token is appended; more rows or tokens than there are, too."""
+    last, path = last or [38, 45, 1, 61, 30][: len(counts)], TorchPages(Sizes())
+    starts = bounds([1, 1, 0, 61, 20]).tolist()
+    path.attend = functools.partial(
+        path.attend, new=True, runs=plan_runs(starts, planned or [38, 45, 0, 61, 20], 16)
+    )
+    path.step = path.attend
+    begin = [end - count for end, count in zip(last, counts, strict=True)]
+    with pytest.raises(ValueError, match=said):
+        check(path, [Turn(begin, last)])
+    assert all(x.isnan().all() for x in path.cache.tensors().values())
+
+
+# A cache is as it was.
+
+
+@pytest.fixture
+def rows():
+    """Two rows of 63 tokens, and what runs a part of them on a cache."""
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *x: torch.randn(2, 63, *x, generator=make)
+    given = draw(6, 8), draw(2, 8), draw(2, 5), draw(6, 3)
+
+    def run(part, cache, **options):
+        return nsa_torch.cached_attention(*(x[:, part] for x in given), cache, **options)[0]
+
+    def filled():
+        cache = nsa_torch.init_cache(2, 63, 2, 8, 5, config=SMALL)
+        run(slice(0, 30), cache)
+        cache.record()
+        return cache
+
+    return run, filled
+
+
+FAILURES = [
+    ({"implementation": "mosaic"}, NotImplementedError, "mosaic"),
+    (
+        {"new_lengths": torch.tensor([34, 3])},
+        ValueError,
+        r"new_lengths must be in 0\.\.33, got ",
+    ),
+    (
+        {"new_lengths": torch.tensor([-1, 3])},
+        ValueError,
+        r"new_lengths must be in 0\.\.33, got ",
+    ),
+    ({}, MemoryError, None),
+    ({"new_lengths": torch.tensor([33, 20])}, MemoryError, None),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "said"), FAILURES)
+def test_a_step_that_fails_appends_nothing(options, error, said, rows, monkeypatch):
+    """Refused, or as where memory ended; torch writes in place: who catches it may try again."""
+    run, filled = rows
+    caches = [filled(), filled()]
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(error, match=said):
+        if error is MemoryError:
+            patch.setattr(functional, "attend", fails)
+        run(slice(30, 63), caches[0], **options)
+    assert caches[0].longest == 30 and caches[0].length.tolist() == [30, 30]
+    options = options if error is MemoryError else {}
+    assert torch.equal(*(run(slice(30, 63), cache, **options) for cache in caches))
+    for one, two in zip(*(vars(cache).values() for cache in caches), strict=True):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def steps_of(kind):
+    """`step(part, cache)` of 40 tokens, an empty cache, its length, and what all tokens give."""
+    if kind == "model":
+        model = NSAForCausalLM(NSAModelConfig(**MODEL, attention=["nsa", "dense"])).eval()
+        ids = torch.arange(40)[None] % 32
+        step = lambda part, cache: model(ids[:, part], past_key_values=cache).logits
+        whole = lambda: step(slice(None), None)
+        return step, NSAModelCache(model.config), lambda x: x.get_seq_length(), whole
+    layer, x = NSAAttention(**LAYER), torch.randn(1, 40, 24)
+    step = lambda part, cache: layer(x[:, part], cache, prefill=cache.longest == 0)[0]
+    whole = lambda: layer(x)[0]
+    return step, layer.init_cache(1, 80), lambda x: x.length.tolist()[0], whole
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=["grad", "no grad"])
+@pytest.mark.parametrize("kind", ["layer", "model"])
+def test_a_call_appends_to_the_cache_that_it_is_given(kind, mode):
+    """Whether gradients are recorded or not, and whoever binds what comes back; a step without
+    gradients leaves what a graph keeps.
+    """
+    step, cache, length, whole = steps_of(kind)
+    with mode():
+        first = step(slice(0, 25), cache)
+        assert length(cache) == 25
+    with torch.no_grad():
+        if kind == "model":
+            cache.reorder_cache(torch.tensor([0]))
+        last = step(slice(25, 40), cache)
+        assert length(cache) == 40
+        found = torch.cat([first, last], 1)
+        torch.testing.assert_close(found, whole(), rtol=0, atol=1e-5)
+        step(slice(25, 40), cache)  # once more: 15 tokens more
+        assert length(cache) == 55
+        cache.reset()
+    if first.requires_grad:
+        first.square().sum().backward()
+
+
+def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
+    """A second time to the same cache would be other tokens: an error, in place of gradients."""
+    layer, x = NSAAttention(**LAYER), torch.randn(1, 40, 24)
+    cache, weight = layer.init_cache(1, 40), layer.W_K_cmp.weight
+    _, cache = layer(x[:, :25], cache)
+    kept = cache.clone()
+    run = functools.partial(checkpoint.checkpoint, use_reentrant=False)
+    out = run(lambda x: layer(x, kept.clone())[0], x[:, 25:])
+    found = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)
+    wanted = torch.autograd.grad(layer(x)[0][:, 25:].square().sum(), weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    out = run(lambda x: layer(x, cache)[0], x[:, 25:])
+    with pytest.raises(ValueError, match="the cache already has these tokens"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.no_grad()
+def test_a_cache_of_rows_is_no_part_of_a_graph():
+    """Whose replays would write to the place that it was captured with."""
+    layer, x = NSAAttention(**LAYER, device="cuda"), torch.randn(1, 40, 24, device="cuda")
+    cache = layer.init_cache(1, 80)
+    layer(x, cache)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(NotImplementedError, match="a CUDA graph must not append"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        layer(x, cache)
+    assert cache.longest == 40
+    want, _ = layer(x, cache.clone())
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        found, _ = layer(x, cache.clone())
+    graph.replay()
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert cache.longest == 40
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
+def test_a_cache_is_copied_where_phi_alone_learns(phi):
+    """Steps after it write over what the backward pass needs, else."""
+    layer = NSAAttention(**LAYER, phi=phi).requires_grad_(False)
+    learned = [x.requires_grad_() for name, x in layer.named_parameters() if "phi" in name]
+    x, cache = torch.randn(1, 40, 24), layer.init_cache(1, 40)
+    steps = [layer(x[:, part], cache)[0] for part in (slice(0, 25), slice(25, 40))]
+    found = torch.autograd.grad(torch.cat(steps, 1).square().sum(), learned)
+    wanted = torch.autograd.grad(layer(x)[0].square().sum(), learned)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+def test_forward_mode_derivatives_of_caches_are_refused():
+    """Pages pass none on, and a cache has no token of a step that is refused."""
+    cache, paged = nsa_torch.init_cache(1, 30, 2, 8, 6, config=SMALL), pages()
+    with forward_ad.dual_level():
+        query, key = (
+            forward_ad.make_dual(ARGUMENTS[x], ARGUMENTS[x]) for x in ("query", "key")
+        )
+        rows = (query, *(ARGUMENTS[x] for x in ("key", "value", "gates")))
+        at = ARGUMENTS["page_table"], ARGUMENTS["lengths"], zeros(2, 1, 1).int()
+        for call in (
+            lambda: called("append", key=key, cache=paged),
+            lambda: called("paged_attention", query=query),
+            lambda: nsa_torch.paged_block_attention(query, KEY, KEY, *at, block_size=16),
+            lambda: nsa_torch.cached_attention(*(x[None] for x in rows), cache),
+        ):
+            with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+                call()
+        assert cache.longest == 0
+        assert forward_ad.unpack_dual(paged.selected_key).tangent is None
+
+
+# A dense cache of JAX that is full.
+
+
+def test_a_full_cache_is_an_error_or_nan():
+    """Under jit, too, where its length is known; where it is not, NaN."""
+    arrays = [
+        jnp.ones((2, 63, heads, width)) for heads, width in ((4, 8), (2, 8), (2, 5), (4, 3))
+    ]
+    step = functools.partial(nsa_jax.cached_attention, config=SMALL)
+    for length, begin, capacity in ((0, 0, 62), (0, 0, 63), (40, 40, 62), (40, 40, 63)):
+        cache = nsa_jax.init_cache(2, capacity, 2, 8, 5, config=SMALL)
+        cache = cache._replace(length=jnp.array([0, length], jnp.int32))
+        closed = lambda *new, cache=cache: step(*new, cache)
+        rest = [x[:, begin:] for x in arrays]
+        if capacity == 63:
+            jax.eval_shape(closed, *rest)
+            continue
+        with pytest.raises(ValueError, match="capacity is 62 tokens, got 63"):
+            jax.eval_shape(closed, *rest)
+    cache, step = nsa_jax.init_cache(2, 62, 2, 8, 5, config=SMALL), jax.jit(step)
+    for part, full in ((slice(0, 31), False), (slice(31, 62), False), (slice(32, 63), True)):
+        out, cache = step(*(x[:, part] for x in arrays), cache)
+        assert np.isnan(np.asarray(out)).all() == full
+
+
+def test_a_step_makes_no_nan_where_jax_looks_for_them():
+    used = Functions("jax")
+    with jax.debug_nans(True):
+        used.call = nsa_jax.cached_attention
+        assert np.isfinite(np.asarray(used.step())).all()
+
+
+def test_a_scan_begins_with_an_empty_cache():
+    """Of a layer, and of functions that compress by means: the carry keeps its structure."""
+    layer, token = layer_of("jax", phi="mlp"), jnp.ones((5, 1, 1, 24))
+    jax.lax.scan(lambda kv, x: layer(x, kv)[::-1], layer.init_cache(1, 9), token)
+    new = [jnp.ones((1, 1, 1, n)) for n in (8, 8, 8, 3)]
+    plain = lambda cache, _: nsa_jax.cached_attention(*new, cache)[::-1]
+    cache, outs = jax.lax.scan(plain, Functions("jax").cache, None, length=12)
+    assert cache.length.tolist() == [12] and np.isfinite(np.asarray(outs)).all()
+
+
+# What a cache shows, and what is left in it.
+
+
+@by_framework
+@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
+def test_a_cache_is_shown_in_one_line(framework, rows, lengths):
+    api, _ = FRAMEWORKS[framework]
+    dtype = "torch." * (framework == "torch") + "float32"
+    assert repr(api.init_cache(rows, 70, 1, 8, 4, config=SMALL)) == (
+        f"NSACache(selected_key=({rows}, 70, 1, 8), selected_value=({rows}, 70, 1, 4), "
+        f"separate=False, dtype={dtype}, lengths={lengths})"
+    )
+    dtype = dtype.replace("float32", "bfloat16")
+    assert repr(api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)) == (
+        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
+        f"dtype={dtype})"
+    )
+
+
+@torch.no_grad()
+def test_caches_that_hold_no_numbers_are_shown():
+    caches = model_cache(False, attention=["nsa", "dense"]), model_cache(True)
+    NSAForCausalLM(caches[0].config).eval()(torch.ones(1, 3).long(), past_key_values=caches[0])
+    states = [each.state for each in caches[0].layers]
+    assert repr(states[1]) == (
+        "DenseCache(key=(1, 64, 1, 8), value=(1, 64, 1, 8), dtype=torch.float32, lengths=[3])"
+    )
+    seen, cache = [], Functions("jax").cache
+    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
+    axes = jax.tree.map(lambda _: 0, cache)
+    meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
+    shown = [*seen, *map(repr, (*caches, *states, axes, meta))]
+    assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)
+
+
+def step_of_nan(api, array, cache, separate, count, graph=False):
+    tokens = array(np.full((2, count, 1, 8), np.nan, np.float32))
+    tokens = tokens.requires_grad_() if graph else tokens
+    given = api.Branches.each(tokens) if separate else tokens
+    query, gates = (array(np.ones((2, count, 2, n), np.float32)) for n in (8, 3))
+    out, cache = api.cached_attention(query, given, given, gates, cache)
+    assert np.isnan(np.asarray(out.detach() if hasattr(out, "detach") else out)).any()
+    return out, cache, tokens
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize("how", ["jax", "torch", "torch, in a graph"])
+def test_a_cache_that_was_reset_holds_no_nan(how, separate):
+    """Kernels multiply whole tiles, of which the next tokens may fill a part."""
+    api, array = FRAMEWORKS[how.partition(",")[0]]
+    cache = api.init_cache(2, 40, 1, 8, 8, config=SMALL, separate=separate)
+    before = cache.selected_key if how == "torch" else None
+    out, cache, tokens = step_of_nan(api, array, cache, separate, 30, "graph" in how)
+    fresh = cache.reset() or cache
+    kept = jax.tree.leaves(fresh) if how == "jax" else vars(fresh).values()
+    assert all((x == 0).all() for x in kept if isinstance(x, jax.Array | torch.Tensor))
+    assert fresh.config == SMALL
+    if "graph" in how:
+        torch.autograd.grad(out.sum(), tokens)  # what the graph holds is as it was
+    elif how == "torch":
+        assert cache.selected_key is before
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize("graph", [False, True], ids=["in place", "in a graph"])
+def test_tokens_that_were_taken_back_leave_no_nan(graph, separate):
+    """Rows of different lengths, whose compressed tokens end at other tokens."""
+    cache = nsa_torch.init_cache(2, 40, 1, 8, 8, config=SMALL, separate=separate)
+    query, gates = torch.ones(2, 21, 2, 8), torch.ones(2, 21, 2, 3)
+    tokens = torch.ones(2, 21, 1, 8, requires_grad=graph)
+    given = Branches.each(tokens) if separate else tokens
+    lengths = torch.tensor([21, 14])
+    first, cache = nsa_torch.cached_attention(
+        query, given, given, gates, cache, new_lengths=lengths
+    )
+    cache.record()
+    clean, before = cache.clone(), cache.selected_key.data_ptr()
+    step_of_nan(nsa_torch, torch.tensor, cache, separate, 9)
+    crop(cache, 9)
+    for name, y in vars(clean).items():
+        if (
+            not name.endswith(("_key", "_value"))
+            or y is None
+            or "recent" in name
+            or "hist" in name
+        ):
+            continue
+        x = getattr(cache, name)
+        for row, length in enumerate((21, 14)):
+            used = SMALL.num_compressed(length) if "compressed" in name else length
+            assert torch.equal(x[row, :used], y[row, :used]) and x.isfinite().all(), name
+    if graph:
+        torch.autograd.grad(first.sum(), tokens)  # what the graph holds is as it was
+    else:
+        assert cache.selected_key.data_ptr() == before

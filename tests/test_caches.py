@@ -1,0 +1,617 @@
+"""Caches of both frameworks against whole sequences: one table of histories and paths."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_jax
+import nsa_torch
+from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
+from nsa_core.paged_runs import GATHERED_KEYS
+from nsa_torch import NSAConfig, gathered_rows, paged_attend, plan_runs
+from tests import pretend
+from tests.caches import (
+    HISTORIES,
+    LAZY,
+    POOL,
+    SMALL,
+    JaxDense,
+    JaxPages,
+    Rows,
+    Sizes,
+    TorchDense,
+    TorchPages,
+    Turn,
+    bounds,
+    call_of,
+    check,
+    close,
+    of_counts,
+    tables,
+)
+from tests.inputs import Case, problem
+from tests.inputs import call as jitted
+from tests.jaxprs import equations
+
+OWN = Sizes(H=6, Hkv=1, Dv=8, separate=True)
+PATHS = {"torch": TorchPages, "jax": JaxPages}
+by_path = pytest.mark.parametrize("path", PATHS)
+by_fp8 = pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+SIZES = dict.fromkeys(HISTORIES, Sizes())
+SIZES |= {"chunks": OWN, "draft tokens": OWN, "even rows": Sizes(H=2, config=LAZY)}
+
+
+@by_fp8
+@pytest.mark.parametrize("history", HISTORIES)
+@by_path
+def test_pages(path, history, fp8):
+    sizes = dataclasses.replace(SIZES[history], fp8=fp8)
+    compiled = JaxPages.attending._cache_size()
+    check(PATHS[path](sizes), HISTORIES[history])
+    if history == "tokens":
+        assert JaxPages.attending._cache_size() - compiled <= 1, "compiled once"
+
+
+def phi(kind, width):
+    rng = np.random.default_rng(width)
+    shapes = ((8, width), (8 * width, 12), (12,), (12, width), (width,))
+    arrays = [np.float32(rng.normal(size=shape) * 0.3) for shape in shapes]
+    rates = np.float32(10.0 ** -np.arange(width // 2))
+    return {
+        "pool": PoolParams(arrays[0]),
+        "mlp": MLPParams(*arrays),
+        "rope": RopeMLPParams(*arrays, rates),
+    }[kind]
+
+
+DENSE = {
+    # Until the cache is full.
+    "chunks and tokens": of_counts(*[[25] * 2] * 2, *[[1] * 2] * 14, even=True),
+    "rows of different lengths": [
+        *of_counts([21, 14], [9, 9]),
+        *of_counts([16, 16], [1, 18], begin=[24, 17]),
+    ],
+    # Five zeros stand before the second row.
+    "a row that begins later": [
+        Turn([0, 0], [0, 5], attends=False),
+        *of_counts([25] * 2, *[[1] * 2] * 9, begin=[0, 5], even=True),
+    ],
+}
+LEARNED = [  # path, history, phi, changes of sizes
+    *(("torch", "chunks", kind, {}) for kind in ("pool", "mlp")),
+    ("torch", "chunks", "rope", {"fp8": True}),
+    ("jax", "chunks", "rope", {}),
+    ("jax", "chunks", "pool", {"fp8": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "history", "kind", "changes"), LEARNED)
+def test_learned_compression_of_pages(path, history, kind, changes):
+    """In fp8 of tokens that were not rounded, whether they come in one call or in several."""
+    sizes, turns = Sizes(**changes), HISTORIES[history]
+    params = phi(kind, sizes.D), phi(kind, sizes.Dv)
+    check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
+
+
+ROWS = [  # path, history, phi; means and single tokens are those of `test_parity`
+    (JaxDense, "chunks and tokens", "rope"),
+    (JaxDense, "a row that begins later", None),
+    (TorchDense, "rows of different lengths", None),
+    (TorchDense, "rows of different lengths", "pool"),
+]
+
+
+@pytest.mark.parametrize(("path", "history", "kind"), ROWS)
+def test_dense_caches(path, history, kind):
+    sizes, turns = Sizes(separate=kind is None), DENSE[history]
+    params = None if kind is None else (phi(kind, sizes.D), phi(kind, sizes.Dv))
+    rows = Rows(sizes, turns[-1].end, params)
+    if "later" in history:
+        for x in rows.tokens.values():
+            x[1][:5] = 0
+    check(path(sizes), turns, rows)
+
+
+@dataclasses.dataclass
+class Adopted(TorchPages):
+    """Pages in the memory of another manager, with what lies around them; `kinds`: of pages that
+    lie one behind the other, of which keys and values are the first two.
+    """
+
+    kinds: int = 1
+
+    def made(self):
+        sizes, block = self.sizes, self.sizes.config.select_block
+        half = getattr(torch, sizes.dtype)
+        dtype = torch.float8_e4m3fn if sizes.fp8 else half
+        options = {"config": sizes.config, "separate": sizes.separate, "max_rows": self.rings}
+        options["compressed_dtype"] = half
+        if self.kinds > 1:
+            shape = self.pool, self.kinds, block, sizes.Hkv, sizes.D
+            self.memory = torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+            return nsa_torch.PagedCache.view(*self.memory.unbind(1)[:2], **options)
+        self.memory = [
+            torch.zeros(self.pool, block, sizes.Hkv, width).to(dtype)
+            for width in (sizes.D, sizes.Dv)
+        ]
+        for kind in ("key", "value") if sizes.fp8 else ():
+            options[f"{kind}_scale"] = torch.ones(self.pool, sizes.Hkv, block)
+        return nsa_torch.PagedCache.view(*self.memory, **options)
+
+    def snapshot(self):
+        return {name: x[:: self.kinds] for name, x in super().snapshot().items()}
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_adopted_pages_are_written_in_place(kinds, separate):
+    """What lies between them is not touched; a fork is of the caller's numbers of pages."""
+    path = Adopted(Sizes(Dv=8, separate=separate), kinds=kinds)
+    check(path, HISTORIES["fork and crop"])
+    key = path.cache.selected_key
+    assert all(x.is_contiguous() for x in path.cache.tensors().values())
+    assert key.data_ptr() == path.memory[0].data_ptr() and key.isfinite().any()
+    if kinds > 1:
+        assert path.memory[:, 2:].isnan().all()
+
+
+def test_adopted_pages_in_fp8_bring_their_scales():
+    path = Adopted(Sizes(fp8=True))
+    check(path, HISTORIES["fork and crop"])
+    assert path.cache.selected_key is path.memory[0]
+
+
+@dataclasses.dataclass
+class Carved(TorchPages):
+    def made(self):
+        sizes = self.sizes
+        page = (16 * (3 if sizes.separate else 1) + 4) * sizes.Hkv * (sizes.D + sizes.Dv)
+        self.memory = torch.full((self.pool * page + 5,), torch.nan)
+        widths, options = (sizes.Hkv, sizes.D, sizes.Dv), {"config": sizes.config}
+        options["separate"] = sizes.separate
+        return nsa_torch.PagedCache.carve(self.memory, *widths, **options)
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+def test_memory_of_another_manager_is_carved(separate):
+    """One piece of it, of whole pages; what lies behind them stays."""
+    path = Carved(Sizes(separate=separate))
+    check(path, HISTORIES["fork and crop"])
+    assert path.cache.num_pages == POOL and path.memory[-5:].isnan().all()
+    written = sum(x.isfinite().sum() for x in path.cache.tensors().values())
+    assert written == path.memory.isfinite().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("fp8", "dtype"), [(False, "float64"), (True, "bfloat16"), (True, "float16")]
+)
+def test_other_dtypes(fp8, dtype):
+    """float64 is not rounded, by gates in float32, say; outputs have the dtype of the cache."""
+    gates = "float64" if dtype == "float64" else "float32"
+    sizes = Sizes(H=8, D=32, Dv=32, fp8=fp8, dtype=dtype, gate_dtype=gates)
+    bound = {"float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    check(TorchPages(sizes), HISTORIES["chunks"], bound=bound)
+
+
+@by_path
+def test_where_pages_lie_changes_no_bit(path):
+    """Nor what other rows are, nor what lies in pages and entries that a row does not need."""
+    sizes, other = Sizes(), Rows(Sizes(), [35, 50, 0, 0])
+    turns = of_counts([34, 49, 0, 0], [1, 1, 0, 0])
+    other.redraw(1, 0)
+    one, two = (check(PATHS[path](sizes), turns, *x)[-1] for x in ((), (other, None, None, 1)))
+    assert (one[0] == two[0]).all() and (one[1:] != two[1:]).any()
+
+
+LOST = np.array([[3, 5, -1, -1], [7, -1, 2, 2], [-1, 2, 2, 2], [2, -1, 2, 2]], np.int32)
+
+
+@by_fp8
+@by_path
+def test_nothing_is_written_without_a_page(path, fp8):
+    """By an entry below 0, behind the table, of rows of length 0, nor rings of other rows and of
+    slots beyond them.
+    """
+    sizes = Sizes(fp8=fp8)
+    paged = PATHS[path](sizes, rings=3)
+    turns = [Turn([0] * 4, [40, 20, 9, 16], attends=False)]
+    turns += [Turn([100, 20, 9, 16], [120, 20, 9, 16], attends=False)]
+    check(paged, turns, table=LOST.copy())
+
+
+@pytest.mark.parametrize("most", [7, 2**31 - 1])
+@by_path
+def test_lengths_may_be_said_to_be_longer_than_a_table(path, most):
+    """A bound of all calls' rows; a row beyond its table counts as the table's tokens."""
+    sizes, paged = Sizes(), PATHS[path](Sizes())
+    turn, rows = Turn([91, 0, 0, 0], [96, 0, 0, 0]), Rows(sizes, [96, 0, 0, 0])
+    table = tables([96, 0, 0, 0], SMALL)
+    check(paged, [Turn([0] * 4, [91, 0, 0, 0], attends=False), turn], rows, table)
+    call = call_of(rows, table, turn, [0, 1, 2, 3])
+    want = paged.attend(call)
+    beyond = dataclasses.replace(call, lengths=np.array([1000, 0, 0, 0], np.int32))
+    close(paged.attend(beyond, max_seqlen_q=most), want)
+
+
+@by_path
+def test_tokens_of_any_size_are_rounded_to_the_nearest(path):
+    """In fp8; of zeros, too. A head's token that is not finite in one element stays so."""
+    sizes, turn, table = Sizes(fp8=True), Turn([0], [60], attends=False), tables([60], SMALL)
+    rows, paged = Rows(sizes, [60]), PATHS[path](sizes)
+    for name in ("selected_key", "selected_value"):
+        x = rows.tokens[name][0]
+        x *= np.float32(10.0 ** rows.rng.integers(-9, 9, (60, 2, 1)))
+        x[::3, :, 5] *= 300
+        x[7], x[8, 0, 3], x[9, 1, 3] = 0, np.inf, np.nan
+    paged.append(call_of(rows, table, turn, [0]))
+    with np.errstate(invalid="ignore"):
+        found = paged.snapshot()
+        for name in ("selected_key", "selected_value"):
+            tokens = found[name][table[0, :4]].reshape(64, 2, -1)[:60]
+            want = sizes.stored(rows.tokens[name][0])
+            finite = np.isfinite(want).all(-1)
+            assert (np.isfinite(tokens).all(-1) == finite).all() and (~finite).sum() == 2
+            np.testing.assert_allclose(tokens[finite], want[finite], rtol=1e-6, atol=0)
+
+
+# Runs of a step.
+
+
+def test_runs_of_a_step():
+    """Decode rows, rows of nothing, draft tokens, prompts: which are attended together."""
+    lengths = [30, 17, 0, 40, 8, 25, 61]
+    counts = [1, 1, 0, 3, 3, 25, 30]
+    found = plan_runs(bounds(counts).tolist(), lengths, 16)
+    facts = "rows", "tokens", "queries", "columns", "few", "even", "whole"
+    assert [tuple(getattr(x, name) for name in facts) for x in found] == [
+        (slice(0, 2), slice(0, 2), 1, 2, True, True, False),
+        (slice(3, 5), slice(2, 8), 3, 3, True, True, False),
+        (slice(5, 6), slice(8, 33), 25, 2, False, True, True),
+        (slice(6, 7), slice(33, 63), 30, 4, False, True, False),
+    ]
+    # A prompt of few tokens beside draft tokens, whose rows have tokens before them.
+    assert [x.whole for x in plan_runs([0, 2, 4], [2, 50], 16)] == [False]
+    # Different numbers of draft tokens are one run, of which 64 queries or a half may be padding.
+    drafts = plan_runs(bounds([1, 4, 2, 8, 9]).tolist(), [40] * 5, 16)
+    assert [(x.rows, x.queries, x.even) for x in drafts] == [
+        (slice(0, 4), 8, False),
+        (slice(4, 5), 9, True),
+    ]
+    rows_of = lambda *call: [x.rows for x in plan_runs(*call)]
+    many = bounds([1] * 100 + [8] * 100).tolist(), [40] * 200, 16
+    assert rows_of(*many) == [slice(0, 100), slice(100, 200)]
+    # 2^17 keys are copied at most, and 500 queries are not padded.
+    assert rows_of([0, 9, 18, 27], [65536] * 3, 64) == [slice(0, 2), slice(2, 3)]
+    assert rows_of([0, 1000, 1500, 2000], [1000, 500, 500], 64) == [slice(0, 2), slice(2, 3)]
+    assert plan_runs([0, 0], [0], 16) == []
+    assert plan_runs([0, 9, 18], [0, 9], 16) == plan_runs([9, 9, 18], [0, 9], 16)  # no tokens
+
+
+def test_a_prompt_does_not_gather_the_rows_beside_it():
+    """71 rows that decode and one prompt of 512 tokens, at 131072 tokens each, with 4 heads of 128:
+    39 GB of keys and values of two branches, were all rows copied; and whatever a step is, no run
+    copies more than one row of the longest, or 2^17 keys.
+    """
+    length, page = 131072, 64
+    copied = lambda run: 0 if run.few else (run.rows.stop - run.rows.start) * run.columns * page
+    runs = plan_runs(bounds([1] * 71 + [512]).tolist(), [length] * 72, page)
+    assert sum(map(copied, runs)) == length
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        counts = rng.choice([0, 1, 1, 4, 30, 900], size=20)
+        lengths = (counts + rng.integers(0, 1 << 16, 20)) * (counts > 0)
+        runs = plan_runs(bounds(counts).tolist(), lengths.tolist(), page)
+        assert sum(run.tokens.stop - run.tokens.start for run in runs) == counts.sum()
+        assert max(map(copied, runs)) <= max(GATHERED_KEYS, lengths.max() + page)
+
+
+def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
+    """Rows of decode and of prompts in one call, some of no token; tables are cut to each run."""
+    turns = of_counts([37, 44, 0, 0, 0], [1, 1, 0, 61, 20])
+    starts, lengths = bounds([1, 1, 0, 61, 20]).tolist(), turns[1].end
+    for planned in (lengths, [40, 60, 0, 90, 40]):  # upper bounds will do
+        path = TorchPages(Sizes())
+        path.append, whole = path.append, path.attend
+        runs = plan_runs(starts, planned, 16)
+        gathered = pretend.calls_of(
+            monkeypatch, paged_attend, "side_by_side", lambda *x: x[1].shape
+        )
+        path.attend = lambda call, whole=whole, runs=runs: whole(
+            call, runs=runs if call.new["query"].shape[0] == 83 else None
+        )
+        check(path, turns)
+        if planned is lengths:  # no kernels here; the prompts' pages alone
+            assert gathered[1:] == [(2, 6), (2, 4)]
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["", "own keys"])
+@pytest.mark.parametrize("counts", [[40, 0], [33, 33]], ids=["one row", "two alike"])
+def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
+    """All of their tokens are those of the call; the output is that of copied ones."""
+    note = lambda *call: call
+    copied = pretend.calls_of(monkeypatch, gathered_rows, "_copy", note)
+    numbers = []
+    for runs in (plan_runs(bounds(counts).tolist(), counts, 16), None):
+        path, before = TorchPages(Sizes(separate=separate)), len(copied)
+        path.step = functools.partial(path.attend, new=True, runs=runs)
+        check(path, of_counts(counts))
+        numbers.append(len(copied) - before)
+    assert numbers[0] < numbers[1]
+
+
+# What a step reads, and what a cache in fp8 saves.
+
+
+def test_decode_counters():
+    """`reads(S)` against the value rows that one token really reads: those with a gradient.
+
+    The query's block is full, so that no selected row is cut off.
+    """
+    length, config = 128, SMALL
+    p = problem(Case(1, length, H=4, Hkv=1, B=1, config=config))
+    small = [jitted(nsa_jax.compress, x, config=config) for x in (p.key, p.value)]
+    indices = jitted(nsa_jax.select_blocks, p.query, small[0], config=config, kv_len=length)
+
+    def read(name, key, value, *indices, **options):
+        """Value rows with a gradient."""
+        function = getattr(nsa_jax, f"{name}_attention")
+        loss = lambda v: (
+            function(p.query, key, v, *indices, config=config, **options)[0] ** 2
+        ).sum()
+        return int(
+            (np.abs(np.asarray(jax.jit(jax.grad(loss))(value))).sum((0, 2, 3)) > 0).sum()
+        )
+
+    found = [
+        read("compressed", *small, kv_len=length),
+        read("selected", p.key, p.value, indices),
+        read("sliding", p.key, p.value),
+    ]
+    selected = config.num_selected * config.select_block
+    assert found == [config.num_compressed(length), selected, config.window]
+    assert sum(found) == config.reads(length)
+
+
+@pytest.mark.parametrize("length", [40, 400])
+def test_the_selected_branch_gathers_as_many_blocks_of_any_length(length):
+    p = problem(Case(1, length, H=4, Hkv=1, B=1))
+    indices = jnp.zeros((1, 1, 1, 4), jnp.int32)
+    select = functools.partial(
+        nsa_jax.selected_attention, config=p.case.config, implementation="xla"
+    )
+    jaxpr = jax.make_jaxpr(select)(p.query, p.key, p.value, indices)
+    gathered = [x for x in equations(jaxpr.jaxpr) if x.primitive.name == "gather"]
+    sizes = [x.outvars[0].aval.size // p.key.shape[-1] for x in gathered]
+    assert sizes == [4 * p.case.config.select_block] * 2  # keys and values
+
+
+def test_indices_are_bitwise_those_of_the_whole():
+    p = problem(Case(63, 63, H=16, Hkv=1, D=8, Dv=5))
+    config, sizes = p.case.config, [47, *[1] * 16]
+    key = jitted(nsa_jax.compress, p.key, config=config)
+    whole = np.asarray(jitted(nsa_jax.select_blocks, p.query, key, config=config))
+    select = jax.jit(functools.partial(nsa_jax.select_blocks, config=config))
+    ends = itertools.accumulate(sizes)
+    parts = [
+        select(p.query[:, end - size : end], key, kv_len=jnp.int32(end))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_what_fp8_saves():
+    """Bytes of a token, head and layer; a ring is those of 64 tokens a row."""
+    sizes = 1, 1, 128, 128
+
+    def bytes_of(cache):
+        pages = {k: x for k, x in cache.tensors().items() if not k.startswith("recent")}
+        return sum(x.numel() * x.element_size() for x in pages.values()) / 64
+
+    half = bytes_of(nsa_torch.PagedCache(*sizes))
+    eight = nsa_torch.PagedCache(*sizes, dtype=torch.float8_e4m3fn, max_rows=1)
+    assert (half, bytes_of(eight)) == (544, 288.25)
+    assert eight.recent_key.numel() == 64 * 128 and eight.dtype is torch.bfloat16
+
+
+def check_needle(tokens, implementation, device="cpu"):
+    """One token that the last query looks for, beyond the window, is found in fp8 as in 16 bits."""
+    config = NSAConfig(num_selected=5)  # two of them are free
+    make = torch.Generator(device).manual_seed(0)
+    draw = lambda *x: torch.randn(x, generator=make, device=device).bfloat16()
+    query, key, value = draw(1, 1, 64), draw(tokens, 1, 64), draw(tokens, 1, 64)
+    place, pages = tokens // 3, -(-tokens // config.select_block)
+    key[place] = 8 * query[0]
+    table = torch.randperm(pages, generator=make, device=device).int()[None]
+    at = table, torch.tensor([tokens], device=device).int()
+    gates = torch.tensor([0.0, 1.0, 0.0], device=device).bfloat16().expand(1, 16, 3)
+    how = {} if device == "cpu" else {"implementation": "triton"}  # the same order of sums
+    outs, keys = [], []
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cache = nsa_torch.PagedCache(
+            pages, 1, 64, 64, config=config, dtype=dtype, device=device
+        )
+        nsa_torch.append(cache, key, value, *at, **how)
+        given = query.repeat(1, 16, 1), gates.contiguous(), cache, *at
+        outs.append(nsa_torch.paged_attention(*given, implementation=implementation)[0])
+        keys.append(cache.compressed_key)
+    assert torch.equal(*keys), "the blocks are the same"
+    want = value[place].expand_as(outs[0])
+    torch.testing.assert_close(outs[0], want, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(outs[1], want, rtol=2**-4, atol=1e-2)
+    assert not torch.equal(*outs)
+
+
+def test_a_needle_is_found():
+    check_needle(2000, "gathered")
+
+
+# On a GPU.
+
+by_kernel = pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
+ON_GPU = Sizes(16, 2, 64, 64, dtype="bfloat16")
+
+
+@pytest.mark.gpu
+@by_fp8
+@pytest.mark.parametrize("history", HISTORIES)
+@by_kernel
+def test_pages_on_a_gpu(implementation, history, fp8):
+    sizes = dataclasses.replace(ON_GPU, fp8=fp8, separate=history == "chunks")
+    path = TorchPages(sizes, "cuda", implementation, together=True)
+    check(path, HISTORIES[history], bound=1e-2)
+
+
+@pytest.mark.gpu
+@by_kernel
+def test_pages_between_which_others_lie_on_a_gpu(implementation):
+    path = Adopted(ON_GPU, "cuda", implementation, together=True, kinds=2)
+    check(path, HISTORIES["draft tokens"], bound=1e-2)
+
+
+@pytest.mark.gpu
+@by_kernel
+def test_a_needle_is_found_among_64k_tokens(implementation):
+    check_needle(65536, implementation, "cuda")
+
+
+def normal(seed=0):
+    """What draws random tensors on the GPU."""
+    make = torch.Generator("cuda").manual_seed(seed)
+    return lambda *shape: torch.randn(
+        shape, generator=make, device="cuda", dtype=torch.bfloat16
+    )
+
+
+def bits(cache):
+    return {name: x.view(torch.uint8).clone() for name, x in cache.tensors().items()}
+
+
+@pytest.mark.gpu
+@by_kernel
+@pytest.mark.parametrize("kind", ["shared", "own keys", "fp8", "draft tokens"])
+@torch.no_grad()
+def test_one_graph_over_500_steps(implementation, kind):
+    """Rows grow, end and begin again: a replay has the bits of an eager step on a cache of its own,
+    both caches end alike, and pages and rings that nobody names are as before.
+    """
+    draw, batch, pages, around, most = normal(), 4, 40, 8, 4 if kind == "draft tokens" else 1
+    options = {"max_rows": batch + 1, "separate": kind == "own keys", "device": "cuda"}
+    if kind == "fp8":
+        options["dtype"] = torch.float8_e4m3fn
+    captured, eager = (
+        nsa_torch.PagedCache(batch * pages + around, 2, 64, 64, **options) for _ in range(2)
+    )
+    for name, x in captured.tensors().items():  # what stands there of rows that begin so
+        x.copy_(draw(*x.shape).to(x.dtype))
+        eager.tensors()[name].copy_(x)
+    before = bits(captured)
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    begin = torch.tensor([0, 700, 63, 500], device="cuda", dtype=torch.int32)
+    lengths, counts = begin.clone(), torch.ones_like(begin)
+    slots = torch.tensor([2, 0, 3, 1], device="cuda").int() if kind == "fp8" else None
+    each = lambda n: nsa_torch.Branches(*(draw(n, 2, 64) for _ in range(3)))
+    new = [
+        each(batch * most) if kind == "own keys" else draw(batch * most, 2, 64) for _ in "kv"
+    ]
+    query, gates = draw(batch * most, 32, 64), draw(batch * most, 32, 3)
+    starts = torch.zeros(batch + 1, dtype=torch.int32, device="cuda")
+    how = {"cu_seqlens_q": starts, "max_seqlen_q": 8} if most > 1 else {}
+    how |= {"key": new[0], "value": new[1], "slots": slots, "implementation": implementation}
+    step = lambda cache: nsa_torch.paged_attention(query, gates, cache, table, lengths, **how)
+    out, graph = None, torch.cuda.CUDAGraph()
+    for turn in range(500):
+        counts.copy_(torch.randint(0, most + 1, (batch,)) if most > 1 else torch.ones(batch))
+        lengths.copy_((begin + counts if turn else begin + 1) * (counts > 0))
+        lengths[3] *= turn % 200 > 10  # padding, and again from the start
+        begin.copy_(torch.where(lengths > 0, lengths, begin))
+        begin[3] *= turn % 200 != 0
+        starts[1:] = counts.cumsum(0)
+        for x in (query, gates, *itertools.chain(*map(nsa_torch.Branches.each, new))):
+            x.copy_(draw(*x.shape))
+        if out is None:
+            step(captured)
+            step(eager)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                out = step(captured)
+        graph.replay()
+        found, want = out.clone(), step(eager)
+        assert torch.equal(found, want) and found.isfinite().all(), f"step {turn}"
+    mine, theirs = bits(captured), bits(eager)
+    for name, x in mine.items():
+        assert torch.equal(x, theirs[name]), name
+        unnamed = slice(-1, None) if name.startswith("recent") else slice(-around, None)
+        assert torch.equal(x[unnamed], before[name][unnamed]), name
+    assert begin[1] > 1000 and not torch.equal(mine["selected_key"], before["selected_key"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [0, 2])
+@by_kernel
+def test_a_table_of_anything_on_a_gpu(implementation, around):
+    """What lies around the pages, and pages that no entry names, are as before; an entry of no
+    page reads as the nearest one. `around`: pages in the same allocation, before and behind; with
+    0 a memory checker sees every access beside them.
+    """
+    config, pool, batch, draw = NSAConfig(), 24, 6, normal()
+    make = torch.Generator("cuda").manual_seed(0)
+    slots = [config.select_block] * 2 + [config.select_block // config.compress_stride] * 2
+    whole = [draw(pool + 2 * around, n, 2, 64) for n in slots]
+    inner = [x[around : around + pool] for x in whole]
+    pair = {"compressed_key": inner[2], "compressed_value": inner[3]}
+    cache = nsa_torch.PagedCache.view(*inner[:2], config=config, **pair)
+    table = torch.randint(-3 * pool, 4 * pool, (batch, 20), generator=make, device="cuda")
+    odd = [-(2**31), 2**31 - 1, -1, pool, 2**20, -pool]
+    table[:, ::3] = torch.tensor(odd, device="cuda")[:, None]
+    table[(table == 0) | (table == pool - 1)] = 3  # no entry names the first page or the last
+    table[2, 9], table[5, 2] = 5, 7  # of the last tokens of two rows
+    table = table.to(torch.int32)
+    lengths = torch.tensor([0, 1, 640, 1280, 2**31 - 1, 130], device="cuda", dtype=torch.int32)
+    before = [x.clone() for x in whole]
+    named = torch.zeros(pool + 2 * around, dtype=torch.bool, device="cuda")
+    named[table[(table >= 0) & (table < pool)].long() + around] = True
+    for tokens in (1, 4):
+        query, gates = draw(batch * tokens, 32, 64), draw(batch * tokens, 32, 3)
+        new = draw(batch * tokens, 2, 64), draw(batch * tokens, 2, 64)
+        nsa_torch.append(cache, *new, table, lengths)
+        attend = functools.partial(nsa_torch.paged_attention, implementation=implementation)
+        tables = table, table.clamp(0, pool - 1)
+        outs = [attend(query, gates, cache, entries, lengths) for entries in tables]
+        assert torch.equal(*outs) and outs[0].isfinite().all()
+        for x, y in zip(whole, before, strict=True):
+            assert torch.equal(x[~named], y[~named])
+    assert not torch.equal(whole[0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 700]], ids=["one row", "two"])
+@torch.no_grad()
+def test_what_is_not_copied_is_not_read(implementation, lengths, monkeypatch):
+    """A chunk's copies of the sliding branch are written near its window alone: NaN in the rest of
+    the memory changes no bit.
+    """
+    count, rows, draw = 300, len(lengths), normal()
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = nsa_torch.PagedCache(80, 2, 64, 64, separate=True, **options)
+    for x in cache.tensors().values():
+        x.normal_()
+    table = torch.randperm(80, device="cuda").int()[:66].repeat(rows, 1)
+    starts = [count * i for i in range(rows + 1)]
+    at = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (lengths, starts)]
+    runs = plan_runs(starts, lengths, 64)
+    assert [run.even for run in runs] == [True]
+    poison = torch.full((1 << 28,), torch.nan, **options)
+    del poison
+    given = draw(count * rows, 32, 64), draw(count * rows, 32, 3), cache, table, *at
+    attend = functools.partial(
+        nsa_torch.paged_attention, *given, runs=runs, implementation=implementation
+    )
+    found = attend()
+    monkeypatch.setattr(paged_attend, "READING_TILES", ())  # all is written
+    assert found.isfinite().all() and torch.equal(found, attend())

@@ -1,0 +1,550 @@
+"""Mosaic kernels on pages: rows of the table of caches, on emulated warps or a GPU."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import textwrap
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch
+from kernels_pallas.mosaic import capability, operands
+from kernels_pallas.runtime import description
+from kernels_pallas.specs import append as append_spec
+from kernels_pallas.specs import decode as specs
+from kernels_pallas.specs.decode import Variant
+from kernels_pallas.specs.tile import SMEM_BYTES
+from nsa_core.compress_params import PoolParams
+from nsa_core.steps import mosaic_decode
+from nsa_torch import NSAConfig, mosaic_append, paged_attend, plans
+from tests import cross_compile, planned, pretend
+from tests.caches import (
+    HISTORIES,
+    WIDTH,
+    JaxPages,
+    Rows,
+    Sizes,
+    TorchPages,
+    Turn,
+    call_of,
+    check,
+    decoding,
+    of_counts,
+    tables,
+)
+from tests.devices import needs_gpu
+from tests.oracles.clusters import ClusterWarps
+from tests.oracles.warps import GARBAGE
+
+
+def array(x):
+    """A tensor's memory in NumPy."""
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.float8_e4m3fn:
+        return x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return x.numpy()
+
+
+def emulated(kernel, *tensors):
+    found = kernel.call(*map(array, tensors))
+    half = lambda x: x.view(np.int16) if x.itemsize == 2 else x
+    return [
+        torch.from_numpy(half(np.asarray(x))).view(getattr(torch, wanted.dtype))
+        for x, wanted in zip(found, kernel.outputs, strict=True)
+    ]
+
+
+@pytest.fixture
+def blocks():
+    """That steps chose."""
+    return []
+
+
+@pytest.fixture
+def ran(monkeypatch, blocks):
+    """The kernels that run, on emulated warps; calls are known as on a GPU."""
+
+    def step(kernel, *tensors):
+        found = emulated(kernel, *tensors)
+        blocks.append(found[-1].numpy())
+        return found
+
+    def append(kernel, *tensors, out):
+        ran.append(kernel)
+        kernel = append_spec.append(dataclasses.replace(kernel.spec, interpret=True))
+        for place, x in zip(out, emulated(kernel, *tensors), strict=True):
+            place.copy_(torch.where(x == GARBAGE, place, x))
+
+    def why_not(*call):
+        return mosaic_append.spec_why_not(mosaic_append.described(*call))
+
+    monkeypatch.setattr(mosaic_append, "launch", append)
+    monkeypatch.setattr(mosaic_append, "why_not", why_not)
+    with planned.on_the_cpu(monkeypatch, step) as ran, capability.interpreted(True):
+        yield ran
+
+
+SMALLEST = Variant(2, 4, 2, 128)
+EIGHT_WARPS = Variant(4, 8, 4, 128)
+BORDERS = [0, 1, 15, 16, 31, 32, 47, 48, 63, 64, 65, 511, 512, 513, 1023, 1025]
+
+
+def sized(H=16, Hkv=1, D=128, Dv=128, **rest):
+    """The paper's sizes, `rest`: of `Sizes` or of its configuration."""
+    names = {field.name for field in dataclasses.fields(Sizes)}
+    own = {"dtype": "bfloat16", "separate": True} | {k: rest.pop(k) for k in names & {*rest}}
+    return Sizes(H, Hkv, D, Dv, NSAConfig(**rest), **own)
+
+
+FEW = {"num_selected": 6, "window": 130}
+STEPS = {  # sizes, lengths, queries of a row, variant; a step appends where rows have as many
+    "boundaries": (sized(), BORDERS, 1, SMALLEST),
+    "boundaries, fp8": (sized(fp8=True, **FEW), [*BORDERS[:10], 1023], 1, SMALLEST),
+    # A row that is shorter than its queries, of which some stand before its first token.
+    "fewer tokens": (sized(4, 1, 64, 64, **FEW), [2, 641], 3, SMALLEST),
+    "one head, no free block, gates of 16 bits": (
+        sized(2, 2, D=96, num_selected=3, gate_dtype="float16"),
+        [300],
+        1,
+        SMALLEST,
+    ),
+    "wide": (sized(3, 1, D=192, fp8=True), [1300], 1, Variant(4, 8, 2, 128)),
+    "narrow, 16 slots of a page, 3 stages": (
+        sized(6, 1, 32, 64, compress_block=16, compress_stride=4, num_initial=0, **FEW),
+        [1450, 40],
+        1,
+        Variant(3, 4, 3, 128),
+    ),
+    "long blocks, cluster of 16": (
+        sized(compress_stride=8, select_block=128, num_selected=8),
+        [3001],
+        1,
+        Variant(16, 8, 4, 128),
+    ),
+    "windows of 4 strides, float16": (
+        sized(compress_block=64, window=0, dtype="float16", num_selected=6, separate=False),
+        [1500],
+        1,
+        SMALLEST,
+    ),
+    "one slot of a page": (
+        sized(
+            compress_block=16, compress_stride=16, select_block=16, num_selected=6, window=33
+        ),
+        [450],
+        1,
+        SMALLEST,
+    ),
+    # Slices of the output, strips and stages that do not come out even.
+    "cluster of 3": (sized(fp8=True), [2125], 1, Variant(3, 8, 4, 128)),
+    "8 warps": (sized(), [2125], 1, Variant(4, 8, 4, 128)),
+}
+
+
+def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu"):
+    """Steps on the kernel of a variant; `more`: columns of the table."""
+    chosen = lambda spec: dataclasses.replace(spec, variant=variant)
+    monkeypatch.setattr(mosaic_decode, "with_variant", chosen)
+    pages = [-(-n // sizes.config.select_block) for n in lengths]
+    return TorchPages(sizes, device, "mosaic", "torch", True, sum(pages) + 3, max(pages) + more)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, ran, blocks, monkeypatch):
+    sizes, lengths, queries, variant = STEPS[name]
+    path, turns = path_of(monkeypatch, sizes, lengths, variant), decoding(lengths, queries)
+    check(path, turns, bound=5e-3)
+    assert ran[-1].spec.append == turns[1].even and ran[-1].spec.variant == variant
+    if turns[1].even:  # lists in 16 bits may differ where scores nearly do
+        assert (blocks[-1] == path.blocks).all(-1).mean() > 0.9
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_steps_of_several_queries(fp8, ran, blocks, monkeypatch):
+    """Rows grow, a row begins again with fewer tokens than queries: launched as the first step."""
+    sizes = sized(4, 2, 64, 64, fp8=fp8, **FEW)
+    turns = decoding([655, 641, 619, 64], 3)
+    turns += [Turn([655, -1, 619, 64], [658, 2, 622, 67], even=True)]
+    if fp8:  # rows have the rings of others, whose tokens are not believed
+        last = Turn([658, 2, 622, 67], [661, 5, 625, 70], (1, 0, 3, 2), even=True, slots=False)
+        turns.append(last)
+    path = path_of(monkeypatch, sizes, [664, 641, 625, 70])
+    check(path, turns, bound=5e-3)
+    assert all(x.spec.append for x in ran)
+    assert (blocks[-1] == path.blocks).all(-1).mean() > 0.9
+
+
+def test_equal_scores_go_to_the_lower_blocks(ran, blocks, monkeypatch):
+    sizes, turns = sized(**FEW), decoding([1100], 1)
+    rows = Rows(sizes, [1100])
+    rows.tokens["query"][0][:] = 0
+    path = path_of(monkeypatch, sizes, [1100])
+    check(path, turns, rows, bound=5e-3)
+    assert (blocks[-1] == path.blocks).all()
+
+
+def test_copies_may_arrive_at_once(ran, monkeypatch):
+    early = functools.partialmethod(ClusterWarps.__init__, late=False)
+    monkeypatch.setattr(ClusterWarps, "__init__", early)
+    sizes = sized(2, 1, 64, 64, **FEW)
+    check(path_of(monkeypatch, sizes, [652]), decoding([652], 1), bound=5e-3)
+
+
+def test_the_same_bits_alone_and_with_another_capacity(ran, monkeypatch):
+    sizes, found = sized(2, 1, 64, 64, **FEW), []
+    for lengths, capacity, more in (([652, 300], 128, 2), ([652], 512, 40)):
+        variant = dataclasses.replace(SMALLEST, capacity=capacity)
+        rows, alone = Rows(sizes, [652, 300]), Rows(sizes, [652])
+        alone.tokens = {k: x[: len(lengths)] for k, x in rows.tokens.items()}
+        path = path_of(monkeypatch, sizes, lengths, variant, more)
+        found += check(path, decoding(lengths, 1), alone, bound=5e-3)
+    assert (found[0][0] == found[1][0]).all()
+
+
+def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
+    """The output is as many times smaller or larger, to the bit; scales of a cache that someone
+    filled may be negative. A length beyond the table is that of the table.
+    """
+    sizes, turns = sized(2, 1, 64, 64, fp8=True, **FEW), decoding([640], 1)
+    rows, path = Rows(sizes, [640]), path_of(monkeypatch, sizes, [640], more=0)
+    check(path, turns, rows, bound=5e-3)
+    table = tables([640], sizes.config, path.pool, path.width)
+    call = call_of(rows, table, turns[1], [0])
+    wanted = path.attend(call)
+    beyond = dataclasses.replace(call, lengths=np.array([2**31 - 1], np.int32))
+    assert (path.attend(beyond) == wanted).all()
+    tensors = path.cache.tensors().items()
+    scales = [x for name, x in tensors if name.endswith("value_scale")]
+    for factor in (2.0**-100, 2.0**90, -(2.0**90)):
+        before = [x.clone() for x in scales]
+        for x in scales:
+            x.mul_(factor)
+        assert (path.attend(call) == wanted * factor).all()
+        for x, y in zip(scales, before, strict=True):
+            x.copy_(y)
+
+
+def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
+    """By an entry of no page, beyond the pool, beyond the table, or in a row of length 0."""
+    sizes, lengths = sized(2, 1, 64, 64, **FEW), [99, 119, 384, 64]
+    path = path_of(monkeypatch, sizes, lengths)
+    table = tables(lengths, sizes.config, path.pool, 6)
+    table[3, 1] = path.pool - 1
+    lost = (0, 1, -1), (1, 1, path.pool)
+    turns = decoding(lengths, 1)
+    turns += [Turn([99, 119, 385, 64], [100, 120, 386, 65], even=True, lost=lost)]
+    check(path, turns, None, table, bound=5e-3)
+
+
+def test_jax_runs_a_step_on_pages_in_fp8(detectors):
+    """The kernel of a step that appends nothing, by the public function."""
+    sizes = sized(2, 1, 64, 64, separate=False, fp8=True, **FEW)
+    check(JaxPages(sizes, "mosaic"), decoding([90], 1), bound=5e-3)
+
+
+# Steps that are known: one launch.
+
+
+def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):
+    sizes = sized(2, 1, 64, 64, separate=False, **FEW)
+    path, rows = path_of(monkeypatch, sizes, [80]), Rows(sizes, [80])
+    checked = pretend.calls_of(monkeypatch, paged_attend, "_checked")
+    checked_tokens = pretend.calls_of(monkeypatch, paged_attend, "checked_tokens")
+    step = lambda n: Turn([n], [n + 1], even=True)
+    check(path, [Turn([0], [70], attends=False), *map(step, range(70, 80))], rows, bound=5e-3)
+    assert (len(checked), len(checked_tokens), len(ran)) == (1, 1, 10)
+
+
+@pytest.fixture
+def step(ran, monkeypatch):
+    """What runs a step of two rows, which is known, with other arguments; and its path."""
+    sizes, lengths = sized(2, 1, 64, 64, separate=False, **FEW), [70, 30]
+    path, rows = path_of(monkeypatch, sizes, lengths), Rows(sizes, lengths)
+    turns = decoding(lengths, 1)
+    check(path, turns, rows, bound=5e-3)
+    table = tables(lengths, sizes.config, path.pool, path.width)
+    query, gates, pair, at, _, _ = path.given(call_of(rows, table, turns[1], [0, 1]))
+    given = {"query": query, "gates": gates, "cache": path.cache, "key": pair[0]}
+    given |= {"value": pair[1], "page_table": at[0], "lengths": at[1]}
+    return lambda **changes: nsa_torch.paged_attention(**given | changes), given
+
+
+DIFFERENT = [
+    ({"query": torch.zeros(2, 2, 64)}, "query must have the dtype of the cache"),
+    ({"runs": []}, "runs need cu_seqlens_q"),
+    ({"key": torch.zeros(1, 1, 64).bfloat16()}, "value must have shape"),
+    ({"value": None}, "key and value must both be given or both be None"),
+    ({"made_with": (("rotation", "b"),)}, "rotation='b'"),
+    ({"config": NSAConfig(num_selected=5)}, "config must be the cache's"),
+    ({"slots": torch.zeros(3).int()}, "slots"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), DIFFERENT, ids=[x for _, x in DIFFERENT])
+def test_a_known_step_is_checked_where_anything_differs(step, changes, message):
+    step, _ = step
+    step(made_with=(("rotation", "a"),))
+    with pytest.raises(ValueError, match=message):
+        step(**{"made_with": (("rotation", "a"),)} | changes)
+
+
+def test_a_known_step_has_no_gradient(step):
+    step, given = step
+    for name in ("query", "key"):
+        x = given[name].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match="no gradient"):
+            step(**{name: x})
+
+
+def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch):
+    """Where another implementation attends, and where the kernel cannot append."""
+    step, _ = step
+    for options, names in (
+        ({"implementation": "sdpa"}, []),
+        ({"implementation": None}, [False]),
+    ):
+        pretend.machine(monkeypatch, mosaic_appends=False)
+        plans.forget()
+        ran.clear()
+        want = step(**options)
+        assert [x.spec.append for x in ran if x.name == "decode"] == names
+        found = step(key=None, value=None, **options)
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["by the longest", "by runs"])
+def test_rows_of_different_few_tokens_are_one_launch(ran, monkeypatch, planned):
+    """Each row's own stand at its end; what fills up the others is left out again."""
+    sizes, turn = sized(2, 1, 64, 64, **FEW), Turn([70, 61], [71, 64])
+    path, rows = path_of(monkeypatch, sizes, [71, 64]), Rows(sizes, [71, 64])
+    if planned:
+        runs = nsa_torch.plan_runs([0, 1, 4], [71, 64], 64)
+        path.attend = functools.partial(path.attend, runs=runs)
+    check(path, [Turn([0, 0], [70, 61], attends=False), turn], rows, bound=5e-3)
+    assert [x.spec.q_len for x in ran if x.name == "decode"] == [3]
+
+
+# Prompts.
+
+ODD = NSAConfig(12, 4, 12, num_selected=3)
+CHUNKS = [44, 3, 0, 16], [1, 20, 0, 1], [16, 1, 0, 0]
+APPENDED = {  # sizes, tokens of each call and row, whether phi is learned
+    # Rows without a page, of which a warp has more than lanes.
+    "many rows": (
+        Sizes(2, 2, 16, 48, dtype="bfloat16"),
+        [[*x, *[2 * (x is CHUNKS[2])] * 40] for x in CHUNKS],
+        False,
+    ),
+    "own keys": (Sizes(2, 2, 16, 48, separate=True, dtype="float16"), CHUNKS, False),
+    "as many tokens a row": (
+        Sizes(3, 3, 32, 16, ODD, dtype="bfloat16"),
+        ([13] * 4, [1] * 4, [30] * 4),
+        False,
+    ),
+    "no means": (Sizes(3, 3, 32, 16, ODD, dtype="bfloat16"), CHUNKS, True),
+    "several warps a token": (Sizes(5, 5, 32, 16, ODD, dtype="float16"), CHUNKS, False),
+    "prefix of the same call": (Sizes(2, 1, 64, 64, dtype="bfloat16"), None, False),
+}
+
+
+def appended(name, device, check=check):
+    sizes, counts, learned = APPENDED[name]
+    path = TorchPages(sizes, device, appender="mosaic")
+    if counts is None:
+        turns = [dataclasses.replace(x, attends=False) for x in HISTORIES[name]]
+        return check(path, turns)
+    turns = of_counts(*counts, even=counts[0][0] == counts[0][1], attends=False)
+    ends = turns[-1].end
+    table = np.full((len(ends), WIDTH), -1, np.int32)
+    table[:4] = tables(ends[:4], sizes.config)
+    params = [PoolParams(np.ones((12, n), np.float32) / 12) for n in (32, 16)]
+    rows = Rows(sizes, ends, params if learned else None)
+    return check(path, turns, rows, table)
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_appended_tokens(name, ran):
+    appended(name, "cpu")
+    assert {x.name for x in ran} == {"append"}
+
+
+# What kernels take, and what is built.
+
+PAPER = specs.Decode(
+    *(1, 1, 16, 1, 128, 128, 32, 16, 64, 16, 1, 2, 512, 90, 80, "bfloat16", 128**-0.5),
+    variant=SMALLEST,
+)
+LAYER = {"Hkv": 4, "H": 64}
+
+
+def posed(**changes):
+    return dataclasses.replace(PAPER, **changes)
+
+
+REFUSED = [
+    ({"H": 32}, "H / Hkv of 1 to 16, got 32"),
+    ({"H": 24, "Hkv": 16}, "a multiple of Hkv, got 24 and 16"),
+    ({"D": 48}, "D of a multiple of 32 up to 192, got 48"),
+    ({"Dv": 192}, "Dv of 64 or 128, got 192"),
+    ({"q_len": 9}, "q_len of 1 to 8, got 9"),
+    ({"n": 33}, "num_selected of 1 to 32, got 33"),
+    ({"block": 96}, "select_block / compress_stride of 1, 2, 4, 8 or 16, got 6"),
+    ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
+    ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 3, 4, 8 or 16, got 1"),
+    ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
+    ({"fp8": True, "dtype": "float16"}, "bfloat16 beside pages in fp8, got float16"),
+    ({"fp8": True, "D": 96}, "D of 64, 128 or 192 of pages in fp8, got 96"),
+    ({"fp8": True, "stride": 32}, "4, 8 or 16 of pages in fp8, got 2"),
+    ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
+    ({"D": 192, "variant": Variant(4, 8, 4, 128)}, "of shared memory, needs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[x for _, x in REFUSED])
+def test_what_the_decode_kernel_cannot_do(changes, words):
+    with pytest.raises(NotImplementedError, match=f"the decode kernel .*{words}"):
+        specs.decode(posed(**changes))
+
+
+CHOSEN = [
+    ({}, (8, 4, 2, 128)),
+    (LAYER | {"B": 8}, (4, 4, 4, 128)),
+    (LAYER | {"B": 32}, (2, 4, 2, 128)),
+    (LAYER | {"B": 7, "table_pages": 1024}, (8, 4, 2, 1024)),
+    (LAYER | {"B": 8, "table_pages": 512}, (3, 8, 4, 512)),
+    (LAYER | {"B": 8, "table_pages": 1024}, (3, 8, 3, 1024)),
+    (LAYER | {"B": 1, "table_pages": 1024}, (16, 4, 3, 1024)),
+    (LAYER | {"B": 32, "table_pages": 500}, (2, 8, 4, 512)),
+    (LAYER | {"B": 8, "q_len": 4, "table_pages": 1024}, (2, 8, 2, 1024)),
+    ({"B": 32, "table_pages": 2000}, (8, 8, 2, 2560)),
+    ({"D": 192, "table_pages": 200}, (8, 4, 4, 512)),
+]
+
+
+def test_the_variant_follows_batch_and_table():
+    for changes, wanted in CHOSEN:
+        found = specs.with_variant(posed(**changes))
+        assert found.variant == Variant(*wanted) and specs.why_not(found) is None, changes
+    reason = specs.why_not(specs.with_variant(posed(table_pages=3000))) or ""
+    assert "page tables of up to 2560 columns, got 3000" in reason
+
+
+def test_what_a_step_runs_is_built_ahead():
+    """Of any batch and pages of a row, in fp8 too; gates in the dtype of the queries."""
+    sizes, config = (64, 4, 128, 128, "bfloat16"), NSAConfig()
+    ahead = mosaic_decode.kernels_of(*sizes, config)
+    assert len(set(ahead)) == len(ahead) > 5
+    names = dict(zip(("H", "Hkv", "D", "Dv", "dtype"), sizes, strict=True))
+    rows = (1, 7), (8, 128), (32, 128), (8, 500), (32, 500), (8, 1024), (1, 2000)
+    for (batch, pages), fp8, append in itertools.product(rows, (False, True), (False, True)):
+        step = SimpleNamespace(B=batch, T=1, S=64 * pages, is_fp8=fp8, config=config, **names)
+        assert mosaic_decode.kernel_of(step, append) in ahead, (batch, pages, fp8, append)
+    assert not mosaic_decode.kernels_of(64, 2, *sizes[2:], config)  # G = 32
+
+
+def test_one_kernel_serves_all_batches_pools_and_tables():
+    generic = lambda **changes: specs.decode(posed(**changes)).for_any_length()
+    assert generic() is generic(B=7, pages=1000, table_pages=100)
+    assert generic() is not generic(q_len=2)
+    there = json.loads(json.dumps(description.describe(generic())))
+    assert description.described(there) is generic(), "another process can describe it"
+
+
+ALIGNING = 1024  # bytes of shared memory that Mosaic takes beside what a kernel asks for
+
+
+def test_shared_memory_of_every_variant():
+    forms = itertools.product(specs.VARIANTS, (False, True), (False, True))
+    for variant, fp8, append in forms:
+        spec = posed(**LAYER, variant=variant, fp8=fp8, append=append, any_length=True)
+        if specs.why_not(spec) is None:
+            most = specs.HALF_SM if variant.warps == 4 else SMEM_BYTES
+            assert spec.offsets["end"] + ALIGNING <= most, spec
+
+
+# Of the decode kernel the forms with the most registers, and the largest; of the append kernel both
+# ways to find a row.
+COMPILED = [
+    (LAYER, (8, 8, 2, 2560)),
+    (LAYER | {"fp8": True, "append": True}, (3, 8, 3, 1024)),
+    (LAYER | {"D": 192, "append": True}, (4, 8, 2, 512)),
+    ({"q_len": 4, "gate_dtype": "float16", "dtype": "float16"}, (2, 4, 2, 128)),
+]
+TOKENS = {"Hkv": 4, "D": 128, "Dv": 128, "compress_block": 32, "stride": 16, "block": 64}
+TOKENS |= {"dtype": "bfloat16", "N": 64, "B": 8, "pages": 24, "table_pages": 6, "means": True}
+WAYS = [{"ragged": True, "separate": False}, {"ragged": False, "separate": True}]
+
+
+def compiled(variant=None, **sizes):
+    if variant is None:
+        return append_spec.append(append_spec.Append(**sizes)).for_any_length()
+    return specs.decode(posed(**sizes, variant=Variant(*variant))).for_any_length()
+
+
+def test_kernels_fit_the_chip():
+    """Without spills; golden files have the code of every other variant."""
+    given = [sizes | {"variant": [*variant]} for sizes, variant in COMPILED]
+    given += [TOKENS | way for way in WAYS]
+    reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in given])
+    for sizes, report in zip(given, reports, strict=True):
+        assert not report["remarks"] and not report["stack_bytes"], sizes
+        assert not report["spill_store_bytes"] + report["spill_load_bytes"], sizes
+        most = 255 if "variant" in sizes else operands.REGISTERS // (8 * 128)
+        assert report["registers"] <= most, sizes
+        if "variant" in sizes:
+            counted = compiled(**sizes).spec.offsets["end"]
+            assert report["shared_bytes"] <= counted + ALIGNING, sizes
+
+
+def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
+    script = """
+        from kernels_pallas.runtime import build_child
+        from kernels_pallas.specs.decode import decode
+        from tests import runtime_oracle as oracle
+        from tests.test_caches_mosaic import posed
+
+        kernel = decode(posed(B=3, q_len=2))
+        wanted = oracle.plugin(kernel)
+        assert wanted.attributes == ((4, 2, 1, 1),) and wanted.grid == (12, 1, 1)
+        built = build_child.build(kernel.for_any_length())
+        found = oracle.ours(built, kernel)
+        oracle.assert_launched_alike(found, wanted)
+        numbers = sorted(int.from_bytes(x, "little") for x in found.parameters)
+        assert numbers[:2] == [kernel.spec.table_pages << 8, kernel.spec.pages << 8]
+        addresses = oracle.addresses(len(kernel.inputs) + len(kernel.outputs))
+        assert numbers[2:] == sorted(addresses)
+    """
+    cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_on_a_gpu(name, implementation, monkeypatch):
+    """And a hundred times the same bits."""
+    sizes, lengths, queries, variant = STEPS[name]
+    path = path_of(monkeypatch, sizes, lengths, variant, device="cuda")
+    path.implementation = implementation
+    rows, turns = Rows(sizes, lengths), decoding(lengths, queries)
+    table = tables(lengths, sizes.config, path.pool, path.width)
+    check(path, turns, rows, table, bound=5e-3)
+    call = call_of(rows, table, turns[1], [*range(len(lengths))])
+    first = path.attend(call)
+    assert all((path.attend(call) == first).all() for _ in range(100))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", APPENDED)
+def test_appended_tokens_on_a_gpu(name):
+    appended(name, "cuda")

@@ -1,0 +1,241 @@
+"""Triton kernels on pages: rows of the table of caches, on a GPU, or in Triton's interpreter.
+
+Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import kernels_pallas
+import nsa_jax
+from kernels_pallas.triton import decode_descriptions
+from nsa_core.dispatch import Problem
+from nsa_core.steps import triton_decode as steps
+from nsa_jax.triton_ops import compiled_for
+from nsa_torch import NSAConfig, gathered_rows, paged_attend
+from tests import interpreted_triton, pretend
+from tests.caches import (
+    HISTORIES,
+    Rows,
+    Sizes,
+    TorchPages,
+    Turn,
+    check,
+    decoding,
+    of_counts,
+    tables,
+)
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
+
+pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+once = pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
+
+JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
+ODD = NSAConfig(8, 4, 12, num_selected=5, num_initial=1, num_local=2, window=7)
+ONE = NSAConfig(16, 16, 16, num_selected=2, num_initial=0, num_local=1, window=0)
+WIDE = NSAConfig(16, 4, 16, num_selected=6)
+FP8 = {"fp8": True}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """In the interpreter no kernel refuses, and short rows are several splits, chunks and tiles."""
+    if INTERPRETED:
+        limits = {"decode_split": 16, "decode_candidates": 16, "decode_gathered": 512}
+        set_limits(monkeypatch, **limits)
+        interpreted_triton.right_bfloat16(monkeypatch)
+        interpreted_triton.right_fp8(monkeypatch)
+        pretend.machine(monkeypatch, append_why_not=None)
+        monkeypatch.setitem(kernels_pallas.KERNELS, ("triton", "decode"), lambda problem: None)
+
+
+def pages(sizes, appender="torch", **options):
+    return TorchPages(sizes, DEVICE, "triton", appender, pool=40, **options)
+
+
+STEPS = {  # sizes, lengths, queries of a row, bound
+    "boundaries": (Sizes(2, 1), [64, 0, 1, 7, 8, 9, 16, 130], 1, None),
+    "boundaries, fp8": (Sizes(2, 1, **FP8), [64, 7, 9, 130], 1, None),
+    "several queries": (Sizes(2, 1, Dv=16), [70, 2], 3, None),
+    "a head a group, own keys": (Sizes(H=2, separate=True, **FP8), [75], 2, None),
+    "no power of two": (Sizes(3, 1, 24, 40, ODD), [200], 1, None),
+    "no window": (Sizes(4, 1, 16, 16, ONE), [90, 16], 8, None),
+    "many heads, bfloat16": (Sizes(20, 1, 16, 16, dtype="bfloat16"), [80], 2, 5e-3),
+    # A compressed token counts in two blocks, wherever a chunk of them ends.
+    "blocks of several chunks": (Sizes(2, 1, config=WIDE), [200, 2], 8, None),
+}
+
+
+@kernel
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name):
+    sizes, lengths, queries, bound = STEPS[name]
+    check(pages(sizes, width=20), decoding(lengths, queries), bound=bound)
+
+
+APPENDED = {
+    # Prompts, chunks and padding; then the rows have other places, in fp8 with their rings.
+    "rows in another order": [
+        *of_counts([20, 1, 0, 8], [1, 7, 0, 0]),
+        Turn([21, 8, 0, 8], [24, 9, 0, 12], order=(1, 3, 0, 2)),
+    ],
+    "even rows": of_counts([9] * 2, [3] * 2, [1] * 2, even=True),
+    "prefix of the same call": HISTORIES["prefix of the same call"],
+}
+
+
+@kernel
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("history", APPENDED)
+def test_appended_tokens(history, fp8):
+    """With their means; in fp8 rings, too."""
+    own = history == "rows in another order"
+    sizes = Sizes(2, 1 + own, separate=own, fp8=fp8)
+    if fp8 and "prefix" in history:  # the first of two launches reads what was never written
+        sizes = dataclasses.replace(sizes, fp8=False, dtype="bfloat16")
+    check(
+        pages(sizes, "triton"),
+        [dataclasses.replace(x, attends=False) for x in APPENDED[history]],
+    )
+
+
+@kernel
+def test_prompts_attend_to_copied_rows():
+    check(pages(Sizes(2, 1)), HISTORIES["fork and crop"])
+
+
+@kernel
+def test_rows_are_copied_side_by_side(monkeypatch):
+    """One launch an array gives what torch's indexing gives, bit for bit; of the NaN that stand
+    behind rows and before the windows of the last 20 queries there is none.
+    """
+    path = pages(Sizes(2, 1, 24, 40, ODD, separate=True, **FP8))
+    lengths = [0, 1, 12, 24]
+    check(path, [Turn([0] * 4, lengths, attends=False)])
+    table = path.array(tables(lengths, ODD, path.pool, path.width))
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    # Tokens that were not written; of the selected branch the last page alone.
+    for more, last_page in itertools.product((0, 3), (False, True)):
+        call = path.cache, table[:, :3], lengths + more, 20, None, None, last_page
+        found = gathered_rows.side_by_side(*call)
+        with monkeypatch.context() as patch:
+            pretend.machine(patch, append_why_not="torch")
+            want = gathered_rows.side_by_side(*call)
+        for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+            assert more or x.isfinite().all()
+
+
+@kernel
+def test_a_row_depends_on_nothing_else():
+    """Bit for bit: where its pages lie, how long the table is, what other rows are."""
+    sizes, turns = Sizes(2, 1), decoding([90, 61], 1)
+    other = Rows(sizes, [90, 61])
+    other.redraw(1, 0)
+    first, second = (
+        check(pages(sizes, width=width), turns, rows, seed=width)[-1]
+        for width, rows in ((6, None), (20, other))
+    )
+    assert (first[0] == second[0]).all() and (first[1] != second[1]).any()
+
+
+def problem(**changes) -> Problem:
+    sizes = {"B": 8, "T": 1, "S": 8192, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
+    rest = {"packed": False, "config": NSAConfig(), "capability": (8, 0)}
+    return Problem("torch", "decode", "cuda", "bfloat16", **sizes, **rest)._replace(**changes)
+
+
+HOPPER = {"capability": (9, 0)}
+CHOICES = [  # changes of the problem, named, chosen or why not
+    ({}, None, "triton"),
+    ({"capability": (8, 9)}, None, "triton"),
+    (HOPPER, None, "mosaic"),
+    (HOPPER, "triton", "triton"),
+    (HOPPER, "mosaic", "mosaic"),
+    ({}, "mosaic", "needs compute capability"),
+    (HOPPER | {"H": 128}, "mosaic", "H / Hkv of 1 to 16, got 32"),
+    (HOPPER | {"H": 128}, None, "triton"),
+    (HOPPER | {"is_fp8": True}, None, "mosaic"),
+    (HOPPER | {"is_fp8": True, "dtype": "float16"}, None, "triton"),
+    (HOPPER | {"is_fp8": True, "D": 96}, "mosaic", "pages in fp8, got"),
+    ({"strided": "cache contiguous"}, None, "gathered"),
+    ({"T": 8}, "triton", "triton"),
+    ({"T": 9}, "triton", "same 1 to 8 queries for each row, got 9 a row"),
+    ({"T": 0, "packed": True}, "triton", "got rows of different numbers"),
+    ({"H": 1024}, "triton", "up to 128 query heads"),
+    ({"D": 512}, "triton", "widths up to 256"),
+    ({"is_fp8": True}, "triton", r"\(8, 9\) or more for pages in fp8, got \(8, 0\)"),
+    ({"is_fp8": True, "capability": (8, 9)}, "triton", "triton"),
+]
+
+
+@once
+@pytest.mark.parametrize(("changes", "name", "found"), CHOICES, ids=str)
+def test_choice_on_posed_devices(changes, name, found, monkeypatch):
+    """Mosaic on Hopper, Triton for what it cannot do there and on others, which ask for no
+    threshold: what stands behind gathers all pages.
+    """
+    pretend.machine(monkeypatch, jax_has_cuda=True)
+    choose, posed = paged_attend.REGISTRY.choose, problem(**changes)
+    if found in ("mosaic", "triton", "gathered"):
+        assert choose(posed, name).implementation == found
+        return
+    with pytest.raises(NotImplementedError, match=found):
+        choose(posed, name)
+
+
+@once
+@pytest.mark.parametrize(("on_disk", "found"), [(False, "triton"), (True, "mosaic")])
+def test_without_jax_a_kernel_must_be_on_disk(on_disk, found, monkeypatch):
+    pretend.machine(monkeypatch, jax_has_cuda=False, on_disk=on_disk)
+    assert paged_attend.REGISTRY.choose(problem(**HOPPER)).implementation == found
+
+
+@once
+def test_no_length_compiles_anything():
+    """Rows, pages of the pool: the constants are the same; of the table's width the power of 2."""
+    from kernels_pallas.triton.descriptions import Problem as Posed
+
+    def constants(**changes):
+        sizes = problem(**changes)._asdict()
+        names = ("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "capability")
+        posed = Posed(**{x: sizes[x] for x in names}, scale=1.0)
+        decode = decode_descriptions.Decode(posed, sizes["config"])
+        return [x.constants for x in (decode.partials(99), decode.finish(99))]
+
+    assert constants() == constants(B=3) == constants(S=7000)
+    assert constants(S=2**16) == constants(S=2**20)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+def test_jax_lowers_a_decode_step():
+    """Of a cache in fp8, whose kernels have more arrays."""
+    cache = nsa_jax.PagedCache(8, 1, 32, 32, dtype=jnp.float8_e4m3fn)
+    arrays = [
+        jax.ShapeDtypeStruct(*x)
+        for x in (((2, 16, 32), jnp.bfloat16), ((2, 16, 3), jnp.bfloat16))
+        + (((2, 4), jnp.int32), ((2,), jnp.int32))
+    ]
+
+    def step(query, gates, cache, table, lengths):
+        from nsa_jax import triton
+
+        return steps.attention(triton.OPS, query, gates, cache, table, lengths, None)
+
+    with compiled_for((9, 0)):
+        traced = jax.jit(step).trace(*arrays[:2], cache, *arrays[2:])
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@triton_kernel_call") == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs here")
+def test_interpreted():
+    interpreted_triton.run_again(__file__)
