@@ -30,55 +30,43 @@ def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    tile,
-    arrays,
-    row,
-    there,
-    seen,
-    scale,
-    sums,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _step(tile, arrays, row, there, seen, scale, sums, c, MASKED: tl.constexpr):
     """Adds one tile of query rows to `sums`: dk, dv and what rounding added to both.
 
     Args:
       tile: keys and values `[KEYS, .]`.
       arrays: query, do, lse, delta, gate, dlse.
       seen: `[KEYS, ROWS]`, read if `MASKED`.
-      KEY, VALUE: width and columns; GIVEN: `GATED` and `LSE_GRAD`.
     """
+    KEY: tl.constexpr = c.KEY
+    VALUE: tl.constexpr = c.VALUE
     keys, values = tile
     query, do, lse, delta, gate, dlse = arrays
     dk, dv, dk_lost, dv_lost = sums
-    rows = load_rows(query, row, there, KEY[0], KEY[1])
-    do_rows = load_rows(do, row, there, VALUE[0], VALUE[1])
-    lse_log2, gates, shift = row_statistics(
-        lse, delta, gate, dlse, row, there, GIVEN[0], GIVEN[1]
-    )
-    logits = tl.dot(keys, tl.trans(rows), input_precision=PRECISION) * scale
+    rows = load_rows(query, row, there, KEY)
+    do_rows = load_rows(do, row, there, VALUE)
+    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
+    logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[None, :])
     if MASKED:
         probs = tl.where(seen, probs, 0.0)
     gated = probs * gates[None, :]
-    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, PRECISION)
-    dp = tl.dot(values, tl.trans(do_rows), input_precision=PRECISION)
+    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c.PRECISION)
+    dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
     ds = gated * dp - probs * shift[None, :]
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, PRECISION)
+    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c.PRECISION)
     return dk, dv, dk_lost, dv_lost
 
 
 @triton.jit
-def _no_sums(KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr):
+def _no_sums(c):
     """`sums` of `_step` before the first."""
-    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-    dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    KEY: tl.constexpr = c.KEY
+    VALUE: tl.constexpr = c.VALUE
+    dk = tl.full([c.KEYS, KEY[1]], 0.0, tl.float32)
+    dv = tl.full([c.KEYS, VALUE[1]], 0.0, tl.float32)
     return dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
 
 
@@ -96,18 +84,12 @@ def _interval_walk(
     scale,
     sums,
     head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
+    c,
     MASKED: tl.constexpr,
 ):
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        token = item + row // GROUP
+    for start in range(begin, end, c.ROWS):
+        row = start + tl.arange(0, c.ROWS)
+        token = item + row // c.GROUP
         there = row < stop
         seen = there[None, :]
         if MASKED:
@@ -115,10 +97,8 @@ def _interval_walk(
             high = tl.load(last + token, mask=there, other=0)
             there &= low < high
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        sums = _step(
-            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
-        )
+        place = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
+        sums = _step(tile, arrays, place, there, seen, scale, sums, c, MASKED)
     return sums
 
 
@@ -142,18 +122,7 @@ def of_intervals(
     scale_dk,
     dk_out,
     dv_out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
+    c: tl.constexpr,
 ):
     """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
@@ -166,48 +135,47 @@ def of_intervals(
       dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
         `[programs, KEYS, .]`.
     """
-    tiles = tl.cdiv(S, KEYS)
+    KEY: tl.constexpr = c.KEY
+    VALUE: tl.constexpr = c.VALUE
+    tiles = tl.cdiv(S, c.KEYS)
     program = tl.program_id(0)
     segment, tile = program % segments, program // segments % tiles
-    batch, head = pair_of(program // segments // tiles, HEADS)
-    inside = tl.arange(0, KEYS)
-    at = tile * KEYS + inside
+    batch, head = pair_of(program // segments // tiles, c.HEADS)
+    inside = tl.arange(0, c.KEYS)
+    at = tile * c.KEYS + inside
     inner = at < S
-    beyond = (batch * S + at) * HEADS + head
-    keys = load_rows(key, beyond, inner, WIDTH, COLUMNS)
-    values = load_rows(value, beyond, inner, VALUE_WIDTH, VALUE_COLUMNS)
+    beyond = (batch * S + at) * c.HEADS + head
+    keys = load_rows(key, beyond, inner, KEY)
+    values = load_rows(value, beyond, inner, VALUE)
     edges += (batch * tiles + tile) * 4
-    start = tl.load(edges) * GROUP
-    stop = tl.load(edges + 1) * GROUP
-    share = tl.cdiv(tl.cdiv(stop - start, ROWS), segments) * ROWS
+    start = tl.load(edges) * c.GROUP
+    stop = tl.load(edges + 1) * c.GROUP
+    share = tl.cdiv(tl.cdiv(stop - start, c.ROWS), segments) * c.ROWS
     start += segment * share
     stop = tl.minimum(stop, start + share)
-    last_row = tl.maximum((stop - start + ROWS - 1) // ROWS, 0) * ROWS + start
-    plain = (tl.load(edges + 2) * GROUP - start + ROWS - 1) // ROWS * ROWS + start
+    last_row = tl.maximum((stop - start + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + start
+    plain = (tl.load(edges + 2) * c.GROUP - start + c.ROWS - 1) // c.ROWS * c.ROWS + start
     plain = tl.minimum(tl.maximum(plain, start), last_row)
-    tail = tl.minimum(tl.load(edges + 3) * GROUP, stop)
-    tail = tl.maximum(tail - plain, 0) // ROWS * ROWS + plain
+    tail = tl.minimum(tl.load(edges + 3) * c.GROUP, stop)
+    tail = tl.maximum(tail - plain, 0) // c.ROWS * c.ROWS + plain
     arrays = query, do, lse, delta, gate, dlse
-    sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
-    KEY: tl.constexpr = (WIDTH, COLUMNS)
-    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
-    GIVEN: tl.constexpr = (GATED, LSE_GRAD)
+    sums = _no_sums(c)
     for part in tl.static_range(3):
         begin = start if part == 0 else (plain if part == 1 else tail)
         end = plain if part == 0 else (tail if part == 1 else last_row)
         sums = _interval_walk(
             (keys, values), arrays, first, last, batch * T, at, begin, end, stop, scale, sums,
-            head, HEADS, GROUP, ROWS, KEY, VALUE, PRECISION, GIVEN, part != 1,
+            head, c, part != 1,
         )  # fmt: skip
     dk, dv, _, _ = sums
     dk *= scale_dk
-    if DIRECT:
+    if c.DIRECT:
         row = beyond
     else:
-        row = tl.cast(program, tl.int64) * KEYS + inside
+        row = tl.cast(program, tl.int64) * c.KEYS + inside
         inner = inside >= 0
-    store_rows(dk_out, row, dk, inner, WIDTH, COLUMNS)
-    store_rows(dv_out, row, dv, inner, VALUE_WIDTH, VALUE_COLUMNS)
+    store_rows(dk_out, row, dk, inner, KEY)
+    store_rows(dv_out, row, dv, inner, VALUE)
 
 
 @triton.jit
@@ -226,38 +194,27 @@ def _list_walk(
     scale,
     sums,
     head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    N: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
+    c,
     MASKED: tl.constexpr,
 ):
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
+    for start in range(begin, end, c.ROWS):
+        row = start + tl.arange(0, c.ROWS)
         there = row < stop
-        entry = tl.load(order + row // GROUP, mask=there, other=0)
-        token = item + entry // (N * COPIES)
+        entry = tl.load(order + row // c.GROUP, mask=there, other=0)
+        token = item + entry // (c.N * c.COPIES)
         seen = there[None, :]
         if MASKED:
             begins = tl.load(key_start + token)
             ends = begins + tl.load(position + token) + 1
             seen = at[:, None] < ends[None, :]
-            if COPIES == 2:
-                slot = (token * HEADS + head) * N + entry // COPIES % N
-                begins += tl.load(indices + slot) * BLOCK
+            if c.COPIES == 2:
+                slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
+                begins += tl.load(indices + slot) * c.BLOCK
                 seen &= (at[:, None] >= begins[None, :]) & (
-                    at[:, None] < (begins + BLOCK)[None, :]
+                    at[:, None] < (begins + c.BLOCK)[None, :]
                 )
-        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        sums = _step(
-            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
-        )
+        place = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
+        sums = _step(tile, arrays, place, there, seen, scale, sums, c, MASKED)
     return sums
 
 
@@ -287,22 +244,7 @@ def of_blocks(
     scale_dk,
     dk_out,
     dv_out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    N: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
+    c: tl.constexpr,
 ):
     """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list of
     a tile, which is a block of keys; a program has KEYS of them.
@@ -318,71 +260,52 @@ def of_blocks(
       COPIES: 2 where sequences may begin at any key, so that a block lies in two tiles.
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
+    KEY: tl.constexpr = c.KEY
+    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
-    item, part = program // PARTS, program % PARTS
+    item, part = program // c.PARTS, program % c.PARTS
     pair, number = item // items, item % items
     tile = tl.load(tile_of + item)
     if tile < tiles:
-        batch, head = pair_of(pair, HEADS)
+        batch, head = pair_of(pair, c.HEADS)
         list_row = tl.cast(pair, tl.int64)
         list_at = starts + list_row * (tiles + 1) + tile
         before = tl.load(ends + list_row * tiles + tile - 1, mask=tile > 0, other=0)
         first = tl.load(list_at)
-        start = first + (number - before) * SEGMENT
-        stop = tl.minimum(start + SEGMENT, tl.load(list_at + 1))
-        inside = part * KEYS + tl.arange(0, KEYS)
-        at = tile * BLOCK + inside
-        inner = (inside < BLOCK) & (at < S)
-        row = (batch * S + at) * HEADS + head
-        keys = load_rows(key, row, inner, WIDTH, COLUMNS)
-        values = load_rows(value, row, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        start = first + (number - before) * c.SEGMENT
+        stop = tl.minimum(start + c.SEGMENT, tl.load(list_at + 1))
+        inside = part * c.KEYS + tl.arange(0, c.KEYS)
+        at = tile * c.BLOCK + inside
+        inner = (inside < c.BLOCK) & (at < S)
+        row = (batch * S + at) * c.HEADS + head
+        keys = load_rows(key, row, inner, KEY)
+        values = load_rows(value, row, inner, VALUE)
         # A tile's own tokens come first, and see a part of it.
-        own = first + BLOCK if COPIES == 1 else stop
-        begin = start * GROUP
-        stop *= GROUP
-        last_row = tl.maximum((stop - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
-        plain = tl.maximum((own * GROUP - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
+        own = first + c.BLOCK if c.COPIES == 1 else stop
+        begin = start * c.GROUP
+        stop *= c.GROUP
+        last_row = tl.maximum((stop - begin + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + begin
+        plain = tl.maximum((own * c.GROUP - begin + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + begin
         plain = tl.minimum(plain, last_row)
-        tail = tl.maximum(stop - plain, 0) // ROWS * ROWS + plain
+        tail = tl.maximum(stop - plain, 0) // c.ROWS * c.ROWS + plain
         arrays = query, do, lse, delta, gate, dlse
-        sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
-        KEY: tl.constexpr = (WIDTH, COLUMNS)
-        VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
-        GIVEN: tl.constexpr = (GATED, LSE_GRAD)
+        sums = _no_sums(c)
         order += list_row * entries
         for walk in tl.static_range(3):
             here = begin if walk == 0 else (plain if walk == 1 else tail)
             end = plain if walk == 0 else (tail if walk == 1 else last_row)
             sums = _list_walk(
                 (keys, values), arrays, order, indices, position, key_start, batch * T, at,
-                here, end, stop, scale, sums, head, HEADS, GROUP, N, COPIES, BLOCK, ROWS,
-                KEY, VALUE, PRECISION, GIVEN, walk != 1,
+                here, end, stop, scale, sums, head, c, walk != 1,
             )  # fmt: skip
         dk, dv, _, _ = sums
-        row = tl.cast(program, tl.int64) * KEYS + tl.arange(0, KEYS)
-        store_rows(dk_out, row, dk * scale_dk, inside >= 0, WIDTH, COLUMNS)
-        store_rows(dv_out, row, dv, inside >= 0, VALUE_WIDTH, VALUE_COLUMNS)
+        row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)
+        store_rows(dk_out, row, dk * scale_dk, inside >= 0, KEY)
+        store_rows(dv_out, row, dv, inside >= 0, VALUE)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
-def merge(
-    dk_parts,
-    dv_parts,
-    ends,
-    S,
-    tiles,
-    items,
-    dk,
-    dv,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-):
+def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
     """The sum of each tile's partials, in their order: dk, dv `[B, S, HEADS, .]`.
 
     Programs: B * HEADS * tiles * (KEYS / PART).
@@ -391,24 +314,26 @@ def merge(
       dk_parts, dv_parts: float32 `[B * HEADS * items, KEYS, .]`.
       ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
     """
+    KEY: tl.constexpr = c.KEY
+    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
-    part = program % (KEYS // PART)
-    program = program // (KEYS // PART)
+    part = program % (c.KEYS // c.PART)
+    program = program // (c.KEYS // c.PART)
     tile, pair = program % tiles, program // tiles
-    batch, head = pair_of(pair, HEADS)
+    batch, head = pair_of(pair, c.HEADS)
     begin = tl.load(ends + program - 1, mask=tile > 0, other=0)
     end = tl.load(ends + program)
-    inside = part * PART + tl.arange(0, PART)
+    inside = part * c.PART + tl.arange(0, c.PART)
     there = inside >= 0
-    dk_sum = tl.zeros([PART, COLUMNS], tl.float32)
-    dv_sum = tl.zeros([PART, VALUE_COLUMNS], tl.float32)
+    dk_sum = tl.full([c.PART, KEY[1]], 0.0, tl.float32)
+    dv_sum = tl.full([c.PART, VALUE[1]], 0.0, tl.float32)
     base = tl.cast(pair, tl.int64) * items
     for item in range(begin, end):
-        row = (base + item) * KEYS + inside
-        dk_sum += load_rows(dk_parts, row, there, WIDTH, COLUMNS)
-        dv_sum += load_rows(dv_parts, row, there, VALUE_WIDTH, VALUE_COLUMNS)
-    at = tile * BLOCK + inside
-    inner = (inside < BLOCK) & (at < S)
-    row = (batch * S + at) * HEADS + head
-    store_rows(dk, row, dk_sum, inner, WIDTH, COLUMNS)
-    store_rows(dv, row, dv_sum, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        row = (base + item) * c.KEYS + inside
+        dk_sum += load_rows(dk_parts, row, there, KEY)
+        dv_sum += load_rows(dv_parts, row, there, VALUE)
+    at = tile * c.BLOCK + inside
+    inner = (inside < c.BLOCK) & (at < S)
+    row = (batch * S + at) * c.HEADS + head
+    store_rows(dk, row, dk_sum, inner, KEY)
+    store_rows(dv, row, dv_sum, inner, VALUE)

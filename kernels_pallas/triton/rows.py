@@ -19,51 +19,53 @@ def pair_of(pair, HEADS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(array, row, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[rows, COLUMNS]` of the `[.., WIDTH]` array; zeros where the mask is not set."""
-    column = tl.arange(0, COLUMNS)
-    at = array + row[:, None] * WIDTH + column[None, :]
-    if WIDTH == COLUMNS:
+def load_rows(array, row, mask, ROW):
+    """`[rows, columns]` of the `[.., width]` array, `ROW`: width and columns, a power of two; zeros
+    where the mask is not set.
+    """
+    column = tl.arange(0, ROW[1])
+    at = array + row[:, None] * ROW[0] + column[None, :]
+    if ROW[0] == ROW[1]:
         return tl.load(at, mask=mask[:, None], other=0.0)
-    return tl.load(at, mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return tl.load(at, mask=mask[:, None] & (column < ROW[0])[None, :], other=0.0)
 
 
 @triton.jit
-def load_columns(array, row, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The transpose of `load_rows`: `[COLUMNS, rows]`."""
-    column = tl.arange(0, COLUMNS)
-    at = array + row[None, :] * WIDTH + column[:, None]
-    if WIDTH == COLUMNS:
+def load_columns(array, row, mask, ROW):
+    """The transpose of `load_rows`: `[columns, rows]`."""
+    column = tl.arange(0, ROW[1])
+    at = array + row[None, :] * ROW[0] + column[:, None]
+    if ROW[0] == ROW[1]:
         return tl.load(at, mask=mask[None, :], other=0.0)
-    return tl.load(at, mask=mask[None, :] & (column < WIDTH)[:, None], other=0.0)
+    return tl.load(at, mask=mask[None, :] & (column < ROW[0])[:, None], other=0.0)
 
 
 @triton.jit
-def load_all_rows(array, row, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def load_all_rows(array, row, ROW):
     """`load_rows` of rows that are all there."""
-    column = tl.arange(0, COLUMNS)
-    at = array + row[:, None] * WIDTH + column[None, :]
-    if WIDTH == COLUMNS:
+    column = tl.arange(0, ROW[1])
+    at = array + row[:, None] * ROW[0] + column[None, :]
+    if ROW[0] == ROW[1]:
         return tl.load(at)
-    return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    return tl.load(at, mask=(column < ROW[0])[None, :], other=0.0)
 
 
 @triton.jit
-def load_all_columns(array, row, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def load_all_columns(array, row, ROW):
     """`load_columns` of rows that are all there."""
-    column = tl.arange(0, COLUMNS)
-    at = array + row[None, :] * WIDTH + column[:, None]
-    if WIDTH == COLUMNS:
+    column = tl.arange(0, ROW[1])
+    at = array + row[None, :] * ROW[0] + column[:, None]
+    if ROW[0] == ROW[1]:
         return tl.load(at)
-    return tl.load(at, mask=(column < WIDTH)[:, None], other=0.0)
+    return tl.load(at, mask=(column < ROW[0])[:, None], other=0.0)
 
 
 @triton.jit
-def store_rows(array, row, values, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes `[rows, COLUMNS]` where the mask is set."""
-    column = tl.arange(0, COLUMNS)
-    at = array + row[:, None] * WIDTH + column[None, :]
-    mask = mask[:, None] & (column < WIDTH)[None, :]
+def store_rows(array, row, values, mask, ROW):
+    """Writes `[rows, columns]` where the mask is set."""
+    column = tl.arange(0, ROW[1])
+    at = array + row[:, None] * ROW[0] + column[None, :]
+    mask = mask[:, None] & (column < ROW[0])[None, :]
     tl.store(at, values.to(array.dtype.element_ty), mask=mask)
 
 
@@ -85,32 +87,21 @@ def softmax_step(logits, values, most, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_attention(
-    out,
-    lse,
-    gate,
-    added,
-    row,
-    mask,
-    state,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    GATED: tl.constexpr,
-    ADDED: tl.constexpr,
-):
+def store_attention(out, lse, gate, added, row, mask, state, c):
     """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: what
     `softmax_step` returns.
     """
+    VALUE: tl.constexpr = c.VALUE
     most, total, acc = state
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     acc = acc / total[:, None]
     natural = tl.where(empty, NEGATIVE_INFINITY, (most + tl.log2(total)) * LN2)
-    if GATED:
+    if c.GATED:
         acc *= tl.load(gate + row, mask=mask, other=0.0)[:, None]
-    if ADDED:
-        acc += load_rows(added, row, mask, VALUE_WIDTH, VALUE_COLUMNS).to(tl.float32)
-    store_rows(out, row, acc, mask, VALUE_WIDTH, VALUE_COLUMNS)
+    if c.ADDED:
+        acc += load_rows(added, row, mask, VALUE).to(tl.float32)
+    store_rows(out, row, acc, mask, VALUE)
     tl.store(lse + row, natural, mask=mask)
 
 
@@ -126,28 +117,17 @@ def logits_gradient(
 
 
 @triton.jit
-def store_dq(
-    out,
-    added,
-    row,
-    mask,
-    acc,
-    scale,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ADDED: tl.constexpr,
-):
+def store_dq(out, added, row, mask, acc, scale, c):
     """dq = scale * acc, plus the sum so far."""
+    KEY: tl.constexpr = c.KEY
     acc *= scale
-    if ADDED:
-        acc += load_rows(added, row, mask, WIDTH, COLUMNS).to(tl.float32)
-    store_rows(out, row, acc, mask, WIDTH, COLUMNS)
+    if c.ADDED:
+        acc += load_rows(added, row, mask, KEY).to(tl.float32)
+    store_rows(out, row, acc, mask, KEY)
 
 
 @triton.jit
-def row_statistics(
-    lse, delta, gate, dlse, row, mask, GATED: tl.constexpr, LSE_GRAD: tl.constexpr
-):
+def row_statistics(lse, delta, gate, dlse, row, mask, c):
     """lse_log2, g and g * delta - dlse of each row: dS = P * (g * dP - (g * delta - dlse)).
 
     Rows that see nothing: lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
@@ -156,9 +136,9 @@ def row_statistics(
     log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
     shift = tl.load(delta + row, mask=mask, other=0.0)
     scale = tl.full(shift.shape, 1.0, tl.float32)
-    if GATED:
+    if c.GATED:
         scale = tl.load(gate + row, mask=mask, other=0.0)
         shift = shift * scale
-    if LSE_GRAD:
+    if c.LSE_GRAD:
         shift -= tl.load(dlse + row, mask=mask, other=0.0)
     return log2, scale, shift

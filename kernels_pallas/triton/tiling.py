@@ -32,6 +32,11 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def launch(self) -> tuple[int, int]:
+        """What a launch is told of it."""
+        return self.warps, self.stages
+
 
 # Where products read their operands from shared memory and not from registers.
 WIDE = (9, 10)  # major versions
@@ -80,6 +85,16 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
+
+
+def padded(width: int) -> tuple[int, int]:
+    """A row's width, and the columns of the tiles that hold it."""
+    return width, power(width)
+
+
+def precision(dtype: str) -> str:
+    """Of products; what is not float32 has one."""
+    return "ieee" if dtype == "float32" else "tf32"
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
