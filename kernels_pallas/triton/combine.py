@@ -13,8 +13,9 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 def _gated(out, gate, row, there, c):
     """g * O."""
     ROW: tl.constexpr = c.ROW
+    gates = tl.load(gate + row, mask=there, other=0.0)
     out_rows = load_rows(out, row, there, ROW).to(tl.float32)
-    return out_rows * gate[:, None]
+    return out_rows * gates[:, None]
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -33,12 +34,9 @@ def gated_sum(
     ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    gate = tl.load(compressed_gate + row, mask=there, other=0.0)
-    total = _gated(compressed, gate, row, there, c)
-    gate = tl.load(selected_gate + row, mask=there, other=0.0)
-    total += _gated(selected, gate, row, there, c)
-    gate = tl.load(sliding_gate + row, mask=there, other=0.0)
-    total += _gated(sliding, gate, row, there, c)
+    total = _gated(compressed, compressed_gate, row, there, c)
+    total += _gated(selected, selected_gate, row, there, c)
+    total += _gated(sliding, sliding_gate, row, there, c)
     store_rows(out, row, total, there, ROW)
 
 

@@ -23,16 +23,17 @@ from kernels_pallas.triton.rows import (
     load_columns,
     load_rows,
     pair_of,
+    softmax_start,
     softmax_step,
     store_rows,
 )
-from kernels_pallas.triton.scores import FORCED, HIGHEST
+from kernels_pallas.triton.scores import HIGHEST, pack_scores
 
 MERGED = tl.constexpr(8)  # splits whose statistics are read at a time
 
 
 @triton.jit
-def entry_place(table, entry, mask, P, PER_PAGE: tl.constexpr):
+def entry_place(table, entry, mask, P, PER_PAGE):
     """Where the entries of a row lie in the pool, as if it were one long page."""
     page = tl.load(table + entry // PER_PAGE, mask=mask, other=0)
     page = tl.minimum(tl.maximum(page, 0), P - 1).to(tl.int64)
@@ -40,14 +41,14 @@ def entry_place(table, entry, mask, P, PER_PAGE: tl.constexpr):
 
 
 @triton.jit
-def _scales(scale, place, head, mask, c, PER_PAGE: tl.constexpr):
+def _scales(scale, place, head, mask, c, PER_PAGE):
     """Of tokens of one head, `[P, HEADS, PER_PAGE]`."""
     at = (place // PER_PAGE * c.HEADS + head) * PER_PAGE + place % PER_PAGE
     return tl.load(scale + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_values(value, scale, like, place, head, mask, c, PER_PAGE: tl.constexpr):
+def load_values(value, scale, like, place, head, mask, c, PER_PAGE):
     """`[keys, columns]` in the dtype of `like`."""
     VALUE: tl.constexpr = c.VALUE
     values = load_rows(value, place * c.HEADS + head, mask, VALUE)
@@ -69,10 +70,10 @@ def _split_walk(
     logits_at,
     row_mask,
     c,
-    PER_PAGE: tl.constexpr,
-    FIRST_SLOT: tl.constexpr,
-    KEPT: tl.constexpr,
-    FP8_KEYS: tl.constexpr,
+    PER_PAGE,
+    FIRST_SLOT,
+    KEPT,
+    FP8_KEYS,
 ):
     """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`.
 
@@ -83,9 +84,7 @@ def _split_walk(
     VALUE: tl.constexpr = c.VALUE
     key, value, key_scale, value_scale = arrays
     low, high, begin, end = bounds
-    most = tl.full([c.ROWS], float("-inf"), tl.float32)
-    total = tl.full([c.ROWS], 0.0, tl.float32)
-    acc = tl.full([c.ROWS, VALUE[1]], 0.0, tl.float32)
+    state = softmax_start(c.ROWS, VALUE[1])
     for block in range(begin, end, c.KEYS):
         at = block + tl.arange(0, c.KEYS)
         inner = at < end
@@ -103,8 +102,8 @@ def _split_walk(
         if KEPT:
             mask = row_mask[:, None] & inner[None, :]
             tl.store(logits_at[:, None] + at[None, :], logits, mask=mask)
-        most, total, acc = softmax_step(logits, values, most, total, acc, c.PRECISION)
-    return most, total, acc
+        state = softmax_step(logits, values, state, c.PRECISION)
+    return state
 
 
 @triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
@@ -270,10 +269,7 @@ def _best_blocks(logits, candidates, lse_log2, own, seen, c):
             last = tl.sum(tl.where(block == c.BLOCKS - 1, carry, 0.0), axis=0)
             carried = tl.zeros([1], tl.float32) + last
         local = first + block
-        bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
-        forced = (local < c.NUM_INITIAL) | (local > own - c.NUM_LOCAL)
-        bits = tl.where(forced, FORCED, bits)
-        packed = (bits.to(tl.int64) << 32) | (-local + HIGHEST).to(tl.int64)
+        packed = pack_scores(score, local, own, c)
         packed = tl.where(local <= own, packed, -1)
         chosen = tl.full([c.BEST], -1, tl.int64)
         for i in range(c.N):
@@ -287,8 +283,19 @@ def _best_blocks(logits, candidates, lse_log2, own, seen, c):
 
 
 @triton.jit
-def _gate(gates, row, mask, BRANCH: tl.constexpr):
+def _gate(gates, row, mask, BRANCH):
     return tl.load(gates + row * 3 + BRANCH, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
+    """`added`, and every `PARTS`-th of the splits `begin .. end - 1`, gated and normalised."""
+    VALUE: tl.constexpr = c.VALUE
+    for split in range(begin, end, c.PARTS):
+        theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
+        share = gate * tl.exp2(theirs - lse)
+        added += share[:, None] * load_rows(outputs, at + split, here, VALUE)
+    return added
 
 
 @triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
@@ -375,9 +382,7 @@ def finish(
 
     rows = load_rows(query, row, here, KEY)
     table = page_table + batch * M
-    most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
-    total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
-    acc = tl.full([c.GROUP_ROWS, VALUE[1]], 0.0, tl.float32)
+    state = softmax_start(c.GROUP_ROWS, VALUE[1])
     STEPS: tl.constexpr = (c.PAGE + c.KEYS - 1) // c.KEYS
     A_PART: tl.constexpr = (c.N + c.PARTS - 1) // c.PARTS
     for step in range(A_PART * STEPS):
@@ -398,22 +403,18 @@ def finish(
         if c.FP8:
             logit *= _scales(selected_key_scale, place, head, inner, c, c.PAGE)[None, :]
         logit = tl.where(inner[None, :] & here[:, None], logit, NEGATIVE_INFINITY)
-        most, total, acc = softmax_step(logit, values, most, total, acc, c.PRECISION)
+        state = softmax_step(logit, values, state, c.PRECISION)
 
     added = tl.full([c.GROUP_ROWS, VALUE[1]], 0.0, tl.float32)
+    of_splits = maxima, outputs, at, here
     gate = _gate(gates, row, here, 0)
-    for split in range(part, compressed_end, c.PARTS):
-        theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
-        share = gate * tl.exp2(theirs - compressed_lse)
-        added += share[:, None] * load_rows(outputs, at + split, here, VALUE)
+    added = _add_splits(added, gate, *of_splits, compressed_lse, part, compressed_end, c)
     gate = _gate(gates, row, here, 2)
-    for split in range(splits + part, window_end, c.PARTS):
-        theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
-        share = gate * tl.exp2(theirs - sliding_lse)
-        added += share[:, None] * load_rows(outputs, at + split, here, VALUE)
+    added = _add_splits(added, gate, *of_splits, sliding_lse, splits + part, window_end, c)
 
     # What the parts leave to the last of them.
     mine = program * c.GROUP_ROWS + number
+    most, total, acc = state
     tl.store(part_maxima + mine, most, mask=real)
     tl.store(part_sums + mine, total, mask=real)
     store_rows(part_outputs, mine, acc, real, VALUE)

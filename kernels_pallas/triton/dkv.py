@@ -20,7 +20,7 @@ from kernels_pallas.triton.rows import load_rows, pair_of, row_statistics, store
 
 
 @triton.jit
-def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
+def _add_product(a, b, acc, lost, PRECISION):
     """acc + A B, and in float32 what rounding added to it so far (Kahan's sum of the tiles)."""
     if PRECISION != "ieee":
         return tl.dot(a, b, acc, input_precision=PRECISION), lost
@@ -30,7 +30,7 @@ def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _step(tile, arrays, row, there, seen, scale, sums, c, MASKED: tl.constexpr):
+def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
     """Adds one tile of query rows to `sums`: dk, dv and what rounding added to both.
 
     Args:
@@ -42,6 +42,7 @@ def _step(tile, arrays, row, there, seen, scale, sums, c, MASKED: tl.constexpr):
     VALUE: tl.constexpr = c.VALUE
     keys, values = tile
     query, do, lse, delta, gate, dlse = arrays
+    row = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
     dk, dv, dk_lost, dv_lost = sums
     rows = load_rows(query, row, there, KEY)
     do_rows = load_rows(do, row, there, VALUE)
@@ -85,7 +86,7 @@ def _interval_walk(
     sums,
     head,
     c,
-    MASKED: tl.constexpr,
+    MASKED,
 ):
     for start in range(begin, end, c.ROWS):
         row = start + tl.arange(0, c.ROWS)
@@ -97,8 +98,7 @@ def _interval_walk(
             high = tl.load(last + token, mask=there, other=0)
             there &= low < high
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-        place = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
-        sums = _step(tile, arrays, place, there, seen, scale, sums, c, MASKED)
+        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
     return sums
 
 
@@ -160,12 +160,11 @@ def of_intervals(
     tail = tl.maximum(tail - plain, 0) // c.ROWS * c.ROWS + plain
     arrays = query, do, lse, delta, gate, dlse
     sums = _no_sums(c)
+    borders = start, plain, tail, last_row
     for part in tl.static_range(3):
-        begin = start if part == 0 else (plain if part == 1 else tail)
-        end = plain if part == 0 else (tail if part == 1 else last_row)
         sums = _interval_walk(
-            (keys, values), arrays, first, last, batch * T, at, begin, end, stop, scale, sums,
-            head, c, part != 1,
+            (keys, values), arrays, first, last, batch * T, at, borders[part],
+            borders[part + 1], stop, scale, sums, head, c, part != 1,
         )  # fmt: skip
     dk, dv, _, _ = sums
     dk *= scale_dk
@@ -195,7 +194,7 @@ def _list_walk(
     sums,
     head,
     c,
-    MASKED: tl.constexpr,
+    MASKED,
 ):
     for start in range(begin, end, c.ROWS):
         row = start + tl.arange(0, c.ROWS)
@@ -213,8 +212,7 @@ def _list_walk(
                 seen &= (at[:, None] >= begins[None, :]) & (
                     at[:, None] < (begins + c.BLOCK)[None, :]
                 )
-        place = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
-        sums = _step(tile, arrays, place, there, seen, scale, sums, c, MASKED)
+        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
     return sums
 
 
@@ -291,12 +289,11 @@ def of_blocks(
         arrays = query, do, lse, delta, gate, dlse
         sums = _no_sums(c)
         order += list_row * entries
+        borders = begin, plain, tail, last_row
         for walk in tl.static_range(3):
-            here = begin if walk == 0 else (plain if walk == 1 else tail)
-            end = plain if walk == 0 else (tail if walk == 1 else last_row)
             sums = _list_walk(
                 (keys, values), arrays, order, indices, position, key_start, batch * T, at,
-                here, end, stop, scale, sums, head, c, walk != 1,
+                borders[walk], borders[walk + 1], stop, scale, sums, head, c, walk != 1,
             )  # fmt: skip
         dk, dv, _, _ = sums
         row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)

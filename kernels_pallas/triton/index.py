@@ -21,8 +21,8 @@ from kernels_pallas.triton.rows import (
     load_columns,
     load_rows,
 )
+from kernels_pallas.triton.scores import HIGHEST, pack_index
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also the order of what is forced
 NOTHING = tl.constexpr(-(2**63))
 
 
@@ -34,7 +34,7 @@ def ordered(score):
 
 
 @triton.jit
-def _walk(rows, key, at, begin, end, S, best, c, MASKED: tl.constexpr):
+def _walk(rows, key, at, begin, end, S, best, c, MASKED):
     KEY: tl.constexpr = c.KEY
     PARTS: tl.constexpr = c.POOL // c.KEYS
     inside = tl.arange(0, c.KEYS)
@@ -57,7 +57,7 @@ def _walk(rows, key, at, begin, end, S, best, c, MASKED: tl.constexpr):
         block = first + slot[None, :]
         forced = (block < c.NUM_INITIAL) | (block > own[:, None] - c.NUM_LOCAL)
         order = tl.where(forced, HIGHEST, ordered(scores))
-        packed = (order.to(tl.int64) << 32) | (-block + HIGHEST).to(tl.int64)
+        packed = pack_index(order, block)
         candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
         packed = tl.where(candidate, packed, NOTHING)
         best = tl.topk(tl.reshape(tl.join(best, packed), [c.ROWS, 2 * c.BEST]), c.BEST)
@@ -94,18 +94,9 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
     key += batch * S * KEY[0]
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
+    borders = 0, plain, end
     for part in tl.static_range(2):
-        best = _walk(
-            rows,
-            key,
-            at,
-            0 if part == 0 else plain,
-            plain if part == 0 else end,
-            S,
-            best,
-            c,
-            part == 1,
-        )
+        best = _walk(rows, key, at, borders[part], borders[part + 1], S, best, c, part == 1)
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
     found = tl.where((best != NOTHING) & (rank < c.N)[None, :], found, HIGHEST)

@@ -41,7 +41,7 @@ def _part_of(item, starts, ends, tile_of, tiles, items, c):
 
 
 @triton.jit
-def _entries(order, at, end, COUNT: tl.constexpr, EACH: tl.constexpr):
+def _entries(order, at, end, COUNT, EACH):
     """The entries from `at` on, each `EACH` times; 0 past the end."""
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)

@@ -19,6 +19,7 @@ from kernels_pallas.triton.rows import (
     logits_gradient,
     pair_of,
     row_statistics,
+    softmax_start,
     softmax_step,
     store_attention,
     store_dq,
@@ -56,16 +57,15 @@ def _borders(low, high, S, c):
     plain = (tl.max(low, axis=0) + c.KEYS - 1) // c.KEYS * c.KEYS
     plain = tl.minimum(tl.maximum(plain, begin), end)
     tail = tl.maximum(tl.min(high, axis=0) // c.KEYS * c.KEYS, plain)
-    return least, beyond, begin, plain, tl.minimum(tail, end), end
+    return least, beyond, (begin, plain, tl.minimum(tail, end), end)
 
 
 @triton.jit
-def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED: tl.constexpr):
+def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED):
     """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`."""
     KEY: tl.constexpr = c.KEY
     VALUE: tl.constexpr = c.VALUE
     low, high, least, beyond = bounds
-    most, total, acc = state
     inside = tl.arange(0, c.KEYS)
     for block in range(begin, end, c.KEYS):
         skip = tl.cast(block, tl.int64) * c.HEADS
@@ -83,8 +83,8 @@ def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        most, total, acc = softmax_step(logits, values, most, total, acc, c.PRECISION)
-    return most, total, acc
+        state = softmax_step(logits, values, state, c.PRECISION)
+    return state
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale"])
@@ -104,17 +104,14 @@ def forward(
     VALUE: tl.constexpr = c.VALUE
     batch, head, row, there, low, high = _tile(first, last, T, c)
     rows = load_rows(query, row, low < high, KEY)
-    key += (batch * S * c.HEADS + head) * KEY[0]
-    value += (batch * S * c.HEADS + head) * VALUE[0]
-    least, beyond, begin, plain, tail, end = _borders(low, high, S, c)
-    most = tl.full([c.ROWS], float("-inf"), tl.float32)
-    total = tl.full([c.ROWS], 0.0, tl.float32)
-    acc = tl.full([c.ROWS, VALUE[1]], 0.0, tl.float32)
+    origin = batch * S * c.HEADS + head
+    key += origin * KEY[0]
+    value += origin * VALUE[0]
+    least, beyond, borders = _borders(low, high, S, c)
     bounds = low, high, least, beyond
-    state = most, total, acc
+    state = softmax_start(c.ROWS, VALUE[1])
     for part in tl.static_range(3):
-        start = begin if part == 0 else (plain if part == 1 else tail)
-        stop = plain if part == 0 else (tail if part == 1 else end)
+        start, stop = borders[part], borders[part + 1]
         of_part = rows, key, value, bounds, start, stop, scale, state
         state = _forward_walk(*of_part, c, part != 1)
     store_attention(out, lse, gate, added, row, there, state, c)
@@ -133,12 +130,11 @@ def _dq_walk(
     statistics,
     acc,
     c,
-    MASKED: tl.constexpr,
+    MASKED,
 ):
     KEY: tl.constexpr = c.KEY
     VALUE: tl.constexpr = c.VALUE
     low, high, least, beyond = bounds
-    lse_log2, gates, shift = statistics
     inside = tl.arange(0, c.KEYS)
     for block in range(begin, end, c.KEYS):
         skip = tl.cast(block, tl.int64) * c.HEADS
@@ -151,9 +147,7 @@ def _dq_walk(
         else:
             keys = load_all_columns(keys_at, inside * c.HEADS, KEY)
             values = load_all_columns(values_at, inside * c.HEADS, VALUE)
-        ds = logits_gradient(
-            rows, do_rows, keys, values, lse_log2, gates, shift, scale, c.PRECISION
-        )
+        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
@@ -198,14 +192,14 @@ def dq(
     rows = load_rows(query, row, sees, KEY)
     do_rows = load_rows(do, row, sees, VALUE)
     statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
-    key += (batch * S * c.HEADS + head) * KEY[0]
-    value += (batch * S * c.HEADS + head) * VALUE[0]
-    least, beyond, begin, plain, tail, end = _borders(low, high, S, c)
+    origin = batch * S * c.HEADS + head
+    key += origin * KEY[0]
+    value += origin * VALUE[0]
+    least, beyond, borders = _borders(low, high, S, c)
     acc = tl.full([c.ROWS, KEY[1]], 0.0, tl.float32)
     bounds = low, high, least, beyond
     for part in tl.static_range(3):
-        start = begin if part == 0 else (plain if part == 1 else tail)
-        stop = plain if part == 0 else (tail if part == 1 else end)
+        start, stop = borders[part], borders[part + 1]
         of_part = rows, do_rows, key, value, bounds, start, stop, scale, statistics, acc
         acc = _dq_walk(*of_part, c, part != 1)
     store_dq(out, added, row, there, acc, scale_dq, c)

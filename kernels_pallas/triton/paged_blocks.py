@@ -18,15 +18,17 @@ A split has a fixed number of keys: the order of sums does not depend on the bat
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.index import HIGHEST, ordered
+from kernels_pallas.triton.index import ordered
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
     load_columns,
     load_rows,
+    softmax_start,
     softmax_step,
     store_attention,
     store_rows,
 )
+from kernels_pallas.triton.scores import HIGHEST
 
 LOWEST = tl.constexpr(-(2**31))  # the order of what is no candidate
 
@@ -46,7 +48,7 @@ def _place_of(token, places, c):
 
 
 @triton.jit
-def _entries(table, index, seen, P, PER_PAGE: tl.constexpr):
+def _entries(table, index, seen, P, PER_PAGE):
     """Page and place in it of the entries `index` of a row, and which of the `seen` are in a page
     that exists.
     """
@@ -190,7 +192,7 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
 
 
 @triton.jit
-def _found(counts, item, need, c, VALUES: tl.constexpr):
+def _found(counts, item, need, c, VALUES):
     """The value of the entry of a list that is number `need` from above, and its number among those
     of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each.
     """
@@ -365,9 +367,7 @@ def partials(
     heads = load_rows(query, number, real, KEY)
     table = page_table + row * M
     inside = tl.arange(0, c.KEYS)
-    top = tl.full([c.ROWS], NEGATIVE_INFINITY, tl.float32)
-    total = tl.full([c.ROWS], 0.0, tl.float32)
-    acc = tl.full([c.ROWS, VALUE[1]], 0.0, tl.float32)
+    state = softmax_start(c.ROWS, VALUE[1])
     end = min(part * c.SPLIT + c.SPLIT, (c.N + c.TAIL) * c.BLOCK)
     for begin in range(part * c.SPLIT, end, c.KEYS):
         key_of_list = begin + inside
@@ -385,7 +385,8 @@ def partials(
         values = load_rows(value, place, there, VALUE)
         logits = tl.dot(heads, keys, input_precision=c.PRECISION) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
-        top, total, acc = softmax_step(logits, values, top, total, acc, c.PRECISION)
+        state = softmax_step(logits, values, state, c.PRECISION)
+    top, total, acc = state
     to = number * c.PARTS + part
     tl.store(maxima + to, top, mask=real)
     tl.store(sums + to, total, mask=real)
@@ -404,9 +405,7 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
     member = tl.arange(0, c.ROWS)
     number = tl.program_id(0).to(tl.int64) * c.GROUP + member
     real = member < c.GROUP
-    top = tl.full([c.ROWS], NEGATIVE_INFINITY, tl.float32)
-    total = tl.full([c.ROWS], 0.0, tl.float32)
-    acc = tl.full([c.ROWS, VALUE[1]], 0.0, tl.float32)
+    top, total, acc = softmax_start(c.ROWS, VALUE[1])
     for part in range(c.PARTS):
         at = number * c.PARTS + part
         theirs = tl.load(maxima + at, mask=real, other=NEGATIVE_INFINITY)

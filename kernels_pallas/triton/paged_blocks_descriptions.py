@@ -279,7 +279,9 @@ class Best(NamedTuple):
         )
         programs = self.tokens * self.lists * constants.PARTS
         scalars = max(self.queries, 1), self.most, self.blocks
-        return TritonKernel(f"paged_blocks:{name}", programs, scalars, outputs, constants, warps)
+        return TritonKernel(
+            f"paged_blocks:{name}", programs, scalars, outputs, constants, warps
+        )
 
 
 class PagedAttention(NamedTuple):

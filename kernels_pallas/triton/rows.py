@@ -13,7 +13,7 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def pair_of(pair, HEADS: tl.constexpr):
+def pair_of(pair, HEADS):
     """Batch row and key/value head, 64-bit: offsets go beyond 2**31."""
     return (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
 
@@ -70,12 +70,23 @@ def store_rows(array, row, values, mask, ROW):
 
 
 @triton.jit
-def softmax_step(logits, values, most, total, acc, PRECISION: tl.constexpr):
+def softmax_start(ROWS, COLUMNS):
+    """The state of `softmax_step` before the first: maxima, sums and outputs that are not
+    normalised.
+    """
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    return most, total, tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+
+
+@triton.jit
+def softmax_step(logits, values, state, PRECISION):
     """One step of the online softmax over base-2 logits `[rows, keys]`, -inf: not seen.
 
     m' = max(m, max S)    P = exp2(S - m')    l' = l exp2(m - m') + sum P
     O' = O exp2(m - m') + P V
     """
+    most, total, acc = state
     larger = tl.maximum(most, tl.max(logits, axis=1))
     base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
     probs = tl.exp2(logits - base[:, None])
@@ -106,10 +117,11 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 
 @triton.jit
-def logits_gradient(
-    rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION: tl.constexpr
-):
-    """dS = P * (g dP - (g delta - dlse)), `[rows, keys]`, of keys and values `[columns, keys]`."""
+def logits_gradient(rows, do_rows, keys, values, statistics, scale, PRECISION):
+    """dS = P * (g dP - (g delta - dlse)), `[rows, keys]`, of keys and values `[columns, keys]`;
+    `statistics`: of `row_statistics`.
+    """
+    lse_log2, gates, shift = statistics
     logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[:, None])
     dp = tl.dot(do_rows, values, input_precision=PRECISION)

@@ -25,8 +25,22 @@ from kernels_pallas.triton.rows import (
     pair_of,
 )
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also: no block
+HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also: no block, and what is forced
 FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
+
+
+@triton.jit
+def pack_index(order, index):
+    """A candidate: the greater order wins, and of equal ones the lower index."""
+    return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
+
+
+@triton.jit
+def pack_scores(score, block, own, c):
+    """Of scores that are not negative; of blocks `0 .. own` the first and last are forced."""
+    bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
+    forced = (block < c.NUM_INITIAL) | (block > own - c.NUM_LOCAL)
+    return pack_index(tl.where(forced, FORCED, bits), block)
 
 
 @triton.jit
@@ -45,7 +59,7 @@ def _walk(
     carried,
     best,
     c,
-    MASKED: tl.constexpr,
+    MASKED,
 ):
     KEY: tl.constexpr = c.KEY
     KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
@@ -80,10 +94,7 @@ def _walk(
             score += tl.where((block == 0)[None, :], carried[:, None], shifted)
             carried = tl.sum(tl.where((block == c.BLOCKS - 1)[None, :], carry, 0.0), axis=1)
         local = first + block[None, :] - base[:, None]
-        bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
-        forced = (local < c.NUM_INITIAL) | (local > own[:, None] - c.NUM_LOCAL)
-        bits = tl.where(forced, FORCED, bits)
-        packed = (bits.to(tl.int64) << 32) | (-local + HIGHEST).to(tl.int64)
+        packed = pack_scores(score, local, own[:, None], c)
         packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
         if c.BLOCKS > c.BEST:
             packed = tl.topk(packed, c.BEST)
@@ -148,24 +159,12 @@ def best_blocks(
     key += (batch * count * c.HEADS + head) * KEY[0]
     best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
     carried = tl.full([c.TOKENS], 0.0, tl.float32)
+    borders = begin, plain, end
     for part in tl.static_range(2):
         carried, best = _walk(
-            rows,
-            key,
-            lse_log2,
-            low,
-            high,
-            begins,
-            own,
-            begin if part == 0 else plain,
-            plain if part == 0 else end,
-            count,
-            scale,
-            carried,
-            best,
-            c,
-            part == 1,
-        )
+            rows, key, lse_log2, low, high, begins, own, borders[part], borders[part + 1],
+            count, scale, carried, best, c, part == 1,
+        )  # fmt: skip
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
     found = tl.where((best >= 0) & (rank < c.N)[None, :], found, HIGHEST)

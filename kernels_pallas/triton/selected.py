@@ -18,6 +18,7 @@ from kernels_pallas.triton.rows import (
     logits_gradient,
     pair_of,
     row_statistics,
+    softmax_start,
     softmax_step,
     store_attention,
     store_dq,
@@ -132,14 +133,27 @@ def _lists_of(place, arrays, c):
 
 
 @triton.jit
-def _block(lists, i, c, start):
-    """Of step i: the first key of its block, and its keys, which may lie behind the block."""
+def _block(lists, i, start, beyond, c):
+    """Of step i: the first key of its block, its keys in the block, which may lie behind it, and in
+    the sequence, and which of them there are.
+    """
     found = tl.load(lists + i // c.PARTS)
     if c.TOKENS == 1:
         there = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
         found = tl.where(there, start + found * c.BLOCK, NONE - c.BLOCK)
     inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
-    return found, inside
+    at = found + inside
+    return found, inside, at, (inside < c.BLOCK) & (at < beyond) & (at >= 0)
+
+
+@triton.jit
+def _seen(found, at, inner, end, chosen, c):
+    """Which of the keys of the block `found` each row sees."""
+    seen = inner[None, :] & (at[None, :] < end[:, None])
+    if c.TOKENS > 1:
+        row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
+        seen &= (row_mask > 0)[:, None]
+    return seen
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale"])
@@ -172,30 +186,23 @@ def forward(
     VALUE: tl.constexpr = c.VALUE
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = load_rows(query, row, end > 0, KEY)
-    key += (batch * S * c.HEADS + head) * KEY[0]
-    value += (batch * S * c.HEADS + head) * VALUE[0]
+    origin = batch * S * c.HEADS + head
+    key += origin * KEY[0]
+    value += origin * VALUE[0]
     beyond = tl.minimum(tl.max(end, axis=0), S)
-    most = tl.full([c.ROWS], float("-inf"), tl.float32)
-    total = tl.full([c.ROWS], 0.0, tl.float32)
-    acc = tl.full([c.ROWS, VALUE[1]], 0.0, tl.float32)
+    state = softmax_start(c.ROWS, VALUE[1])
     place = batch * T + tile % T, tile, item, there, head
     arrays = indices, key_start, lists, counts
     start, lists, count, chosen = _lists_of(place, arrays, c)
     for i in range(count * c.PARTS):
-        found, inside = _block(lists, i, c, start)
-        at = found + inside
-        inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
+        found, inside, at, inner = _block(lists, i, start, beyond, c)
         skip = tl.cast(found, tl.int64) * c.HEADS
         keys = load_columns(key + skip * KEY[0], inside * c.HEADS, inner, KEY)
         values = load_rows(value + skip * VALUE[0], inside * c.HEADS, inner, VALUE)
         logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
-        seen = inner[None, :] & (at[None, :] < end[:, None])
-        if c.TOKENS > 1:
-            row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
-            seen &= (row_mask > 0)[:, None]
+        seen = _seen(found, at, inner, end, chosen, c)
         logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        most, total, acc = softmax_step(logits, values, most, total, acc, c.PRECISION)
-    state = most, total, acc
+        state = softmax_step(logits, values, state, c.PRECISION)
     store_attention(out, lse, gate, added, row, there, state, c)
 
 
@@ -229,28 +236,22 @@ def dq(
     sees = end > 0
     rows = load_rows(query, row, sees, KEY)
     do_rows = load_rows(do, row, sees, VALUE)
-    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, sees, c)
-    key += (batch * S * c.HEADS + head) * KEY[0]
-    value += (batch * S * c.HEADS + head) * VALUE[0]
+    statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
+    origin = batch * S * c.HEADS + head
+    key += origin * KEY[0]
+    value += origin * VALUE[0]
     beyond = tl.minimum(tl.max(end, axis=0), S)
     acc = tl.full([c.ROWS, KEY[1]], 0.0, tl.float32)
     place = batch * T + tile % T, tile, item, there, head
     arrays = indices, key_start, lists, counts
     start, lists, count, chosen = _lists_of(place, arrays, c)
     for i in range(count * c.PARTS):
-        found, inside = _block(lists, i, c, start)
-        at = found + inside
-        inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
+        found, inside, at, inner = _block(lists, i, start, beyond, c)
         skip = tl.cast(found, tl.int64) * c.HEADS
         keys = load_columns(key + skip * KEY[0], inside * c.HEADS, inner, KEY)
         values = load_columns(value + skip * VALUE[0], inside * c.HEADS, inner, VALUE)
-        ds = logits_gradient(
-            rows, do_rows, keys, values, lse_log2, gates, shift, scale, c.PRECISION
-        )
-        seen = inner[None, :] & (at[None, :] < end[:, None])
-        if c.TOKENS > 1:
-            row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
-            seen &= (row_mask > 0)[:, None]
+        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
+        seen = _seen(found, at, inner, end, chosen, c)
         ds = tl.where(seen, ds, 0.0)
         acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=c.PRECISION)
     store_dq(out, added, row, there, acc, scale_dq, c)
