@@ -20,16 +20,10 @@ def _gated(out, gate, row, there, c):
 
 @triton.jit(do_not_specialize=["count"])
 def gated_sum(
-    compressed,
-    selected,
-    sliding,
-    compressed_gate,
-    selected_gate,
-    sliding_gate,
+    compressed, selected, sliding, compressed_gate, selected_gate, sliding_gate,
     count,
-    out,
-    c: tl.constexpr,
-):
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: ceil(count / ROWS). Outputs `[count, WIDTH]`, gates float32 `[count]`."""
     ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
@@ -61,16 +55,10 @@ def delta(do, out, count, delta_out, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def deltas(
-    do,
-    compressed,
-    selected,
-    sliding,
+    do, compressed, selected, sliding,
     count,
-    compressed_delta,
-    selected_delta,
-    sliding_delta,
-    c: tl.constexpr,
-):
+    compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
+):  # fmt: skip
     """`delta` of the three branches, which share the reading of `do`."""
     ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)

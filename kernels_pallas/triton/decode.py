@@ -60,21 +60,9 @@ def load_values(value, scale, like, place, head, mask, c, PER_PAGE):
 
 @triton.jit
 def _split_walk(
-    arrays,
-    bounds,
-    rows,
-    table,
-    head,
-    P,
-    scale,
-    logits_at,
-    row_mask,
-    c,
-    PER_PAGE,
-    FIRST_SLOT,
-    KEPT,
-    FP8_KEYS,
-):
+    arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
+    KEPT, FP8_KEYS,
+):  # fmt: skip
     """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`.
 
     Args:
@@ -108,29 +96,11 @@ def _split_walk(
 
 @triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
 def partials(
-    query,
-    compressed_key,
-    compressed_value,
-    sliding_key,
-    sliding_value,
-    compressed_value_scale,
-    sliding_key_scale,
-    sliding_value_scale,
-    page_table,
-    lengths,
-    M,
-    P,
-    splits,
-    windows,
-    candidates,
-    scale,
-    logits,
-    maxima,
-    sums,
-    outputs,
-    counters,
-    c: tl.constexpr,
-):
+    query, compressed_key, compressed_value, sliding_key, sliding_value, compressed_value_scale,
+    sliding_key_scale, sliding_value_scale, page_table, lengths,
+    M, P, splits, windows, candidates, scale,
+    logits, maxima, sums, outputs, counters, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * ROW_TILES * (splits + windows).
 
     Args:
@@ -300,33 +270,11 @@ def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
 
 @triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
 def finish(
-    query,
-    selected_key,
-    selected_value,
-    selected_key_scale,
-    selected_value_scale,
-    page_table,
-    lengths,
-    gates,
-    logits,
-    maxima,
-    sums,
-    outputs,
-    counters,
-    M,
-    P,
-    splits,
-    windows,
-    candidates,
-    scale,
-    out,
-    indices,
-    part_maxima,
-    part_sums,
-    part_outputs,
-    part_added,
-    c: tl.constexpr,
-):
+    query, selected_key, selected_value, selected_key_scale, selected_value_scale, page_table,
+    lengths, gates, logits, maxima, sums, outputs, counters,
+    M, P, splits, windows, candidates, scale,
+    out, indices, part_maxima, part_sums, part_outputs, part_added, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * QUERIES * PARTS.
 
     Args:
@@ -369,12 +317,7 @@ def finish(
     sliding_lse = _lse_log2(maxima, sums, at, splits, window_end, here, c)
 
     best = _best_blocks(
-        logits + statistics * candidates,
-        candidates,
-        compressed_lse,
-        own,
-        seen,
-        c,
+        logits + statistics * candidates, candidates, compressed_lse, own, seen, c
     )
     if part == 0:
         place = indices + (token * c.HEADS + head) * c.N + rank

@@ -73,20 +73,7 @@ def _no_sums(c):
 
 @triton.jit
 def _interval_walk(
-    tile,
-    arrays,
-    first,
-    last,
-    item,
-    at,
-    begin,
-    end,
-    stop,
-    scale,
-    sums,
-    head,
-    c,
-    MASKED,
+    tile, arrays, first, last, item, at, begin, end, stop, scale, sums, head, c, MASKED
 ):
     for start in range(begin, end, c.ROWS):
         row = start + tl.arange(0, c.ROWS)
@@ -104,26 +91,10 @@ def _interval_walk(
 
 @triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
 def of_intervals(
-    query,
-    key,
-    value,
-    first,
-    last,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    edges,
-    T,
-    S,
-    segments,
-    scale,
-    scale_dk,
-    dk_out,
-    dv_out,
-    c: tl.constexpr,
-):
+    query, key, value, first, last, do, lse, delta, gate, dlse, edges,
+    T, S, segments, scale, scale_dk,
+    dk_out, dv_out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
@@ -179,23 +150,9 @@ def of_intervals(
 
 @triton.jit
 def _list_walk(
-    tile,
-    arrays,
-    order,
-    indices,
-    position,
-    key_start,
-    item,
-    at,
-    begin,
-    end,
-    stop,
-    scale,
-    sums,
-    head,
-    c,
-    MASKED,
-):
+    tile, arrays, order, indices, position, key_start, item, at, begin, end, stop, scale, sums,
+    head, c, MASKED,
+):  # fmt: skip
     for start in range(begin, end, c.ROWS):
         row = start + tl.arange(0, c.ROWS)
         there = row < stop
@@ -218,32 +175,11 @@ def _list_walk(
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
 def of_blocks(
-    query,
-    key,
-    value,
-    indices,
-    position,
-    key_start,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    scale,
-    scale_dk,
-    dk_out,
-    dv_out,
-    c: tl.constexpr,
-):
+    query, key, value, indices, position, key_start, do, lse, delta, gate, dlse, order, starts,
+    ends, tile_of,
+    T, S, tiles, items, entries, scale, scale_dk,
+    dk_out, dv_out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list of
     a tile, which is a block of keys; a program has KEYS of them.
 

@@ -309,10 +309,7 @@ def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
         "index_kl:kl_targets",
         sizes.programs,
         (*sizes.lengths, sizes.scale * LOG2E),
-        (
-            Array(of_entries, "float32"),
-            Array((*of_entries[:3], sizes.n * sizes.block), dtype),
-        ),
+        (Array(of_entries, "float32"), Array((*of_entries[:3], sizes.n * sizes.block), dtype)),
         _over_lists(
             sizes,
             padded(sizes.D),

@@ -49,24 +49,10 @@ def _entries(order, at, end, COUNT, EACH):
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
 def kl_targets(
-    query,
-    key,
-    lse,
-    position,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    log2_scale,
-    masses,
-    targets,
-    c: tl.constexpr,
-):
+    query, key, lse, position, order, starts, ends, tile_of,
+    T, S, tiles, items, entries, log2_scale,
+    masses, targets, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries.
 
     Args:
@@ -131,25 +117,10 @@ def kl_targets(
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
 def kl_entries(
-    index_query,
-    index_key,
-    targets,
-    position,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    index_scale,
-    maxima,
-    sums,
-    crosses,
-    c: tl.constexpr,
-):
+    index_query, index_key, targets, position, order, starts, ends, tile_of,
+    T, S, tiles, items, entries, index_scale,
+    maxima, sums, crosses, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items.
 
     Args:
@@ -207,18 +178,10 @@ def _listed(indices, position, number, real, c, slot):
 
 @triton.jit(do_not_specialize=["count"])
 def kl_loss(
-    maxima,
-    sums,
-    masses,
-    crosses,
-    indices,
-    position,
+    maxima, sums, masses, crosses, indices, position,
     count,
-    loss,
-    index_lse,
-    mass,
-    c: tl.constexpr,
-):
+    loss, index_lse, mass, c: tl.constexpr,
+):  # fmt: skip
     """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
 
     Args:
@@ -252,27 +215,11 @@ def kl_loss(
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
 def kl_gradients(
-    index_query,
-    index_key,
-    targets,
-    index_lse,
-    mass,
-    grad,
-    position,
-    order,
-    starts,
-    ends,
+    index_query, index_key, targets, index_lse, mass, grad, position, order, starts, ends,
     tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    index_scale,
-    query_partials,
-    key_partials,
-    c: tl.constexpr,
-):
+    T, S, tiles, items, entries, index_scale,
+    query_partials, key_partials, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items.
 
     Args:

@@ -118,20 +118,7 @@ def forward(
 
 
 @triton.jit
-def _dq_walk(
-    rows,
-    do_rows,
-    key,
-    value,
-    bounds,
-    begin,
-    end,
-    scale,
-    statistics,
-    acc,
-    c,
-    MASKED,
-):
+def _dq_walk(rows, do_rows, key, value, bounds, begin, end, scale, statistics, acc, c, MASKED):
     KEY: tl.constexpr = c.KEY
     VALUE: tl.constexpr = c.VALUE
     low, high, least, beyond = bounds
@@ -158,24 +145,10 @@ def _dq_walk(
 
 @triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
 def dq(
-    query,
-    key,
-    value,
-    first,
-    last,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    added,
-    T,
-    S,
-    scale,
-    scale_dq,
-    out,
-    c: tl.constexpr,
-):
+    query, key, value, first, last, do, lse, delta, gate, dlse, added,
+    T, S, scale, scale_dq,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs and arguments as of `forward`.
 
     Args:

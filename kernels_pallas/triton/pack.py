@@ -69,22 +69,10 @@ def _owner(item, slots, heads, per_batch):
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def gather_ranges(
-    source,
-    packed,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    source_batch,
-    source_token,
-    source_head,
-    source_column,
-    c: tl.constexpr,
-):
+    source, packed, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    source_batch, source_token, source_head, source_column, c: tl.constexpr,
+):  # fmt: skip
     """Writes the tokens of every range to the buffer, from row `place` on.
 
     Grid: (ranges * tiles, columns); `tiles * ROWS` covers the longest range.
@@ -112,18 +100,10 @@ def gather_ranges(
 
 @triton.jit(do_not_specialize=["count", "tokens", "batches"])
 def gather_rows(
-    source,
-    packed,
-    rows,
-    count,
-    tokens,
-    batches,
-    source_batch,
-    source_token,
-    source_head,
-    source_column,
-    c: tl.constexpr,
-):
+    source, packed, rows,
+    count, tokens, batches,
+    source_batch, source_token, source_head, source_column, c: tl.constexpr,
+):  # fmt: skip
     """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 for none.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
@@ -149,20 +129,10 @@ def gather_rows(
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def add_ranges(
-    total,
-    grad,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    grad_row,
-    grad_column,
-    c: tl.constexpr,
-):
+    total, grad, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    grad_row, grad_column, c: tl.constexpr,
+):  # fmt: skip
     """Adds the rows of every range to its tokens by atomics: fast, in no fixed order.
 
     Grid and ranges as in `gather_ranges`.
@@ -187,23 +157,10 @@ def add_ranges(
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def sum_ranges(
-    total,
-    grad,
-    block,
-    order,
-    end,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    grad_row,
-    grad_column,
-    c: tl.constexpr,
-):
+    total, grad, block, order, end, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    grad_row, grad_column, c: tl.constexpr,
+):  # fmt: skip
     """As `add_ranges`, bitwise the same however the programs are scheduled.
 
     The inverse list says which ranges begin at the same token: one program sums the rows of

@@ -84,25 +84,9 @@ def _keep_token(new, recent, token, slot, position, head, c, ROW):
 
 @triton.jit
 def _store_mean(
-    new,
-    raw,
-    raw_scale,
-    recent,
-    compressed,
-    compressed_scale,
-    token,
-    begin,
-    slot,
-    R,
-    table,
-    position,
-    at,
-    head,
-    P,
-    c,
-    ROW,
-    FP8_MEAN,
-):
+    new, raw, raw_scale, recent, compressed, compressed_scale, token, begin, slot, R, table,
+    position, at, head, P, c, ROW, FP8_MEAN,
+):  # fmt: skip
     """The mean of the tokens up to `token`, in the page of it: the entry `at` of `raw`."""
     back = tl.arange(0, c.BLOCK_ROWS)
     inside = back < c.COMPRESS_BLOCK
@@ -132,40 +116,15 @@ def _store_mean(
 
 @triton.jit(do_not_specialize=["N", "B", "M", "P", "R"])
 def append(
-    selected_key,
-    selected_value,
-    sliding_key,
-    sliding_value,
-    raw_key,
-    raw_value,
-    selected_key_pages,
-    selected_value_pages,
-    sliding_key_pages,
-    sliding_value_pages,
-    raw_key_pages,
-    raw_value_pages,
-    compressed_key_pages,
-    compressed_value_pages,
-    page_table,
-    lengths,
-    starts,
-    selected_key_scale,
-    selected_value_scale,
-    sliding_key_scale,
-    sliding_value_scale,
-    raw_key_scale,
-    raw_value_scale,
-    compressed_value_scale,
-    recent_key,
-    recent_value,
-    slots,
-    N,
-    B,
-    M,
-    P,
-    R,
+    selected_key, selected_value, sliding_key, sliding_value, raw_key, raw_value,
+    selected_key_pages, selected_value_pages, sliding_key_pages, sliding_value_pages,
+    raw_key_pages, raw_value_pages, compressed_key_pages, compressed_value_pages, page_table,
+    lengths, starts, selected_key_scale, selected_value_scale, sliding_key_scale,
+    sliding_value_scale, raw_key_scale, raw_value_scale, compressed_value_scale, recent_key,
+    recent_value, slots,
+    N, B, M, P, R,
     c: tl.constexpr,
-):
+):  # fmt: skip
     """Programs: N * HEADS.
 
     Args:

@@ -59,22 +59,10 @@ def _entries(table, index, seen, P, PER_PAGE):
 
 @triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "stride", "most", "blocks"])
 def scores(
-    query,
-    pages,
-    page_table,
-    lengths,
-    rows,
-    positions,
-    tokens,
-    queries,
-    M,
-    P,
-    stride,
-    most,
-    blocks,
-    out,
-    c: tl.constexpr,
-):
+    query, pages, page_table, lengths, rows, positions,
+    tokens, queries, M, P, stride, most, blocks,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * ceil(keys of a table / CHUNK).
 
     Args:
@@ -223,20 +211,10 @@ def _part(scores, blocks, places, c):
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
 def digits(
-    scores,
-    counts,
-    known,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
-    blocks,
-    out,
-    now_known,
-    before,
-    c: tl.constexpr,
-):
+    scores, counts, known, lengths, rows, positions,
+    queries, most, blocks,
+    out, now_known, before, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * LISTS * PARTS.
 
     Args:
@@ -273,19 +251,10 @@ def digits(
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
 def chosen(
-    scores,
-    counts,
-    known,
-    before,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
-    blocks,
-    out,
-    c: tl.constexpr,
-):
+    scores, counts, known, before, lengths, rows, positions,
+    queries, most, blocks,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * LISTS * PARTS; arguments as of `digits`, of the last launch of it, whose
     `BITS` are the lowest, and of `best`.
     """
@@ -318,26 +287,10 @@ def chosen(
     do_not_specialize=["queries", "M", "P", "key_stride", "value_stride", "most", "scale"]
 )
 def partials(
-    query,
-    key,
-    value,
-    page_table,
-    lengths,
-    rows,
-    positions,
-    lists,
-    queries,
-    M,
-    P,
-    key_stride,
-    value_stride,
-    most,
-    scale,
-    maxima,
-    sums,
-    outputs,
-    c: tl.constexpr,
-):
+    query, key, value, page_table, lengths, rows, positions, lists,
+    queries, M, P, key_stride, value_stride, most, scale,
+    maxima, sums, outputs, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * PAIRS * PARTS; `BY_PAIR`: those of a pair together. A pair is a list with
     a key/value head that it serves, `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
 

@@ -6,15 +6,7 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.specs.tile import SMS
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import (
-    LEAST,
-    WIDE,
-    Tiling,
-    choose,
-    padded,
-    power,
-    precision,
-)
+from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, padded, power, precision
 
 SPLIT = 256  # keys of a part of a list; of wide heads half as many
 CHUNK = 1024  # keys that a program scores; half as many where programs are few
@@ -424,10 +416,7 @@ class PagedBlocks(NamedTuple):
             "paged_blocks:merge",
             tokens * self.pairs,
             (),
-            (
-                Array((tokens, self.H, self.Dv), self.dtype),
-                Array((tokens, self.H), "float32"),
-            ),
+            (Array((tokens, self.H, self.Dv), self.dtype), Array((tokens, self.H), "float32")),
             self._constants(power(self.group)),
         )
 

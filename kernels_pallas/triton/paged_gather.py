@@ -15,21 +15,10 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 
 @triton.jit(do_not_specialize=["M", "P", "S", "reach", "margin"])
 def gather(
-    key_pages,
-    value_pages,
-    key_scale,
-    value_scale,
-    page_table,
-    lengths,
-    M,
-    P,
-    S,
-    reach,
-    margin,
-    key,
-    value,
-    c: tl.constexpr,
-):
+    key_pages, value_pages, key_scale, value_scale, page_table, lengths,
+    M, P, S, reach, margin,
+    key, value, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * cdiv(S, ENTRIES).
 
     Args:

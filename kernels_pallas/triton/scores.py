@@ -45,22 +45,9 @@ def pack_scores(score, block, own, c):
 
 @triton.jit
 def _walk(
-    rows,
-    key,
-    lse_log2,
-    low,
-    high,
-    base,
-    own,
-    begin,
-    end,
-    keys_end,
-    scale,
-    carried,
-    best,
-    c,
+    rows, key, lse_log2, low, high, base, own, begin, end, keys_end, scale, carried, best, c,
     MASKED,
-):
+):  # fmt: skip
     KEY: tl.constexpr = c.KEY
     KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
     inside = tl.arange(0, KEYS)

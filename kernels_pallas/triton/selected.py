@@ -158,23 +158,10 @@ def _seen(found, at, inner, end, chosen, c):
 
 @triton.jit(do_not_specialize=["T", "S", "scale"])
 def forward(
-    query,
-    key,
-    value,
-    indices,
-    position,
-    key_start,
-    lists,
-    counts,
-    gate,
-    added,
-    T,
-    S,
-    scale,
-    out,
-    lse,
-    c: tl.constexpr,
-):
+    query, key, value, indices, position, key_start, lists, counts, gate, added,
+    T, S, scale,
+    out, lse, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * ceil(T / TOKENS) * CHUNKS, which is ceil(GROUP / ROWS) or 1.
 
     Args:
@@ -208,27 +195,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
 def dq(
-    query,
-    key,
-    value,
-    indices,
-    position,
-    key_start,
-    lists,
-    counts,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
+    query, key, value, indices, position, key_start, lists, counts, do, lse, delta, gate, dlse,
     added,
-    T,
-    S,
-    scale,
-    scale_dq,
-    out,
-    c: tl.constexpr,
-):
+    T, S, scale, scale_dq,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs as of `forward`; do, lse, delta, gate, dlse, added, out as of `interval.dq`."""
     KEY: tl.constexpr = c.KEY
     VALUE: tl.constexpr = c.VALUE
