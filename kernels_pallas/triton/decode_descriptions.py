@@ -152,9 +152,9 @@ class Decode:
         """
         p, config = self.problem, self.config
         ratio = config.select_block // config.compress_stride
-        ratio_columns = 1 << (ratio - 1).bit_length()
+        ratio_columns = power(ratio, 1)
         most = CANDIDATES // ratio_columns
-        blocks = max(1 << (min(self.pages, most) - 1).bit_length(), 2)
+        blocks = power(min(self.pages, most), 2)
         page = power(config.select_block)
         tiling = p.tiling("forward", self.group_rows, min(page, 64))
         programs = p.pairs * p.T * self.parts
@@ -164,10 +164,10 @@ class Decode:
             N=config.num_selected,
             NUM_INITIAL=config.num_initial,
             NUM_LOCAL=config.num_local,
-            BEST=max(1 << (config.num_selected - 1).bit_length(), 2),
+            BEST=power(config.num_selected, 2),
             BLOCKS=blocks,
             RATIO_COLUMNS=ratio_columns,
-            HEADS_A_STEP=min(4, 1 << (p.group - 1).bit_length()),
+            HEADS_A_STEP=min(4, power(p.group, 1)),
             PARTS=self.parts,
             GROUP_ROWS=self.group_rows,
         )
@@ -310,7 +310,7 @@ def append(
         PAGE=config.select_block,
         COMPRESS_BLOCK=config.compress_block,
         COMPRESS_STRIDE=config.compress_stride,
-        BLOCK_ROWS=1 << (config.compress_block - 1).bit_length(),
+        BLOCK_ROWS=power(config.compress_block, 1),
         RING=2 * config.compress_block,
         RAGGED=ragged,
         SEPARATE=separate,

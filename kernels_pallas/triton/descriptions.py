@@ -286,12 +286,12 @@ class Selected:
 
     @property
     def slots(self) -> int:
-        return 1 << (self.n - 1).bit_length()
+        return power(self.n, 1)
 
     @property
     def entries(self) -> int:
         """Of a tile's block list, at most."""
-        return (1 << (self.tokens - 1).bit_length()) * self.slots
+        return power(self.tokens, 1) * self.slots
 
     def block_lists(self) -> TritonKernel | None:
         """Arrays: indices, position, key_start; results: the lists of the tiles, their lengths.
@@ -448,9 +448,9 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
       config: an `NSAConfig`.
     """
     ratio = config.select_block // config.compress_stride
-    ratio_rows = 1 << (ratio - 1).bit_length()
-    best = max(1 << (config.num_selected - 1).bit_length(), 2)
-    group = 1 << (p.group - 1).bit_length()
+    ratio_rows = power(ratio, 1)
+    best = power(config.num_selected, 2)
+    group = power(p.group, 1)
     tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
     if tiling is None:
         raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")

@@ -99,7 +99,7 @@ class Index(NamedTuple):
 
 def _index(sizes: IndexSizes, rows: int, keys: int, **more: int) -> Index:
     """`rows` of queries a tile, at most: all heads of some tokens."""
-    heads = 1 << (sizes.heads - 1).bit_length()
+    heads = power(sizes.heads, 1)
     tokens = max(rows // heads, 1)
     return Index(
         HEADS=sizes.heads,
@@ -300,7 +300,7 @@ def _kl_tiles(
 
 def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     """Arrays: query, key, lse, position, order, starts, ends, tile_of; results: masses, targets."""
-    group = 1 << (sizes.group - 1).bit_length()
+    group = power(sizes.group, 1)
     rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 2))
     of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
     # t is at most 1, and of small ones the difference counts.

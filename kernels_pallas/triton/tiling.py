@@ -60,9 +60,9 @@ def smem_of(capability: tuple[int, int]) -> int:
     return SMEM.get(capability, SMEM_LEAST)
 
 
-def power(size: int) -> int:
-    """The least power of two that is as large, from `LEAST` on."""
-    return max(1 << (size - 1).bit_length(), LEAST)
+def power(size: int, least: int = LEAST) -> int:
+    """The least power of two that is as large, from `least` on."""
+    return max(1 << (size - 1).bit_length(), least)
 
 
 # By kernel: how many rows of queries and of keys stay, and how many are streamed, in widths.
@@ -163,7 +163,7 @@ def scores_tiling(
     group: int, D: int, itemsize: int, capability: tuple[int, int]
 ) -> Tiling | None:
     """That of the scores, whose rows are whole groups, or None where one does not fit."""
-    group = 1 << (group - 1).bit_length()
+    group = power(group, 1)
     # Few heads: so few tokens that their best blocks stay in registers.
     rows = max(min(HEADS, max(group * 32, LEAST)), group)
     if itemsize == 4:
