@@ -12,9 +12,8 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 @triton.jit
 def _gated(out, gate, row, there, c):
     """g * O."""
-    ROW: tl.constexpr = c.ROW
     gates = tl.load(gate + row, mask=there, other=0.0)
-    out_rows = load_rows(out, row, there, ROW).to(tl.float32)
+    out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
     return out_rows * gates[:, None]
 
 
@@ -25,20 +24,18 @@ def gated_sum(
     out, c: tl.constexpr,
 ):  # fmt: skip
     """Programs: ceil(count / ROWS). Outputs `[count, WIDTH]`, gates float32 `[count]`."""
-    ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
     total = _gated(compressed, compressed_gate, row, there, c)
     total += _gated(selected, selected_gate, row, there, c)
     total += _gated(sliding, sliding_gate, row, there, c)
-    store_rows(out, row, total, there, ROW)
+    store_rows(out, row, total, there, c.WIDTH)
 
 
 @triton.jit
 def _store_delta(do_rows, out, delta_out, row, there, c):
     """delta = rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
-    ROW: tl.constexpr = c.ROW
-    out_rows = load_rows(out, row, there, ROW).to(tl.float32)
+    out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
     sums = tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
     tl.store(delta_out + row, sums, mask=there)
 
@@ -46,10 +43,9 @@ def _store_delta(do_rows, out, delta_out, row, there, c):
 @triton.jit(do_not_specialize=["count"])
 def delta(do, out, count, delta_out, c: tl.constexpr):
     """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
-    ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    do_rows = load_rows(do, row, there, ROW).to(tl.float32)
+    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
     _store_delta(do_rows, out, delta_out, row, there, c)
 
 
@@ -60,10 +56,9 @@ def deltas(
     compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
 ):  # fmt: skip
     """`delta` of the three branches, which share the reading of `do`."""
-    ROW: tl.constexpr = c.ROW
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    do_rows = load_rows(do, row, there, ROW).to(tl.float32)
+    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
     _store_delta(do_rows, compressed, compressed_delta, row, there, c)
     _store_delta(do_rows, selected, selected_delta, row, there, c)
     _store_delta(do_rows, sliding, sliding_delta, row, there, c)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
     pair_of,
@@ -50,8 +51,7 @@ def _scales(scale, place, head, mask, c, PER_PAGE):
 @triton.jit
 def load_values(value, scale, like, place, head, mask, c, PER_PAGE):
     """`[keys, columns]` in the dtype of `like`."""
-    VALUE: tl.constexpr = c.VALUE
-    values = load_rows(value, place * c.HEADS + head, mask, VALUE)
+    values = load_rows(value, place * c.HEADS + head, mask, c.VALUE_WIDTH)
     if c.FP8:
         scales = _scales(scale, place, head, mask, c, PER_PAGE)
         values = (values.to(tl.float32) * scales[:, None]).to(like.dtype)
@@ -68,16 +68,14 @@ def _split_walk(
     Args:
       arrays: keys and values, and the scales of both.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     key, value, key_scale, value_scale = arrays
     low, high, begin, end = bounds
-    state = softmax_start(c.ROWS, VALUE[1])
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for block in range(begin, end, c.KEYS):
         at = block + tl.arange(0, c.KEYS)
         inner = at < end
         place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE)
-        keys = load_columns(key, place * c.HEADS + head, inner, KEY)
+        keys = load_columns(key, place * c.HEADS + head, inner, c.WIDTH)
         if FP8_KEYS:
             keys = keys.to(rows.dtype)
         of_values = value, value_scale, rows, place, head, inner
@@ -116,8 +114,6 @@ def partials(
       outputs: float32 `[B * HEADS, QUERIES * GROUP, splits + windows, VALUE_WIDTH]`.
       counters: int32 `[B * HEADS, QUERIES]`, set to 0.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
     count = splits + windows
     split = program % count
@@ -138,7 +134,7 @@ def partials(
     there = real & (position >= 0)
     row = (batch * c.QUERIES + number // c.GROUP) * (c.HEADS * c.GROUP)
     row = row + head * c.GROUP + number % c.GROUP
-    rows = load_rows(query, row, there, KEY)
+    rows = load_rows(query, row, there, c.WIDTH)
     table = page_table + batch * M
     SLOTS: tl.constexpr = c.PAGE // c.COMPRESS_STRIDE
     # The slot of a row's first page.
@@ -167,7 +163,7 @@ def partials(
         at = (pair * ALL + number) * count + split
         tl.store(maxima + at, most, mask=there)
         tl.store(sums + at, total, mask=there)
-        store_rows(outputs, at, acc, there, VALUE)
+        store_rows(outputs, at, acc, there, c.VALUE_WIDTH)
 
 
 @triton.jit
@@ -260,11 +256,10 @@ def _gate(gates, row, mask, BRANCH):
 @triton.jit
 def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
     """`added`, and every `PARTS`-th of the splits `begin .. end - 1`, gated and normalised."""
-    VALUE: tl.constexpr = c.VALUE
     for split in range(begin, end, c.PARTS):
         theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
         share = gate * tl.exp2(theirs - lse)
-        added += share[:, None] * load_rows(outputs, at + split, here, VALUE)
+        added += share[:, None] * load_rows(outputs, at + split, here, c.VALUE_WIDTH)
     return added
 
 
@@ -286,8 +281,6 @@ def finish(
       part_outputs, part_added: the same, `[.., VALUE_WIDTH]`: of the selected branch, not
         normalised, and of the other two, gated.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0).to(tl.int64)
     part = (program % c.PARTS).to(tl.int32)
     item = program // c.PARTS  # of [B * HEADS, QUERIES]
@@ -323,9 +316,9 @@ def finish(
         place = indices + (token * c.HEADS + head) * c.N + rank
         tl.store(place, tl.where(best == HIGHEST, -1, best), mask=rank < c.N)
 
-    rows = load_rows(query, row, here, KEY)
+    rows = load_rows(query, row, here, c.WIDTH)
     table = page_table + batch * M
-    state = softmax_start(c.GROUP_ROWS, VALUE[1])
+    state = softmax_start(c.GROUP_ROWS, columns(c.VALUE_WIDTH))
     STEPS: tl.constexpr = (c.PAGE + c.KEYS - 1) // c.KEYS
     A_PART: tl.constexpr = (c.N + c.PARTS - 1) // c.PARTS
     for step in range(A_PART * STEPS):
@@ -337,7 +330,7 @@ def finish(
         key_at = tl.maximum(block, 0) * c.PAGE + inside
         inner = (inside < c.PAGE) & (key_at <= tl.where(block >= 0, position, -1))
         place = entry_place(table, key_at, inner, P, c.PAGE)
-        keys = load_columns(selected_key, place * c.HEADS + head, inner, KEY)
+        keys = load_columns(selected_key, place * c.HEADS + head, inner, c.WIDTH)
         if c.FP8:
             keys = keys.to(rows.dtype)
         of_values = selected_value, selected_value_scale, rows, place, head, inner
@@ -348,7 +341,7 @@ def finish(
         logit = tl.where(inner[None, :] & here[:, None], logit, NEGATIVE_INFINITY)
         state = softmax_step(logit, values, state, c.PRECISION)
 
-    added = tl.full([c.GROUP_ROWS, VALUE[1]], 0.0, tl.float32)
+    added = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     of_splits = maxima, outputs, at, here
     gate = _gate(gates, row, here, 0)
     added = _add_splits(added, gate, *of_splits, compressed_lse, part, compressed_end, c)
@@ -360,8 +353,8 @@ def finish(
     most, total, acc = state
     tl.store(part_maxima + mine, most, mask=real)
     tl.store(part_sums + mine, total, mask=real)
-    store_rows(part_outputs, mine, acc, real, VALUE)
-    store_rows(part_added, mine, added, real, VALUE)
+    store_rows(part_outputs, mine, acc, real, c.VALUE_WIDTH)
+    store_rows(part_added, mine, added, real, c.VALUE_WIDTH)
     tl.debug_barrier()
     ended = tl.atomic_add(counters + item, 1, sem="acq_rel")
     if ended == c.PARTS - 1:
@@ -372,7 +365,6 @@ def finish(
 @triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
     """out = sum of what the parts added + gate * selected."""
-    VALUE: tl.constexpr = c.VALUE
     part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     for part in tl.static_range(c.PARTS):
@@ -381,16 +373,16 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
         most = tl.maximum(most, theirs)
     most = tl.where(most == NEGATIVE_INFINITY, 0.0, most)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
-    acc = tl.full([c.GROUP_ROWS, VALUE[1]], 0.0, tl.float32)
-    added = tl.full([c.GROUP_ROWS, VALUE[1]], 0.0, tl.float32)
-    column = tl.arange(0, VALUE[1])
-    mask = real[:, None] & (column < VALUE[0])[None, :]
+    acc = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
+    added = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
+    column = tl.arange(0, columns(c.VALUE_WIDTH))
+    mask = real[:, None] & (column < c.VALUE_WIDTH)[None, :]
     for part in tl.static_range(c.PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
         theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         share = tl.exp2(theirs - most)
         total += share * tl.load(part_sums + at, mask=real, other=0.0, cache_modifier=".cg")
-        place = at[:, None] * VALUE[0] + column[None, :]
+        place = at[:, None] * c.VALUE_WIDTH + column[None, :]
         acc += share[:, None] * tl.load(
             part_outputs + place, mask=mask, other=0.0, cache_modifier=".cg"
         )
@@ -399,4 +391,4 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
     empty = total == 0.0
     acc = acc * (gate / tl.where(empty, 1.0, total))[:, None]
     acc = added + tl.where(empty[:, None], 0.0, acc)
-    store_rows(out, row, acc, real, VALUE)
+    store_rows(out, row, acc, real, c.VALUE_WIDTH)

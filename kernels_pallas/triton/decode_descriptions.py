@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import Problem, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import Tiling, padded, power, precision
+from kernels_pallas.triton.tiling import Tiling, power, precision
 
 SPLIT = 256  # keys of a split: the order of sums follows from it
 PARTS = 4  # programs that share the selected blocks of a query
@@ -20,13 +20,13 @@ ROWS = 32  # of a tile of queries: more spill
 
 
 class DecodeConstants(NamedTuple):
-    """Of the kernels of `decode.py`; KEY and VALUE as of `descriptions.Attention`."""
+    """What is compiled into the kernels of `decode.py`."""
 
     HEADS: int
     GROUP: int
     QUERIES: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
+    WIDTH: int
+    VALUE_WIDTH: int
     COMPRESS_BLOCK: int
     COMPRESS_STRIDE: int
     PAGE: int
@@ -100,8 +100,8 @@ class Decode:
             HEADS=p.Hkv,
             GROUP=p.group,
             QUERIES=p.T,
-            KEY=padded(p.D),
-            VALUE=padded(p.Dv),
+            WIDTH=p.D,
+            VALUE_WIDTH=p.Dv,
             COMPRESS_BLOCK=config.compress_block,
             COMPRESS_STRIDE=config.compress_stride,
             PAGE=config.select_block,
@@ -191,11 +191,11 @@ class Decode:
 
 
 class Gather(NamedTuple):
-    """Of `paged_gather.gather`; KEY and VALUE: of all heads."""
+    """What is compiled into `paged_gather.gather`; widths are of all heads."""
 
     HEADS: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
+    KEY_WIDTH: int
+    VALUE_WIDTH: int
     KEY_FP8: bool
     VALUE_FP8: bool
     PER_PAGE: int
@@ -232,8 +232,8 @@ def gather(
       last: of each row the last page alone, of raw tokens.
     """
     count = entries.per_page * (1 if last else pages)
-    key, value = (padded(heads * width) for width in widths)
-    together = max(GATHERED // max(key[1], value[1]), 1)
+    key, value = (heads * width for width in widths)
+    together = max(GATHERED // power(max(key, value)), 1)
     margin = pages * entries.per_page * entries.stride if margin is None else margin
     return TritonKernel(
         "paged_gather:gather",
@@ -242,8 +242,8 @@ def gather(
         tuple(Array((rows, count, heads, width), dtype) for width in widths),
         Gather(
             HEADS=heads,
-            KEY=key,
-            VALUE=value,
+            KEY_WIDTH=key,
+            VALUE_WIDTH=value,
             KEY_FP8=fp8[0],
             VALUE_FP8=fp8[1],
             PER_PAGE=entries.per_page,
@@ -257,11 +257,11 @@ def gather(
 
 
 class Append(NamedTuple):
-    """Of `paged_append.append`; KEY and VALUE as of `descriptions.Attention`."""
+    """What is compiled into `paged_append.append`."""
 
     HEADS: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
+    WIDTH: int
+    VALUE_WIDTH: int
     PAGE: int
     COMPRESS_BLOCK: int
     COMPRESS_STRIDE: int
@@ -305,8 +305,8 @@ def append(
     """
     constants = Append(
         HEADS=kv_heads,
-        KEY=padded(widths[0]),
-        VALUE=padded(widths[1]),
+        WIDTH=widths[0],
+        VALUE_WIDTH=widths[1],
         PAGE=config.select_block,
         COMPRESS_BLOCK=config.compress_block,
         COMPRESS_STRIDE=config.compress_stride,

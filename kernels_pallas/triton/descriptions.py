@@ -15,7 +15,6 @@ from kernels_pallas.triton.tiling import (
     Tiling,
     choose,
     most,
-    padded,
     power,
     precision,
     scores_tiling,
@@ -38,16 +37,12 @@ def _within(largest: tuple[int, int], rows: int | None, keys: int | None) -> tup
 
 
 class Attention(NamedTuple):
-    """What is compiled into the kernels of attention; what one does not read stays as it is here.
-
-    KEY and VALUE are widths, with the columns of the tiles that hold them: `[.., WIDTH]` and
-    `[.., VALUE_WIDTH]` in what the kernels say of their arrays.
-    """
+    """What is compiled into the kernels of attention; what one does not read is 0."""
 
     HEADS: int
     GROUP: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
+    WIDTH: int
+    VALUE_WIDTH: int
     ROWS: int
     KEYS: int
     PRECISION: str
@@ -128,8 +123,8 @@ class Problem:
         return Attention(
             HEADS=self.Hkv,
             GROUP=self.group,
-            KEY=padded(self.D),
-            VALUE=padded(self.Dv),
+            WIDTH=self.D,
+            VALUE_WIDTH=self.Dv,
             ROWS=tiling.rows,
             KEYS=tiling.keys,
             PRECISION=precision(self.dtype),
@@ -226,11 +221,11 @@ class IntervalDkv:
 
 
 class Merge(NamedTuple):
-    """Of `dkv.merge`; `PART`: keys of a program."""
+    """What is compiled into `dkv.merge`; PART: keys of a program."""
 
     HEADS: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
+    WIDTH: int
+    VALUE_WIDTH: int
     BLOCK: int
     KEYS: int
     PART: int
@@ -242,12 +237,12 @@ def _merge(p: Problem, tiles: int, items: int, block: int, keys: int) -> TritonK
         p.pairs * tiles * (keys // MERGED_ROWS),
         (p.S, tiles, items),
         p.dk_dv,
-        Merge(p.Hkv, padded(p.D), padded(p.Dv), block, keys, MERGED_ROWS),
+        Merge(p.Hkv, p.D, p.Dv, block, keys, MERGED_ROWS),
     )
 
 
 class BlockLists(NamedTuple):
-    """Of `selected.tile_block_lists`."""
+    """What is compiled into `selected.tile_block_lists`."""
 
     HEADS: int
     N: int
@@ -421,11 +416,11 @@ class SelectedDkv:
 
 
 class Scores(NamedTuple):
-    """Of `scores.best_blocks`."""
+    """What is compiled into `scores.best_blocks`."""
 
     HEADS: int
     GROUP: int
-    KEY: tuple[int, int]
+    WIDTH: int
     N: int
     SELECT_BLOCK: int
     TOKENS: int
@@ -464,7 +459,7 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
         Scores(
             HEADS=p.Hkv,
             GROUP=p.group,
-            KEY=padded(p.D),
+            WIDTH=p.D,
             N=config.num_selected,
             SELECT_BLOCK=config.select_block,
             TOKENS=columns // group,
@@ -484,15 +479,15 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
 
 
 class Rowwise(NamedTuple):
-    """Of the kernels of `combine.py`."""
+    """What is compiled into the kernels of `combine.py`."""
 
-    ROW: tuple[int, int]
+    WIDTH: int
     ROWS: int
 
 
 def _rowwise(function: str, rows: int, width: int, outputs) -> TritonKernel:
     tile = max(4096 // power(width), 1)
-    constants = Rowwise(padded(width), tile)
+    constants = Rowwise(width, tile)
     return TritonKernel(
         f"combine:{function}", cdiv(rows, tile), (rows,), tuple(outputs), constants
     )
@@ -553,13 +548,13 @@ class Heads:
 
 
 class SplitHeads(NamedTuple):
-    """Of the kernels of `split_heads.py`: KEY, VALUE and GATES with the columns that hold them."""
+    """What is compiled into the kernels of `split_heads.py`; ROW: columns of the projection."""
 
     HEADS: int
     GROUP: int
-    KEY: tuple[int, int]
-    VALUE: tuple[int, int]
-    GATES: tuple[int, int]
+    WIDTH: int
+    VALUE_WIDTH: int
+    GATES: int
     BRANCHES: int
     MEANS: int
     RAW_KEYS: int
@@ -615,9 +610,9 @@ def _heads(
         SplitHeads(
             HEADS=heads.Hkv,
             GROUP=heads.H // heads.Hkv,
-            KEY=padded(heads.D),
-            VALUE=padded(heads.Dv),
-            GATES=(heads.H * heads.gates, power(heads.gate_columns or 1)),
+            WIDTH=heads.D,
+            VALUE_WIDTH=heads.Dv,
+            GATES=heads.H * heads.gates,
             BRANCHES=heads.branches,
             MEANS=heads.means,
             RAW_KEYS=heads.raw_keys,

@@ -16,7 +16,7 @@ is up to four times the error of the reference.
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import load_rows, pair_of, row_statistics, store_rows
+from kernels_pallas.triton.rows import columns, load_rows, pair_of, row_statistics, store_rows
 
 
 @triton.jit
@@ -38,14 +38,12 @@ def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
       arrays: query, do, lse, delta, gate, dlse.
       seen: `[KEYS, ROWS]`, read if `MASKED`.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     keys, values = tile
     query, do, lse, delta, gate, dlse = arrays
     row = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
     dk, dv, dk_lost, dv_lost = sums
-    rows = load_rows(query, row, there, KEY)
-    do_rows = load_rows(do, row, there, VALUE)
+    rows = load_rows(query, row, there, c.WIDTH)
+    do_rows = load_rows(do, row, there, c.VALUE_WIDTH)
     lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
     logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[None, :])
@@ -64,10 +62,8 @@ def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
 @triton.jit
 def _no_sums(c):
     """`sums` of `_step` before the first."""
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
-    dk = tl.full([c.KEYS, KEY[1]], 0.0, tl.float32)
-    dv = tl.full([c.KEYS, VALUE[1]], 0.0, tl.float32)
+    dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
+    dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     return dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
 
 
@@ -106,8 +102,6 @@ def of_intervals(
       dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
         `[programs, KEYS, .]`.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     tiles = tl.cdiv(S, c.KEYS)
     program = tl.program_id(0)
     segment, tile = program % segments, program // segments % tiles
@@ -116,8 +110,8 @@ def of_intervals(
     at = tile * c.KEYS + inside
     inner = at < S
     beyond = (batch * S + at) * c.HEADS + head
-    keys = load_rows(key, beyond, inner, KEY)
-    values = load_rows(value, beyond, inner, VALUE)
+    keys = load_rows(key, beyond, inner, c.WIDTH)
+    values = load_rows(value, beyond, inner, c.VALUE_WIDTH)
     edges += (batch * tiles + tile) * 4
     start = tl.load(edges) * c.GROUP
     stop = tl.load(edges + 1) * c.GROUP
@@ -144,8 +138,8 @@ def of_intervals(
     else:
         row = tl.cast(program, tl.int64) * c.KEYS + inside
         inner = inside >= 0
-    store_rows(dk_out, row, dk, inner, KEY)
-    store_rows(dv_out, row, dv, inner, VALUE)
+    store_rows(dk_out, row, dk, inner, c.WIDTH)
+    store_rows(dv_out, row, dv, inner, c.VALUE_WIDTH)
 
 
 @triton.jit
@@ -194,8 +188,6 @@ def of_blocks(
       COPIES: 2 where sequences may begin at any key, so that a block lies in two tiles.
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS
     pair, number = item // items, item % items
@@ -212,8 +204,8 @@ def of_blocks(
         at = tile * c.BLOCK + inside
         inner = (inside < c.BLOCK) & (at < S)
         row = (batch * S + at) * c.HEADS + head
-        keys = load_rows(key, row, inner, KEY)
-        values = load_rows(value, row, inner, VALUE)
+        keys = load_rows(key, row, inner, c.WIDTH)
+        values = load_rows(value, row, inner, c.VALUE_WIDTH)
         # A tile's own tokens come first, and see a part of it.
         own = first + c.BLOCK if c.COPIES == 1 else stop
         begin = start * c.GROUP
@@ -233,8 +225,8 @@ def of_blocks(
             )  # fmt: skip
         dk, dv, _, _ = sums
         row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)
-        store_rows(dk_out, row, dk * scale_dk, inside >= 0, KEY)
-        store_rows(dv_out, row, dv, inside >= 0, VALUE)
+        store_rows(dk_out, row, dk * scale_dk, inside >= 0, c.WIDTH)
+        store_rows(dv_out, row, dv, inside >= 0, c.VALUE_WIDTH)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
@@ -247,8 +239,6 @@ def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
       dk_parts, dv_parts: float32 `[B * HEADS * items, KEYS, .]`.
       ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
     part = program % (c.KEYS // c.PART)
     program = program // (c.KEYS // c.PART)
@@ -258,15 +248,15 @@ def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
     end = tl.load(ends + program)
     inside = part * c.PART + tl.arange(0, c.PART)
     there = inside >= 0
-    dk_sum = tl.full([c.PART, KEY[1]], 0.0, tl.float32)
-    dv_sum = tl.full([c.PART, VALUE[1]], 0.0, tl.float32)
+    dk_sum = tl.full([c.PART, columns(c.WIDTH)], 0.0, tl.float32)
+    dv_sum = tl.full([c.PART, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     base = tl.cast(pair, tl.int64) * items
     for item in range(begin, end):
         row = (base + item) * c.KEYS + inside
-        dk_sum += load_rows(dk_parts, row, there, KEY)
-        dv_sum += load_rows(dv_parts, row, there, VALUE)
+        dk_sum += load_rows(dk_parts, row, there, c.WIDTH)
+        dv_sum += load_rows(dv_parts, row, there, c.VALUE_WIDTH)
     at = tile * c.BLOCK + inside
     inner = (inside < c.BLOCK) & (at < S)
     row = (batch * S + at) * c.HEADS + head
-    store_rows(dk, row, dk_sum, inner, KEY)
-    store_rows(dv, row, dv_sum, inner, VALUE)
+    store_rows(dk, row, dk_sum, inner, c.WIDTH)
+    store_rows(dv, row, dv_sum, inner, c.VALUE_WIDTH)

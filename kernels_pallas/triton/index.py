@@ -35,7 +35,6 @@ def ordered(score):
 
 @triton.jit
 def _walk(rows, key, at, begin, end, S, best, c, MASKED):
-    KEY: tl.constexpr = c.KEY
     PARTS: tl.constexpr = c.POOL // c.KEYS
     inside = tl.arange(0, c.KEYS)
     slot = tl.arange(0, c.BEST)
@@ -45,9 +44,9 @@ def _walk(rows, key, at, begin, end, S, best, c, MASKED):
         for i in range(0, c.BEST * PARTS):
             row = first * c.POOL + i * c.KEYS + inside
             if MASKED:
-                keys = load_columns(key, row, row < S, KEY)
+                keys = load_columns(key, row, row < S, c.WIDTH)
             else:
-                keys = load_all_columns(key, row, KEY)
+                keys = load_all_columns(key, row, c.WIDTH)
             product = tl.dot(rows, keys, input_precision=c.PRECISION)
             if MASKED:
                 seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
@@ -73,7 +72,6 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
       position: int32 `[B, T]`, negative: padding.
       out: int32 `[B, T, HEADS, N]`.
     """
-    KEY: tl.constexpr = c.KEY
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch = (program // tiles).to(tl.int64)
@@ -85,14 +83,14 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     at = tl.load(position + item)
     at = tl.where(real, at, -1)
     place = item * c.HEADS + head
-    rows = load_rows(query, place, real, KEY)
+    rows = load_rows(query, place, real, c.WIDTH)
 
     end = tl.max(at // (c.POOL * c.ENTRY) + 1, axis=0)
     end = tl.where(tl.max(at, axis=0) >= 0, end, 0)
     lowest = tl.min(tl.where(at >= 0, at, HIGHEST - 1), axis=0)
     # Up to here each query sees all keys of a block.
     plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
-    key += batch * S * KEY[0]
+    key += batch * S * c.WIDTH
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
     borders = 0, plain, end
     for part in tl.static_range(2):
@@ -115,7 +113,6 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
       query, key, position: as of `index_blocks`.
       out: float32 `[B, count, HEADS or 1, blocks]`; written where a key is seen.
     """
-    KEY: tl.constexpr = c.KEY
     MADE: tl.constexpr = c.KEYS // c.POOL
     tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)
     program = tl.program_id(0)
@@ -126,10 +123,10 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
     real = (local < count) & (head < c.HEADS)
     item = batch * T + tl.minimum(first + local, T - 1)
     at = tl.where(real, tl.load(position + item), -1)
-    rows = load_rows(query, item * c.HEADS + head, real, KEY)
+    rows = load_rows(query, item * c.HEADS + head, real, c.WIDTH)
     seen = tl.minimum((at + 1) // c.ENTRY, S)
     end = tl.minimum(chunk * c.CHUNK + c.CHUNK, tl.max(seen, axis=0))
-    key += batch * S * KEY[0]
+    key += batch * S * c.WIDTH
     inside = tl.arange(0, c.KEYS)
     if c.SUM:
         list_tokens = tile * c.TOKENS + tl.arange(0, c.TOKENS)
@@ -142,7 +139,7 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
         sees = seen
     for begin in range(chunk * c.CHUNK, end, c.KEYS):
         row = begin + inside
-        keys = load_columns(key, row, row < S, KEY)
+        keys = load_columns(key, row, row < S, c.WIDTH)
         scores = tl.dot(rows, keys, input_precision=c.PRECISION)
         if c.RELU:
             scores = tl.maximum(scores, 0.0)

@@ -11,7 +11,6 @@ from kernels_pallas.triton.tiling import (
     SPARE,
     WIDE,
     Tiling,
-    padded,
     power,
     precision,
     smem_of,
@@ -77,13 +76,13 @@ def why_not(sizes: IndexSizes) -> str | None:
 
 
 class Index(NamedTuple):
-    """Of the kernels of `index.py`; KEY as of `descriptions.Attention`."""
+    """What is compiled into the kernels of `index.py`."""
 
     HEADS: int
     HEAD_ROWS: int
     TOKENS: int
     ROWS: int
-    KEY: tuple[int, int]
+    WIDTH: int
     POOL: int
     KEYS: int
     ENTRY: int
@@ -106,7 +105,7 @@ def _index(sizes: IndexSizes, rows: int, keys: int, **more: int) -> Index:
         HEAD_ROWS=heads,
         TOKENS=tokens,
         ROWS=tokens * heads,
-        KEY=padded(sizes.width),
+        WIDTH=sizes.width,
         POOL=sizes.pool,
         KEYS=keys,
         ENTRY=sizes.entry,
@@ -266,13 +265,12 @@ def loss_why_not(sizes: LossSizes) -> str | None:
 
 
 class Loss(NamedTuple):
-    """Of the kernels of `index_kl.py`; KEY as of `descriptions.Attention`, TARGET: of a block."""
+    """What is compiled into the kernels of `index_kl.py`."""
 
     INDEX_HEADS: int
     N: int
     BLOCK: int
-    KEY: tuple[int, int] = (0, 0)
-    TARGET: tuple[int, int] = (0, 0)
+    WIDTH: int = 0
     SEGMENT: int = 0
     PRECISION: str = ""
     ROWS: int = 0
@@ -312,7 +310,7 @@ def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
         (Array(of_entries, "float32"), Array((*of_entries[:3], sizes.n * sizes.block), dtype)),
         _over_lists(
             sizes,
-            padded(sizes.D),
+            sizes.D,
             HEADS=sizes.Hkv,
             GROUP=sizes.group,
             GROUP_ROWS=group,
@@ -334,20 +332,19 @@ def kl_entries(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
         sizes.programs,
         (*sizes.lengths, sizes.index_scale),
         (of_entries, of_entries, of_entries),
-        _over_lists(sizes, padded(sizes.index_width), ROWS=rows),
+        _over_lists(sizes, sizes.index_width, ROWS=rows),
         warps,
         stages,
     )
 
 
-def _over_lists(sizes: LossSizes, key: tuple[int, int], **more: int) -> Loss:
-    """Of a kernel over query lists; `key`: of its rows."""
+def _over_lists(sizes: LossSizes, width: int, **more: int) -> Loss:
+    """Of a kernel over query lists whose rows have this width."""
     return Loss(
         INDEX_HEADS=sizes.index_heads,
         N=sizes.n,
         BLOCK=sizes.block,
-        KEY=key,
-        TARGET=(sizes.block, sizes.block),
+        WIDTH=width,
         SEGMENT=SEGMENT,
         PRECISION=precision(sizes.index_dtype),
         **more,
@@ -380,7 +377,7 @@ def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
         sizes.programs,
         (*sizes.lengths, sizes.index_scale),
         (Array(queries, dtype), Array(keys, "float32")),
-        _over_lists(sizes, padded(sizes.index_width), ROWS=rows),
+        _over_lists(sizes, sizes.index_width, ROWS=rows),
         warps,
         stages,
     )
@@ -394,7 +391,7 @@ def kl_query_sums(sizes: LossSizes) -> TritonKernel:
         cdiv(sizes.queries, 32),
         (sizes.queries,),
         (Array(shape, sizes.index_dtype),),
-        Loss(sizes.index_heads, sizes.n, sizes.block, padded(sizes.index_width), QUERIES=32),
+        Loss(sizes.index_heads, sizes.n, sizes.block, sizes.index_width, QUERIES=32),
     )
 
 
@@ -405,5 +402,5 @@ def index_key_merge(sizes: LossSizes) -> TritonKernel:
         sizes.B * sizes.tiles * (sizes.block // MERGED_ROWS),
         (sizes.S, sizes.tiles, sizes.items),
         (Array((sizes.B, sizes.S, sizes.index_width), sizes.index_dtype),),
-        Loss(sizes.index_heads, 0, sizes.block, padded(sizes.index_width), PART=MERGED_ROWS),
+        Loss(sizes.index_heads, 0, sizes.block, sizes.index_width, PART=MERGED_ROWS),
     )

@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_pallas.triton.rows import (
     LOG2E,
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
     store_rows,
@@ -64,7 +65,6 @@ def kl_targets(
       masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
     """
-    KEY: tl.constexpr = c.KEY
     at_row, batch, head, tile, begin, end = _part_of(
         tl.program_id(0), starts, ends, tile_of, tiles, items, c
     )
@@ -73,7 +73,7 @@ def kl_targets(
         inside = tl.arange(0, c.BLOCK)
         token = tile * c.BLOCK + inside
         kv_head = head * c.HEADS // c.INDEX_HEADS
-        keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, KEY)
+        keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, c.WIDTH)
         row = tl.arange(0, c.TOKENS * c.GROUP_ROWS)
         member = row % c.GROUP_ROWS
         # What a step needs after its product is asked for a step before, its entries before that.
@@ -95,7 +95,7 @@ def kl_targets(
             chosen = _entries(order, at, end, c.TOKENS, c.GROUP_ROWS) // c.N
             number = ((batch * T + chosen) * c.INDEX_HEADS + head) * c.GROUP + member
             real = (at + row // c.GROUP_ROWS < end) & (member < c.GROUP)
-            rows = load_columns(query, number, real, KEY)
+            rows = load_columns(query, number, real, c.WIDTH)
             # Of what sees nothing every probability is exp2(-inf).
             lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
             here = at + tl.arange(0, c.TOKENS) < end
@@ -128,34 +128,32 @@ def kl_entries(
       targets, position, order, ..: as of `kl_targets`.
       maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
     """
-    KEY: tl.constexpr = c.KEY
-    TARGET: tl.constexpr = c.TARGET
     at_row, batch, head, tile, begin, end = _part_of(
         tl.program_id(0), starts, ends, tile_of, tiles, items, c
     )
     if tile < tiles:
         order += at_row * entries
         token = tile * c.BLOCK + tl.arange(0, c.BLOCK)
-        columns = load_columns(index_key, batch * S + token, token < S, KEY)
+        key_columns = load_columns(index_key, batch * S + token, token < S, c.WIDTH)
         step = tl.arange(0, c.ROWS)
         entry = _entries(order, begin, end, c.ROWS, 1)
         following = _entries(order, begin + c.ROWS, end, c.ROWS, 1)
         to = ((batch * T + entry // c.N) * c.INDEX_HEADS + head) * c.N + entry % c.N
-        kept = load_rows(targets, to, begin + step < end, TARGET)
+        kept = load_rows(targets, to, begin + step < end, c.BLOCK)
         upto = tl.load(position + batch * T + entry // c.N)
         for at in range(begin, end, c.ROWS):  # asked for ahead as in `kl_targets`
             item = batch * T + following // c.N
             later = (item * c.INDEX_HEADS + head) * c.N + following % c.N
-            next_kept = load_rows(targets, later, at + c.ROWS + step < end, TARGET)
+            next_kept = load_rows(targets, later, at + c.ROWS + step < end, c.BLOCK)
             next_upto = tl.load(position + item)
             after = _entries(order, at + 2 * c.ROWS, end, c.ROWS, 1)
             here = at + step < end
             chosen = _entries(order, at, end, c.ROWS, 1)
             number = (batch * T + chosen // c.N) * c.INDEX_HEADS + head
-            rows = load_rows(index_query, number, here, KEY)
+            rows = load_rows(index_query, number, here, c.WIDTH)
             to = number * c.N + chosen % c.N
             t = kept.to(tl.float32)
-            z = tl.dot(rows, columns, input_precision=c.PRECISION) * index_scale
+            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             # t is 0 where nothing is seen.
             apart = tl.log(tl.where(t > 0, t, 1.0)) - tl.where(seen, z, 0.0)
@@ -228,8 +226,6 @@ def kl_gradients(
       query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, of a gradient of 1, written where listed.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """
-    KEY: tl.constexpr = c.KEY
-    TARGET: tl.constexpr = c.TARGET
     program = tl.program_id(0)
     at_row, batch, head, tile, begin, end = _part_of(
         program, starts, ends, tile_of, tiles, items, c
@@ -240,32 +236,32 @@ def kl_gradients(
         inside = tl.arange(0, c.BLOCK)
         token = tile * c.BLOCK + inside
         at_keys = batch * S + token
-        columns = load_columns(index_key, at_keys, token < S, KEY)
-        keys = load_rows(index_key, at_keys, token < S, KEY).to(to_dtype)
-        total = tl.full([c.BLOCK, KEY[1]], 0.0, tl.float32)
+        key_columns = load_columns(index_key, at_keys, token < S, c.WIDTH)
+        keys = load_rows(index_key, at_keys, token < S, c.WIDTH).to(to_dtype)
+        total = tl.full([c.BLOCK, columns(c.WIDTH)], 0.0, tl.float32)
         for at in range(begin, end, c.ROWS):
             place = at + tl.arange(0, c.ROWS)
             here = place < end
             entry = tl.load(order + place, mask=here, other=0)
             item = batch * T + entry // c.N
             number = item * c.INDEX_HEADS + head
-            rows = load_rows(index_query, number, here, KEY)
+            rows = load_rows(index_query, number, here, c.WIDTH)
             to = number * c.N + entry % c.N
-            t = load_rows(targets, to, here, TARGET).to(tl.float32)
+            t = load_rows(targets, to, here, c.BLOCK).to(tl.float32)
             upto = tl.load(position + item, mask=here, other=-1)
             normal = tl.load(index_lse + number, mask=here, other=float("inf"))
             whole = tl.load(mass + number, mask=here, other=0.0)
             weight = tl.load(grad + number, mask=here, other=0.0)
-            z = tl.dot(rows, columns, input_precision=c.PRECISION) * index_scale
+            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             p = tl.where(seen, tl.exp(z - normal[:, None]), 0.0)
             change = ((p * whole[:, None] - t) * index_scale).to(to_dtype)
             product = tl.dot(change, keys, input_precision=c.PRECISION)
-            store_rows(query_partials, to, product, here, KEY)
+            store_rows(query_partials, to, product, here, c.WIDTH)
             rows = (rows.to(tl.float32) * weight[:, None]).to(to_dtype)
             total = tl.dot(tl.trans(change), rows, total, input_precision=c.PRECISION)
         row = tl.cast(program, tl.int64) * c.BLOCK + inside
-        store_rows(key_partials, row, total, inside >= 0, KEY)
+        store_rows(key_partials, row, total, inside >= 0, c.WIDTH)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -274,16 +270,15 @@ def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr
 
     Programs: ceil(count / QUERIES). Args as of `kl_loss` and `kl_gradients`.
     """
-    KEY: tl.constexpr = c.KEY
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count
-    total = tl.full([c.QUERIES, KEY[1]], 0.0, tl.float32)
+    total = tl.full([c.QUERIES, columns(c.WIDTH)], 0.0, tl.float32)
     for slot in range(c.N):
         there = _listed(indices, position, number, real, c, slot)
-        part = load_rows(partials, number * c.N + slot, there, KEY)
+        part = load_rows(partials, number * c.N + slot, there, c.WIDTH)
         total += part.to(tl.float32)
     total *= tl.load(grad + number, mask=real, other=0.0)[:, None]
-    store_rows(out, number, total, real, KEY)
+    store_rows(out, number, total, real, c.WIDTH)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
@@ -296,18 +291,17 @@ def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
       partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`; ends: int32
         `[B * INDEX_HEADS, tiles]`.
     """
-    KEY: tl.constexpr = c.KEY
     program = tl.program_id(0)
     part = program % (c.BLOCK // c.PART)
     program = program // (c.BLOCK // c.PART)
     tile, batch = program % tiles, (program // tiles).to(tl.int64)
     inside = part * c.PART + tl.arange(0, c.PART)
-    total = tl.full([c.PART, KEY[1]], 0.0, tl.float32)
+    total = tl.full([c.PART, columns(c.WIDTH)], 0.0, tl.float32)
     for head in range(c.INDEX_HEADS):
         list_row = batch * c.INDEX_HEADS + head
         at = ends + list_row * tiles + tile
         for item in range(tl.load(at - 1, mask=tile > 0, other=0), tl.load(at)):
             row = (list_row * items + item) * c.BLOCK + inside
-            total += load_rows(partials, row, inside >= 0, KEY)
+            total += load_rows(partials, row, inside >= 0, c.WIDTH)
     at = tile * c.BLOCK + inside
-    store_rows(out, batch * S + at, total, at < S, KEY)
+    store_rows(out, batch * S + at, total, at < S, c.WIDTH)

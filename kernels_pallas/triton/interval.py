@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_all_columns,
     load_all_rows,
     load_columns,
@@ -63,21 +64,19 @@ def _borders(low, high, S, c):
 @triton.jit
 def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED):
     """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`."""
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     low, high, least, beyond = bounds
     inside = tl.arange(0, c.KEYS)
     for block in range(begin, end, c.KEYS):
         skip = tl.cast(block, tl.int64) * c.HEADS
-        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
+        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * c.HEADS, inner, KEY)
-            values = load_rows(values_at, inside * c.HEADS, inner, VALUE)
+            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
+            values = load_rows(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
         else:
-            keys = load_all_columns(keys_at, inside * c.HEADS, KEY)
-            values = load_all_rows(values_at, inside * c.HEADS, VALUE)
+            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
+            values = load_all_rows(values_at, inside * c.HEADS, c.VALUE_WIDTH)
         logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
         if MASKED:
             at = block + inside
@@ -100,16 +99,14 @@ def forward(
       scale: of the logits, times log2(e).
       out: `[B, T, H, VALUE_WIDTH]`: gate * O + added; lse: float32 `[B, T, H]`, natural.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     batch, head, row, there, low, high = _tile(first, last, T, c)
-    rows = load_rows(query, row, low < high, KEY)
+    rows = load_rows(query, row, low < high, c.WIDTH)
     origin = batch * S * c.HEADS + head
-    key += origin * KEY[0]
-    value += origin * VALUE[0]
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
     least, beyond, borders = _borders(low, high, S, c)
     bounds = low, high, least, beyond
-    state = softmax_start(c.ROWS, VALUE[1])
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for part in tl.static_range(3):
         start, stop = borders[part], borders[part + 1]
         of_part = rows, key, value, bounds, start, stop, scale, state
@@ -119,21 +116,19 @@ def forward(
 
 @triton.jit
 def _dq_walk(rows, do_rows, key, value, bounds, begin, end, scale, statistics, acc, c, MASKED):
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     low, high, least, beyond = bounds
     inside = tl.arange(0, c.KEYS)
     for block in range(begin, end, c.KEYS):
         skip = tl.cast(block, tl.int64) * c.HEADS
-        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
+        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * c.HEADS, inner, KEY)
-            values = load_columns(values_at, inside * c.HEADS, inner, VALUE)
+            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
+            values = load_columns(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
         else:
-            keys = load_all_columns(keys_at, inside * c.HEADS, KEY)
-            values = load_all_columns(values_at, inside * c.HEADS, VALUE)
+            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
+            values = load_all_columns(values_at, inside * c.HEADS, c.VALUE_WIDTH)
         ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
         if MASKED:
             at = block + inside
@@ -158,18 +153,16 @@ def dq(
       scale_dq: the scale itself.
       out: `[B, T, H, WIDTH]`: dq + added.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     batch, head, row, there, low, high = _tile(first, last, T, c)
     sees = low < high
-    rows = load_rows(query, row, sees, KEY)
-    do_rows = load_rows(do, row, sees, VALUE)
+    rows = load_rows(query, row, sees, c.WIDTH)
+    do_rows = load_rows(do, row, sees, c.VALUE_WIDTH)
     statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
     origin = batch * S * c.HEADS + head
-    key += origin * KEY[0]
-    value += origin * VALUE[0]
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
     least, beyond, borders = _borders(low, high, S, c)
-    acc = tl.full([c.ROWS, KEY[1]], 0.0, tl.float32)
+    acc = tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
     bounds = low, high, least, beyond
     for part in tl.static_range(3):
         start, stop = borders[part], borders[part + 1]

@@ -56,52 +56,52 @@ def _scale_place(at, head, c, PER_PAGE):
 
 
 @triton.jit
-def _store(rows, pages, scale, at, head, c, PER_PAGE, ROW, FP8):
-    """`pages[at] = rows`, `[1, columns]`, of one head; ROW: width and columns."""
+def _store(rows, pages, scale, at, head, c, PER_PAGE, WIDTH, FP8):
+    """`pages[at] = rows`, `[1, columns]`, of one head."""
     one = tl.arange(0, 1)
     if FP8:
         rows, scales = _rounded(rows.to(tl.float32))
         tl.store(scale + _scale_place(at, head, c, PER_PAGE) + one, scales)
-    store_rows(pages, at * c.HEADS + head + one, rows, one == 0, ROW)
+    store_rows(pages, at * c.HEADS + head + one, rows, one == 0, WIDTH)
 
 
 @triton.jit
-def _store_token(new, pages, scale, token, at, head, c, ROW):
+def _store_token(new, pages, scale, token, at, head, c, WIDTH):
     """`pages[at] = new[token]` of one head."""
     one = tl.arange(0, 1)
-    row = load_rows(new, token * c.HEADS + head + one, one == 0, ROW)
-    _store(row, pages, scale, at, head, c, c.PAGE, ROW, c.FP8)
+    row = load_rows(new, token * c.HEADS + head + one, one == 0, WIDTH)
+    _store(row, pages, scale, at, head, c, c.PAGE, WIDTH, c.FP8)
 
 
 @triton.jit
-def _keep_token(new, recent, token, slot, position, head, c, ROW):
+def _keep_token(new, recent, token, slot, position, head, c, WIDTH):
     """The token to its row's ring."""
     one = tl.arange(0, 1)
-    row = load_rows(new, token * c.HEADS + head + one, one == 0, ROW)
+    row = load_rows(new, token * c.HEADS + head + one, one == 0, WIDTH)
     at = slot.to(tl.int64) * c.RING + position % c.RING
-    store_rows(recent, at * c.HEADS + head + one, row, one == 0, ROW)
+    store_rows(recent, at * c.HEADS + head + one, row, one == 0, WIDTH)
 
 
 @triton.jit
 def _store_mean(
     new, raw, raw_scale, recent, compressed, compressed_scale, token, begin, slot, R, table,
-    position, at, head, P, c, ROW, FP8_MEAN,
+    position, at, head, P, c, WIDTH, FP8_MEAN,
 ):  # fmt: skip
     """The mean of the tokens up to `token`, in the page of it: the entry `at` of `raw`."""
     back = tl.arange(0, c.BLOCK_ROWS)
     inside = back < c.COMPRESS_BLOCK
     mine = token - c.COMPRESS_BLOCK + 1 + back
-    rows = load_rows(new, mine * c.HEADS + head, inside & (mine >= begin), ROW)
+    rows = load_rows(new, mine * c.HEADS + head, inside & (mine >= begin), WIDTH)
     older = inside & (mine < begin)
     entry = tl.maximum(position - c.COMPRESS_BLOCK + 1 + back, 0)
     place = entry_place(table, entry, older, P, c.PAGE)
-    stored = load_rows(raw, place * c.HEADS + head, older, ROW)
+    stored = load_rows(raw, place * c.HEADS + head, older, WIDTH)
     if c.FP8:
         scales = _scale_place(place, head, c, c.PAGE)
         scales = tl.load(raw_scale + scales, mask=older, other=0.0)
         stored = _restored(stored, scales, recent)
         kept_at = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * c.RING + entry % c.RING
-        kept = load_rows(recent, kept_at * c.HEADS + head, older, ROW).to(tl.float32)
+        kept = load_rows(recent, kept_at * c.HEADS + head, older, WIDTH).to(tl.float32)
         most = tl.abs(stored) * NEAR + scales[:, None] * LEAST_NEAR
         known = tl.min((tl.abs(kept - stored) <= most).to(tl.int32), axis=1)
         stored = tl.where((known > 0)[:, None], kept, stored)
@@ -111,7 +111,7 @@ def _store_mean(
     to = at // c.PAGE * PER_PAGE + position % c.PAGE // c.COMPRESS_STRIDE
     if c.FP8:
         mean = mean.to(recent.dtype.element_ty)
-    _store(mean, compressed, compressed_scale, to, head, c, PER_PAGE, ROW, FP8_MEAN)
+    _store(mean, compressed, compressed_scale, to, head, c, PER_PAGE, WIDTH, FP8_MEAN)
 
 
 @triton.jit(do_not_specialize=["N", "B", "M", "P", "R"])
@@ -136,8 +136,6 @@ def append(
         .]`; slots: int32 `[B]`, read if `SLOTS`; all of pages in `FP8`.
       WRITES, KEEPS: whether pages are written, and rings.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
     token = (program // c.HEADS).to(tl.int64)
     head = program % c.HEADS
@@ -167,13 +165,14 @@ def append(
     sliding_scales = sliding_key_scale, sliding_value_scale
     raw_scales = raw_key_scale, raw_value_scale
     scales = selected_scales + sliding_scales + raw_scales
+    widths: tl.constexpr = (c.WIDTH, c.VALUE_WIDTH)
     raw, recent = (raw_key, raw_value), (recent_key, recent_value)
     compressed_pages = compressed_key_pages, compressed_value_pages
     if c.WRITES & (page >= 0):
         at = page.to(tl.int64) * c.PAGE + position % c.PAGE
         for i in tl.static_range(6 if c.SEPARATE else 2):
             of_token = new[i], pages[i], scales[i], token, at, head
-            _store_token(*of_token, c, VALUE if i % 2 else KEY)
+            _store_token(*of_token, c, widths[i % 2])
         if c.MEANS:
             into = position - c.COMPRESS_BLOCK + 1
             if (into >= 0) & (into % c.COMPRESS_STRIDE == 0):
@@ -182,9 +181,9 @@ def append(
                     means = compressed_pages[i], compressed_value_scale
                     of_window = token, begin, slot, R, table, position, at, head, P
                     of_all = arrays + means + of_window
-                    _store_mean(*of_all, c, VALUE if i else KEY, c.FP8 if i else False)
+                    _store_mean(*of_all, c, widths[i], c.FP8 if i else False)
     if c.FP8 & c.KEEPS:
         if (page >= 0) & (position >= length - c.RING) & (slot >= 0) & (slot < R):
             for i in tl.static_range(2):
                 of_ring = raw[i], recent[i], token, slot, position, head
-                _keep_token(*of_ring, c, VALUE if i else KEY)
+                _keep_token(*of_ring, c, widths[i])

@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_pallas.triton.index import ordered
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
     softmax_start,
@@ -73,7 +74,6 @@ def scores(
       most: tokens that a row's table has room for; blocks: of these.
       out: float32 `[tokens, HEADS or 1, blocks]`; written where a key is seen.
     """
-    KEY: tl.constexpr = c.KEY
     program = tl.program_id(0)
     token = program % tokens  # those of a row read its keys at about the same time
     first = program // tokens * c.CHUNK
@@ -81,7 +81,7 @@ def scores(
     seen = (at + 1) // c.ENTRY
     head = tl.arange(0, c.ROWS)
     inside = tl.arange(0, c.KEYS)
-    mine = load_rows(query, token * c.HEADS + head, head < c.HEADS, KEY)
+    mine = load_rows(query, token * c.HEADS + head, head < c.HEADS, c.WIDTH)
     table = page_table + row * M
     MADE: tl.constexpr = c.KEYS // c.POOL
     LISTS: tl.constexpr = 1 if c.SUM else c.HEADS
@@ -89,7 +89,7 @@ def scores(
     for begin in range(first, tl.minimum(first + c.CHUNK, seen), c.KEYS):
         index = begin + inside
         page, at_page, there = _entries(table, index, index < seen, P, c.PER_PAGE)
-        keys = load_columns(pages, page * stride + at_page, there, KEY)
+        keys = load_columns(pages, page * stride + at_page, there, c.WIDTH)
         product = tl.dot(mine, keys, input_precision=c.PRECISION)
         if c.RELU:
             product = tl.maximum(product, 0.0)
@@ -302,8 +302,6 @@ def partials(
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     program = tl.program_id(0)
     part, item = program % c.PARTS, program // c.PARTS
     token, pair = item // c.PAIRS, item % c.PAIRS
@@ -317,10 +315,10 @@ def partials(
     member = tl.arange(0, c.ROWS)
     number = item.to(tl.int64) * c.GROUP + member
     real = member < c.GROUP
-    heads = load_rows(query, number, real, KEY)
+    heads = load_rows(query, number, real, c.WIDTH)
     table = page_table + row * M
     inside = tl.arange(0, c.KEYS)
-    state = softmax_start(c.ROWS, VALUE[1])
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     end = min(part * c.SPLIT + c.SPLIT, (c.N + c.TAIL) * c.BLOCK)
     for begin in range(part * c.SPLIT, end, c.KEYS):
         key_of_list = begin + inside
@@ -333,9 +331,9 @@ def partials(
         index = tl.where(named, block, 0) * c.BLOCK + key_of_list % c.BLOCK
         page, at_page, there = _entries(table, index, named & (index <= at), P, c.PAGE)
         place = (page * key_stride + at_page) * c.HEADS + head
-        keys = load_columns(key, place, there, KEY)
+        keys = load_columns(key, place, there, c.WIDTH)
         place = (page * value_stride + at_page) * c.HEADS + head
-        values = load_rows(value, place, there, VALUE)
+        values = load_rows(value, place, there, c.VALUE_WIDTH)
         logits = tl.dot(heads, keys, input_precision=c.PRECISION) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
         state = softmax_step(logits, values, state, c.PRECISION)
@@ -343,7 +341,7 @@ def partials(
     to = number * c.PARTS + part
     tl.store(maxima + to, top, mask=real)
     tl.store(sums + to, total, mask=real)
-    store_rows(outputs, to, acc, real, VALUE)
+    store_rows(outputs, to, acc, real, c.VALUE_WIDTH)
 
 
 @triton.jit
@@ -354,11 +352,10 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
       maxima, sums, outputs: of `partials`.
       out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`; lse: float32 `[tokens, PAIRS * GROUP]`, natural.
     """
-    VALUE: tl.constexpr = c.VALUE
     member = tl.arange(0, c.ROWS)
     number = tl.program_id(0).to(tl.int64) * c.GROUP + member
     real = member < c.GROUP
-    top, total, acc = softmax_start(c.ROWS, VALUE[1])
+    top, total, acc = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for part in range(c.PARTS):
         at = number * c.PARTS + part
         theirs = tl.load(maxima + at, mask=real, other=NEGATIVE_INFINITY)
@@ -366,7 +363,7 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
         base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
         less, weight = tl.exp2(top - base), tl.exp2(theirs - base)
         total = total * less + tl.load(sums + at, mask=real, other=0.0) * weight
-        rows = load_rows(outputs, at, real, VALUE)
+        rows = load_rows(outputs, at, real, c.VALUE_WIDTH)
         acc = acc * less[:, None] + rows * weight[:, None]
         top = larger
     state = top, total, acc

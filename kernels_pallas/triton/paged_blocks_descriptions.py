@@ -6,7 +6,7 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.specs.tile import SMS
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, padded, power, precision
+from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power, precision
 
 SPLIT = 256  # keys of a part of a list; of wide heads half as many
 CHUNK = 1024  # keys that a program scores; half as many where programs are few
@@ -46,11 +46,11 @@ APART = "reads pages whose tokens lie in memory one after the other"
 
 
 class PagedScores(NamedTuple):
-    """What is compiled into `paged_blocks.scores`; KEY as of `descriptions.Attention`."""
+    """What is compiled into `paged_blocks.scores`."""
 
     HEADS: int
     ROWS: int
-    KEY: tuple[int, int]
+    WIDTH: int
     POOL: int
     ENTRY: int
     PER_PAGE: int
@@ -139,7 +139,7 @@ class PagedIndex(NamedTuple):
             PagedScores(
                 HEADS=self.heads,
                 ROWS=rows,
-                KEY=padded(self.width),
+                WIDTH=self.width,
                 POOL=self.pool,
                 ENTRY=self.entry,
                 PER_PAGE=sizes.page // self.entry,
@@ -277,13 +277,13 @@ class Best(NamedTuple):
 
 
 class PagedAttention(NamedTuple):
-    """Of `partials` and `merge`; KEY and VALUE as of `descriptions.Attention`."""
+    """What is compiled into `partials` and `merge`."""
 
     GROUP: int
     ROWS: int
     PARTS: int
-    VALUE: tuple[int, int]
-    KEY: tuple[int, int] = (0, 0)
+    VALUE_WIDTH: int
+    WIDTH: int = 0
     HEADS: int = 0
     PAIRS: int = 0
     SCOPES: int = 0
@@ -394,7 +394,7 @@ class PagedBlocks(NamedTuple):
                 HEADS=self.Hkv,
                 PAIRS=self.pairs,
                 SCOPES=self.scopes,
-                KEY=padded(self.D),
+                WIDTH=self.D,
                 N=self.n,
                 BLOCK=self.block,
                 PAGE=sizes.page,
@@ -421,4 +421,4 @@ class PagedBlocks(NamedTuple):
         )
 
     def _constants(self, rows: int, **sizes: Any) -> PagedAttention:
-        return PagedAttention(self.group, rows, self.parts, padded(self.Dv), **sizes)
+        return PagedAttention(self.group, rows, self.parts, self.Dv, **sizes)

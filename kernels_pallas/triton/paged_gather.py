@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.decode import entry_place
-from kernels_pallas.triton.rows import load_rows, store_rows
+from kernels_pallas.triton.rows import columns, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["M", "P", "S", "reach", "margin"])
@@ -32,8 +32,6 @@ def gather(
       key, value: `[B, S, .._ELEMENTS]`.
       LAST: `S` are those of a row's last page alone, and FIRST is 0.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     entry = tl.program_id(0) % tiles * c.ENTRIES + tl.arange(0, c.ENTRIES)
@@ -46,22 +44,22 @@ def gather(
     written = there & (token >= length - reach - margin)
     seen = written & (token + c.BLOCK <= length) & (token >= length - reach)
     place = entry_place(page_table + row * M, entry + c.FIRST, seen, P, c.PER_PAGE)
-    found = load_rows(key_pages, place, seen, KEY)
+    found = load_rows(key_pages, place, seen, c.KEY_WIDTH)
     if c.KEY_FP8:
-        scales = _scales(key_scale, place, seen, KEY, c)
+        scales = _scales(key_scale, place, seen, c.KEY_WIDTH, c)
         found = found.to(tl.float32) * scales
-    store_rows(key, into, found, written, KEY)
-    found = load_rows(value_pages, place, seen, VALUE)
+    store_rows(key, into, found, written, c.KEY_WIDTH)
+    found = load_rows(value_pages, place, seen, c.VALUE_WIDTH)
     if c.VALUE_FP8:
-        scales = _scales(value_scale, place, seen, VALUE, c)
+        scales = _scales(value_scale, place, seen, c.VALUE_WIDTH, c)
         found = found.to(tl.float32) * scales
-    store_rows(value, into, found, written, VALUE)
+    store_rows(value, into, found, written, c.VALUE_WIDTH)
 
 
 @triton.jit
-def _scales(scale, place, seen, ROW, c):
+def _scales(scale, place, seen, WIDTH, c):
     """float32 `[entries, columns]`."""
-    head = tl.arange(0, ROW[1]) // (ROW[0] // c.HEADS)
+    head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
     at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
     mask = seen[:, None] & (head < c.HEADS)[None, :]
     return tl.load(scale + at[:, None] + head[None, :] * c.PER_PAGE, mask=mask, other=0.0)

@@ -12,6 +12,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
+@triton.constexpr_function
+def columns(width):
+    """Of a tile of rows of this width: the least power of two that a product takes (`tiling`)."""
+    return max(triton.next_power_of_2(width), 16)
+
+
 @triton.jit
 def pair_of(pair, HEADS):
     """Batch row and key/value head, 64-bit: offsets go beyond 2**31."""
@@ -19,53 +25,51 @@ def pair_of(pair, HEADS):
 
 
 @triton.jit
-def load_rows(array, row, mask, ROW):
-    """`[rows, columns]` of the `[.., width]` array, `ROW`: width and columns, a power of two; zeros
-    where the mask is not set.
-    """
-    column = tl.arange(0, ROW[1])
-    at = array + row[:, None] * ROW[0] + column[None, :]
-    if ROW[0] == ROW[1]:
+def load_rows(array, row, mask, WIDTH):
+    """`[rows, columns]` of the `[.., WIDTH]` array; zeros where the mask is not set."""
+    column = tl.arange(0, columns(WIDTH))
+    at = array + row[:, None] * WIDTH + column[None, :]
+    if WIDTH == columns(WIDTH):
         return tl.load(at, mask=mask[:, None], other=0.0)
-    return tl.load(at, mask=mask[:, None] & (column < ROW[0])[None, :], other=0.0)
+    return tl.load(at, mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_columns(array, row, mask, ROW):
+def load_columns(array, row, mask, WIDTH):
     """The transpose of `load_rows`: `[columns, rows]`."""
-    column = tl.arange(0, ROW[1])
-    at = array + row[None, :] * ROW[0] + column[:, None]
-    if ROW[0] == ROW[1]:
+    column = tl.arange(0, columns(WIDTH))
+    at = array + row[None, :] * WIDTH + column[:, None]
+    if WIDTH == columns(WIDTH):
         return tl.load(at, mask=mask[None, :], other=0.0)
-    return tl.load(at, mask=mask[None, :] & (column < ROW[0])[:, None], other=0.0)
+    return tl.load(at, mask=mask[None, :] & (column < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
-def load_all_rows(array, row, ROW):
+def load_all_rows(array, row, WIDTH):
     """`load_rows` of rows that are all there."""
-    column = tl.arange(0, ROW[1])
-    at = array + row[:, None] * ROW[0] + column[None, :]
-    if ROW[0] == ROW[1]:
+    column = tl.arange(0, columns(WIDTH))
+    at = array + row[:, None] * WIDTH + column[None, :]
+    if WIDTH == columns(WIDTH):
         return tl.load(at)
-    return tl.load(at, mask=(column < ROW[0])[None, :], other=0.0)
+    return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_all_columns(array, row, ROW):
+def load_all_columns(array, row, WIDTH):
     """`load_columns` of rows that are all there."""
-    column = tl.arange(0, ROW[1])
-    at = array + row[None, :] * ROW[0] + column[:, None]
-    if ROW[0] == ROW[1]:
+    column = tl.arange(0, columns(WIDTH))
+    at = array + row[None, :] * WIDTH + column[:, None]
+    if WIDTH == columns(WIDTH):
         return tl.load(at)
-    return tl.load(at, mask=(column < ROW[0])[:, None], other=0.0)
+    return tl.load(at, mask=(column < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
-def store_rows(array, row, values, mask, ROW):
+def store_rows(array, row, values, mask, WIDTH):
     """Writes `[rows, columns]` where the mask is set."""
-    column = tl.arange(0, ROW[1])
-    at = array + row[:, None] * ROW[0] + column[None, :]
-    mask = mask[:, None] & (column < ROW[0])[None, :]
+    column = tl.arange(0, columns(WIDTH))
+    at = array + row[:, None] * WIDTH + column[None, :]
+    mask = mask[:, None] & (column < WIDTH)[None, :]
     tl.store(at, values.to(array.dtype.element_ty), mask=mask)
 
 
@@ -102,7 +106,6 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
     """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: what
     `softmax_step` returns.
     """
-    VALUE: tl.constexpr = c.VALUE
     most, total, acc = state
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -111,8 +114,8 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
     if c.GATED:
         acc *= tl.load(gate + row, mask=mask, other=0.0)[:, None]
     if c.ADDED:
-        acc += load_rows(added, row, mask, VALUE).to(tl.float32)
-    store_rows(out, row, acc, mask, VALUE)
+        acc += load_rows(added, row, mask, c.VALUE_WIDTH).to(tl.float32)
+    store_rows(out, row, acc, mask, c.VALUE_WIDTH)
     tl.store(lse + row, natural, mask=mask)
 
 
@@ -131,11 +134,10 @@ def logits_gradient(rows, do_rows, keys, values, statistics, scale, PRECISION):
 @triton.jit
 def store_dq(out, added, row, mask, acc, scale, c):
     """dq = scale * acc, plus the sum so far."""
-    KEY: tl.constexpr = c.KEY
     acc *= scale
     if c.ADDED:
-        acc += load_rows(added, row, mask, KEY).to(tl.float32)
-    store_rows(out, row, acc, mask, KEY)
+        acc += load_rows(added, row, mask, c.WIDTH).to(tl.float32)
+    store_rows(out, row, acc, mask, c.WIDTH)
 
 
 @triton.jit

@@ -48,7 +48,6 @@ def _walk(
     rows, key, lse_log2, low, high, base, own, begin, end, keys_end, scale, carried, best, c,
     MASKED,
 ):  # fmt: skip
-    KEY: tl.constexpr = c.KEY
     KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
     inside = tl.arange(0, KEYS)
     phase = inside % c.RATIO_ROWS
@@ -57,12 +56,12 @@ def _walk(
     token = tl.arange(0, c.RATIO_ROWS)  # `c` of the score
     weight = tl.where(token < c.RATIO, tl.minimum(-token + c.RATIO, c.COVER), 0).to(tl.float32)
     for first in range(begin, end, c.BLOCKS):
-        keys_at = key + tl.cast(first, tl.int64) * (c.RATIO * c.HEADS * KEY[0])
+        keys_at = key + tl.cast(first, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
         if MASKED or c.RATIO != c.RATIO_ROWS:
             inner = (phase < c.RATIO) & (first * c.RATIO + place < keys_end)
-            keys = load_rows(keys_at, place * c.HEADS, inner, KEY)
+            keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
         else:
-            keys = load_all_rows(keys_at, place * c.HEADS, KEY)
+            keys = load_all_rows(keys_at, place * c.HEADS, c.WIDTH)
         logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
         probs = tl.exp2(logits - lse_log2[None, :])
         if MASKED or c.RATIO != c.RATIO_ROWS:
@@ -110,7 +109,6 @@ def best_blocks(
         which its sequence begins.
       out: int32 `[B, T, HEADS, N]`.
     """
-    KEY: tl.constexpr = c.KEY
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch, head = pair_of(program // tiles, c.HEADS)
@@ -129,7 +127,7 @@ def best_blocks(
     high = tl.load(last + item_of)
     sees = real & (low < high)
     row = item_of * (c.HEADS * c.GROUP) + head * c.GROUP + head_of
-    rows = load_columns(query, row, sees, KEY)
+    rows = load_columns(query, row, sees, c.WIDTH)
     natural = tl.load(lse + row, mask=sees, other=float("-inf"))
     # Of what sees nothing every probability is exp2(-inf).
     lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
@@ -143,7 +141,7 @@ def best_blocks(
     plain = tl.where(lowest <= begin * c.RATIO, tl.maximum(plain, 0), 0)
     plain = tl.minimum(begin + plain // c.BLOCKS * c.BLOCKS, end)
 
-    key += (batch * count * c.HEADS + head) * KEY[0]
+    key += (batch * count * c.HEADS + head) * c.WIDTH
     best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
     carried = tl.full([c.TOKENS], 0.0, tl.float32)
     borders = begin, plain, end

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
     logits_gradient,
@@ -169,23 +170,21 @@ def forward(
       indices: int32 `[B, T, HEADS, N]`; position, key_start: int32 `[B, T]`.
       lists, counts: of `tile_block_lists`, read where TOKENS > 1.
     """
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
-    rows = load_rows(query, row, end > 0, KEY)
+    rows = load_rows(query, row, end > 0, c.WIDTH)
     origin = batch * S * c.HEADS + head
-    key += origin * KEY[0]
-    value += origin * VALUE[0]
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
     beyond = tl.minimum(tl.max(end, axis=0), S)
-    state = softmax_start(c.ROWS, VALUE[1])
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     place = batch * T + tile % T, tile, item, there, head
     arrays = indices, key_start, lists, counts
     start, lists, count, chosen = _lists_of(place, arrays, c)
     for i in range(count * c.PARTS):
         found, inside, at, inner = _block(lists, i, start, beyond, c)
         skip = tl.cast(found, tl.int64) * c.HEADS
-        keys = load_columns(key + skip * KEY[0], inside * c.HEADS, inner, KEY)
-        values = load_rows(value + skip * VALUE[0], inside * c.HEADS, inner, VALUE)
+        keys = load_columns(key + skip * c.WIDTH, inside * c.HEADS, inner, c.WIDTH)
+        values = load_rows(value + skip * c.VALUE_WIDTH, inside * c.HEADS, inner, c.VALUE_WIDTH)
         logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
         seen = _seen(found, at, inner, end, chosen, c)
         logits = tl.where(seen, logits, NEGATIVE_INFINITY)
@@ -201,26 +200,26 @@ def dq(
     out, c: tl.constexpr,
 ):  # fmt: skip
     """Programs as of `forward`; do, lse, delta, gate, dlse, added, out as of `interval.dq`."""
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     sees = end > 0
-    rows = load_rows(query, row, sees, KEY)
-    do_rows = load_rows(do, row, sees, VALUE)
+    rows = load_rows(query, row, sees, c.WIDTH)
+    do_rows = load_rows(do, row, sees, c.VALUE_WIDTH)
     statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
     origin = batch * S * c.HEADS + head
-    key += origin * KEY[0]
-    value += origin * VALUE[0]
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
     beyond = tl.minimum(tl.max(end, axis=0), S)
-    acc = tl.full([c.ROWS, KEY[1]], 0.0, tl.float32)
+    acc = tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
     place = batch * T + tile % T, tile, item, there, head
     arrays = indices, key_start, lists, counts
     start, lists, count, chosen = _lists_of(place, arrays, c)
     for i in range(count * c.PARTS):
         found, inside, at, inner = _block(lists, i, start, beyond, c)
         skip = tl.cast(found, tl.int64) * c.HEADS
-        keys = load_columns(key + skip * KEY[0], inside * c.HEADS, inner, KEY)
-        values = load_columns(value + skip * VALUE[0], inside * c.HEADS, inner, VALUE)
+        keys = load_columns(key + skip * c.WIDTH, inside * c.HEADS, inner, c.WIDTH)
+        values = load_columns(
+            value + skip * c.VALUE_WIDTH, inside * c.HEADS, inner, c.VALUE_WIDTH
+        )
         ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
         seen = _seen(found, at, inner, end, chosen, c)
         ds = tl.where(seen, ds, 0.0)

@@ -24,7 +24,7 @@ back, it fills the row with zeros: a gradient is read to its end.
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import load_rows, store_rows
+from kernels_pallas.triton.rows import columns, load_rows, store_rows
 
 
 @triton.jit
@@ -38,105 +38,105 @@ def _of_branch(heads, branch, FIRST):
 
 
 @triton.jit
-def _turned(x, angles, there, ROW):
-    """Float32 rows `x` [ROWS, columns] by the angles `[.., width / 2]`, cos and sin, of tokens;
-    ROW: width and columns.
-    """
+def _turned(x, angles, there, WIDTH):
+    """Float32 rows `x` [ROWS, columns] by the angles `[.., width / 2]`, cos and sin, of tokens."""
     cos, sin, token = angles
-    PAIRS: tl.constexpr = ROW[1] // 2
+    PAIRS: tl.constexpr = columns(WIDTH) // 2
     pair = tl.arange(0, PAIRS)
-    at = token[:, None] * (ROW[0] // 2) + pair[None, :]
-    mask = there[:, None] & (pair < ROW[0] // 2)[None, :]
+    at = token[:, None] * (WIDTH // 2) + pair[None, :]
+    mask = there[:, None] & (pair < WIDTH // 2)[None, :]
     cos_rows = tl.load(cos + at, mask=mask, other=1.0)
     sin_rows = tl.load(sin + at, mask=mask, other=0.0)
     even, odd = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
     turned = tl.join(even * cos_rows - odd * sin_rows, even * sin_rows + odd * cos_rows)
-    return tl.reshape(turned, (x.shape[0], ROW[1]))
+    return tl.reshape(turned, (x.shape[0], columns(WIDTH)))
 
 
 @triton.jit
-def _reciprocal(x, eps, ROW):
+def _reciprocal(x, eps, WIDTH):
     """1 / rms of float32 rows `x`, whose columns behind the width are zero: `[ROWS, 1]`."""
-    return tl.math.rsqrt(tl.sum(x * x, axis=1)[:, None] / ROW[0] + eps)
+    return tl.math.rsqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
 
 
 @triton.jit
-def _weight(norm, ROW):
-    column = tl.arange(0, ROW[1])
-    return tl.load(norm + column, mask=column < ROW[0], other=0.0).to(tl.float32)[None, :]
+def _weight(norm, WIDTH):
+    column = tl.arange(0, columns(WIDTH))
+    return tl.load(norm + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _normed(x, norm, eps, ROW):
-    return x * _reciprocal(x, eps, ROW) * _weight(norm, ROW)
+def _normed(x, norm, eps, WIDTH):
+    return x * _reciprocal(x, eps, WIDTH) * _weight(norm, WIDTH)
 
 
 @triton.jit
-def _split(projection, heads, norm, eps, angles, there, turning, inside, row, ROW, TURN, NORMS):
+def _split(
+    projection, heads, norm, eps, angles, there, turning, inside, row, WIDTH, TURN, NORMS
+):
     """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, turned where
     `turning`.
     """
-    column = tl.arange(0, ROW[1])
-    mask = there[:, None] & (column < ROW[0])[None, :]
+    column = tl.arange(0, columns(WIDTH))
+    mask = there[:, None] & (column < WIDTH)[None, :]
     x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
     if NORMS:
-        x = _normed(x.to(tl.float32), norm, eps, ROW)
+        x = _normed(x.to(tl.float32), norm, eps, WIDTH)
     if TURN:
-        x = _turned(x.to(tl.float32), angles, turning, ROW)
-    store_rows(heads, row, x, there, ROW)
+        x = _turned(x.to(tl.float32), angles, turning, WIDTH)
+    store_rows(heads, row, x, there, WIDTH)
 
 
 @triton.jit
 def _join(
     projection, heads, mean, given, norm, eps, partial, angles, there, turning, inside, row,
-    mean_row, ROW, TURN, GROUP, NORMS,
+    mean_row, WIDTH, TURN, GROUP, NORMS,
 ):  # fmt: skip
     """The way back, with a part of the mean's gradient where a mean was made of `GROUP` heads.
 
     `given` is the projection that was split, `partial` the place of this program's dw.
     """
-    x = load_rows(heads, row, there, ROW).to(tl.float32)
+    x = load_rows(heads, row, there, WIDTH).to(tl.float32)
     if GROUP > 0:
-        x += load_rows(mean, mean_row, there, ROW).to(tl.float32) / GROUP
+        x += load_rows(mean, mean_row, there, WIDTH).to(tl.float32) / GROUP
     if TURN:
-        x = _turned(x, angles, turning, ROW)
-    column = tl.arange(0, ROW[1])
-    mask = there[:, None] & (column < ROW[0])[None, :]
+        x = _turned(x, angles, turning, WIDTH)
+    column = tl.arange(0, columns(WIDTH))
+    mask = there[:, None] & (column < WIDTH)[None, :]
     if NORMS:
         at = given + inside[:, None] + column[None, :]
         head = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        reciprocal = _reciprocal(head, eps, ROW)
+        reciprocal = _reciprocal(head, eps, WIDTH)
         head *= reciprocal
-        tl.store(partial + column, tl.sum(x * head, axis=0), mask=column < ROW[0])
-        x *= _weight(norm, ROW)
-        x = (x - head * (tl.sum(x * head, axis=1)[:, None] / ROW[0])) * reciprocal
+        tl.store(partial + column, tl.sum(x * head, axis=0), mask=column < WIDTH)
+        x *= _weight(norm, WIDTH)
+        x = (x - head * (tl.sum(x * head, axis=1)[:, None] / WIDTH)) * reciprocal
     at = projection + inside[:, None] + column[None, :]
     tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _join_gates(projection, gates, token, there, inside, ROW, FILLED):
+def _join_gates(projection, gates, token, there, inside, WIDTH, FILLED):
     """Rows of `gates`, and zeros up to `FILLED` columns."""
-    x = load_rows(gates, token, there, ROW)
-    column = tl.arange(0, ROW[1])
+    x = load_rows(gates, token, there, WIDTH)
+    column = tl.arange(0, columns(WIDTH))
     at = projection + inside[:, None] + column[None, :]
     tl.store(at, x, mask=there[:, None] & (column < FILLED)[None, :])
 
 
 @triton.jit
-def _mean(projection, mean, norm, eps, angles, there, inside, row, ROW, GROUP, ROWS, NORMS):
+def _mean(projection, mean, norm, eps, angles, there, inside, row, WIDTH, GROUP, ROWS, NORMS):
     """The mean of `GROUP` query heads, the first at `inside`, each rounded as the query is."""
-    column = tl.arange(0, ROW[1])
-    mask = there[:, None] & (column < ROW[0])[None, :]
-    total = tl.full((ROWS, ROW[1]), 0.0, tl.float32)
+    column = tl.arange(0, columns(WIDTH))
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    total = tl.full((ROWS, columns(WIDTH)), 0.0, tl.float32)
     for i in range(GROUP):
-        at = projection + inside[:, None] + i * ROW[0] + column[None, :]
+        at = projection + inside[:, None] + i * WIDTH + column[None, :]
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if NORMS:
-            x = _normed(x, norm, eps, ROW)
-        x = _turned(x, angles, there, ROW)
+            x = _normed(x, norm, eps, WIDTH)
+        x = _turned(x, angles, there, WIDTH)
         total += x.to(projection.dtype.element_ty).to(tl.float32)
-    store_rows(mean, row, total / GROUP, there, ROW)
+    store_rows(mean, row, total / GROUP, there, WIDTH)
 
 
 @triton.jit
@@ -147,13 +147,10 @@ def _walk(
     mean. `heads`: query, three keys, three values, mean, gates.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
-    KEY: tl.constexpr = c.KEY
-    VALUE: tl.constexpr = c.VALUE
-    GATES: tl.constexpr = c.GATES
     PAIRS: tl.constexpr = c.BRANCHES * c.HEADS  # a branch and a head of it
     GROUP: tl.constexpr = c.GROUP
     QUERIES: tl.constexpr = GROUP * c.HEADS
-    OWN: tl.constexpr = QUERIES + 2 * PAIRS + (1 if GATES[0] > 0 else 0)
+    OWN: tl.constexpr = QUERIES + 2 * PAIRS + (1 if c.GATES > 0 else 0)
     ALL: tl.constexpr = OWN + (0 if BACK else c.MEANS * c.HEADS)
     program = tl.program_id(0)
     tile = (program // ALL).to(tl.int64)
@@ -164,68 +161,108 @@ def _walk(
     head = program % ALL
     partial = partials
     if NORMS and BACK:
-        partial += (tile * (QUERIES + PAIRS) + head) * KEY[0]  # of values: not used
+        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # of values: not used
     if head < QUERIES:
-        at, row = begin + head * KEY[0], token * QUERIES + head
+        at, row = begin + head * c.WIDTH, token * QUERIES + head
         if BACK:
             group = token * c.HEADS + head // GROUP
             _join(
                 projection, query, mean, given, query_norm, eps, partial, angles, there, there,
-                at, row, group, KEY, True, c.MEANS * GROUP, NORMS,
+                at, row, group, c.WIDTH, True, c.MEANS * GROUP, NORMS,
             )  # fmt: skip
         else:
             _split(
-                projection, query, query_norm, eps, angles, there, there, at, row,
-                KEY, True, NORMS,
-            )  # fmt: skip
+                projection,
+                query,
+                query_norm,
+                eps,
+                angles,
+                there,
+                there,
+                at,
+                row,
+                c.WIDTH,
+                True,
+                NORMS,
+            )
     elif head < QUERIES + PAIRS:
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
-        at, row = begin + head * KEY[0], token * c.HEADS + pair % c.HEADS
+        at, row = begin + head * c.WIDTH, token * c.HEADS + pair % c.HEADS
         # A turn by no angle where nothing is loaded: of a key that stays as it is.
         turning = there & (pair >= c.RAW_KEYS * c.HEADS)
         if BACK:
             _join(
                 projection, key, mean, given, key_norm, eps, partial, angles, there, turning,
-                at, row, row, KEY, True, 0, NORMS,
+                at, row, row, c.WIDTH, True, 0, NORMS,
             )  # fmt: skip
         else:
             _split(
-                projection, key, key_norm, eps, angles, there, turning, at, row,
-                KEY, True, NORMS,
-            )  # fmt: skip
+                projection,
+                key,
+                key_norm,
+                eps,
+                angles,
+                there,
+                turning,
+                at,
+                row,
+                c.WIDTH,
+                True,
+                NORMS,
+            )
     elif head < QUERIES + 2 * PAIRS:
         pair = head - QUERIES - PAIRS
         value = _of_branch(heads, pair // c.HEADS, 4)
-        at = begin + (QUERIES + PAIRS) * KEY[0] + pair * VALUE[0]
+        at = begin + (QUERIES + PAIRS) * c.WIDTH + pair * c.VALUE_WIDTH
         row = token * c.HEADS + pair % c.HEADS
         if BACK:
             _join(
                 projection, value, mean, given, key_norm, eps, partial, angles, there, there,
-                at, row, row, VALUE, False, 0, False,
+                at, row, row, c.VALUE_WIDTH, False, 0, False,
             )  # fmt: skip
         else:
             _split(
-                projection, value, key_norm, eps, angles, there, there, at, row,
-                VALUE, False, False,
-            )  # fmt: skip
+                projection,
+                value,
+                key_norm,
+                eps,
+                angles,
+                there,
+                there,
+                at,
+                row,
+                c.VALUE_WIDTH,
+                False,
+                False,
+            )
     elif head < OWN:
-        if GATES[0] > 0:
-            BEFORE: tl.constexpr = QUERIES * KEY[0] + PAIRS * (KEY[0] + VALUE[0])
+        if c.GATES > 0:
+            BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
             at = begin + BEFORE
             if BACK:
-                _join_gates(projection, gates, token, there, at, GATES, c.ROW - BEFORE)
+                _join_gates(projection, gates, token, there, at, c.GATES, c.ROW - BEFORE)
             else:
                 _split(
-                    projection, gates, key_norm, eps, angles, there, there, at, token,
-                    GATES, False, False,
-                )  # fmt: skip
+                    projection,
+                    gates,
+                    key_norm,
+                    eps,
+                    angles,
+                    there,
+                    there,
+                    at,
+                    token,
+                    c.GATES,
+                    False,
+                    False,
+                )
     else:
         group = head - OWN
-        at, row = begin + group * (GROUP * KEY[0]), token * c.HEADS + group
+        at, row = begin + group * (GROUP * c.WIDTH), token * c.HEADS + group
         _mean(
             projection, mean, query_norm, eps, angles, there, at, row,
-            KEY, GROUP, c.ROWS, NORMS,
+            c.WIDTH, GROUP, c.ROWS, NORMS,
         )  # fmt: skip
 
 

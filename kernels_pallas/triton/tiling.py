@@ -87,11 +87,6 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
 
 
-def padded(width: int) -> tuple[int, int]:
-    """A row's width, and the columns of the tiles that hold it."""
-    return width, power(width)
-
-
 def precision(dtype: str) -> str:
     """Of products; what is not float32 has one."""
     return "ieee" if dtype == "float32" else "tf32"
