@@ -88,7 +88,7 @@ def _split_walk(
         if KEPT:
             mask = row_mask[:, None] & inner[None, :]
             tl.store(logits_at[:, None] + at[None, :], logits, mask=mask)
-        state = softmax_step(logits, values, state, c.PRECISION)
+        state = softmax_step(logits, values, state, c)
     return state
 
 
@@ -121,13 +121,14 @@ def partials(
     tile = program % c.ROW_TILES
     batch, head = pair_of(program // c.ROW_TILES, c.HEADS)
     pair = batch * c.HEADS + head
-    ALL: tl.constexpr = c.QUERIES * c.GROUP
+    QUERIES: tl.constexpr = c.QUERIES
+    ALL: tl.constexpr = QUERIES * c.GROUP
     number = tile * c.ROWS + tl.arange(0, c.ROWS)
     real = number < ALL
     number = tl.minimum(number, ALL - 1)
     if (split == 0) & (tile == 0):
-        for i in tl.static_range(c.QUERIES):
-            tl.store(counters + pair * c.QUERIES + i, 0)
+        for i in tl.static_range(QUERIES):
+            tl.store(counters + pair * QUERIES + i, 0)
 
     length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
     position = tl.where(length > 0, length - c.QUERIES, -c.QUERIES) + number // c.GROUP
@@ -339,7 +340,7 @@ def finish(
         if c.FP8:
             logit *= _scales(selected_key_scale, place, head, inner, c, c.PAGE)[None, :]
         logit = tl.where(inner[None, :] & here[:, None], logit, NEGATIVE_INFINITY)
-        state = softmax_step(logit, values, state, c.PRECISION)
+        state = softmax_step(logit, values, state, c)
 
     added = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     of_splits = maxima, outputs, at, here
@@ -365,9 +366,10 @@ def finish(
 @triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
     """out = sum of what the parts added + gate * selected."""
+    PARTS: tl.constexpr = c.PARTS
     part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
-    for part in tl.static_range(c.PARTS):
+    for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
         theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         most = tl.maximum(most, theirs)
@@ -377,7 +379,7 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
     added = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     column = tl.arange(0, columns(c.VALUE_WIDTH))
     mask = real[:, None] & (column < c.VALUE_WIDTH)[None, :]
-    for part in tl.static_range(c.PARTS):
+    for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
         theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         share = tl.exp2(theirs - most)

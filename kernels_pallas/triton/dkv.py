@@ -20,11 +20,11 @@ from kernels_pallas.triton.rows import columns, load_rows, pair_of, row_statisti
 
 
 @triton.jit
-def _add_product(a, b, acc, lost, PRECISION):
+def _add_product(a, b, acc, lost, c):
     """acc + A B, and in float32 what rounding added to it so far (Kahan's sum of the tiles)."""
-    if PRECISION != "ieee":
-        return tl.dot(a, b, acc, input_precision=PRECISION), lost
-    term = tl.dot(a, b, input_precision=PRECISION) - lost
+    if c.PRECISION != "ieee":
+        return tl.dot(a, b, acc, input_precision=c.PRECISION), lost
+    term = tl.dot(a, b, input_precision=c.PRECISION) - lost
     larger = acc + term
     return larger, (larger - acc) - term
 
@@ -50,12 +50,12 @@ def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
     if MASKED:
         probs = tl.where(seen, probs, 0.0)
     gated = probs * gates[None, :]
-    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c.PRECISION)
+    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c)
     dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
     ds = gated * dp - probs * shift[None, :]
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c.PRECISION)
+    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c)
     return dk, dv, dk_lost, dv_lost
 
 

@@ -82,7 +82,7 @@ def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED)
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        state = softmax_step(logits, values, state, c.PRECISION)
+        state = softmax_step(logits, values, state, c)
     return state
 
 
@@ -129,7 +129,7 @@ def _dq_walk(rows, do_rows, key, value, bounds, begin, end, scale, statistics, a
         else:
             keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
             values = load_all_columns(values_at, inside * c.HEADS, c.VALUE_WIDTH)
-        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
+        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c)
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])

@@ -184,10 +184,11 @@ def _found(counts, item, need, c, VALUES):
     """The value of the entry of a list that is number `need` from above, and its number among those
     of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each.
     """
+    PARTS: tl.constexpr = c.PARTS
     value = tl.arange(0, VALUES)
     total = tl.zeros([VALUES], tl.int32)
-    for part in tl.static_range(c.PARTS):
-        total += tl.load(counts + (item * c.PARTS + part) * VALUES + value)
+    for part in tl.static_range(PARTS):
+        total += tl.load(counts + (item * PARTS + part) * VALUES + value)
     reached = (
         tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total
     )  # by each and all above it
@@ -336,7 +337,7 @@ def partials(
         values = load_rows(value, place, there, c.VALUE_WIDTH)
         logits = tl.dot(heads, keys, input_precision=c.PRECISION) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
-        state = softmax_step(logits, values, state, c.PRECISION)
+        state = softmax_step(logits, values, state, c)
     top, total, acc = state
     to = number * c.PARTS + part
     tl.store(maxima + to, top, mask=real)

@@ -84,7 +84,7 @@ def softmax_start(ROWS, COLUMNS):
 
 
 @triton.jit
-def softmax_step(logits, values, state, PRECISION):
+def softmax_step(logits, values, state, c):
     """One step of the online softmax over base-2 logits `[rows, keys]`, -inf: not seen.
 
     m' = max(m, max S)    P = exp2(S - m')    l' = l exp2(m - m') + sum P
@@ -97,7 +97,7 @@ def softmax_step(logits, values, state, PRECISION):
     less = tl.exp2(most - base)
     total = total * less + tl.sum(probs, axis=1)
     acc = acc * less[:, None]
-    acc = tl.dot(probs.to(values.dtype), values, acc, input_precision=PRECISION)
+    acc = tl.dot(probs.to(values.dtype), values, acc, input_precision=c.PRECISION)
     return larger, total, acc
 
 
@@ -120,14 +120,14 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 
 @triton.jit
-def logits_gradient(rows, do_rows, keys, values, statistics, scale, PRECISION):
+def logits_gradient(rows, do_rows, keys, values, statistics, scale, c):
     """dS = P * (g dP - (g delta - dlse)), `[rows, keys]`, of keys and values `[columns, keys]`;
     `statistics`: of `row_statistics`.
     """
     lse_log2, gates, shift = statistics
-    logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
+    logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[:, None])
-    dp = tl.dot(do_rows, values, input_precision=PRECISION)
+    dp = tl.dot(do_rows, values, input_precision=c.PRECISION)
     return probs * (dp * gates[:, None] - shift[:, None])
 
 

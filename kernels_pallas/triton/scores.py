@@ -49,6 +49,7 @@ def _walk(
     MASKED,
 ):  # fmt: skip
     KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
+    DOUBLINGS: tl.constexpr = c.DOUBLINGS
     inside = tl.arange(0, KEYS)
     phase = inside % c.RATIO_ROWS
     place = inside // c.RATIO_ROWS * c.RATIO + phase
@@ -84,7 +85,7 @@ def _walk(
         packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
         if c.BLOCKS > c.BEST:
             packed = tl.topk(packed, c.BEST)
-        for doubling in tl.static_range(c.DOUBLINGS):
+        for doubling in tl.static_range(DOUBLINGS):
             nothing = tl.full([c.TOKENS, c.BLOCKS << doubling], -1, tl.int64)
             packed = tl.reshape(
                 tl.join(packed, nothing), [c.TOKENS, c.BLOCKS << (doubling + 1)]

@@ -58,7 +58,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
     entry = tl.arange(0, c.ENTRIES)
     first = tl.cast(program, tl.int64) % tiles * c.TOKENS
     mine = _entries(entry, first, indices, position, key_start, batch, head, T, c)
-    repeated = tl.zeros([c.ENTRIES], tl.int32)
+    repeated = tl.full([c.ENTRIES], 0, tl.int32)
     for part in range(0, c.ENTRIES, c.CHUNK):
         other = part + tl.arange(0, c.CHUNK)
         theirs = _entries(other, first, indices, position, key_start, batch, head, T, c)
@@ -69,7 +69,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
     # What is kept, where all programs' threads can read it: the ranks need it transposed.
     tl.store(place + entry, tl.where(kept, mine, NONE))
     tl.debug_barrier()
-    rank = tl.zeros([c.ENTRIES], tl.int32)
+    rank = tl.full([c.ENTRIES], 0, tl.int32)
     for part in range(0, c.ENTRIES, c.CHUNK):
         theirs = tl.load(place + part + tl.arange(0, c.CHUNK))
         before = theirs[None, :] < mine[:, None]
@@ -188,7 +188,7 @@ def forward(
         logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
         seen = _seen(found, at, inner, end, chosen, c)
         logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        state = softmax_step(logits, values, state, c.PRECISION)
+        state = softmax_step(logits, values, state, c)
     store_attention(out, lse, gate, added, row, there, state, c)
 
 
@@ -220,7 +220,7 @@ def dq(
         values = load_columns(
             value + skip * c.VALUE_WIDTH, inside * c.HEADS, inner, c.VALUE_WIDTH
         )
-        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c.PRECISION)
+        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c)
         seen = _seen(found, at, inner, end, chosen, c)
         ds = tl.where(seen, ds, 0.0)
         acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=c.PRECISION)
