@@ -1,6 +1,6 @@
 """The Triton kernels of an indexer, its blocks and its loss, described: no Triton is imported."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, MERGED_ROWS, SEGMENT, cdiv
@@ -96,7 +96,7 @@ class Index(NamedTuple):
     NUM_LOCAL: int = 0
 
 
-def _index(sizes: IndexSizes, rows: int, keys: int, **more: int) -> Index:
+def _index(sizes: IndexSizes, rows: int, keys: int, **more: Any) -> Index:
     """`rows` of queries a tile, at most: all heads of some tokens."""
     heads = power(sizes.heads, 1)
     tokens = max(rows // heads, 1)

@@ -103,9 +103,8 @@ def kl_targets(
 
             logits = tl.dot(keys, rows, input_precision=c.PRECISION) * log2_scale
             t = tl.exp2(logits - lse_log2[None, :])
-            t = tl.sum(tl.reshape(t, [c.BLOCK, c.TOKENS, c.GROUP_ROWS]), axis=2) * (
-                1.0 / c.GROUP
-            )
+            t = tl.sum(tl.reshape(t, [c.BLOCK, c.TOKENS, c.GROUP_ROWS]), axis=2)
+            t *= 1.0 / c.GROUP
             seen = (token[:, None] <= upto[None, :]) & (token < S)[:, None]
             t = tl.where(seen, t, 0.0)
             to = (item * c.INDEX_HEADS + head) * c.N + entry % c.N
