@@ -140,7 +140,7 @@ def test_one_file_gives_the_same_in_both(name, both, tmp_path):
     alone = [run(module, part)[0] for part in np.split(row, np.cumsum(lengths)[:-1], axis=1)]
     alone = np.concatenate(alone, axis=1)
     close(run(module, row, cu_seqlens=torch.tensor([0, 30, 31, 63]))[0], alone)
-    if ROWS[name].get("phi") in ("mlp_pe", "mlp_rope"):
+    if name in ("mlp_pe", "norms"):
         ids = jnp.asarray(np.repeat(np.arange(3), lengths)[None], jnp.int32)
         close(run(twin, row, segment_ids=ids)[0], alone)
     y, theirs = gradients_of_jax(twin, jnp.asarray(x))
@@ -203,9 +203,9 @@ def test_phi_mlp_starts_as_the_mean():
     with torch.no_grad():
         conv.phi_v_conv.weight.mul_(2.0)
     assert np.abs(run(conv, x)[0] - want).max() > 1e-3
-    mean, conv = in_jax(), in_jax(phi="mlp")
-    nnx.update(conv, nnx.state(mean, nnx.Param))
-    close(run(conv, x)[0], run(mean, x)[0], 1e-6)
+    conv = in_jax(phi="mlp")
+    for phi in conv.phi_k_conv, conv.phi_v_conv:
+        assert (phi.weight[...] == 1 / SIZES["l"]).all()
 
 
 KINDS = [*((phi, "sigmoid") for phi in PHI), ("avg", "head")]
@@ -438,7 +438,7 @@ def test_the_selected_branch_alone(framework, both):
     else:
         packed = {"segment_ids": ids}
         rows = {"varlen": nsa_jax.varlen_metadata(ids, config=config)}
-    for where in ({}, packed, rows):
+    for where in ({}, packed, rows) if framework == "torch" else (packed, rows):
         want = run(plain, x, **where)[0]
         assert np.abs(want).max() > 0.05
         close(run(alone, x, **where)[0], want)
