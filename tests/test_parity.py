@@ -1,6 +1,7 @@
 """All paths against one oracle: outputs, log-sum-exps, gradients and selections of all problems.
 
 A path is a row of `paths.PATHS`, a problem one of `problems.CASES`, in whose padding all is NaN.
+Paths on a GPU have `pytest.mark.gpu`.
 """
 
 import dataclasses
