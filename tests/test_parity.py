@@ -1,8 +1,7 @@
 """All paths against one oracle: outputs, log-sum-exps, gradients and selections of all problems.
 
 A path is a row of `paths.PATHS`, a problem one of `problems.CASES`, in whose padding all is NaN.
-
-Rows of `paths.py` with `pytest.mark.gpu` run where there is a GPU.
+Paths on a GPU have `pytest.mark.gpu`.
 """
 
 import dataclasses
