@@ -13,10 +13,10 @@ import torch
 
 import nsa_torch
 from nsa_torch import Branches, call, plans
+from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_ins
-from tests.test_block_query_lists import needs_gpu
 
 BF16 = torch.bfloat16
 CALLS = 10  # with the same kind of arguments

@@ -17,8 +17,8 @@ from nsa_core.plan import kernels
 from nsa_interop import launch
 from nsa_torch import input_modes, mosaic, plans
 from tests import planned, pretend
+from tests.devices import needs_gpu
 from tests.planned import Eager
-from tests.test_block_query_lists import needs_gpu
 
 LAYERS = {
     "G16": {"heads": 32, "kv_heads": 2, "key_width": 128, "value_width": 128},

@@ -17,8 +17,8 @@ from nsa_core.compress_params import PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from tests.cross_compile import compile_report
+from tests.devices import needs_gpu
 from tests.emulated_warps import GARBAGE
-from tests.test_block_query_lists import needs_gpu
 from tests.warp_emulation import emulated, interpreted
 
 POOL, TABLE = 24, 6

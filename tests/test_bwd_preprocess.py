@@ -9,7 +9,7 @@ import torch
 from kernels_pallas.mosaic import bwd_preprocess
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
-from tests.test_block_query_lists import needs_gpu
+from tests.devices import needs_gpu
 from tests.warp_emulation import Warps, emulated, interpreted
 
 SPECS = {

@@ -30,8 +30,8 @@ from nsa_torch.huggingface import (
     NSAPagedModelCache,
 )
 from nsa_torch.huggingface.paged_layer import attend_pages
+from tests.devices import needs_gpu
 from tests.inputs import SMALL, Case, problem
-from tests.test_block_query_lists import needs_gpu
 
 CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)
 FRAMEWORKS = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import loops
 from tests.cross_compile import compile_report
-from tests.test_block_query_lists import needs_gpu
+from tests.devices import needs_gpu
 from tests.warp_emulation import emulated, interpreted
 
 SPECS = {

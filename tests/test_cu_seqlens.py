@@ -11,8 +11,8 @@ import nsa_torch
 from nsa_core import debug
 from nsa_torch import NSAAttention
 from tests import torch_inputs
+from tests.devices import needs_gpu
 from tests.inputs import SMALL
-from tests.test_block_query_lists import needs_gpu
 
 LENGTH = 60
 BAD = {

@@ -16,7 +16,7 @@ from kernels_pallas.specs.tile import SMEM_BYTES
 from tests import cross_compile
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
-from tests.test_block_query_lists import needs_gpu
+from tests.devices import needs_gpu
 from tests.test_decode_kernel import CASES, compare
 
 ALIGNING = 1024  # bytes of shared memory that Mosaic takes beside what a kernel asks for

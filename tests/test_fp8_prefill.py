@@ -27,9 +27,9 @@ from nsa_core.varlen import KeyTiles
 from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig
 from tests import fp8_model
+from tests.devices import needs_gpu
 from tests.inputs import Case as InputCase
 from tests.inputs import oracle, problem, selection, yardstick
-from tests.test_block_query_lists import needs_gpu
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)

@@ -22,9 +22,9 @@ from nsa_core.steps import mosaic_gather
 from nsa_core.types import Branches
 from nsa_jax import mosaic
 from tests import pretend
+from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
-from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
 

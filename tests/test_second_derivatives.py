@@ -20,10 +20,10 @@ from nsa_torch import Branches, MLPParams, NSAAttention, NSAConfig, PoolParams, 
 from nsa_torch.first_order import MESSAGE
 from nsa_torch.huggingface.block_selection import block_attention
 from tests import torch_inputs
+from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.stand_in_kernels import stand_ins
-from tests.test_block_query_lists import needs_gpu
 
 LENGTH = 40
 REFUSAL = re.escape(MESSAGE)

@@ -26,9 +26,9 @@ from nsa_jax.jax_ops import JaxOps
 from nsa_torch import execute, input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import plan_checks, planned
+from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, problem
 from tests.limits import set_limits
-from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
 from tests.test_torch_mosaic import inputs
 

@@ -18,10 +18,10 @@ from nsa_torch import batch_tables, mosaic, table_kernels
 from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
+from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel, run_again
 from tests.planned import described
-from tests.test_block_query_lists import needs_gpu
 
 if TRITON and not INTERPRETED:
 

@@ -15,7 +15,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.interval import SECOND, IntervalAttention
 from kernels_pallas.specs.tile import ROW_STATS, ROWS, cdiv
-from tests.test_block_query_lists import needs_gpu
+from tests.devices import needs_gpu
 
 
 def of_sizes(T, S, second_keys, H, Hkv, D, Dv, B=1, **more):

@@ -18,9 +18,9 @@ from nsa_torch.input_modes import PRECOMPRESSED
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.plans import Planned
 from tests import planned
+from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in
-from tests.test_block_query_lists import needs_gpu
 from tests.test_plan import call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}

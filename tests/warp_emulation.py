@@ -1,4 +1,4 @@
-"""List kernels on NumPy, one warp by itself, and what must be caught of both.
+"""List kernels on NumPy, and one warp by itself.
 
 `emulated` runs a kernel's program for all its warps; `Warp` is a single one, with words of 32
 lanes.
@@ -9,7 +9,6 @@ import dataclasses
 import numpy as np
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic.block_bitmap import BlockBitmap
 from tests.emulated_warps import GARBAGE, LANES, Warps  # noqa: F401
 
 
@@ -40,24 +39,3 @@ class Warp(Warps):
 
     def warp(self):
         return lanes(self.number_of_warp)
-
-
-# Of the bitmap that lists are made from: class, name, and what is wrong.
-BITMAP_MUTANTS = {
-    "no bit of an earlier token": (
-        Warps,
-        "join",
-        lambda self, a, x, only: self.write(a, x, 0, only),
-    ),
-    "a word whose last bit is set is empty": (
-        Warps,
-        "different",
-        lambda self, a, b: self.word(a) > self.word(b),
-    ),
-    "bits are not cleared": (BlockBitmap, "clear", lambda self, *arguments: None),
-    "sequences run together": (
-        BlockBitmap,
-        "sequences",
-        lambda self, tokens: self.warp.word(1),
-    ),
-}
