@@ -1,6 +1,7 @@
 """The tables of packed rows (`nsa_core.varlen`) against plain loops, in both frameworks."""
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,10 @@ LENGTHS = {
     "only padding": ([0], 70),
     "a token": ([1], 0),
     "tokens": ([1] * 9, 2),
+    # Each is longer than a multiple of a tile: no table has an entry to spare.
+    "full": ([1, 65, 129, 65, 1, 129, 129, 1], 0),
 }
+FULL = "many", "full"  # there is room for these sequences and no more
 
 
 def loops(lengths, spare, capacity):
@@ -63,10 +67,12 @@ def loops(lengths, spare, capacity):
     return found, tokens, tiles, queries
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("queries", ["all", "last", "cut"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("config", CONFIGS)
+# Arrays of JAX, of which each shape is compiled, where their operations have all to do.
+CASES = [(*x, "torch") for x in itertools.product(CONFIGS, LENGTHS, ("all", "last", "cut"))]
+CASES += [("16", "empty", "last", "jax"), ("48", "padding", "cut", "jax")]
+
+
+@pytest.mark.parametrize(("config", "lengths", "queries", "framework"), CASES)
 def test_tables_are_those_of_loops(config, lengths, queries, framework):
     ops, array = FRAMEWORKS[framework]
     given, spare = LENGTHS[lengths]
@@ -77,8 +83,8 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
         given = np.diff(borders[0].clip(0, S)).tolist()
         spare = S - sum(given)
     T = max(S - 17, 1) if queries != "all" else S
-    at_capacity = len(given) + (0 if lengths == "many" else 3)
-    capacity = Capacity(1, T, S, at_capacity, max(given), CONFIGS[config])
+    room = len(given) + (0 if lengths in FULL else 3)
+    capacity = Capacity(1, T, S, room, max(given), CONFIGS[config])
     found, tokens, tiles, ranges = loops(given, spare, capacity)
 
     sequences = varlen.sequences(ops, array(borders), capacity)
@@ -114,31 +120,30 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
 
 
 def test_rows_of_a_batch_have_tables_of_their_own():
-    rows = [[0, 70, 90, 90], [0, 1, 2, 128]]
-    config = NSAConfig()
-    both = Capacity(2, 128, 128, 4, 128, config)
-    one = Capacity(1, 128, 128, 4, 128, config)
-    make = lambda borders, capacity: varlen.sequences(JAX_OPS, jnp.array(borders), capacity)
-    together = make(rows, both)
-    for i, row in enumerate(rows):
-        alone = make([row], one)
-        for table in (varlen.tokens, varlen.key_tiles):
-            pairs = zip(table(JAX_OPS, together, both), table(JAX_OPS, alone, one), strict=True)
-            for x, y in pairs:
-                np.testing.assert_array_equal(x[i], y[0])
+    rows, config = torch.tensor([[0, 70, 90, 90], [0, 1, 2, 128]]), NSAConfig()
+
+    def made(borders):
+        capacity = Capacity(len(borders), 128, 128, 4, 128, config)
+        sequences = varlen.sequences(TORCH_OPS, borders, capacity)
+        tables = [
+            of(TORCH_OPS, sequences, capacity) for of in (varlen.tokens, varlen.key_tiles)
+        ]
+        return [x for table in tables for x in table]
+
+    alone = [made(row[None]) for row in rows]
+    for both, *each in zip(made(rows), *alone, strict=True):
+        assert torch.equal(both, torch.cat(each))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_table_is_too_small(seed):
-    """At the capacity: random lengths, each one longer than a multiple of a tile where it can."""
-    numbers = np.random.default_rng(seed)
-    lengths = [int(x) * 64 + 1 for x in numbers.integers(0, 3, 30)]
-    S = sum(lengths)
-    capacity = Capacity(1, S, S, len(lengths), max(lengths), NSAConfig())
-    borders = torch.tensor(np.cumsum([0, *lengths]))[None]
-    sequences = varlen.sequences(TORCH_OPS, borders, capacity)
+@pytest.mark.parametrize(
+    ("segments", "longest", "fits"), [(4, 33, True), (3, 33, False), (4, 32, False)]
+)
+def test_where_there_is_no_room_all_is_padding(segments, longest, fits):
+    """Runs of ids, of which JAX does not know how many there are."""
+    ids = torch.tensor([[-1] * 3 + [0] * 33 + [-1] * 2 + [1] * 6], dtype=torch.int32)
+    capacity = Capacity(1, 44, 44, segments - 1, longest, NSAConfig(4, 2, 16, 2, 1, 1, 7))
+    sequences = varlen.sequences_of_segments(TORCH_OPS, ids, capacity)
+    position = [*[-1] * 3, *range(33), -1, -1, *range(6)] if fits else [-1] * 44
+    assert varlen.tokens(TORCH_OPS, sequences, capacity).position[0].tolist() == position
     first, end = varlen.key_tiles(TORCH_OPS, sequences, capacity)
-    keys = (torch.minimum(end, first + 64) - first).clamp(min=0)
-    assert int(keys.sum()) == S
-    first, end = varlen.query_tiles(TORCH_OPS, sequences, capacity, 8)
-    assert int((end - first).clamp(min=0).sum()) == S
+    assert int((torch.minimum(end, first + 64) - first).clamp(min=0).sum()) == 44
