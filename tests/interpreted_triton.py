@@ -27,11 +27,11 @@ def kernel(test):
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 
-def run_again(file: str) -> None:
-    """Runs a file of tests under the interpreter."""
+def run_again(*files: str) -> None:
+    """Runs files of tests under the interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-        + ["--durations=0", file],
+        + ["--durations=0", *files],
         env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

@@ -17,7 +17,6 @@ from nsa_core.plan import kernels
 from nsa_interop import launch
 from nsa_torch import input_modes, mosaic, plans
 from tests import planned, pretend
-from tests.devices import needs_gpu
 from tests.planned import Eager
 
 LAYERS = {
@@ -113,70 +112,50 @@ def test_machine_code_has_the_name_of_its_kernel(name):
     assert module in lowering.lower(kernel.for_any_length())
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("group", [4, 16])
-def test_rows_of_a_batch_on_gpu(group):
-    """Five sequences of three key/value heads, which are no power of two, and each alone."""
-    draw, length, kv_heads, width = torch.Generator("cuda").manual_seed(2), 2500, 3, 64
-    columns = (kv_heads * group, width), (kv_heads, width), (kv_heads, width)
-    inputs = [
-        torch.randn(5, length, *x, generator=draw, device="cuda", dtype=torch.bfloat16)
-        for x in (*columns, (kv_heads * group, 3), columns[0])
-    ]
-
-    def run(row):
-        *tensors, do = (x[row] for x in inputs)
-        wanting = [x.clone().requires_grad_() for x in tensors]
-        out = nsa_torch.attention(*wanting, implementation="mosaic")
-        return [out, *torch.autograd.grad(out, wanting, do)]
-
-    together = run(slice(None))
-    for i in range(5):
-        for x, y in zip(together, run(slice(i, i + 1)), strict=True):
-            far = (x[i].float() - y[0].float()).norm() / y.float().norm()
-            assert far < 2e-3  # work items of dk and dv may be cut elsewhere
-        assert torch.equal(together[0][i], run(slice(i, i + 1))[0][0])
-
-
 def test_a_kernel_of_one_length_says_so():
     kernel = kernels_of("G16", 9000, False)[0]
     with pytest.raises(NotImplementedError, match="one length at a time"):
         dataclasses.replace(kernel, source="").for_any_length()
 
 
+def on_a_gpu(length, heads, kv_heads, key_width, value_width, packed=False, batch=1):
+    """Query, key, value, gates and the output's gradient; borders."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    shapes = (heads, key_width), (kv_heads, key_width), (kv_heads, value_width), (heads, 3)
+    how = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
+    found = [torch.randn(batch, length, *x, **how) for x in (*shapes, (heads, value_width))]
+    return found, torch.tensor([0, 7, length - 100], device="cuda") if packed else None
+
+
+def with_gradients(tensors, do, bounds=None):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = nsa_torch.attention(*leaves, cu_seqlens=bounds, implementation="mosaic")
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
 @pytest.mark.gpu
-@needs_gpu
+@pytest.mark.parametrize("group", [4, 16])
+def test_rows_of_a_batch_on_gpu(group):
+    """Five sequences of three key/value heads, which are no power of two, and each alone."""
+    (*tensors, do), _ = on_a_gpu(2500, 3 * group, 3, 64, 64, batch=5)
+    together = with_gradients(tensors, do)
+    for i in range(5):
+        alone = with_gradients([x[i : i + 1] for x in tensors], do[i : i + 1])
+        assert torch.equal(together[0][i], alone[0][0])
+        for x, y in zip(together, alone, strict=True):
+            far = (x[i].float() - y[0].float()).norm() / y.float().norm()
+            assert far < 2e-3  # work items of dk and dv may be cut elsewhere
+
+
+@pytest.mark.gpu
 @by_layer
 def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
     """Output and gradients of code for any length and of code compiled for the length."""
-    import nsa_torch
-
-    layer = {"packed": False} | LAYERS[name]
-    draw = torch.Generator("cuda").manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
-
-    length, kv_heads = 9001, layer["kv_heads"]
-    inputs = (
-        normal(1, length, layer["heads"], layer["key_width"]),
-        normal(1, length, kv_heads, layer["key_width"]),
-        normal(1, length, kv_heads, layer["value_width"]),
-        normal(1, length, layer["heads"], 3),
-    )
-    borders = torch.tensor([0, 4000, length], device="cuda", dtype=torch.int32)
-    packed = {"cu_seqlens": borders} if layer["packed"] else {}
-
-    def run():
-        wanting = [x.clone().requires_grad_() for x in inputs]
-        out = nsa_torch.attention(*wanting, implementation="mosaic", **packed)
-        return out, *torch.autograd.grad(out, wanting, torch.ones_like(out))
-
-    found = run()
+    (*tensors, do), bounds = on_a_gpu(9001, **LAYERS[name])
+    found = with_gradients(tensors, do, bounds)
     monkeypatch.setattr(launch, "_launchers", {})
     pretend.machine(monkeypatch, bound_kernel=None)
-    for x, y in zip(found, run(), strict=True):
+    for x, y in zip(found, with_gradients(tensors, do, bounds), strict=True):
         assert torch.equal(x, y)
 
 
@@ -185,36 +164,18 @@ def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
 def test_calls_alike_run_from_a_list(name, monkeypatch):
     """The same bits as what was decided anew: where launches have become graphs, on another stream
     and in a capture too."""
-    layer = LAYERS[name]
-    make = torch.Generator("cuda").manual_seed(3)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
-
-    heads, kv_heads = layer["heads"], layer["kv_heads"]
     # Up to 4096 tokens no list of blocks is too long where a token selects 16.
     length = 9000 if name == "gathered" else 3000
-    key = 1, length, kv_heads, layer["key_width"]
-    shapes = (1, length, heads, layer["key_width"]), key, (*key[:3], layer["value_width"])
-    shapes = *shapes, (1, length, heads, 3)
-    bounds = torch.tensor([0, 7, 2900], device="cuda") if "packed" in layer else None
+    (*tensors, do), bounds = on_a_gpu(length, **LAYERS[name])
 
     def both(tensors):
-        leaves = [x.detach().requires_grad_() for x in tensors]
         with torch.no_grad():
             plain = nsa_torch.attention(*tensors, cu_seqlens=bounds, implementation="mosaic")
-        out = nsa_torch.attention(*leaves, cu_seqlens=bounds, implementation="mosaic")
-        return [
-            plain,
-            out.detach(),
-            *torch.autograd.grad(out, leaves, tensors[2].new_ones(out.shape)),
-        ]
+        return [plain, *with_gradients(tensors, do, bounds)]
 
     watch, graphs, start = Watch(), [], sequence._Graph.launch
-    monkeypatch.setattr(
-        sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
-    )
-    tensors = [normal(*shape) for shape in shapes]
+    count = lambda self, stream: graphs.append(1) or start(self, stream)
+    monkeypatch.setattr(sequence._Graph, "launch", count)
     with plans.unplanned(watch):
         both(tensors)
     assert bool(watch.gathered_tiles) == (name == "gathered")
@@ -224,7 +185,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
     # Of packed rows torch works between launches.
     assert graphs or name == "packed"
     for x in tensors:  # in the same memory
-        x.copy_(normal(*x.shape))
+        x.copy_(torch.randn_like(x))
     listed = both(tensors)
     assert not torch.equal(listed[0], repeated[0])
     stream = torch.cuda.Stream()

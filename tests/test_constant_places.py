@@ -65,25 +65,17 @@ def copies(length):
     return nsa_jax.PagedCache.copy_pages, (cache,), (jnp.array([1]), jnp.array([length % 4]))
 
 
-by_case = pytest.mark.parametrize("case", [pages, rows, documents, copies])
-by_length = pytest.mark.parametrize("length", [13, 16, 18])
+CASES = [(pages, 13), (pages, 16), (rows, 16), (documents, 18), (copies, 18)]
 
 
-@by_case
-@by_length
-def test_places_known_to_the_compiler(case, length):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("case", "length"), CASES)
+def test_places_known_to_the_compiler(case, length, device):
     function, arguments, constants = case(length)
     known = jax.jit(lambda *given: function(*given, *constants))(*arguments)
     given = jax.jit(function)(*arguments, *constants)
     for a, b in zip(jax.tree.leaves(known), jax.tree.leaves(given), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # sums are in another order
-
-
-@pytest.mark.gpu
-@by_case
-@by_length
-def test_places_known_on_a_gpu(case, length):
-    test_places_known_to_the_compiler(case, length)
 
 
 def test_a_page_beyond_the_pool_is_none():

@@ -1,8 +1,10 @@
 """Packing against torch indexing: on a GPU, and without one in Triton's interpreter.
 
-Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+Where the interpreter is not asked for, this file runs once more in a process that asks for it, and
+with it those of other small kernels.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -17,9 +19,9 @@ from nsa_torch import NSAConfig, fa2, packing, select
 from nsa_torch.chunks import Rows
 from nsa_torch.geometry import geometry
 from nsa_torch.packing import Ranges
-from tests.inputs import Case
 from tests.interpreted_triton import DEVICE, INTERPRETED, ROOT, TRITON, kernel, run_again
-from tests.torch_inputs import FEW, check_branch, on_the_cpu
+from tests.problems import FEW, STEP_NAMES, Case, check, problem
+from tests.torch_inputs import on_the_cpu
 
 TINY = NSAConfig(4, 4, 4, num_selected=2, num_initial=1, num_local=1, window=4)
 ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=2, window=4)
@@ -91,7 +93,7 @@ CASES = (
     Packed(11, 37, D=64, B=2, kv_lens=(11, 29), strided=True),
     Packed(23, 23, D=32, config=TINY, lengths=(1, 9, 0, 1, 8)),  # then padding
     Packed(3, 3, D=1, Hkv=1),
-    Packed(3, 300, D=96, config=LONG, strided=True),
+    Packed(3, 150, D=96, config=LONG, strided=True),
     Packed(4, 40, D=256, config=LONG, Hkv=1),  # one block, longer than the keys
 )
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -105,20 +107,19 @@ by_dtype = pytest.mark.parametrize(
 by_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "sums"])
 
 
-@pytest.fixture
-def deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+@contextlib.contextmanager
+def determined(whether=True):
+    torch.use_deterministic_algorithms(whether)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def add(ranges, x, grad, deterministic):
     total = ranges.zeros(x).neg()  # what is written at all loses its sign
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with determined(deterministic):
         ranges.add(total, grad)
-    finally:
-        torch.use_deterministic_algorithms(False)
     return total
 
 
@@ -166,60 +167,43 @@ def test_the_ranges_are_the_tokens_of_the_blocks(case):
 @kernel
 @by_case
 @by_dtype
-def test_ranges_are_read(case, dtype, deterministic_algorithms):
-    """In deterministic mode torch fills new memory with NaN: what is not used stays so."""
+def test_ranges_are_read_and_added(case, dtype):
+    """In deterministic mode torch fills new memory with NaN: what is not used stays so; and sums
+    are the same bits.
+    """
     ranges, used = case.ranges()
     x = case.array(dtype)
-    got = ranges.read(x)
+    with determined():
+        got = ranges.read(x)
     assert got.shape == (ranges.capacity, case.D) and got.dtype == dtype
     assert torch.equal(got[:used], ranges.rows(case.S).read(x)[:used])
     assert got[used:].isnan().all()
-
-
-@kernel
-@by_case
-@by_dtype
-@by_mode
-def test_ranges_are_added(case, dtype, deterministic):
-    ranges, used = case.ranges()
-    x = case.array(dtype)
     grad = gradient(ranges, used, case.D, dtype)
-    total = add(ranges, x, grad, deterministic)
-    want = by_torch(ranges, x, grad)
-    assert total.dtype == torch.float32 and total.shape == x.shape
-    torch.testing.assert_close(total.double(), want, rtol=1e-6, atol=1e-5)
+    want, one = by_torch(ranges, x, grad), add(ranges, x, grad, True)
     untouched = by_torch(ranges, x, torch.ones_like(grad)) == 0
-    assert (total[untouched] == 0).all() and total[untouched].signbit().all()
-    ranges.add(total, grad)  # to what is there already
-    torch.testing.assert_close(total.double(), 2 * want, rtol=1e-6, atol=1e-5)
-    assert ranges.gradient(total, x).dtype == dtype
-
-
-@kernel
-def test_sums_in_deterministic_mode_are_the_same_bits():
-    case = Packed(64, 64, D=40, config=TINY, lengths=(50, 1, 13))
-    ranges, used = case.ranges()
-    x, grad = case.array(torch.float32), gradient(ranges, used, case.D)
-    first, *others = (add(ranges, x, grad, True) for _ in range(5))
-    assert all(torch.equal(first, other) for other in others)
+    for total in (one, add(ranges, x, grad, False)):
+        assert total.dtype == torch.float32 and total.shape == x.shape
+        torch.testing.assert_close(total.double(), want, rtol=1e-6, atol=1e-5)
+        assert (total[untouched] == 0).all() and total[untouched].signbit().all()
+    for _ in range(1 if INTERPRETED else 4):
+        assert torch.equal(one, add(ranges, x, grad, True))
+    ranges.add(one, grad)  # to what is there already
+    torch.testing.assert_close(one.double(), 2 * want, rtol=1e-6, atol=1e-5)
+    assert ranges.gradient(one, x).dtype == dtype
 
 
 @kernel
 @by_dtype
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 77, 300])
-def test_rows_are_gathered(dtype, strided, count):
-    case = Packed(1, 19, D=48, B=3, Hkv=2, strided=strided)
-    x = case.array(dtype)
-    make = torch.Generator().manual_seed(count)
-    rows = torch.randint(-2, 3 * 19 + 2, (count,), generator=make).to(DEVICE)
-    got = packing.gather_by_kernel(x, rows)
-    want = x.reshape(3 * 19, 2, 48)[rows.clamp(0, 3 * 19 - 1)]
-    want[(rows < 0) | (rows >= 3 * 19)] = 0
-    assert torch.equal(got, want)
-    assert torch.equal(packing.gather(x, rows), want)
-    if count:
-        assert (got == 0).flatten(1).all(dim=1).any() == ((rows < 0) | (rows > 56)).any()
+def test_rows_are_gathered(dtype, strided):
+    x = Packed(1, 19, D=48, B=3, Hkv=2, strided=strided).array(dtype)
+    for count in (0, 1, 77, 300):
+        make = torch.Generator().manual_seed(count)
+        rows = torch.randint(-2, 3 * 19 + 2, (count,), generator=make).to(DEVICE)
+        want = x.reshape(3 * 19, 2, 48)[rows.clamp(0, 3 * 19 - 1)]
+        want[(rows < 0) | (rows >= 3 * 19)] = 0
+        assert torch.equal(packing.gather_by_kernel(x, rows), want)
+        assert torch.equal(packing.gather(x, rows), want)
 
 
 @kernel
@@ -271,11 +255,8 @@ def test_tokens_outside_the_array_are_nothing(deterministic):
     want[1:4], want[4] = x[0, :3, 0], x[0, 3, 0]
     assert torch.equal(ranges.read(x), want)
     totals = torch.zeros(3, 4, 1, 3, device=DEVICE)  # its neighbours in memory stay 0
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with determined(deterministic):
         ranges.add(totals[1:2], torch.ones(12, 3, device=DEVICE))
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert (totals[1] == 1).all() and totals.sum() == 12
 
 
@@ -310,11 +291,8 @@ def test_offsets_beyond_32_bits():
     want.index_add_(0, source.index[:used][keep], grad[:used][keep].float())
     for deterministic in (False, True):
         total = torch.zeros(1, tokens, heads, width, device="cuda")
-        torch.use_deterministic_algorithms(deterministic)
-        try:
+        with determined(deterministic):
             ranges.add(total, grad)
-        finally:
-            torch.use_deterministic_algorithms(False)
         got = total[0, -2 * size :].flatten(0, 1)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
         assert (total[0, :size] != 0).any(dim=-1).all()
@@ -342,10 +320,9 @@ if INTERPRETED:
         assert torch.equal(sums, both(True))
         assert not torch.equal(atomics, both(False))  # the check can fail
 
-    @pytest.mark.parametrize("branch", ["compressed", "selected"])
     @by_mode
-    def test_the_branch_through_the_kernels(branch, deterministic, monkeypatch):
-        """FA-2's stand-in on packed rows; tests/test_torch_gpu.py does it with FA-2 itself."""
+    def test_branches_through_the_kernels(deterministic, monkeypatch):
+        """FA-2's stand-in on packed rows; on a GPU the table of all paths has FA-2 itself."""
         calls = []
 
         def ranges(where, block_indices, queries, num_keys, config, handed):
@@ -358,14 +335,20 @@ if INTERPRETED:
 
         monkeypatch.setattr(fa2, "pack_selected", ranges)
         monkeypatch.setattr(fa2, "gather", gather)
-        case = Case(25, 25, B=1, H=6, Hkv=2, segments=(1, 10, 0, 1, 8, -5), config=FEW)
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            with on_the_cpu(monkeypatch):
-                check_branch(case, branch, "fa2")
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert len(calls) > 1
+        case = Case(25, 25, H=6, documents=(1, 10, 0, 1, 8), config=FEW)
+        p = problem(case)
+        p = dataclasses.replace(p, lse_weight=torch.zeros_like(p.lse_weight))  # FA-2 has none
+        numbers = torch.tensor([0, *case.documents]).cumsum(0)
+        with on_the_cpu(monkeypatch), determined(deterministic):
+            for branch in ("compressed", "selected"):
+                leaves = [x.clone().requires_grad_() for x in p.steps[branch][:3]]
+                attend, more = getattr(fa2, f"{branch}_attention"), p.steps[branch][3:]
+                options = {"config": FEW, "cu_seqlens": numbers, "kv_len": 25}
+                out, lse = attend(*leaves, *more, **options)
+                found = [out, lse, *torch.autograd.grad(out, leaves, p.weight)]
+                names = (f"{branch}.{x}" for x in STEP_NAMES)
+                check(p, dict(zip(names, found, strict=True)), p.expected_steps)
+        assert len(calls) > 2
 
 
 else:
@@ -391,7 +374,9 @@ else:
 if TRITON and not INTERPRETED:
 
     def test_the_kernels_in_the_interpreter():
-        run_again(__file__)
+        """Those of other files whose kernels are small too: a process takes seconds to begin."""
+        others = ("test_table_kernels.py", "test_split_heads.py")
+        run_again(__file__, *(f"{ROOT}/tests/{x}" for x in others))
 
     @pytest.mark.parametrize(
         "name", ["gather_ranges", "gather_rows", "add_ranges", "sum_ranges"]

@@ -1,11 +1,12 @@
 """Query, keys and values out of one product: the operators of torch and the Triton kernel against
 complex numbers, and the layer with one product against the layer with one a weight.
 
-Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+`test_pack.py` runs this file in Triton's interpreter.
 """
 
 import copy
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -18,8 +19,7 @@ from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
 from nsa_core import rotation
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
-from tests import interpreted_triton
-from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
 
 SIZES = (
@@ -141,62 +141,43 @@ def by_kernel(describe, sizes, position, *arrays, normed=False):
     return TRITON_OPS.run(kernel, *given, cos, sin)
 
 
+def rows_of(sizes):
+    """A product of tokens that several programs share, the last not full; and their positions."""
+    tokens = 1 + 400 // max(sizes.D, sizes.Dv)
+    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
+    return product, position, product.reshape(2 * tokens, sizes.row)
+
+
 @kernel
 @by_norms
 @by_size
 def test_heads_by_the_kernel(sizes, normed, small):
-    """Of tokens that several programs share, the last not full."""
-    tokens = 1100 // max(sizes.D, sizes.Dv)
-    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
-    rows = product.reshape(2 * tokens, sizes.row)
-    found = there(by_kernel(split_heads, sizes, position, rows, normed=normed))
-    near = {"atol": tolerance(position) * (3 if normed else 1)}  # heads are so much longer
-    for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
-        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), **near)
-
-
-@kernel
-@by_size
-def test_the_way_back_is_the_gradient(sizes, small):
-    """Of a linear map: sum(g * split(x)) = sum(x * join(g)) for any x and g, here token by token,
-    since neither map mixes tokens.
+    """And the way back, whose gradients, of the projection and of the norms' weights, are those of
+    torch's operators in float64.
     """
-    tokens = 1100 // max(sizes.D, sizes.Dv)
-    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
-    rows = product.reshape(2 * tokens, sizes.row)
-    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(2 * tokens), 1)]
-    (joined,) = by_kernel(join_heads, sizes, position, *given)
+    product, position, rows = rows_of(sizes)
+    found = there(by_kernel(split_heads, sizes, position, rows, normed=normed))
+    near = tolerance(position) * (3 if normed else 1)  # heads are so much longer
+    for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
+        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), atol=near)
+
+    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(len(rows)), 1)]
+    more = [rows] if normed else []
+    joined, *partials = by_kernel(join_heads, sizes, position, *given, *more, normed=normed)
     padding = sizes.gate_columns - sizes.H * sizes.gates
     assert not joined[:, sizes.row - padding :].any()
-    parts = there(given)
-    apart = expected(product, position, sizes)
-    whole = sum(
-        (x.reshape(y.shape).astype(np.float64) * y).reshape(2 * tokens, -1).sum(axis=1)
-        for x, y in zip(parts, apart, strict=True)
-    )
-    found = (rows.astype(np.float64) * joined.cpu().numpy()).sum(axis=1)
-    np.testing.assert_allclose(found, whole, atol=sizes.row**0.5 * 10 * tolerance(position))
-
-
-@kernel
-@by_size
-def test_the_way_back_through_norms_is_the_gradient(sizes, small):
-    """That of torch's operators in float64, of the projection and of the norms' weights."""
-    tokens = 1100 // max(sizes.D, sizes.Dv)
-    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
-    rows = product.reshape(2 * tokens, sizes.row)
-    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(2 * tokens), 1)]
-    joined, partials = by_kernel(join_heads, sizes, position, *given, rows, normed=True)
-    norms = norms_of(sizes, torch.float64)
+    norms = norms_of(sizes, torch.float64) if normed else None
     leaf = torch.from_numpy(product).double().requires_grad_()
     turns = {"base": BASE, "scale": SCALE, "norms": norms}
     apart = listed(heads.split(leaf, torch.from_numpy(position), sizes, **turns))
-    grads = [torch.from_numpy(x).double() for x in there(given)]
-    loss = sum((x.flatten(0, 1) * g).sum() for x, g in zip(apart, grads, strict=True))
-    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in norms)])
-    assert partials.shape[0] > 1 or not INTERPRETED
-    of_heads = partials.double().sum(dim=0).cpu()
-    found = joined.view(leaf.shape), of_heads[: sizes.H].sum(0), of_heads[sizes.H :].sum(0)
+    pairs = zip(apart, there(given), strict=True)
+    loss = sum((x.flatten(0, 1) * torch.from_numpy(g).double()).sum() for x, g in pairs)
+    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in norms or ())])
+    found = [joined.view(leaf.shape)]
+    if normed:
+        assert partials[0].shape[0] > 1 or not INTERPRETED
+        of_heads = partials[0].double().sum(dim=0)
+        found += of_heads[: sizes.H].sum(0), of_heads[sizes.H :].sum(0)
     for x, y in zip(found, want, strict=True):
         near = tolerance(position) * 5 * (1 if x.ndim == 3 else y.abs().max().item())
         torch.testing.assert_close(x.double().cpu(), y, rtol=0, atol=near)
@@ -227,10 +208,10 @@ def layer(**changes):
     return NSAAttention(**sizes | blocks | changes)
 
 
-def outcome(module, x):
+def outcome(module, x, run=None):
     """Output and all gradients."""
     x = x.clone().requires_grad_()
-    y, _ = module(x)
+    y, _ = (run or module)(x)
     y.square().sum().backward()
     return [y, x.grad, *(each.grad for each in module.parameters())]
 
@@ -275,8 +256,7 @@ def with_norms(module):
     module.spec = dataclasses.replace(module.spec, qk_norm_eps=EPS)
 
 
-def plain(module, x):
-    return outcome(module, x)
+plain = outcome
 
 
 def under_autocast(module, x):
@@ -285,10 +265,8 @@ def under_autocast(module, x):
 
 
 def checkpointed(module, x):
-    x = x.clone().requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(lambda x: module(x)[0], x, use_reentrant=False)
-    y.square().sum().backward()
-    return [y, x.grad, *(each.grad for each in module.parameters())]
+    run = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False)
+    return outcome(module, x, run)
 
 
 def compiled(module, x):
@@ -302,18 +280,20 @@ def compiled(module, x):
     return [*parts, x.grad, *(each.grad for each in module.parameters())]
 
 
+# How a layer runs, what is changed of it, and its gate.
+GRADIENTS = [(plain, x, "head") for x in (frozen, biased_alike, with_norms)]
+GRADIENTS += [(x, None, "sigmoid") for x in (plain, under_autocast, checkpointed)]
+GRADIENTS += [(under_autocast, with_norms, "head"), (checkpointed, frozen, "head")]
+GRADIENTS += [(compiled, with_norms, "head"), (compiled, frozen, "sigmoid")]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
-@pytest.mark.parametrize(
-    "change",
-    [lambda module: None, frozen, biased_alike, with_norms],
-    ids=["all", "frozen", "bias", "norms"],
-)
-@pytest.mark.parametrize("run", [plain, under_autocast, checkpointed, compiled])
-@pytest.mark.parametrize("gate", ["sigmoid", "head"])
-def test_gradients_of_one_product(gate, run, change, monkeypatch):
+@pytest.mark.parametrize(("run", "change", "gate"), GRADIENTS)
+def test_gradients_of_one_product(run, change, gate, monkeypatch):
     """As those of all products, under what training puts around a layer."""
     module, x = layer(gate=gate), torch.from_numpy(drawn(2, 40, 24))
-    change(module)
+    if change:
+        change(module)
     apart = run(copy.deepcopy(module), x)
     set_limits(monkeypatch, fused_heads_from=80)
     made = []
@@ -321,14 +301,12 @@ def test_gradients_of_one_product(gate, run, change, monkeypatch):
         monkeypatch.setattr(heads, "_FusedLinear", noted(made))
     one = run(module, x)
     assert made or run is compiled
-    near = (
-        {"rtol": 3e-2, "atol": 3e-2} if run is under_autocast else {"rtol": 1e-5, "atol": 1e-5}
-    )
+    rtol, atol = (3e-2, 3e-2) if run is under_autocast else (1e-5, 1e-5)
     for a, b in zip(apart, one, strict=True):
         if a is None:
             assert b is None
         else:
-            torch.testing.assert_close(a, b, **near)
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 def noted(made):
@@ -452,9 +430,3 @@ def test_the_operator_on_a_gpu(sizes, dtype, normed, rows):
     weights, eps = heads._weights(norms)
     given = product.requires_grad_(), *tables, *weights, eps, list(dataclasses.astuple(sizes))
     torch.library.opcheck(heads._split, given)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="runs here")
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
-def test_interpreted():
-    interpreted_triton.run_again(__file__)

@@ -1,7 +1,6 @@
 """Tables of packed rows by Triton kernels are those of the derived steps, in every number.
 
-On a GPU, and without one in Triton's interpreter: where that is not asked for, this file runs once
-more in a process that asks for it.
+On a GPU, and without one in Triton's interpreter, as `test_pack.py` runs this file.
 """
 
 import pytest
@@ -17,14 +16,8 @@ from nsa_torch.kernel_path import SAVING
 from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
 from tests.devices import needs_gpu
 from tests.inputs import SMALL
-from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel, run_again
+from tests.interpreted_triton import DEVICE, kernel
 from tests.planned import described
-
-if TRITON and not INTERPRETED:
-
-    def test_without_a_gpu():
-        run_again(__file__)
-
 
 ODD = NSAConfig(8, 4, 16, num_selected=4, num_local=1, window=37)
 FAR = NSAConfig(16, 16, 128, num_selected=3, num_local=1, window=20)

@@ -1,0 +1,873 @@
+"""Packed rows beside their documents alone, and metadata that is made once a batch.
+
+What attention makes of documents is in the table of all paths (`test_parity.py`).
+"""
+
+import copy
+import functools
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import nsa_jax
+import nsa_jax.nn
+import nsa_torch
+from kernels_pallas.kernel import Array
+from kernels_pallas.mosaic import capability
+from nsa_core import debug
+from nsa_core.config import NSAConfig
+from nsa_core.layer import LayerSpec
+from nsa_core.plan.buffers import Launch, Place
+from nsa_core.plan.kernels import kernels_of
+from nsa_torch import NSAAttention, batch_tables, mosaic, operators, triton
+from nsa_torch.input_modes import PRECOMPRESSED
+from nsa_torch.kernel_path import SAVING
+from nsa_torch.plans import Planned
+from tests import paths, planned, problems
+from tests.cross_compile import compile_report
+from tests.limits import set_limits
+from tests.problems import SMALL, Case
+from tests.stand_in_kernels import stand_ins
+from tests.test_mosaic_compiled import ALLOWED
+from tests.test_plan import call
+from tests.test_torch_mosaic import interpret
+
+PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
+T = 90
+BATCHES = {
+    "documents": [0, 12, 41, 70],
+    "empty ones": [0, 0, 33, 33, 33, 90],
+    "one token": [0, 1, 2, 60, 61],
+    "one": [0, 90],
+    "none": [0, 0],
+    "full": [0, 10, 20, 30, 40, 50, 60, 70, 90],
+}
+LAYER = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 10}
+gpu = pytest.mark.gpu
+
+
+def borders(numbers, device="cpu"):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def metadata(numbers, **options):
+    options = {"total": T, "config": SMALL} | options
+    return nsa_torch.varlen_metadata(borders(numbers), **options)
+
+
+def leaves(device="cpu", dtype=torch.float32, heads=4, kv_heads=2, width=16, length=T, seed=0):
+    """Query, key, value, gates."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = [(1, length, n, width) for n in (heads, kv_heads, kv_heads)]
+    shapes += [(1, length, heads, 3)]
+    found = [torch.randn(x, generator=make).to(device, dtype) for x in shapes]
+    return [x.requires_grad_() for x in found]
+
+
+def with_gradients(inputs, **options):
+    """Output and gradients of `attention`."""
+    out = nsa_torch.attention(*inputs, **{"config": SMALL} | options)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out)
+    return [out, *torch.autograd.grad(out, inputs, weight)]
+
+
+def same(one, two):
+    return all(bool((x == y).all()) for x, y in zip(one, two, strict=True))
+
+
+def calls(api, inputs, implementation, **packed):
+    """By name, each function that takes borders; their results."""
+    query, key, value, _ = inputs
+    packed = {"config": SMALL} | packed
+    config, how = packed["config"], packed | {"implementation": implementation}
+    length = query.shape[1]
+    pair = [x[:, : config.num_compressed(length)] for x in (key, value)]
+    chosen = np.full((*key.shape[:3], config.num_selected), -1, np.int32)
+    chosen[..., 0] = 0
+    chosen = jnp.array(chosen) if api is nsa_jax else torch.tensor(chosen, device=query.device)
+    return {
+        "attention": lambda: [api.attention(*inputs, **how)],
+        "compress": lambda: [api.compress(key, **packed)],
+        "scores": lambda: [api.select_blocks(query, pair[0], **how)],
+        "compressed": lambda: api.compressed_attention(query, *pair, **how),
+        "selected": lambda: api.selected_attention(query, key, value, chosen, **how),
+        "sliding": lambda: api.sliding_attention(query, key, value, **how),
+    }
+
+
+def results(found):
+    return [x for each in found.values() for x in each()]
+
+
+# Documents alone
+
+
+# Implementation, heads and key/value heads: of Mosaic those whose scores are made otherwise.
+SELECTING = [(nsa_torch, x, 4, 2) for x in ("sdpa", "reference")] + [(nsa_jax, "xla", 4, 2)]
+SELECTING += [(nsa_torch, "mosaic", *x) for x in ((20, 1), (3, 1))]
+
+
+@pytest.fixture
+def ran(interpreted, monkeypatch):
+    """The kernels that run, interpreted with their race detector."""
+    with planned.on_the_cpu(monkeypatch, interpret) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("api", "implementation", "heads", "kv_heads"), SELECTING)
+def test_each_document_selects_what_it_selects_alone(
+    api, implementation, heads, kv_heads, request
+):
+    """Bit by bit, at any place."""
+    kernels = implementation == "mosaic"
+    if kernels:
+        request.getfixturevalue("ran")
+    config = NSAConfig(8, 4, 16, num_selected=3, num_local=1, window=37)
+    lengths, S = (21, 0, 1, 70, 5), 100
+    inputs = leaves(heads=heads, kv_heads=kv_heads, length=S)[:2]
+    arrays = [x.detach().to(torch.bfloat16 if kernels else torch.float32) for x in inputs]
+    if api is nsa_jax:
+        arrays = [jnp.array(x.numpy()) for x in arrays]
+
+    def chosen(query, key, lengths, padding=0):
+        numbers = borders(np.cumsum([0, *lengths]))
+        if api is nsa_jax:
+            ids = np.repeat([*range(len(lengths)), -1], [*lengths, padding])
+            numbers = jnp.array(ids[None], jnp.int32)
+        sizes = {} if api is nsa_jax else {"total": query.shape[1]}
+        packed = {"varlen": api.varlen_metadata(numbers, config=config, **sizes)}
+        packed |= {"config": config}
+        compressed = api.compress(key, **packed)
+        return api.select_blocks(query, compressed, **packed, implementation=implementation)
+
+    found = chosen(*arrays, lengths, S - sum(lengths))
+    assert (found[:, sum(lengths) :] == -1).all()
+    assert found.max() == 4  # of which three are selected
+    for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+        if length > 1:
+            own = [x[:, end - length : end] for x in arrays]
+            own = [x.clone() for x in own] if api is nsa_torch else own
+            assert (found[:, end - length : end] == chosen(*own, [length])).all()
+
+
+# A tile of each walk has tokens of several documents; the last of them is padding.
+FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
+ROW = {"S": 90, "documents": (70, 0, 1, 13), "config": FEW, "dtype": "bfloat16"}
+G16 = {"H": 16, "Hkv": 1, "Dv": 48}
+G3 = {"H": 6, "Hkv": 2, "D": 64, "Dv": 64}
+
+
+@pytest.mark.parametrize(("sizes", "own"), [(G16, True), (G3, False)], ids=["G16", "G3"])
+def test_kernels_by_places(sizes, own, ran):
+    """Means are made in slots, entries of lists of small groups are single tokens, dS of large ones
+    is stored.
+    """
+    p = problems.problem(Case(90, **ROW, **sizes, own=own, blocks="given"))
+    problems.check(p, paths.of_torch(p, "mosaic"), p.expected)
+    kernels = {kernel.name: kernel.spec for kernel in ran}
+    assert (ran[0].name, ran[-1].name) == ("compress_means", "merge_key_gradients")
+    assert kernels["dkv_partials"].single_token == (sizes is G3)
+    assert ("stored_ds_dq" in kernels) == (sizes is G16)
+
+
+@pytest.mark.parametrize("sizes", [G16, G3], ids=["G16", "G3"])
+def test_the_last_queries(sizes, ran):
+    """Of the selected branch, as a chunk of context parallelism asks."""
+    p = problems.problem(Case(40, **ROW, **sizes, blocks="given"))
+    *tensors, chosen = p.steps["selected"]
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    numbers = borders(np.cumsum([0, *ROW["documents"]]))
+    options = {"config": FEW, "kv_len": 90, "cu_seqlens": numbers}
+    both = mosaic.selected_attention(*inputs, chosen, **options)
+    grads = torch.autograd.grad(both, inputs, [p.weight, p.lse_weight])
+    names = [f"selected.{x}" for x in problems.STEP_NAMES]
+    problems.check(p, dict(zip(names, (*both, *grads), strict=True)), p.expected_steps)
+
+
+@pytest.mark.parametrize("where", ["interpreted", pytest.param(None, marks=gpu)])
+def test_kernels_of_jax_by_places(where, request):
+    """Where metadata bounds the runs: blocks, and gradients of means in slots and of tokens."""
+    if where:
+        request.getfixturevalue(where)
+    config = NSAConfig(4, 2, 16, num_selected=2, num_local=1, window=7)
+    ids = jnp.array([[-1] * 3 + [0] * 33 + [-1] * 2 + [1] * 6], jnp.int32)
+    meta = nsa_jax.varlen_metadata(ids, max_segments=4, max_seqlen=33, config=config)
+    packed = {"config": config, "varlen": meta}
+    inputs = leaves(heads=2, kv_heads=1, length=44)[:3]
+    query, *pair = (jnp.array(x.detach().numpy(), jnp.bfloat16) for x in inputs)
+    compressed = [nsa_jax.compress(x, **packed) for x in pair]
+    of = {x: packed | {"implementation": x} for x in ("mosaic", "reference")}
+    one, chosen = (nsa_jax.select_blocks(query, compressed[0], **how) for how in of.values())
+    assert (one == chosen).all()
+
+    def total(how, compressed, pair):
+        first, _ = nsa_jax.compressed_attention(query, *compressed, **of[how])
+        second, _ = nsa_jax.selected_attention(query, *pair, chosen, **of[how])
+        return sum(jnp.square(x.astype(jnp.float32)).sum() for x in (first, second))
+
+    gradients = jax.jit(jax.grad(total, argnums=(1, 2)), static_argnums=0)
+    both = (jax.tree.leaves(gradients(how, compressed, pair)) for how in of)
+    for x, y in zip(*both, strict=True):
+        x, y = (np.asarray(each, np.float32) for each in (x, y))
+        assert np.sqrt(np.mean((x - y) ** 2)) <= 1e-2 * np.sqrt(np.mean(y**2))
+
+
+LAYERS = {
+    "paper": {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128},
+    "small": {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64},
+}
+
+
+def only_packed(layer):
+    """The kernels of a training step, for any length, that rows of one sequence do not have."""
+    options = {"dtype": "bfloat16", "config": NSAConfig(), "gradients": True, "length": 65536}
+    options |= {"compresses": True, "shared": True}
+    rows, packed = (
+        [x.for_any_length() for x in kernels_of(**LAYERS[layer], **options, packed=x)]
+        for x in (False, True)
+    )
+    return [kernel for kernel in dict.fromkeys(packed) if kernel not in rows]
+
+
+def build(layer, index):
+    return only_packed(layer)[index]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_fit_the_chip(layer):
+    count = len(only_packed(layer))
+    builders = [(f"{__name__}:build", {"layer": layer, "index": i}) for i in range(count)]
+    for report in compile_report(builders):
+        assert report["registers"] <= ALLOWED.get(report["name"], 255), report
+        assert not report["spill_store_bytes"] and not report["remarks"], report
+
+
+# Metadata
+
+
+OF_BATCHES = [(x, y) for x in ("sdpa", "reference") for y in BATCHES]
+
+
+@pytest.mark.parametrize(("implementation", "batch"), [*OF_BATCHES, ("jax", "empty ones")])
+def test_metadata_is_bare_borders(implementation, batch):
+    inputs, found = leaves(), []
+    for packed in (
+        {"varlen": metadata(BATCHES[batch])},
+        {"cu_seqlens": borders(BATCHES[batch])},
+    ):
+        found.append(with_gradients(inputs, implementation=implementation, **packed))
+        if implementation != "jax":
+            found[-1] += results(calls(nsa_torch, inputs, implementation, **packed))
+            nsa_torch.explain(*inputs[:3], config=SMALL, **packed)
+    assert same(*found) or implementation == "jax"
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(*found, strict=True))
+
+
+IDS = [
+    [-1] * 9 + [0] * 20 + [-1] * 3 + [1] * 28,
+    [0] * 30 + [1] * 5 + [0] * 25,  # the same id again
+]
+
+
+def of_jax():
+    """Ids, then query, key, value, gates."""
+    inputs = [x.detach().numpy() for x in leaves(length=60)]
+    return jnp.array(IDS, jnp.int32), [jnp.concatenate([x, -2 * x]) for x in inputs]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_metadata_is_segment_ids(implementation):
+    ids, inputs = of_jax()
+    meta = nsa_jax.varlen_metadata(ids, config=SMALL, max_segments=60, max_seqlen=60)
+
+    def everything(*inputs, **packed):
+        how = {"config": SMALL, "implementation": implementation}
+        out, pull = jax.vjp(lambda *x: nsa_jax.attention(*x, **how, **packed), *inputs)
+        return [out, *pull(out), *results(calls(nsa_jax, inputs, implementation, **packed))]
+
+    run = jax.jit(everything)
+    assert same(run(*inputs, varlen=meta), run(*inputs, segment_ids=ids))
+    nsa_jax.explain(*inputs[:3], config=SMALL, varlen=meta)
+
+
+def test_metadata_of_jax_is_worked_out_once():
+    """Where tokens stand, for all layers of a scan, checkpointed or not, and for kernels that are
+    mapped over, forward and backward: positions and windows are a running maximum each.
+    """
+    ids, inputs = of_jax()
+    spec = LayerSpec(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, **LAYER)
+    layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 60, 16))
+
+    def layers(made, ids, x, again=False):
+        packed = made(ids, layer.spec.config)
+        body = lambda x, _: (layer(x, **packed)[0], None)
+        found, _ = jax.lax.scan(jax.checkpoint(body) if again else body, x, None, length=3)
+        return jnp.square(found).sum()
+
+    def kernels(made, ids, *inputs):
+        how = {"implementation": "mosaic", "config": SMALL} | made(ids, SMALL)
+        return nsa_jax.attention(*inputs, **how).astype(jnp.float32).sum()
+
+    def counts(made):
+        """`made`: what says where tokens stand, of ids and a configuration."""
+        arrays = [x.astype(jnp.bfloat16)[None] for x in inputs]
+        mapped = jax.vmap(jax.grad(functools.partial(kernels, made), (1, 2, 3, 4)))
+        with capability.interpreted(InterpretGPUParams()):
+            steps = [jax.make_jaxpr(mapped)(ids[None], *arrays)]
+        for again in (False, True):
+            step = functools.partial(layers, made, again=again)
+            steps.append(jax.make_jaxpr(jax.grad(step, 1))(ids, x))
+        return [str(each).count("cummax") for each in steps]
+
+    once = lambda ids, config: {"varlen": nsa_jax.varlen_metadata(ids, config=config)}
+    bare = lambda ids, config: {"segment_ids": ids}
+    assert counts(once) == [2, 2, 2] and min(counts(bare)) > 4
+    one, two = (jax.jit(functools.partial(layers, made)) for made in (once, bare))
+    assert jnp.allclose(one(ids, x), two(ids, x), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_tables_of_a_layer(name):
+    """Made before a call, which then makes none; other borders come into the same memory. No step
+    of a layer reads nothing but what follows from borders.
+    """
+    layer = {"dtype": torch.bfloat16, "implementation": name}
+    make = lambda numbers: metadata(numbers, padded=True, max_seqlen=T)
+    tables = lambda meta: meta.tensors(4, 2, 16, **layer)
+    with capability.interpreted(name == "mosaic"):
+        meta = make(BATCHES["one"])
+        first = tables(meta)
+        assert len(first) > 6 and len(meta.tensors(4, 2, 16, **layer, gradients=False)) > 3
+        before = [x.clone() for x in first]
+        for numbers in BATCHES.values():
+            meta.update(borders(numbers))
+            again = tables(meta)
+            assert [x.data_ptr() for x in again] == [x.data_ptr() for x in first]
+            assert same(again, tables(make(numbers)))
+        assert not same(before, again)
+        sizes = 1, T, T, 4, 2, 16, 16, SMALL
+        arguments = call(PRECOMPRESSED, sizes, cu_seqlens=borders(BATCHES["documents"]))
+        function = PATHS[name].planned[PRECOMPRESSED, SAVING]
+        plans = function.plans(arguments, torch.device("cpu"))
+    for plan in plans:
+        of_batch = Place.CONSTANT, Place.BATCH
+        fixed = {i for i, x in enumerate(plan.buffers) if x.place in of_batch} | {plan.shared}
+        assert len(plan.batch) > 4
+        for step in plan.steps:
+            reads = {x.buffer for x in step.reads}
+            assert isinstance(step, Launch) or not reads or not reads <= fixed, step.name
+
+
+def test_planned_once_for_all_layers(monkeypatch):
+    """Of a second layer, its backward pass, and any batch of the same room: nothing is planned; of
+    the layer nothing is made but by its kernels' steps; the numbers are those of bare borders.
+    """
+    planned_calls, inputs = [], leaves(dtype=torch.bfloat16)
+    plan = Planned.plan
+    count = lambda *arguments: planned_calls.append(1) or plan(*arguments)
+    monkeypatch.setattr(Planned, "plan", count)  # that it is not called is what is shown
+    make = lambda numbers: metadata(numbers, padded=True, max_seqlen=T)
+    meta = make(BATCHES["one"])
+    run = lambda **packed: with_gradients(inputs, implementation="mosaic", **packed)
+    with stand_ins(monkeypatch):
+        run(varlen=meta)
+        known, bares = len(planned_calls), []
+        for numbers in BATCHES.values():
+            meta.update(borders(numbers))
+            found = run(varlen=meta)
+            assert same(found, run(varlen=meta)) and same(found, run(varlen=make(numbers)))
+            # Plans of bare borders know no longest sequence; they too are alike.
+            assert len(planned_calls) == known + 2 * bool(bares)
+            bares.append(run(cu_seqlens=borders(numbers)))
+            assert same(found, bares[-1])
+
+
+def test_memory_of_many_documents():
+    """Tables and buffers of a layer, forward and backward, hardly grow while documents have some
+    16 tokens on average.
+    """
+
+    def bytes_of(sequences, length=4096):
+        array = lambda *shape: Array((1, length, *shape), "bfloat16")
+        numbers = Array((sequences + 1,), "int32")
+        place = operators.arguments(NSAConfig(), length, numbers, None)
+        tensors = array(16, 64), array(2, 64), array(2, 64), [array(16)] * 3
+        with capability.interpreted(True):
+            plans = mosaic.PATH.plans(*tensors, place, True, None)
+        return sum(x.bytes for plan in plans for x in plan.buffers)
+
+    assert bytes_of(256) < 1.25 * bytes_of(8)
+
+
+def test_a_gap_has_tables_of_its_own():
+    """Of the two chunks of a rank of context parallelism: made once, renewed with the others."""
+    meta = metadata(BATCHES["one"], padded=True)
+    gap, other = (batch_tables.with_gap(meta.cu_seqlens, x) for x in (8, 16))
+    assert batch_tables.with_gap(meta.cu_seqlens, 8) is gap
+    known = batch_tables.sizes_of(meta.cu_seqlens)[:2]
+    alone = [batch_tables.of_one(24, size, torch.device("cpu")) for size in (8, 16)]
+    sizes = [batch_tables.sizes_of(x) for x in (gap, other, *alone)]
+    assert sizes == [(*known, 8), (*known, 16), (24, False, 8), (24, False, 16)]
+    shifted = lambda ops, ends: [ends + 1]
+    (found,) = batch_tables.made(shifted, gap)
+    meta.update(borders(BATCHES["documents"]))
+    assert batch_tables.made(shifted, gap)[0] is found
+    assert torch.equal(found, meta.cu_seqlens + 1)
+
+
+@pytest.mark.parametrize("phi", ["avg", "mlp", "mlp_rope"])
+def test_layers(phi):
+    """Two of a model, one of them checkpointed, without borders between the calls."""
+    torch.manual_seed(0)
+    first, second = (NSAAttention(16, 4, 2, 8, 8, phi=phi, **LAYER) for _ in range(2))
+    x, numbers = torch.randn(1, T, 16, requires_grad=True), BATCHES["documents"]
+    weights = [*first.parameters(), *second.parameters()]
+
+    def gradients(**packed):
+        run = lambda layer, x: layer(x, **packed)[0]
+        out = checkpoint(run, second, run(first, x), use_reentrant=False)
+        grads = torch.autograd.grad(out.square().sum(), [x, *weights], allow_unused=True)
+        return [out, *(g for g in grads if g is not None)]
+
+    meta = metadata(numbers, config=first.spec.config)
+    assert same(gradients(varlen=meta), gradients(cu_seqlens=borders(numbers)))
+
+
+COPIES = {"copy": copy.deepcopy, "pickle": lambda meta: pickle.loads(pickle.dumps(meta))}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+def test_metadata_is_copied_and_pickled(how, used):
+    """As workers of a DataLoader do; a copy has its own memory, and so has another beside it, be it
+    made in inference mode.
+    """
+    inputs, numbers = leaves(), borders(BATCHES["documents"])
+    numbers += 0  # its version is not the first
+    run = lambda meta: with_gradients(inputs, varlen=meta)
+    meta = nsa_torch.varlen_metadata(numbers, total=T, max_sequences=7, config=SMALL)
+    wanted = with_gradients(inputs, cu_seqlens=numbers)
+    if used:
+        run(meta)
+    with torch.inference_mode():
+        full = metadata(BATCHES["full"])
+        nsa_torch.attention(*inputs, config=SMALL, varlen=full)
+    assert not same(run(full), wanted)
+    other = COPIES[how](meta)
+    assert repr(other) == repr(meta) and other.config == meta.config
+    assert torch.equal(other.cu_seqlens, meta.cu_seqlens)
+    assert same(run(other), wanted)
+    other.update(borders([0, 30, 60]))
+    assert same(run(meta), wanted)
+    assert torch.equal(copy.deepcopy(meta.cu_seqlens), meta.cu_seqlens)
+    numbers[1] = 11
+    with pytest.raises(ValueError, match="must not be written to after varlen was made"):
+        COPIES[how](meta)
+
+
+COMPILED = [("cpu", "eager", "sdpa"), ("cpu", "aot_eager", "sdpa")]
+COMPILED += [pytest.param("cuda", "inductor", "mosaic", marks=gpu)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize(("device", "backend", "implementation"), COMPILED)
+def test_compiled(device, backend, implementation):
+    """The metadata of a compiled call is read by its operators, forward and backward."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = leaves(device, dtype, width=64)
+    how = {"config": SMALL, "implementation": implementation}
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def compiled(meta, *inputs):
+        return nsa_torch.attention(*inputs, **how, varlen=meta)
+
+    near = 1e-5 if device == "cpu" else 1e-2
+    for numbers in BATCHES["documents"], BATCHES["full"]:
+        out = compiled(metadata(numbers, padded=True, device=device), *inputs)
+        want = nsa_torch.attention(*inputs, **how, cu_seqlens=borders(numbers, device))
+        both = (
+            (x, *torch.autograd.grad(x.float().square().sum(), inputs)) for x in (out, want)
+        )
+        assert device == "cpu" or torch.equal(out, want)
+        for x, y in zip(*both, strict=True):
+            assert torch.allclose(x, y, atol=near, rtol=near)
+
+
+# Bad numbers
+
+
+class Unread(TorchDispatchMode):
+    """Where the host reads no numbers."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+BAD = {
+    "decreasing": ([0, 25, 10, 40], "must not decrease, got 10 after 25 at index 2"),
+    "later": ([3, 25, 40], "must begin with 0, got 3"),
+    "negative": ([-2, 25, 40], "must begin with 0, got -2"),
+    "beyond": ([0, 25, 91], "must end with 90, the number of tokens, at most, got 91"),
+}
+
+
+def held(numbers, device="cpu", total=T):
+    """What counts of bad numbers where the host reads none."""
+    return borders([0, *np.maximum.accumulate(np.clip(numbers[1:], 0, total))], device)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_borders(name, monkeypatch):
+    """Refused where the host reads them, else counted as those that hold."""
+    numbers, message = BAD[name]
+    bounds, inputs = borders(numbers), leaves()
+    layer = NSAAttention(16, 4, 2, 8, 8, **LAYER)
+    refused = calls(nsa_torch, inputs, None, cu_seqlens=bounds)
+    refused["layer"] = lambda: layer(torch.zeros(1, T, 16), cu_seqlens=bounds)
+    for each in (*refused.values(), lambda: metadata(numbers)):
+        with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+            each()
+    set_limits(monkeypatch, torch_chunk_bytes=50_000)
+    for implementation in ("sdpa", "reference"):
+        with torch.no_grad(), Unread():
+            found = results(calls(nsa_torch, inputs, implementation, cu_seqlens=bounds))
+        right = results(calls(nsa_torch, inputs, implementation, cu_seqlens=held(numbers)))
+        assert same(found, right)
+
+
+SIZES = [
+    (x, y) for x in ("max_seqlen", "total", "max_sequences") for y in (0, -1, True, 2.0, "8")
+]
+CONTRADICTIONS = [
+    (
+        [0, 9, 20],
+        {"max_seqlen": 10},
+        "max_seqlen must be 11 at least, as the longest .*, got 10",
+    ),
+    ([0, 9, 20, 30], {"max_sequences": 2}, r"max_sequences \+ 1 = 3 entries at most, got 4"),
+    (
+        [0, 9, 20],
+        {"total": 24, "padded": False},
+        "end with 24, .* where padded is False, got 20",
+    ),
+    ([0], {}, r"cu_seqlens must have num_seqs \+ 1 >= 2 entries, got 1"),
+    ([0.0, 1.0], {}, "cu_seqlens must have dtype"),
+    ([0, 9], {"config": {}}, "config must be an NSAConfig, got dict"),
+    *(([0, 9], {x: y}, f"{x} must be an int of at least 1, got {y!r}") for x, y in SIZES),
+]
+
+
+@pytest.mark.parametrize(("numbers", "options", "message"), CONTRADICTIONS)
+def test_what_contradicts_itself(numbers, options, message):
+    with pytest.raises(ValueError, match=message):
+        nsa_torch.varlen_metadata(torch.tensor(numbers), **{"config": SMALL} | options)
+
+
+def test_what_follows_from_borders():
+    make = lambda numbers, **how: nsa_torch.varlen_metadata(torch.tensor(numbers), **how)
+    assert (make([0, 9, 20]).total, make([0, 9, 20]).padded) == (20, False)
+    assert make([0, 9, 20], total=24).padded
+    assert [make(x).max_sequences for x in ([0, 3], [*range(12)])] == [8, 16]
+
+
+# Of inputs and options.
+APART = {
+    "cu_seqlens must be None where varlen is given": {"cu_seqlens": borders([0, 90])},
+    "varlen must be what nsa_torch.varlen_metadata returns, got Tensor": {
+        "varlen": borders([0])
+    },
+    "varlen must be made with NSAConfig.*, got one of NSAConfig": {"config": NSAConfig()},
+    "varlen must be of the 60 tokens of query, got total=90": lambda x: x[:, :60],
+    "query must be one row, B=1, where .*, got B=2": lambda x: x.expand(2, -1, -1, -1),
+    "varlen must be on the device of query, meta, got one on cpu": lambda x: x.to("meta"),
+}
+
+
+def test_what_does_not_belong_together():
+    inputs, numbers = leaves(), borders(BATCHES["documents"])
+    refused = lambda message, error=ValueError: pytest.raises(error, match=message)
+    meta = nsa_torch.varlen_metadata(numbers, total=T, config=SMALL)
+    attend = lambda *inputs, **options: nsa_torch.attention(
+        *inputs, **{"config": SMALL, "varlen": meta} | options
+    )
+    for message, change in APART.items():
+        given, options = (map(change, inputs), {}) if callable(change) else (inputs, change)
+        with refused(message):
+            attend(*given, **options)
+    layer = NSAAttention(16, 4, 2, 8, 8)
+    with refused("varlen must be made with"):
+        layer(torch.zeros(1, T, 16), varlen=meta)
+    with refused("varlen must be None where a cache is given, got both"):
+        layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
+    with refused("varlen must be made with total, or used before"):
+        nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
+    with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
+        meta.tensors(4, 2, 16, implementation="sdpa")
+    numbers[1] += 1
+    with refused("cu_seqlens must not be written to after varlen was made of them"):
+        attend(*inputs)
+    meta.update(numbers)
+    out = attend(*inputs)
+    meta.update(borders(BATCHES["full"]))
+    with refused("modified by an inplace operation", RuntimeError):
+        out.sum().backward()
+    with refused("cu_seqlens must have max_sequences"):
+        meta.update(torch.arange(10))
+    # A refused one has changed nothing.
+    assert same([attend(*inputs)], [attend(*inputs, varlen=None, cu_seqlens=meta.cu_seqlens)])
+
+
+def test_what_metadata_of_jax_refuses():
+    ids, inputs = of_jax()
+    make = lambda ids=ids, **how: nsa_jax.varlen_metadata(ids, **{"config": SMALL} | how)
+    attend = lambda *inputs, **how: nsa_jax.attention(
+        *inputs, **{"config": SMALL, "varlen": make()} | how
+    )
+    rows = [
+        ("None where varlen is given, got both", lambda: attend(*inputs, segment_ids=ids)),
+        ("what nsa_jax.varlen_metadata returns", lambda: attend(*inputs, varlen=ids)),
+        ("varlen must be made with NSAConfig", lambda: attend(*inputs, config=NSAConfig())),
+        (r"of rows \(1, 60\), got \(2, 60\)", lambda: attend(*(x[:1] for x in inputs))),
+        ("config must be an NSAConfig, got dict", lambda: make(config={})),
+        ("segment_ids must have", lambda: make(ids[0])),
+    ]
+    for name, least in (("max_segments", 4), ("max_seqlen", 30)):
+        message = f"{name} must be {least} at least, as segment_ids have, got {least - 1}"
+        rows.append((message, lambda x=name, y=least: make(np.asarray(ids), **{x: y - 1})))
+        make(**{name: least})
+        for wrong in (0, True, 1.5, "8"):
+            message = f"{name} must be an int of at least 1, got {wrong!r}"
+            rows.append((message, lambda x=name, y=wrong: make(**{x: y})))
+    for message, refused in rows:
+        with pytest.raises(ValueError, match=message):
+            refused()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_numbers_that_the_host_does_not_read(device, monkeypatch):
+    """A length is that of the first call; of a sequence that is too long all is padding, but where
+    `debug` reads the numbers.
+    """
+    inputs, numbers = leaves(device), borders([0, 30, T], device)
+    run = lambda **packed: with_gradients(inputs, implementation="sdpa", **packed)
+    with monkeypatch.context() as patch:
+        if device == "cpu":  # as if they were on a GPU
+            patch.setattr("nsa_torch.checks.is_read", lambda x: False)
+        meta = nsa_torch.varlen_metadata(numbers, config=SMALL)
+        assert (meta.total, meta.padded, meta.max_seqlen) == (None, True, None)
+        assert same(run(varlen=meta), run(cu_seqlens=numbers)) and meta.total == T
+        with pytest.raises(ValueError, match="of the 80 tokens of query, got total=90"):
+            nsa_torch.attention(*(x[:, :80] for x in inputs), config=SMALL, varlen=meta)
+        meta = nsa_torch.varlen_metadata(numbers, max_seqlen=59, total=T, config=SMALL)
+        assert not any(x.any() for x in run(varlen=meta))
+        meta.update(borders([0, 31, T], device))
+        assert run(varlen=meta)[0].all()
+    debug.enable("routing")
+    try:
+        with pytest.raises(ValueError, match="max_seqlen must be 60 at least"):
+            meta.update(numbers)
+        with pytest.raises(ValueError, match="must not decrease"):
+            run(cu_seqlens=borders(BAD["decreasing"][0], device))
+    finally:
+        debug.enable()
+
+
+# On a GPU
+
+
+CONFIG = NSAConfig()
+NUMBERS = [0, 130, 131, 520, 600], [0, 0, 40, 40, 640], [0, 640], [*range(0, 633, 79)]
+
+
+def on_a_gpu(length=640, **sizes):
+    return leaves("cuda", torch.bfloat16, length=length, **{"heads": 12, "width": 64} | sizes)
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "fa2", "sdpa", "reference"])
+def test_any_numbers_on_a_gpu(implementation):
+    """Of bare borders, of one metadata and of one each: outputs and gradients without a wait."""
+    kernels = implementation in ("mosaic", "triton")
+    total = 640 if kernels else 60  # of which atomics add up gradients in one order
+    inputs, draw = on_a_gpu(total), np.random.default_rng(0)
+    options = {"config": CONFIG, "implementation": implementation}
+    cases = [*NUMBERS, *(x for x, _ in BAD.values())]
+    cases += [[0, *draw.integers(-total, 2 * total, 3).tolist()] for _ in range(12)]
+    cases += [[0, 2**31 - 1, -(2**31), 60], [0, 60, 0, 60]]
+    meta = metadata(NUMBERS[0], total=total, max_sequences=9, device="cuda", config=CONFIG)
+
+    def run(**packed):
+        found = with_gradients(inputs, **options, **packed)
+        with torch.no_grad():
+            steps = calls(nsa_torch, inputs, implementation, config=CONFIG, **packed)
+            return [*found, *results(steps)]
+
+    run(varlen=meta)  # the first calls load kernels
+    run(cu_seqlens=borders([0, 60], "cuda"))
+    for numbers in cases:
+        want = run(cu_seqlens=held(numbers, "cuda", total))
+        bounds = borders(numbers, "cuda")
+        torch.cuda.set_sync_debug_mode("default" if implementation == "reference" else "error")
+        try:
+            meta.update(bounds)
+            fresh = nsa_torch.varlen_metadata(bounds, total=total, config=CONFIG)
+            found = [run(cu_seqlens=bounds), run(varlen=meta), run(varlen=fresh)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(same(each, want) for each in found)
+        assert all(x.isfinite().all() or x.isneginf().any() for x in want)
+
+
+def near(one, other, most=0.01):
+    """Whether the difference is small, root mean square, beside the numbers or beside 0.001."""
+    one, other = one.float(), other.float()
+    return (one - other).square().mean() <= most**2 * other.square().mean() + 1e-6
+
+
+@gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_a_million_tokens(implementation):
+    """Forward; documents that are longer than 2^16, empty, of one token, and padding."""
+    total, numbers = 2**20, [0, 70_001, 70_001, 70_002, 1_000_000, 1_000_900]
+    make = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, total, n, 64) for n in (16, 2, 2)] + [(1, total, 16, 3)]
+    how = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
+    inputs = [torch.randn(x, **how) for x in shapes]
+    options = {"config": CONFIG, "implementation": implementation}
+    meta = metadata(numbers, total=total, device="cuda", config=CONFIG)
+    with torch.no_grad():
+        out = nsa_torch.attention(*inputs, varlen=meta, **options)
+        assert not out[:, numbers[-1] :].any()
+        for first, end in itertools.pairwise(numbers):
+            if first < end:
+                own = [x[:, first:end].contiguous() for x in inputs]
+                assert near(out[:, first:end], nsa_torch.attention(*own, **options))
+
+
+@gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_any_number_of_documents(implementation):
+    """Up to one a token, forward and backward, beside `sdpa`; the same room is the same plan."""
+    length, inputs = 4096, on_a_gpu(4096)
+    options = {"config": CONFIG, "implementation": implementation}
+    for numbers in ([*range(length + 1)], [*range(0, length + 1, 20)], [0, length]):
+        sizes = {"total": length, "max_sequences": length, "device": "cuda", "config": CONFIG}
+        packed = {"varlen": metadata(numbers, **sizes), **options}
+        compressed = nsa_torch.compress(inputs[1], config=CONFIG, varlen=packed["varlen"])
+        packed["block_indices"] = nsa_torch.select_blocks(inputs[0], compressed, **packed)
+        want = with_gradients(inputs, **packed | {"implementation": "sdpa"})
+        pairs = zip(with_gradients(inputs, **packed), want, strict=True)
+        assert all(near(x, y, 0.02) for x, y in pairs)
+
+
+ALL = None, 0, 1, 2  # branches: of all together, and of each alone
+# Heads, key/value heads, columns, branches, the numbers of tokens before the document, and how many
+# of output, dq, dk, dv are the same bits.
+SAME_BITS = [
+    # Tiles of four tokens: places at multiples of it.
+    ("mosaic", 64, 4, 128, ALL, (0, 64, 1040, 2048), 2),
+    ("mosaic", 64, 4, 128, (1,), (37, 2047), 2),
+    ("mosaic", 12, 2, 64, (1,), (0, 37, 64, 1040, 2047), 4),
+    ("triton", 64, 4, 128, (1,), (0, 37, 64, 2047), 2),
+    ("triton", 12, 2, 64, (1,), (0, 37, 64, 2047), 2),
+    ("triton", 12, 2, 64, (1, 2), (0, 64, 2048), 4),
+]
+
+
+@gpu
+@pytest.mark.parametrize("case", SAME_BITS, ids=lambda x: "-".join(map(str, x[:5])))
+def test_the_same_bits_at_another_place(case):
+    """What docs/packed.md says of a document alone and in a longer row; blocks always."""
+    implementation, heads, kv_heads, width, branches, places, count = case
+    options, length = {"config": CONFIG, "implementation": implementation}, 2048
+    sizes = {"heads": heads, "kv_heads": kv_heads, "width": width}
+    make = lambda seed, n: on_a_gpu(n, seed=seed, **sizes)
+    document = make(1, length)
+
+    def found(parts, branch):
+        row = [torch.cat(x, dim=1).detach() for x in zip(*parts, strict=True)]
+        if branch is not None:
+            row[3] = torch.eye(3).to(row[3])[branch].expand_as(row[3])
+        ends = [0, *itertools.accumulate(x[0].shape[1] for x in parts)]
+        packed = {"config": CONFIG, "cu_seqlens": borders(ends, "cuda")}
+        compressed = nsa_torch.compress(row[1], **packed)
+        blocks = nsa_torch.select_blocks(row[0], compressed, **packed | options)
+        row = [x.contiguous().requires_grad_() for x in row]
+        out = nsa_torch.attention(*row, **packed | options)
+        weight = torch.linspace(-1, 1, heads * width, device="cuda").view(heads, width).to(out)
+        grads = torch.autograd.grad(out, row, weight.expand_as(out))
+        return [blocks, out.detach(), *grads[:3]]
+
+    for branch in branches:
+        alone = found([document], branch)
+        for before in places:
+            parts = [make(2, before)] * (before > 0) + [document, make(3, length + 9)]
+            other = [x[:, before : before + length] for x in found(parts, branch)]
+            assert same(other[: count + 1], alone[: count + 1]), (branch, before)
+
+
+@gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_other_documents_at_each_replay(implementation):
+    """A training step of two layers as a CUDA graph; the tables are made before the capture, or
+    within it.
+    """
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "implementation": implementation}
+    layers = [NSAAttention(256, 12, 2, 64, 64, **options) for _ in range(2)]
+    weights = [x for layer in layers for x in layer.parameters()]
+    x = torch.randn(1, 640, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(**packed):
+        y = layers[1](layers[0](x, **packed)[0], **packed)[0]
+        grads = torch.autograd.grad(y.float().square().sum(), weights, allow_unused=True)
+        # Whoever holds a graph of another stream keeps its leaves' nodes there, and a capture
+        # that needs them fails.
+        return [y.detach(), *(g for g in grads if g is not None)]
+
+    batches = [borders(x, "cuda") for x in NUMBERS]
+    wants = [step(cu_seqlens=numbers) for numbers in batches]
+    for warm in (True, False):
+        sizes = {"total": 640, "max_sequences": 8, "config": layers[0].spec.config}
+        meta, other = (nsa_torch.varlen_metadata(batches[0], **sizes) for _ in range(2))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(varlen=meta if warm else other)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = step(varlen=meta)
+        for numbers, want in zip(batches, wants, strict=True):
+            meta.update(numbers)
+            graph.replay()
+            assert same(found, want)
+        assert same(step(varlen=meta), wants[-1])
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_two_streams():
+    inputs = on_a_gpu()
+    want = with_gradients(inputs, cu_seqlens=borders(NUMBERS[0], "cuda"), config=CONFIG)
+    meta = metadata(NUMBERS[0], total=640, device="cuda", config=CONFIG)
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for stream in streams * 3:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append(with_gradients(inputs, varlen=meta, config=CONFIG))
+    torch.cuda.synchronize()
+    assert all(same(x, want) for x in found)
