@@ -118,6 +118,13 @@ def test_dense_caches(path, history, kind):
     check(path(sizes), turns, rows)
 
 
+@pytest.mark.parametrize("path", [JaxDense, TorchDense])
+def test_the_window_may_differ_from_the_caches(path):
+    """Nothing that a cache holds depends on it."""
+    sizes = Sizes(config=dataclasses.replace(SMALL, window=30))
+    check(path(sizes, made_with=SMALL), DENSE["chunks and tokens"])
+
+
 @dataclasses.dataclass
 class Adopted(TorchPages):
     """Pages in the memory of another manager, with what lies around them; `kinds`: of pages that
