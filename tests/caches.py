@@ -427,10 +427,11 @@ class TorchDense:
 
     api, rings = nsa_torch, 0
 
-    def __init__(self, sizes: Sizes, batch=2, width=4):
+    def __init__(self, sizes: Sizes, made_with=None, batch=2, width=4):
         self.sizes, self.width, self.pool = sizes, width, batch * width
         capacity, widths = width * sizes.config.select_block, (sizes.D, sizes.Dv)
-        options = {"config": sizes.config, "separate": sizes.separate}
+        self.options = {"config": sizes.config} if made_with else {}  # by default the cache's
+        options = {"config": made_with or sizes.config, "separate": sizes.separate}
         self.cache = self.api.init_cache(batch, capacity, sizes.Hkv, *widths, **options)
 
     def tables(self):
@@ -458,7 +459,9 @@ class TorchDense:
         if back.any():
             crop(self.cache, int(back))
         self.cache.record()
-        options = {"new_lengths": torch.from_numpy(counts)} if np.ptp(counts) else {}
+        options = dict(self.options)
+        if np.ptp(counts):
+            options["new_lengths"] = torch.from_numpy(counts)
         if call.params is not None:
             options["compress_params"] = torch_params(call.params)
         with torch.no_grad():
@@ -472,7 +475,7 @@ class TorchDense:
 
 class JaxDense(TorchDense):
     api, array = nsa_jax, staticmethod(jnp.asarray)
-    attending = staticmethod(jax.jit(nsa_jax.cached_attention))
+    attending = staticmethod(jax.jit(nsa_jax.cached_attention, static_argnames="config"))
 
     def append(self, call: Call):
         """Of zeros, that is nothing: rows that begin later."""
@@ -482,8 +485,10 @@ class JaxDense(TorchDense):
         self.cache = self.cache._replace(length=jnp.asarray(call.lengths))
 
     def attend(self, call, counts, query, gates, key, value):
-        rest = {} if call.params is None else {"compress_params": call.params}
-        out, self.cache = self.attending(query, key, value, gates, self.cache, **rest)
+        options = dict(self.options)
+        if call.params is not None:
+            options["compress_params"] = call.params
+        out, self.cache = self.attending(query, key, value, gates, self.cache, **options)
         return out
 
 

@@ -380,6 +380,8 @@ REFUSED = [
         "starts must not descend, got 5, 3 at row 1",
     ),
     (lambda: plan_runs([0, 1], [1], 0), {}, "page_size must be an int >= 1, got 0"),
+    (lambda: nsa_torch.PagedCache(0, 2, 8, 8), {}, "num_pages must be an int >= 1, got 0"),
+    (lambda: nsa_jax.PagedCache(0, 2, 8, 8), {}, "num_pages must be an int >= 1, got 0"),
 ]
 for make, of in ((made, torch), (made_by_jax, jnp)):
     eight, dtypes = of.float8_e4m3fn, "dtype must be one of .*float8_e4m3fn.*, got"

@@ -118,6 +118,13 @@ def test_dense_caches(path, history, kind):
     check(path(sizes), turns, rows)
 
 
+@pytest.mark.parametrize("path", [JaxDense, TorchDense])
+def test_the_window_may_differ_from_the_caches(path):
+    """Nothing that a cache holds depends on it."""
+    sizes = Sizes(config=dataclasses.replace(SMALL, window=30))
+    check(path(sizes, made_with=SMALL), DENSE["chunks and tokens"])
+
+
 @dataclasses.dataclass
 class Adopted(TorchPages):
     """Pages in the memory of another manager, with what lies around them; `kinds`: of pages that
@@ -159,6 +166,10 @@ def test_adopted_pages_are_written_in_place(kinds, separate):
     assert key.data_ptr() == path.memory[0].data_ptr() and key.isfinite().any()
     if kinds > 1:
         assert path.memory[:, 2:].isnan().all()
+    query, gates = torch.zeros(1, 4, 8), torch.zeros(1, 4, 3)
+    at = torch.tensor([[POOL]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"0\.\.{POOL - 1}, got {POOL}"):
+        nsa_torch.paged_attention(query, gates, path.cache, *at)
 
 
 def test_adopted_pages_in_fp8_bring_their_scales():

@@ -114,7 +114,7 @@ STEPS = {  # sizes, lengths, queries of a row, variant; a step appends where row
         1,
         SMALLEST,
     ),
-    "wide": (sized(3, 1, D=192, fp8=True), [1300], 1, Variant(4, 8, 2, 128)),
+    "wide": (sized(6, 2, D=192, fp8=True), [1300], 1, Variant(4, 8, 2, 128)),
     "narrow, 16 slots of a page, 3 stages": (
         sized(6, 1, 32, 64, compress_block=16, compress_stride=4, num_initial=0, **FEW),
         [1450, 40],
@@ -142,7 +142,12 @@ STEPS = {  # sizes, lengths, queries of a row, variant; a step appends where row
         SMALLEST,
     ),
     # Slices of the output, strips and stages that do not come out even.
-    "cluster of 3": (sized(fp8=True), [2125], 1, Variant(3, 8, 4, 128)),
+    "cluster of 3": (
+        sized(fp8=True, compress_stride=8, select_block=128, num_selected=8),
+        [2125],
+        1,
+        Variant(3, 8, 4, 128),
+    ),
     "8 warps": (sized(), [2125], 1, Variant(4, 8, 4, 128)),
 }
 
