@@ -397,11 +397,11 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     why_not = lambda problem: "no gradient" if problem.requires_grad else None
     stand_in = dataclasses.replace(entry, name="fa2", why_not=why_not)
     monkeypatch.setitem(REGISTRIES["torch"].table, "sliding", (stand_in, entry))
-    query, gates = torch.zeros(1, 20, 4, 8), torch.zeros(1, 20, 4, 3)
+    query, key, gates = (torch.zeros(1, 20, 4, width) for width in (8, 8, 3))
     pair = (torch.zeros(1, SMALL.num_compressed(20), 4, 8),) * 2
 
-    def sliding(of=query):
-        plan = nsa_torch.explain(of, query, query, gates, compressed=pair, config=SMALL)
+    def sliding():
+        plan = nsa_torch.explain(query, key, key, gates, compressed=pair, config=SMALL)
         return plan.sliding.implementation, str(plan)
 
     assert sliding()[0] == "fa2"
@@ -410,7 +410,7 @@ def test_what_is_explained_is_what_runs(monkeypatch):
             found, said = sliding()
         assert found == expected
         assert ("below fa2_min_len_win=21 (a test)" in said) == (found == "sdpa")
-    for wants in (query, gates, pair[0]):
+    for wants in (query, key, gates, pair[0]):
         wants.requires_grad_()
         assert sliding()[0] == "sdpa"
         with torch.no_grad():

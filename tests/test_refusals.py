@@ -684,6 +684,11 @@ ONE = {
         ("carve", {"separate": 1}, "separate must be a bool, got 1"),
         ("paged_attention", {"runs": [1, 2]}, f"{RUNS}[1"),
         ("paged_attention", {"runs": 3}, f"{RUNS}3"),
+        (
+            "append",
+            {"value": TENSOR[0, :7].to("meta")},
+            "value must be on the device of the cache",
+        ),
         ("plan_runs", {"starts": None}, "starts must be a list of ints, got None"),
         ("plan_runs", {"starts": [0, 1.5]}, "starts must be a list of ints, got [0, 1.5]"),
         ("plan_runs", {"starts": "ab"}, "starts must be a list of ints, got 'ab'"),
