@@ -46,7 +46,7 @@ class TritonOps(JaxOps):
             num_stages=kernel.stages,
             compute_capability=10 * major + minor,
             outputs=results,
-            **kernel.constants,
+            c=kernel.constants,
         )
 
     def capability(self, x):

@@ -193,13 +193,12 @@ class Ranges:
         if self.start.numel() == 0 or x.numel() == 0:
             return
         _, queries, heads, slots = self.start.shape
-        options = tile(self.longest, x.shape[-1])
-        tiles = -(-self.longest // options["ROWS"])
-        grid = self.start.numel() * tiles, -(-x.shape[-1] // options["COLUMNS"])
+        c = tile(self.longest, x.shape[-1])
+        tiles = -(-self.longest // c.ROWS)
+        grid = self.start.numel() * tiles, -(-x.shape[-1] // c.COLUMNS)
         ranges = (y.contiguous() for y in (self.start, self.length, self.place))
         sizes = x.shape[1], heads, slots, queries * heads * slots, tiles
-        options["WIDTH"] = x.shape[-1]
-        run(kernel, grid, *arrays, *ranges, *sizes, *strides, **options)
+        run(kernel, grid, *arrays, *ranges, *sizes, *strides, c, **c.options)
 
 
 def selected_ranges(
@@ -321,12 +320,11 @@ def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
     if packed.numel() == 0 or x.numel() == 0:
         return packed.zero_()
     pack = _kernels()
-    options = pack.tile(rows.numel(), width)
-    grid = -(-rows.numel() // options["ROWS"]), -(-width // options["COLUMNS"]), heads
+    c = pack.tile(rows.numel(), width, heads)
+    grid = -(-rows.numel() // c.ROWS), -(-width // c.COLUMNS), heads
     sizes = rows.numel(), tokens, batch
     rows = rows.to(torch.int64).contiguous()
-    options |= {"HEADS": heads, "WIDTH": width}
-    run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), **options)
+    run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), c, **c.options)
     return packed
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels_pallas.specs import sections, work_items
 from kernels_pallas.specs.sections import Kind, Section
-from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, WORK_ITEM_INTS
+from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS
 from kernels_pallas.triton import capability
 from nsa_core import varlen
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
@@ -125,22 +125,22 @@ class Launches:
         count = capacity.sequences
         out = torch.empty(self.size, dtype=torch.int32, device=borders.device)
         room = max(1 << (count - 1).bit_length(), 2)
-        widths = {"WIDTH": config.compress_block, "STRIDE": config.compress_stride}
+        widths = config.compress_block, config.compress_stride, config.window
+        constants = tables.Capacity(*widths)
         sizes = capacity.T, capacity.first_query, capacity.half, capacity.gap, capacity.S
         arguments = numbers[0], out, borders.numel(), count, *sizes, self.pitch
         grid = 1 + len(self.runs)
-        _run(tables.sequences, grid, room, borders, *arguments, UNIT=capacity.unit, **widths)
-        options: dict[str, Any] = widths | {"WINDOW": config.window, "FIXED": WORK_ITEM_INTS}
-        options |= {"ITEM_INTS": INTERVAL_ITEM_INTS, "SIZE": sections.PROGRAM}
+        of_all = constants._replace(UNIT=capacity.unit, ROOM=room)
+        _run(tables.sequences, grid, room, borders, *arguments, of_all)
         sizes = *sizes, count, self.pitch, capacity.T.bit_length(), count.bit_length()
         for n, phase in ((1, self.first), (3, self.items)):
             if phase is self.items and phase:
                 tiles = max(x.tiles for x in self.intervals)
                 room = max(1 << (tiles - 1).bit_length(), 2)
-                _run(tables.partials, len(phase), room, numbers[2], out)
+                _run(tables.partials, len(phase), room, numbers[2], out, room)
             if phase:
                 programs = sum(_programs(x) for x in phase)
-                _run(tables.tables, programs, None, numbers[n], out, *sizes, **options)
+                _run(tables.tables, programs, 0, numbers[n], out, *sizes, constants)
         sizes, views = self._cut
         parts = out.split_with_sizes(sizes)
         return {
@@ -195,11 +195,10 @@ def _programs(section: Section) -> int:
     return -(-section.total // sections.PROGRAM)
 
 
-def _run(kernel, programs: int, room: int | None, *arguments: Any, **sizes: Any) -> None:
+def _run(kernel, programs: int, room: int, *arguments: Any) -> None:
     # Newer versions of Triton warn where it is not said.
-    options = {"enable_fp_fusion": False, "num_warps": min(max((room or 0) // 256, 4), 16)}
-    options |= {} if room is None else {"ROOM": room}
-    triton_ops.run(kernel, (programs,), *arguments, **options, **sizes)
+    options = {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
+    triton_ops.run(kernel, (programs,), *arguments, **options)
 
 
 # What a derived step's arrays are in sections; False: another capacity's, or too many.

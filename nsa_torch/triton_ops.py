@@ -30,10 +30,9 @@ def launch(kernel: TritonKernel, *tensors: Tensor) -> list[Tensor]:
         for shape, dtype in kernel.outputs
     ]
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    arguments: Any = *tensors, *kernel.scalars, *outputs, kernel.constants
     # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
-    options |= {**kernel.constants, "enable_fp_fusion": True}
-    arguments: Any = *tensors, *kernel.scalars, *outputs
-    run(kernel.jitted, (kernel.programs,), *arguments, **options)
+    run(kernel.jitted, (kernel.programs,), *arguments, **options, enable_fp_fusion=True)
     return outputs
 
 

@@ -125,7 +125,7 @@ def triton() -> Iterator[str]:
             name = facts["name"]
             lines = (x.partition("//")[0].rstrip() for x in str(made).splitlines())
             text = "\n".join(x for x in lines if x).replace(name, "kernel")
-            yield f"{capability} {_hash(text)}  # {launch.kernel.function.rpartition('.')[2]}"
+            yield f"{capability} {_hash(text)}  # {launch.kernel.function}"
 
 
 def plans() -> Iterator[str]:

@@ -417,8 +417,8 @@ def ptx(name, width, block=64):
     from kernels_pallas.triton import pack as kernels
 
     function = getattr(kernels, name)
-    options = (kernels.sum_tile if name == "sum_ranges" else kernels.tile)(block, width)
-    fixed = {"HEADS": 4, "WIDTH": width, "source_column": 1, "grad_column": 1, **options}
+    tile = (kernels.sum_tile if name == "sum_ranges" else kernels.tile)(block, width)
+    fixed = {"c": tile._replace(HEADS=4), "source_column": 1, "grad_column": 1}
     fixed = {x: value for x, value in fixed.items() if x in function.arg_names}
     types = {"source": "*bf16", "packed": "*bf16", "grad": "*bf16", "total": "*fp32"}
     indices = ("block", "order", "end", "start", "length", "place", "rows")
@@ -429,5 +429,4 @@ def ptx(name, width, block=64):
             aligned[(place,)] = [["tt.divisibility", 16]]
     signature = {x: types.get(x, "i32") for x in function.arg_names}
     source = ASTSource(function, signature, fixed, aligned)
-    options = {x: value for x, value in options.items() if x not in fixed}
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=tile.options).asm["ptx"]

@@ -422,7 +422,7 @@ class Mutant:
                 scalars = list(kernel.scalars)
                 if self.scalar is not None:
                     scalars[self.scalar] *= self.factor
-                constants = kernel.constants | self.constants
+                constants = kernel.constants._replace(**self.constants)
                 kernel = dataclasses.replace(
                     kernel, scalars=tuple(scalars), constants=constants
                 )

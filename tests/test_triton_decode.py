@@ -348,9 +348,10 @@ def test_mutants_are_caught(launch, change, monkeypatch):
         found = whole(self, pool)
         *sizes, scale = found.scalars
         scalars = *sizes, scale * change.get("scale", 1.0)
-        constants = {k: change.get(k, x) for k, x in found.constants.items()}
+        constants = {k: x for k, x in change.items() if k != "scale"}
         if "SPLIT" in change:
-            constants["SPLIT"] = found.constants["SPLIT"] * change["SPLIT"]
+            constants["SPLIT"] = found.constants.SPLIT * change["SPLIT"]
+        constants = found.constants._replace(**constants)
         return dataclasses.replace(found, constants=constants, scalars=scalars)
 
     monkeypatch.setattr(decode_descriptions.Decode, launch, wrong)

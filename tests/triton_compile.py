@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from kernels_pallas.kernel import Array
 from kernels_pallas.triton import decode_descriptions, descriptions, index_descriptions
 from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from kernels_pallas.triton.kernel import TritonKernel
@@ -256,16 +256,13 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     scalars = ["i32" if isinstance(x, int) else "fp32" for x in kernel.scalars]
     pointers = [f"*{SHORT[x]}" for x in launch.dtypes]
     types = pointers + scalars + [f"*{SHORT[x.dtype]}" for x in kernel.outputs]
-    names = [x for x in function.arg_names if x not in kernel.constants]
-    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(
-        kernel.constants, "constexpr"
-    )
+    signature = dict(zip(function.arg_names, [*types, "constexpr"], strict=True))
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(function.arg_names)
         if signature[x].startswith("*")
     }
-    source = ASTSource(function, signature, dict(kernel.constants), aligned)
+    source = ASTSource(function, signature, {"c": kernel.constants}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
     return source, options
 
@@ -307,7 +304,7 @@ def compiled(launch: Launch, capability: int) -> Report:
         ).stdout
     registers, stack = (int(re.search(rf"{x}:(\d+)", usage)[1]) for x in ("REG", "STACK"))
     return Report(
-        kernel.function.rpartition(".")[2],
+        kernel.function,
         capability,
         registers,
         stack,
@@ -321,9 +318,8 @@ def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[R
     lines = []
     for case, capability, function in questions:
         noted = NOTES.get(type(case), launches)(case, divmod(capability, 10))
-        launch = next(x for x in noted if x.kernel.function.endswith(f".{function}"))
-        asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
-        lines.append(json.dumps(asked))
+        launch = next(x for x in noted if x.kernel.function == function)
+        lines.append(pickle.dumps((launch, capability)).hex())
     shares = [lines[i::processes] for i in range(processes)]
     running = [_start(share) for share in shares]
     answers = [_answers(*each) for each in running]
@@ -360,9 +356,7 @@ def _answers(process, reader):
 
 def main() -> None:
     for line in sys.stdin:
-        kernel, dtypes, capability = json.loads(line)
-        kernel["outputs"] = tuple(Array(*x) for x in kernel["outputs"])
-        launch = Launch(TritonKernel(**kernel), tuple(dtypes))
+        launch, capability = pickle.loads(bytes.fromhex(line))
         print(json.dumps(dataclasses.asdict(compiled(launch, capability))), flush=True)
 
 

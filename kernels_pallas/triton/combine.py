@@ -10,83 +10,55 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 
 
 @triton.jit
-def _gated(out, gate, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated(out, gate, row, there, c):
     """g * O."""
-    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
-    return out_rows * gate[:, None]
+    gates = tl.load(gate + row, mask=there, other=0.0)
+    out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
+    return out_rows * gates[:, None]
 
 
 @triton.jit(do_not_specialize=["count"])
 def gated_sum(
-    compressed,
-    selected,
-    sliding,
-    compressed_gate,
-    selected_gate,
-    sliding_gate,
+    compressed, selected, sliding, compressed_gate, selected_gate, sliding_gate,
     count,
-    out,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: ceil(count / ROWS). Outputs `[count, WIDTH]`, gates float32 `[count]`."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    gate = tl.load(compressed_gate + row, mask=there, other=0.0)
-    total = _gated(compressed, gate, row, there, WIDTH, COLUMNS)
-    gate = tl.load(selected_gate + row, mask=there, other=0.0)
-    total += _gated(selected, gate, row, there, WIDTH, COLUMNS)
-    gate = tl.load(sliding_gate + row, mask=there, other=0.0)
-    total += _gated(sliding, gate, row, there, WIDTH, COLUMNS)
-    store_rows(out, row, total, there, WIDTH, COLUMNS)
+    total = _gated(compressed, compressed_gate, row, there, c)
+    total += _gated(selected, selected_gate, row, there, c)
+    total += _gated(sliding, sliding_gate, row, there, c)
+    store_rows(out, row, total, there, c.WIDTH)
 
 
 @triton.jit
-def _store_delta(
-    do_rows, out, delta_out, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _store_delta(do_rows, out, delta_out, row, there, c):
     """delta = rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
-    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
+    out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
     sums = tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
     tl.store(delta_out + row, sums, mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
-def delta(
-    do,
-    out,
-    count,
-    delta_out,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def delta(do, out, count, delta_out, c: tl.constexpr):
     """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    _store_delta(do_rows, out, delta_out, row, there, WIDTH, COLUMNS)
+    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
+    _store_delta(do_rows, out, delta_out, row, there, c)
 
 
 @triton.jit(do_not_specialize=["count"])
 def deltas(
-    do,
-    compressed,
-    selected,
-    sliding,
+    do, compressed, selected, sliding,
     count,
-    compressed_delta,
-    selected_delta,
-    sliding_delta,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
+):  # fmt: skip
     """`delta` of the three branches, which share the reading of `do`."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
-    do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    _store_delta(do_rows, compressed, compressed_delta, row, there, WIDTH, COLUMNS)
-    _store_delta(do_rows, selected, selected_delta, row, there, WIDTH, COLUMNS)
-    _store_delta(do_rows, sliding, sliding_delta, row, there, WIDTH, COLUMNS)
+    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
+    _store_delta(do_rows, compressed, compressed_delta, row, there, c)
+    _store_delta(do_rows, selected, selected_delta, row, there, c)
+    _store_delta(do_rows, sliding, sliding_delta, row, there, c)

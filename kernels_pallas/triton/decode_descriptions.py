@@ -4,12 +4,12 @@ No Triton is imported.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array
-from kernels_pallas.triton.descriptions import HERE, Problem, cdiv
+from kernels_pallas.triton.descriptions import Problem, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import Tiling, power
+from kernels_pallas.triton.tiling import Tiling, power, precision
 
 SPLIT = 256  # keys of a split: the order of sums follows from it
 PARTS = 4  # programs that share the selected blocks of a query
@@ -17,6 +17,35 @@ QUERIES = 8  # of a row, at most
 CANDIDATES = 4096  # compressed tokens that are scored at a time, at most
 GATHERED = 8192  # elements that a program copies from pages
 ROWS = 32  # of a tile of queries: more spill
+
+
+class DecodeConstants(NamedTuple):
+    """What is compiled into the kernels of `decode.py`."""
+
+    HEADS: int
+    GROUP: int
+    QUERIES: int
+    WIDTH: int
+    VALUE_WIDTH: int
+    COMPRESS_BLOCK: int
+    COMPRESS_STRIDE: int
+    PAGE: int
+    WINDOW: int
+    SPLIT: int
+    PRECISION: str
+    FP8: bool
+    KEYS: int
+    ROWS: int = 0
+    ROW_TILES: int = 0
+    N: int = 0
+    NUM_INITIAL: int = 0
+    NUM_LOCAL: int = 0
+    BEST: int = 0
+    BLOCKS: int = 0
+    RATIO_COLUMNS: int = 0
+    HEADS_A_STEP: int = 0
+    PARTS: int = 0
+    GROUP_ROWS: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +94,24 @@ class Decode:
     def parts(self) -> int:
         return min(PARTS, self.config.num_selected)
 
-    def _constants(self) -> dict[str, Any]:
+    def _constants(self, keys: int, **sizes: int) -> DecodeConstants:
         p, config = self.problem, self.config
-        names = (
-            "HEADS",
-            "GROUP",
-            "WIDTH",
-            "VALUE_WIDTH",
-            "COLUMNS",
-            "VALUE_COLUMNS",
-            "PRECISION",
+        return DecodeConstants(
+            HEADS=p.Hkv,
+            GROUP=p.group,
+            QUERIES=p.T,
+            WIDTH=p.D,
+            VALUE_WIDTH=p.Dv,
+            COMPRESS_BLOCK=config.compress_block,
+            COMPRESS_STRIDE=config.compress_stride,
+            PAGE=config.select_block,
+            WINDOW=config.window,
+            SPLIT=SPLIT,
+            PRECISION=precision(p.dtype),
+            FP8=self.is_fp8,
+            KEYS=keys,
+            **sizes,
         )
-        return {name: p.constants[name] for name in names} | {
-            "QUERIES": p.T,
-            "COMPRESS_BLOCK": config.compress_block,
-            "COMPRESS_STRIDE": config.compress_stride,
-            "PAGE": config.select_block,
-            "WINDOW": config.window,
-            "SPLIT": SPLIT,
-            "FP8": self.is_fp8,
-        }
 
     def _warps(self, tiling: Tiling) -> int:
         """Products in float32 keep their operands in registers, as those that were 8 bits do."""
@@ -104,7 +131,7 @@ class Decode:
         tiles = cdiv(self.rows, tiling.rows)
         head = p.pairs, self.rows
         return TritonKernel(
-            f"{HERE}.decode:partials",
+            "decode:partials",
             p.pairs * tiles * count,
             self._scalars(pool),
             (
@@ -114,7 +141,7 @@ class Decode:
                 Array((*head, count, p.Dv), "float32"),
                 Array((p.pairs, p.T), "int32"),
             ),
-            self._constants() | {"ROWS": tiling.rows, "ROW_TILES": tiles, "KEYS": tiling.keys},
+            self._constants(tiling.keys, ROWS=tiling.rows, ROW_TILES=tiles),
             self._warps(tiling),
             tiling.stages,
         )
@@ -125,28 +152,28 @@ class Decode:
         """
         p, config = self.problem, self.config
         ratio = config.select_block // config.compress_stride
-        ratio_columns = 1 << (ratio - 1).bit_length()
+        ratio_columns = power(ratio, 1)
         most = CANDIDATES // ratio_columns
-        blocks = max(1 << (min(self.pages, most) - 1).bit_length(), 2)
+        blocks = power(min(self.pages, most), 2)
         page = power(config.select_block)
         tiling = p.tiling("forward", self.group_rows, min(page, 64))
         programs = p.pairs * p.T * self.parts
         rows = programs, self.group_rows
-        constants = {
-            "N": config.num_selected,
-            "NUM_INITIAL": config.num_initial,
-            "NUM_LOCAL": config.num_local,
-            "BEST": max(1 << (config.num_selected - 1).bit_length(), 2),
-            "BLOCKS": blocks,
-            "RATIO_COLUMNS": ratio_columns,
-            "HEADS_A_STEP": min(4, 1 << (p.group - 1).bit_length()),
-            "PARTS": self.parts,
-            "GROUP_ROWS": self.group_rows,
-            "KEYS": tiling.keys,
-        }
+        constants = self._constants(
+            tiling.keys,
+            N=config.num_selected,
+            NUM_INITIAL=config.num_initial,
+            NUM_LOCAL=config.num_local,
+            BEST=power(config.num_selected, 2),
+            BLOCKS=blocks,
+            RATIO_COLUMNS=ratio_columns,
+            HEADS_A_STEP=min(4, power(p.group, 1)),
+            PARTS=self.parts,
+            GROUP_ROWS=self.group_rows,
+        )
         tokens = p.B * p.T
         return TritonKernel(
-            f"{HERE}.decode:finish",
+            "decode:finish",
             programs,
             self._scalars(pool),
             (
@@ -157,10 +184,26 @@ class Decode:
                 Array((*rows, p.Dv), "float32"),
                 Array((*rows, p.Dv), "float32"),
             ),
-            self._constants() | constants,
+            constants,
             8 if blocks * ratio_columns >= 2048 else self._warps(tiling),
             tiling.stages,
         )
+
+
+class Gather(NamedTuple):
+    """What is compiled into `paged_gather.gather`; widths are of all heads."""
+
+    HEADS: int
+    KEY_WIDTH: int
+    VALUE_WIDTH: int
+    KEY_FP8: bool
+    VALUE_FP8: bool
+    PER_PAGE: int
+    FIRST: int
+    BLOCK: int
+    STRIDE: int
+    ENTRIES: int
+    LAST: bool
 
 
 def gather(
@@ -189,32 +232,48 @@ def gather(
       last: of each row the last page alone, of raw tokens.
     """
     count = entries.per_page * (1 if last else pages)
-    columns = [power(heads * width) for width in widths]
-    together = max(GATHERED // max(columns), 1)
+    key, value = (heads * width for width in widths)
+    together = max(GATHERED // power(max(key, value)), 1)
     margin = pages * entries.per_page * entries.stride if margin is None else margin
-    of_each = {
-        f"{kind}_{name}": x
-        for kind, width, column, is_fp8 in zip(
-            ("KEY", "VALUE"), widths, columns, fp8, strict=True
-        )
-        for name, x in (("ELEMENTS", heads * width), ("COLUMNS", column), ("FP8", is_fp8))
-    }
     return TritonKernel(
-        f"{HERE}.paged_gather:gather",
+        "paged_gather:gather",
         rows * cdiv(count, together),
         (pages, pool, count, reach, margin),
         tuple(Array((rows, count, heads, width), dtype) for width in widths),
-        {
-            "PER_PAGE": entries.per_page,
-            "FIRST": entries.first,
-            "BLOCK": entries.block,
-            "STRIDE": entries.stride,
-            "HEADS": heads,
-            "ENTRIES": together,
-            "LAST": last,
-            **of_each,
-        },
+        Gather(
+            HEADS=heads,
+            KEY_WIDTH=key,
+            VALUE_WIDTH=value,
+            KEY_FP8=fp8[0],
+            VALUE_FP8=fp8[1],
+            PER_PAGE=entries.per_page,
+            FIRST=entries.first,
+            BLOCK=entries.block,
+            STRIDE=entries.stride,
+            ENTRIES=together,
+            LAST=last,
+        ),
     )
+
+
+class Append(NamedTuple):
+    """What is compiled into `paged_append.append`."""
+
+    HEADS: int
+    WIDTH: int
+    VALUE_WIDTH: int
+    PAGE: int
+    COMPRESS_BLOCK: int
+    COMPRESS_STRIDE: int
+    BLOCK_ROWS: int
+    RING: int
+    RAGGED: bool
+    SEPARATE: bool
+    MEANS: bool
+    FP8: bool
+    SLOTS: bool
+    WRITES: bool = True
+    KEEPS: bool = True
 
 
 def append(
@@ -244,33 +303,34 @@ def append(
         means, which are made here.
       fp8_rows: rings of a cache in fp8; slots: whether the rows say which one they have.
     """
-    width, value_width = widths
-    constants = {
-        "HEADS": kv_heads,
-        "WIDTH": width,
-        "VALUE_WIDTH": value_width,
-        "COLUMNS": power(width),
-        "VALUE_COLUMNS": power(value_width),
-        "PAGE": config.select_block,
-        "COMPRESS_BLOCK": config.compress_block,
-        "COMPRESS_STRIDE": config.compress_stride,
-        "BLOCK_ROWS": 1 << (config.compress_block - 1).bit_length(),
-        "RAGGED": ragged,
-        "SEPARATE": separate,
-        "MEANS": means,
-        "FP8": fp8_rows > 0,
-        "SLOTS": slots,
-    }
+    constants = Append(
+        HEADS=kv_heads,
+        WIDTH=widths[0],
+        VALUE_WIDTH=widths[1],
+        PAGE=config.select_block,
+        COMPRESS_BLOCK=config.compress_block,
+        COMPRESS_STRIDE=config.compress_stride,
+        BLOCK_ROWS=power(config.compress_block, 1),
+        RING=2 * config.compress_block,
+        RAGGED=ragged,
+        SEPARATE=separate,
+        MEANS=means,
+        FP8=fp8_rows > 0,
+        SLOTS=slots,
+    )
     longest = tokens if ragged else tokens // rows
     apart = fp8_rows > 0 and longest > config.compress_block + 1
+    launches = [constants]
+    if apart:
+        launches = [constants._replace(KEEPS=False), constants._replace(WRITES=False)]
     return [
         TritonKernel(
-            f"{HERE}.paged_append:append",
+            "paged_append:append",
             tokens * kv_heads,
             (tokens, rows, pages, pool, fp8_rows),
             (),
-            constants | {"WRITES": writes, "KEEPS": keeps},
+            each,
             4 if fp8_rows else 1,
         )
-        for writes, keeps in (((True, False), (False, True)) if apart else ((True, True),))
+        for each in launches
     ]

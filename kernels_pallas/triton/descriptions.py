@@ -6,7 +6,7 @@ function (`interval.py`, `selected.py`, `dkv.py`, `scores.py`, `combine.py`).
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel
@@ -16,10 +16,10 @@ from kernels_pallas.triton.tiling import (
     choose,
     most,
     power,
+    precision,
     scores_tiling,
 )
 
-HERE = "kernels_pallas.triton"
 LOG2E = math.log2(math.e)
 MERGED_ROWS = 16  # of a program that adds partials
 SEGMENT = 2048  # entries of a query list that one program walks
@@ -34,6 +34,31 @@ def cdiv(a: int, b: int) -> int:
 def _within(largest: tuple[int, int], rows: int | None, keys: int | None) -> tuple[int, int]:
     """Rows and keys of a tile at most; a bound of the rows holds alone."""
     return largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
+
+
+class Attention(NamedTuple):
+    """What is compiled into the kernels of attention; what one does not read is 0."""
+
+    HEADS: int
+    GROUP: int
+    WIDTH: int
+    VALUE_WIDTH: int
+    ROWS: int
+    KEYS: int
+    PRECISION: str
+    GATED: bool
+    ADDED: bool = False
+    LSE_GRAD: bool = False
+    DIRECT: bool = False
+    N: int = 0
+    SLOTS: int = 0
+    BLOCK: int = 0
+    TOKENS: int = 0
+    ENTRIES: int = 0
+    CHUNKS: int = 0
+    PARTS: int = 0
+    COPIES: int = 0
+    SEGMENT: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +118,19 @@ class Problem:
             )
         return found
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What is compiled into every kernel of attention."""
-        return {
-            "HEADS": self.Hkv,
-            "GROUP": self.group,
-            "WIDTH": self.D,
-            "VALUE_WIDTH": self.Dv,
-            "COLUMNS": power(self.D),
-            "VALUE_COLUMNS": power(self.Dv),
-            "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
-            "GATED": self.gated,
-        }
+    def constants(self, tiling: Tiling, **sizes: Any) -> Attention:
+        """With those of one kernel."""
+        return Attention(
+            HEADS=self.Hkv,
+            GROUP=self.group,
+            WIDTH=self.D,
+            VALUE_WIDTH=self.Dv,
+            ROWS=tiling.rows,
+            KEYS=tiling.keys,
+            PRECISION=precision(self.dtype),
+            GATED=self.gated,
+            **sizes,
+        )
 
     @property
     def out_lse(self) -> tuple[Array, Array]:
@@ -129,33 +154,23 @@ class Problem:
 
 def interval_forward(p: Problem) -> TritonKernel:
     """Arrays: query, key, value, first, last, gate, added; results: out, lse."""
-    tiling = p.tiling("forward")
-    tiles = cdiv(p.T * p.group, tiling.rows)
-    sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
-    return TritonKernel(
-        f"{HERE}.interval:forward",
-        p.pairs * tiles,
-        (p.T, p.S, p.log2_scale),
-        p.out_lse,
-        p.constants | sizes,
-        tiling.warps,
-        tiling.stages,
-    )
+    return _interval(p, "forward", (p.log2_scale,), p.out_lse)
 
 
 def interval_dq(p: Problem) -> TritonKernel:
     """Arrays: query, key, value, first, last, do, lse, delta, gate, dlse, added; result: dq."""
-    tiling = p.tiling("dq")
-    tiles = cdiv(p.T * p.group, tiling.rows)
-    sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
+    return _interval(p, "dq", (p.log2_scale, p.scale), p.dq, LSE_GRAD=p.lse_grad)
+
+
+def _interval(p: Problem, name: str, scales, outputs, **sizes: bool) -> TritonKernel:
+    tiling = p.tiling(name)
     return TritonKernel(
-        f"{HERE}.interval:dq",
-        p.pairs * tiles,
-        (p.T, p.S, p.log2_scale, p.scale),
-        p.dq,
-        p.constants | sizes | {"LSE_GRAD": p.lse_grad},
-        tiling.warps,
-        tiling.stages,
+        f"interval:{name}",
+        p.pairs * cdiv(p.T * p.group, tiling.rows),
+        (p.T, p.S, *scales),
+        outputs,
+        p.constants(tiling, ADDED=p.added, **sizes),
+        *tiling.launch,
     )
 
 
@@ -191,15 +206,12 @@ class IntervalDkv:
         p, tiling = self.problem, self.tiling
         items = p.pairs * self.tiles * self.segments
         return TritonKernel(
-            f"{HERE}.dkv:of_intervals",
+            "dkv:of_intervals",
             items,
             (p.T, p.S, self.segments, p.log2_scale, p.scale),
             p.partials(items, tiling.keys) if self.popular else p.dk_dv,
-            p.constants
-            | {"ROWS": tiling.rows, "KEYS": tiling.keys, "DIRECT": not self.popular}
-            | {"LSE_GRAD": p.lse_grad},
-            tiling.warps,
-            tiling.stages,
+            p.constants(tiling, LSE_GRAD=p.lse_grad, DIRECT=not self.popular),
+            *tiling.launch,
         )
 
     def merge(self) -> TritonKernel:
@@ -208,16 +220,37 @@ class IntervalDkv:
         return _merge(self.problem, self.tiles, items, tiling.keys, tiling.keys)
 
 
+class Merge(NamedTuple):
+    """What is compiled into `dkv.merge`; PART: keys of a program."""
+
+    HEADS: int
+    WIDTH: int
+    VALUE_WIDTH: int
+    BLOCK: int
+    KEYS: int
+    PART: int
+
+
 def _merge(p: Problem, tiles: int, items: int, block: int, keys: int) -> TritonKernel:
-    constants = {x: p.constants[x] for x in ("HEADS", "WIDTH", "VALUE_WIDTH")}
-    constants |= {x: p.constants[x] for x in ("COLUMNS", "VALUE_COLUMNS")}
     return TritonKernel(
-        f"{HERE}.dkv:merge",
+        "dkv:merge",
         p.pairs * tiles * (keys // MERGED_ROWS),
         (p.S, tiles, items),
         p.dk_dv,
-        constants | {"BLOCK": block, "KEYS": keys, "PART": MERGED_ROWS},
+        Merge(p.Hkv, p.D, p.Dv, block, keys, MERGED_ROWS),
     )
+
+
+class BlockLists(NamedTuple):
+    """What is compiled into `selected.tile_block_lists`."""
+
+    HEADS: int
+    N: int
+    BLOCK: int
+    TOKENS: int
+    SLOTS: int
+    ENTRIES: int
+    CHUNK: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,9 +270,6 @@ class Selected:
         """Rows and keys of a tile, at most."""
         return min(power(self.problem.group), 64), min(power(self.block), 64)
 
-    def _tiling(self, kernel: str) -> Tiling:
-        return self.problem.tiling(kernel, *self.limits)
-
     @property
     def tokens(self) -> int:
         return max(LEAST // self.problem.group, 1)
@@ -251,12 +281,12 @@ class Selected:
 
     @property
     def slots(self) -> int:
-        return 1 << (self.n - 1).bit_length()
+        return power(self.n, 1)
 
     @property
     def entries(self) -> int:
         """Of a tile's block list, at most."""
-        return (1 << (self.tokens - 1).bit_length()) * self.slots
+        return power(self.tokens, 1) * self.slots
 
     def block_lists(self) -> TritonKernel | None:
         """Arrays: indices, position, key_start; results: the lists of the tiles, their lengths.
@@ -268,65 +298,53 @@ class Selected:
         p = self.problem
         programs = p.pairs * self.tiles
         return TritonKernel(
-            f"{HERE}.selected:tile_block_lists",
+            "selected:tile_block_lists",
             programs,
             (p.T,),
             (Array((programs, self.entries), "int32"), Array((programs,), "int32")),
-            {
-                "HEADS": p.Hkv,
-                "N": self.n,
-                "BLOCK": self.block,
-                "TOKENS": self.tokens,
-                "TOKEN_SLOTS": self.entries // self.slots,
-                "SLOTS": self.slots,
-                "CHUNK": min(self.entries, 32),
-            },
+            BlockLists(
+                HEADS=p.Hkv,
+                N=self.n,
+                BLOCK=self.block,
+                TOKENS=self.tokens,
+                SLOTS=self.slots,
+                ENTRIES=self.entries,
+                CHUNK=min(self.entries, 32),
+            ),
         )
-
-    def _constants(self, tiling: Tiling) -> dict[str, Any]:
-        p = self.problem
-        return p.constants | {
-            "N": self.n,
-            "SLOTS": self.slots,
-            "BLOCK": self.block,
-            "TOKENS": self.tokens,
-            "ENTRIES": self.entries,
-            "ROWS": tiling.rows,
-            "CHUNKS": cdiv(p.group, tiling.rows) if self.tokens == 1 else 1,
-            "KEYS": tiling.keys,
-            "PARTS": cdiv(self.block, tiling.keys),
-            "ADDED": p.added,
-        }
 
     def forward(self) -> TritonKernel:
         """Arrays: query, key, value, indices, position, key_start, lists, counts, gate, added;
         results: out, lse.
         """
-        p, tiling = self.problem, self._tiling("forward")
-        constants = self._constants(tiling)
-        return TritonKernel(
-            f"{HERE}.selected:forward",
-            p.pairs * self.tiles * constants["CHUNKS"],
-            (p.T, p.S, p.log2_scale),
-            p.out_lse,
-            constants,
-            tiling.warps,
-            tiling.stages,
-        )
+        p = self.problem
+        return self._kernel("forward", (p.log2_scale,), p.out_lse)
 
     def dq(self) -> TritonKernel:
         """Arrays: query .. counts as of `forward`, do .. added as of `interval_dq`; result: dq."""
-        p, tiling = self.problem, self._tiling("dq")
-        constants = self._constants(tiling)
-        return TritonKernel(
-            f"{HERE}.selected:dq",
-            p.pairs * self.tiles * constants["CHUNKS"],
-            (p.T, p.S, p.log2_scale, p.scale),
-            p.dq,
-            constants | {"LSE_GRAD": p.lse_grad},
-            tiling.warps,
-            tiling.stages,
+        p = self.problem
+        return self._kernel("dq", (p.log2_scale, p.scale), p.dq, LSE_GRAD=p.lse_grad)
+
+    def _kernel(self, name: str, scales, outputs, **sizes: bool) -> TritonKernel:
+        p = self.problem
+        tiling = p.tiling(name, *self.limits)
+        chunks = cdiv(p.group, tiling.rows) if self.tokens == 1 else 1
+        constants = p.constants(
+            tiling,
+            N=self.n,
+            SLOTS=self.slots,
+            BLOCK=self.block,
+            TOKENS=self.tokens,
+            ENTRIES=self.entries,
+            CHUNKS=chunks,
+            PARTS=cdiv(self.block, tiling.keys),
+            ADDED=p.added,
+            **sizes,
         )
+        programs = p.pairs * self.tiles * chunks
+        scalars = p.T, p.S, *scales
+        function = f"selected:{name}"
+        return TritonKernel(function, programs, scalars, outputs, constants, *tiling.launch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,29 +393,47 @@ class SelectedDkv:
         """
         p, tiling = self.problem, self.tiling
         return TritonKernel(
-            f"{HERE}.dkv:of_blocks",
+            "dkv:of_blocks",
             p.pairs * self.items * self.parts,
             (p.T, p.S, self.tiles, self.items, self.entries, p.log2_scale, p.scale),
             p.partials(p.pairs * self.items, self.parts * tiling.keys),
-            p.constants
-            | {
-                "N": self.n,
-                "COPIES": self.copies,
-                "BLOCK": self.block,
-                "SEGMENT": SEGMENT,
-                "ROWS": tiling.rows,
-                "KEYS": tiling.keys,
-                "PARTS": self.parts,
-                "LSE_GRAD": p.lse_grad,
-            },
-            tiling.warps,
-            tiling.stages,
+            p.constants(
+                tiling,
+                N=self.n,
+                COPIES=self.copies,
+                BLOCK=self.block,
+                SEGMENT=SEGMENT,
+                PARTS=self.parts,
+                LSE_GRAD=p.lse_grad,
+            ),
+            *tiling.launch,
         )
 
     def merge(self) -> TritonKernel:
         """Arrays: the partials, and the item after each tile's."""
         keys = self.parts * self.tiling.keys
         return _merge(self.problem, self.tiles, self.items, self.block, keys)
+
+
+class Scores(NamedTuple):
+    """What is compiled into `scores.best_blocks`."""
+
+    HEADS: int
+    GROUP: int
+    WIDTH: int
+    N: int
+    SELECT_BLOCK: int
+    TOKENS: int
+    GROUP_COLUMNS: int
+    BLOCKS: int
+    RATIO: int
+    RATIO_ROWS: int
+    COVER: int
+    NUM_INITIAL: int
+    NUM_LOCAL: int
+    BEST: int
+    DOUBLINGS: int
+    PRECISION: str
 
 
 def best_blocks(p: Problem, config: Any) -> TritonKernel:
@@ -407,49 +443,53 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
       config: an `NSAConfig`.
     """
     ratio = config.select_block // config.compress_stride
-    ratio_rows = 1 << (ratio - 1).bit_length()
-    best = max(1 << (config.num_selected - 1).bit_length(), 2)
-    group = 1 << (p.group - 1).bit_length()
+    ratio_rows = power(ratio, 1)
+    best = power(config.num_selected, 2)
+    group = power(p.group, 1)
     tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
     if tiling is None:
         raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
     columns = max(tiling.rows, group)
     blocks = max(tiling.keys // ratio_rows, 1)
     return TritonKernel(
-        f"{HERE}.scores:best_blocks",
+        "scores:best_blocks",
         p.pairs * cdiv(p.T, columns // group),
         (p.T, p.S, p.log2_scale),
         (Array((p.B, p.T, p.Hkv, config.num_selected), "int32"),),
-        {
-            "HEADS": p.Hkv,
-            "GROUP": p.group,
-            "WIDTH": p.D,
-            "N": config.num_selected,
-            "SELECT_BLOCK": config.select_block,
-            "TOKENS": columns // group,
-            "GROUP_COLUMNS": group,
-            "BLOCKS": blocks,
-            "RATIO": ratio,
-            "RATIO_ROWS": ratio_rows,
-            "COVER": config.compress_block // config.compress_stride,
-            "NUM_INITIAL": config.num_initial,
-            "NUM_LOCAL": config.num_local,
-            "BEST": best,
-            "DOUBLINGS": max((best // blocks).bit_length() - 1, 0),
-            "COLUMNS": power(p.D),
-            "PRECISION": p.constants["PRECISION"],
-        },
-        tiling.warps,
-        tiling.stages,
+        Scores(
+            HEADS=p.Hkv,
+            GROUP=p.group,
+            WIDTH=p.D,
+            N=config.num_selected,
+            SELECT_BLOCK=config.select_block,
+            TOKENS=columns // group,
+            GROUP_COLUMNS=group,
+            BLOCKS=blocks,
+            RATIO=ratio,
+            RATIO_ROWS=ratio_rows,
+            COVER=config.compress_block // config.compress_stride,
+            NUM_INITIAL=config.num_initial,
+            NUM_LOCAL=config.num_local,
+            BEST=best,
+            DOUBLINGS=max((best // blocks).bit_length() - 1, 0),
+            PRECISION=precision(p.dtype),
+        ),
+        *tiling.launch,
     )
 
 
+class Rowwise(NamedTuple):
+    """What is compiled into the kernels of `combine.py`."""
+
+    WIDTH: int
+    ROWS: int
+
+
 def _rowwise(function: str, rows: int, width: int, outputs) -> TritonKernel:
-    columns = power(width)
-    tile = max(4096 // columns, 1)
-    constants = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns}
+    tile = max(4096 // power(width), 1)
+    constants = Rowwise(width, tile)
     return TritonKernel(
-        f"{HERE}.combine:{function}", cdiv(rows, tile), (rows,), tuple(outputs), constants
+        f"combine:{function}", cdiv(rows, tile), (rows,), tuple(outputs), constants
     )
 
 
@@ -507,6 +547,21 @@ class Heads:
         return [(*tokens, self.H, self.D), *keys, *values, mean, gates]
 
 
+class SplitHeads(NamedTuple):
+    """What is compiled into the kernels of `split_heads.py`; ROW: columns of the projection."""
+
+    HEADS: int
+    GROUP: int
+    WIDTH: int
+    VALUE_WIDTH: int
+    GATES: int
+    BRANCHES: int
+    MEANS: int
+    RAW_KEYS: int
+    ROW: int
+    ROWS: int
+
+
 def split_heads(
     heads: Heads, tokens: int, dtype: str, norm_eps: float | None = None
 ) -> TritonKernel:
@@ -545,27 +600,23 @@ def _rows(heads: Heads) -> int:
 def _heads(
     function: str, heads: Heads, tokens: int, outputs, means: int, norm_eps: float | None
 ) -> TritonKernel:
-    columns, value_columns = power(heads.D), power(heads.Dv)
     rows = _rows(heads)
+    of_row = heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)
     return TritonKernel(
-        f"{HERE}.split_heads:{function}",
-        cdiv(tokens, rows)
-        * (heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)),
+        f"split_heads:{function}",
+        cdiv(tokens, rows) * of_row,
         (tokens,) if norm_eps is None else (tokens, norm_eps),
         outputs,
-        {
-            "H": heads.H,
-            "HKV": heads.Hkv,
-            "BRANCHES": heads.branches,
-            "D": heads.D,
-            "DV": heads.Dv,
-            "MEANS": heads.means,
-            "GATES": heads.H * heads.gates,
-            "RAW_KEYS": heads.raw_keys,
-            "ROW": heads.row,
-            "COLUMNS": columns,
-            "VALUE_COLUMNS": value_columns,
-            "GATE_COLUMNS": power(heads.gate_columns or 1),
-            "ROWS": rows,
-        },
+        SplitHeads(
+            HEADS=heads.Hkv,
+            GROUP=heads.H // heads.Hkv,
+            WIDTH=heads.D,
+            VALUE_WIDTH=heads.Dv,
+            GATES=heads.H * heads.gates,
+            BRANCHES=heads.branches,
+            MEANS=heads.means,
+            RAW_KEYS=heads.raw_keys,
+            ROW=heads.row,
+            ROWS=rows,
+        ),
     )

@@ -16,98 +16,64 @@ is up to four times the error of the reference.
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import load_rows, pair_of, row_statistics, store_rows
+from kernels_pallas.triton.rows import columns, load_rows, pair_of, row_statistics, store_rows
 
 
 @triton.jit
-def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
+def _add_product(a, b, acc, lost, c):
     """acc + A B, and in float32 what rounding added to it so far (Kahan's sum of the tiles)."""
-    if PRECISION != "ieee":
-        return tl.dot(a, b, acc, input_precision=PRECISION), lost
-    term = tl.dot(a, b, input_precision=PRECISION) - lost
+    if c.PRECISION != "ieee":
+        return tl.dot(a, b, acc, input_precision=c.PRECISION), lost
+    term = tl.dot(a, b, input_precision=c.PRECISION) - lost
     larger = acc + term
     return larger, (larger - acc) - term
 
 
 @triton.jit
-def _step(
-    tile,
-    arrays,
-    row,
-    there,
-    seen,
-    scale,
-    sums,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
     """Adds one tile of query rows to `sums`: dk, dv and what rounding added to both.
 
     Args:
       tile: keys and values `[KEYS, .]`.
       arrays: query, do, lse, delta, gate, dlse.
       seen: `[KEYS, ROWS]`, read if `MASKED`.
-      KEY, VALUE: width and columns; GIVEN: `GATED` and `LSE_GRAD`.
     """
     keys, values = tile
     query, do, lse, delta, gate, dlse = arrays
+    row = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
     dk, dv, dk_lost, dv_lost = sums
-    rows = load_rows(query, row, there, KEY[0], KEY[1])
-    do_rows = load_rows(do, row, there, VALUE[0], VALUE[1])
-    lse_log2, gates, shift = row_statistics(
-        lse, delta, gate, dlse, row, there, GIVEN[0], GIVEN[1]
-    )
-    logits = tl.dot(keys, tl.trans(rows), input_precision=PRECISION) * scale
+    rows = load_rows(query, row, there, c.WIDTH)
+    do_rows = load_rows(do, row, there, c.VALUE_WIDTH)
+    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
+    logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
     probs = tl.exp2(logits - lse_log2[None, :])
     if MASKED:
         probs = tl.where(seen, probs, 0.0)
     gated = probs * gates[None, :]
-    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, PRECISION)
-    dp = tl.dot(values, tl.trans(do_rows), input_precision=PRECISION)
+    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c)
+    dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
     ds = gated * dp - probs * shift[None, :]
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, PRECISION)
+    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c)
     return dk, dv, dk_lost, dv_lost
 
 
 @triton.jit
-def _no_sums(KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr):
+def _no_sums(c):
     """`sums` of `_step` before the first."""
-    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-    dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
+    dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     return dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
 
 
 @triton.jit
 def _interval_walk(
-    tile,
-    arrays,
-    first,
-    last,
-    item,
-    at,
-    begin,
-    end,
-    stop,
-    scale,
-    sums,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
-    MASKED: tl.constexpr,
+    tile, arrays, first, last, item, at, begin, end, stop, scale, sums, head, c, MASKED
 ):
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        token = item + row // GROUP
+    for start in range(begin, end, c.ROWS):
+        row = start + tl.arange(0, c.ROWS)
+        token = item + row // c.GROUP
         there = row < stop
         seen = there[None, :]
         if MASKED:
@@ -115,46 +81,16 @@ def _interval_walk(
             high = tl.load(last + token, mask=there, other=0)
             there &= low < high
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        sums = _step(
-            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
-        )
+        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
     return sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
 def of_intervals(
-    query,
-    key,
-    value,
-    first,
-    last,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    edges,
-    T,
-    S,
-    segments,
-    scale,
-    scale_dk,
-    dk_out,
-    dv_out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
-):
+    query, key, value, first, last, do, lse, delta, gate, dlse, edges,
+    T, S, segments, scale, scale_dk,
+    dk_out, dv_out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
@@ -166,144 +102,78 @@ def of_intervals(
       dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
         `[programs, KEYS, .]`.
     """
-    tiles = tl.cdiv(S, KEYS)
+    tiles = tl.cdiv(S, c.KEYS)
     program = tl.program_id(0)
     segment, tile = program % segments, program // segments % tiles
-    batch, head = pair_of(program // segments // tiles, HEADS)
-    inside = tl.arange(0, KEYS)
-    at = tile * KEYS + inside
+    batch, head = pair_of(program // segments // tiles, c.HEADS)
+    inside = tl.arange(0, c.KEYS)
+    at = tile * c.KEYS + inside
     inner = at < S
-    beyond = (batch * S + at) * HEADS + head
-    keys = load_rows(key, beyond, inner, WIDTH, COLUMNS)
-    values = load_rows(value, beyond, inner, VALUE_WIDTH, VALUE_COLUMNS)
+    beyond = (batch * S + at) * c.HEADS + head
+    keys = load_rows(key, beyond, inner, c.WIDTH)
+    values = load_rows(value, beyond, inner, c.VALUE_WIDTH)
     edges += (batch * tiles + tile) * 4
-    start = tl.load(edges) * GROUP
-    stop = tl.load(edges + 1) * GROUP
-    share = tl.cdiv(tl.cdiv(stop - start, ROWS), segments) * ROWS
+    start = tl.load(edges) * c.GROUP
+    stop = tl.load(edges + 1) * c.GROUP
+    share = tl.cdiv(tl.cdiv(stop - start, c.ROWS), segments) * c.ROWS
     start += segment * share
     stop = tl.minimum(stop, start + share)
-    last_row = tl.maximum((stop - start + ROWS - 1) // ROWS, 0) * ROWS + start
-    plain = (tl.load(edges + 2) * GROUP - start + ROWS - 1) // ROWS * ROWS + start
+    last_row = tl.maximum((stop - start + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + start
+    plain = (tl.load(edges + 2) * c.GROUP - start + c.ROWS - 1) // c.ROWS * c.ROWS + start
     plain = tl.minimum(tl.maximum(plain, start), last_row)
-    tail = tl.minimum(tl.load(edges + 3) * GROUP, stop)
-    tail = tl.maximum(tail - plain, 0) // ROWS * ROWS + plain
+    tail = tl.minimum(tl.load(edges + 3) * c.GROUP, stop)
+    tail = tl.maximum(tail - plain, 0) // c.ROWS * c.ROWS + plain
     arrays = query, do, lse, delta, gate, dlse
-    sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
-    KEY: tl.constexpr = (WIDTH, COLUMNS)
-    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
-    GIVEN: tl.constexpr = (GATED, LSE_GRAD)
+    sums = _no_sums(c)
+    borders = start, plain, tail, last_row
     for part in tl.static_range(3):
-        begin = start if part == 0 else (plain if part == 1 else tail)
-        end = plain if part == 0 else (tail if part == 1 else last_row)
         sums = _interval_walk(
-            (keys, values), arrays, first, last, batch * T, at, begin, end, stop, scale, sums,
-            head, HEADS, GROUP, ROWS, KEY, VALUE, PRECISION, GIVEN, part != 1,
+            (keys, values), arrays, first, last, batch * T, at, borders[part],
+            borders[part + 1], stop, scale, sums, head, c, part != 1,
         )  # fmt: skip
     dk, dv, _, _ = sums
     dk *= scale_dk
-    if DIRECT:
+    if c.DIRECT:
         row = beyond
     else:
-        row = tl.cast(program, tl.int64) * KEYS + inside
+        row = tl.cast(program, tl.int64) * c.KEYS + inside
         inner = inside >= 0
-    store_rows(dk_out, row, dk, inner, WIDTH, COLUMNS)
-    store_rows(dv_out, row, dv, inner, VALUE_WIDTH, VALUE_COLUMNS)
+    store_rows(dk_out, row, dk, inner, c.WIDTH)
+    store_rows(dv_out, row, dv, inner, c.VALUE_WIDTH)
 
 
 @triton.jit
 def _list_walk(
-    tile,
-    arrays,
-    order,
-    indices,
-    position,
-    key_start,
-    item,
-    at,
-    begin,
-    end,
-    stop,
-    scale,
-    sums,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    N: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GIVEN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
+    tile, arrays, order, indices, position, key_start, item, at, begin, end, stop, scale, sums,
+    head, c, MASKED,
+):  # fmt: skip
+    for start in range(begin, end, c.ROWS):
+        row = start + tl.arange(0, c.ROWS)
         there = row < stop
-        entry = tl.load(order + row // GROUP, mask=there, other=0)
-        token = item + entry // (N * COPIES)
+        entry = tl.load(order + row // c.GROUP, mask=there, other=0)
+        token = item + entry // (c.N * c.COPIES)
         seen = there[None, :]
         if MASKED:
             begins = tl.load(key_start + token)
             ends = begins + tl.load(position + token) + 1
             seen = at[:, None] < ends[None, :]
-            if COPIES == 2:
-                slot = (token * HEADS + head) * N + entry // COPIES % N
-                begins += tl.load(indices + slot) * BLOCK
+            if c.COPIES == 2:
+                slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
+                begins += tl.load(indices + slot) * c.BLOCK
                 seen &= (at[:, None] >= begins[None, :]) & (
-                    at[:, None] < (begins + BLOCK)[None, :]
+                    at[:, None] < (begins + c.BLOCK)[None, :]
                 )
-        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        sums = _step(
-            tile, arrays, place, there, seen, scale, sums, KEY, VALUE, PRECISION, GIVEN, MASKED
-        )
+        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
     return sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
 def of_blocks(
-    query,
-    key,
-    value,
-    indices,
-    position,
-    key_start,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    scale,
-    scale_dk,
-    dk_out,
-    dv_out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    N: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
-):
+    query, key, value, indices, position, key_start, do, lse, delta, gate, dlse, order, starts,
+    ends, tile_of,
+    T, S, tiles, items, entries, scale, scale_dk,
+    dk_out, dv_out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list of
     a tile, which is a block of keys; a program has KEYS of them.
 
@@ -319,70 +189,48 @@ def of_blocks(
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
     program = tl.program_id(0)
-    item, part = program // PARTS, program % PARTS
+    item, part = program // c.PARTS, program % c.PARTS
     pair, number = item // items, item % items
     tile = tl.load(tile_of + item)
     if tile < tiles:
-        batch, head = pair_of(pair, HEADS)
+        batch, head = pair_of(pair, c.HEADS)
         list_row = tl.cast(pair, tl.int64)
         list_at = starts + list_row * (tiles + 1) + tile
         before = tl.load(ends + list_row * tiles + tile - 1, mask=tile > 0, other=0)
         first = tl.load(list_at)
-        start = first + (number - before) * SEGMENT
-        stop = tl.minimum(start + SEGMENT, tl.load(list_at + 1))
-        inside = part * KEYS + tl.arange(0, KEYS)
-        at = tile * BLOCK + inside
-        inner = (inside < BLOCK) & (at < S)
-        row = (batch * S + at) * HEADS + head
-        keys = load_rows(key, row, inner, WIDTH, COLUMNS)
-        values = load_rows(value, row, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        start = first + (number - before) * c.SEGMENT
+        stop = tl.minimum(start + c.SEGMENT, tl.load(list_at + 1))
+        inside = part * c.KEYS + tl.arange(0, c.KEYS)
+        at = tile * c.BLOCK + inside
+        inner = (inside < c.BLOCK) & (at < S)
+        row = (batch * S + at) * c.HEADS + head
+        keys = load_rows(key, row, inner, c.WIDTH)
+        values = load_rows(value, row, inner, c.VALUE_WIDTH)
         # A tile's own tokens come first, and see a part of it.
-        own = first + BLOCK if COPIES == 1 else stop
-        begin = start * GROUP
-        stop *= GROUP
-        last_row = tl.maximum((stop - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
-        plain = tl.maximum((own * GROUP - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
+        own = first + c.BLOCK if c.COPIES == 1 else stop
+        begin = start * c.GROUP
+        stop *= c.GROUP
+        last_row = tl.maximum((stop - begin + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + begin
+        plain = tl.maximum((own * c.GROUP - begin + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + begin
         plain = tl.minimum(plain, last_row)
-        tail = tl.maximum(stop - plain, 0) // ROWS * ROWS + plain
+        tail = tl.maximum(stop - plain, 0) // c.ROWS * c.ROWS + plain
         arrays = query, do, lse, delta, gate, dlse
-        sums = _no_sums(KEYS, COLUMNS, VALUE_COLUMNS)
-        KEY: tl.constexpr = (WIDTH, COLUMNS)
-        VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
-        GIVEN: tl.constexpr = (GATED, LSE_GRAD)
+        sums = _no_sums(c)
         order += list_row * entries
+        borders = begin, plain, tail, last_row
         for walk in tl.static_range(3):
-            here = begin if walk == 0 else (plain if walk == 1 else tail)
-            end = plain if walk == 0 else (tail if walk == 1 else last_row)
             sums = _list_walk(
                 (keys, values), arrays, order, indices, position, key_start, batch * T, at,
-                here, end, stop, scale, sums, head, HEADS, GROUP, N, COPIES, BLOCK, ROWS,
-                KEY, VALUE, PRECISION, GIVEN, walk != 1,
+                borders[walk], borders[walk + 1], stop, scale, sums, head, c, walk != 1,
             )  # fmt: skip
         dk, dv, _, _ = sums
-        row = tl.cast(program, tl.int64) * KEYS + tl.arange(0, KEYS)
-        store_rows(dk_out, row, dk * scale_dk, inside >= 0, WIDTH, COLUMNS)
-        store_rows(dv_out, row, dv, inside >= 0, VALUE_WIDTH, VALUE_COLUMNS)
+        row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)
+        store_rows(dk_out, row, dk * scale_dk, inside >= 0, c.WIDTH)
+        store_rows(dv_out, row, dv, inside >= 0, c.VALUE_WIDTH)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
-def merge(
-    dk_parts,
-    dv_parts,
-    ends,
-    S,
-    tiles,
-    items,
-    dk,
-    dv,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-):
+def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
     """The sum of each tile's partials, in their order: dk, dv `[B, S, HEADS, .]`.
 
     Programs: B * HEADS * tiles * (KEYS / PART).
@@ -392,23 +240,23 @@ def merge(
       ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
     """
     program = tl.program_id(0)
-    part = program % (KEYS // PART)
-    program = program // (KEYS // PART)
+    part = program % (c.KEYS // c.PART)
+    program = program // (c.KEYS // c.PART)
     tile, pair = program % tiles, program // tiles
-    batch, head = pair_of(pair, HEADS)
+    batch, head = pair_of(pair, c.HEADS)
     begin = tl.load(ends + program - 1, mask=tile > 0, other=0)
     end = tl.load(ends + program)
-    inside = part * PART + tl.arange(0, PART)
+    inside = part * c.PART + tl.arange(0, c.PART)
     there = inside >= 0
-    dk_sum = tl.zeros([PART, COLUMNS], tl.float32)
-    dv_sum = tl.zeros([PART, VALUE_COLUMNS], tl.float32)
+    dk_sum = tl.full([c.PART, columns(c.WIDTH)], 0.0, tl.float32)
+    dv_sum = tl.full([c.PART, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
     base = tl.cast(pair, tl.int64) * items
     for item in range(begin, end):
-        row = (base + item) * KEYS + inside
-        dk_sum += load_rows(dk_parts, row, there, WIDTH, COLUMNS)
-        dv_sum += load_rows(dv_parts, row, there, VALUE_WIDTH, VALUE_COLUMNS)
-    at = tile * BLOCK + inside
-    inner = (inside < BLOCK) & (at < S)
-    row = (batch * S + at) * HEADS + head
-    store_rows(dk, row, dk_sum, inner, WIDTH, COLUMNS)
-    store_rows(dv, row, dv_sum, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        row = (base + item) * c.KEYS + inside
+        dk_sum += load_rows(dk_parts, row, there, c.WIDTH)
+        dv_sum += load_rows(dv_parts, row, there, c.VALUE_WIDTH)
+    at = tile * c.BLOCK + inside
+    inner = (inside < c.BLOCK) & (at < S)
+    row = (batch * S + at) * c.HEADS + head
+    store_rows(dk, row, dk_sum, inner, c.WIDTH)
+    store_rows(dv, row, dv_sum, inner, c.VALUE_WIDTH)

@@ -21,8 +21,8 @@ from kernels_pallas.triton.rows import (
     load_columns,
     load_rows,
 )
+from kernels_pallas.triton.scores import HIGHEST, pack_index
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also the order of what is forced
 NOTHING = tl.constexpr(-(2**63))
 
 
@@ -34,76 +34,37 @@ def ordered(score):
 
 
 @triton.jit
-def _walk(
-    rows,
-    key,
-    at,
-    begin,
-    end,
-    S,
-    best,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POOL: tl.constexpr,
-    KEYS: tl.constexpr,
-    ENTRY: tl.constexpr,
-    BEST: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    PARTS: tl.constexpr = POOL // KEYS
-    inside = tl.arange(0, KEYS)
-    slot = tl.arange(0, BEST)
-    own = tl.where(at >= 0, at // (POOL * ENTRY), -1)
-    for first in range(begin, end, BEST):
-        scores = tl.full([ROWS, BEST], NEGATIVE_INFINITY, tl.float32)
-        for i in range(0, BEST * PARTS):
-            row = first * POOL + i * KEYS + inside
+def _walk(rows, key, at, begin, end, S, best, c, MASKED):
+    PARTS: tl.constexpr = c.POOL // c.KEYS
+    inside = tl.arange(0, c.KEYS)
+    slot = tl.arange(0, c.BEST)
+    own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
+    for first in range(begin, end, c.BEST):
+        scores = tl.full([c.ROWS, c.BEST], NEGATIVE_INFINITY, tl.float32)
+        for i in range(0, c.BEST * PARTS):
+            row = first * c.POOL + i * c.KEYS + inside
             if MASKED:
-                keys = load_columns(key, row, row < S, WIDTH, COLUMNS)
+                keys = load_columns(key, row, row < S, c.WIDTH)
             else:
-                keys = load_all_columns(key, row, WIDTH, COLUMNS)
-            product = tl.dot(rows, keys, input_precision=PRECISION)
+                keys = load_all_columns(key, row, c.WIDTH)
+            product = tl.dot(rows, keys, input_precision=c.PRECISION)
             if MASKED:
-                seen = ((row + 1) * ENTRY)[None, :] <= at[:, None] + 1
+                seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
                 product = tl.where(seen, product, NEGATIVE_INFINITY)
             top = tl.max(product, axis=1)[:, None]
             scores = tl.where((slot == i // PARTS)[None, :], tl.maximum(scores, top), scores)
         block = first + slot[None, :]
-        forced = (block < NUM_INITIAL) | (block > own[:, None] - NUM_LOCAL)
+        forced = (block < c.NUM_INITIAL) | (block > own[:, None] - c.NUM_LOCAL)
         order = tl.where(forced, HIGHEST, ordered(scores))
-        packed = (order.to(tl.int64) << 32) | (-block + HIGHEST).to(tl.int64)
+        packed = pack_index(order, block)
         candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
         packed = tl.where(candidate, packed, NOTHING)
-        best = tl.topk(tl.reshape(tl.join(best, packed), [ROWS, 2 * BEST]), BEST)
+        best = tl.topk(tl.reshape(tl.join(best, packed), [c.ROWS, 2 * c.BEST]), c.BEST)
     return best
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def index_blocks(
-    query,
-    key,
-    position,
-    T,
-    S,
-    out,
-    HEADS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    POOL: tl.constexpr,
-    KEYS: tl.constexpr,
-    ENTRY: tl.constexpr,
-    BEST: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     """Programs: B * ceil(T / TOKENS).
 
     Args:
@@ -111,81 +72,40 @@ def index_blocks(
       position: int32 `[B, T]`, negative: padding.
       out: int32 `[B, T, HEADS, N]`.
     """
-    ROWS: tl.constexpr = TOKENS * HEAD_ROWS
-    tiles = tl.cdiv(T, TOKENS)
+    tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
     batch = (program // tiles).to(tl.int64)
     tile = tiles - 1 - program % tiles  # the longest first
-    index = tl.arange(0, ROWS)
-    token, head = tile * TOKENS + index // HEAD_ROWS, index % HEAD_ROWS
-    real = (token < T) & (head < HEADS)
+    index = tl.arange(0, c.ROWS)
+    token, head = tile * c.TOKENS + index // c.HEAD_ROWS, index % c.HEAD_ROWS
+    real = (token < T) & (head < c.HEADS)
     item = batch * T + tl.minimum(token, T - 1)
     at = tl.load(position + item)
     at = tl.where(real, at, -1)
-    place = item * HEADS + head
-    rows = load_rows(query, place, real, WIDTH, COLUMNS)
+    place = item * c.HEADS + head
+    rows = load_rows(query, place, real, c.WIDTH)
 
-    end = tl.max(at // (POOL * ENTRY) + 1, axis=0)
+    end = tl.max(at // (c.POOL * c.ENTRY) + 1, axis=0)
     end = tl.where(tl.max(at, axis=0) >= 0, end, 0)
     lowest = tl.min(tl.where(at >= 0, at, HIGHEST - 1), axis=0)
     # Up to here each query sees all keys of a block.
-    plain = tl.minimum((lowest + 1) // (POOL * ENTRY), end) // BEST * BEST
-    key += batch * S * WIDTH
-    best = tl.full([ROWS, BEST], NOTHING, tl.int64)
+    plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
+    key += batch * S * c.WIDTH
+    best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
+    borders = 0, plain, end
     for part in tl.static_range(2):
-        best = _walk(
-            rows,
-            key,
-            at,
-            0 if part == 0 else plain,
-            plain if part == 0 else end,
-            S,
-            best,
-            ROWS,
-            WIDTH,
-            COLUMNS,
-            POOL,
-            KEYS,
-            ENTRY,
-            BEST,
-            NUM_INITIAL,
-            NUM_LOCAL,
-            PRECISION,
-            part == 1,
-        )
-    rank = tl.arange(0, BEST)
+        best = _walk(rows, key, at, borders[part], borders[part + 1], S, best, c, part == 1)
+    rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
-    found = tl.where((best != NOTHING) & (rank < N)[None, :], found, HIGHEST)
+    found = tl.where((best != NOTHING) & (rank < c.N)[None, :], found, HIGHEST)
     found = tl.sort(found, dim=1)
     found = tl.where(found == HIGHEST, -1, found)
-    store = out + (place * N)[:, None] + rank[None, :]
-    tl.store(store, found, mask=real[:, None] & (rank < N)[None, :])
+    store = out + (place * c.N)[:, None] + rank[None, :]
+    tl.store(store, found, mask=real[:, None] & (rank < c.N)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "S", "first", "count", "blocks"])
-def index_scores(
-    query,
-    key,
-    position,
-    T,
-    S,
-    first,
-    count,
-    blocks,
-    out,
-    HEADS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POOL: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ENTRY: tl.constexpr,
-    RELU: tl.constexpr,
-    SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.constexpr):
     """Of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
     ceil(blocks * POOL / CHUNK).
 
@@ -193,45 +113,44 @@ def index_scores(
       query, key, position: as of `index_blocks`.
       out: float32 `[B, count, HEADS or 1, blocks]`; written where a key is seen.
     """
-    ROWS: tl.constexpr = TOKENS * HEAD_ROWS
-    MADE: tl.constexpr = KEYS // POOL
-    tiles, chunks = tl.cdiv(count, TOKENS), tl.cdiv(blocks * POOL, CHUNK)
+    MADE: tl.constexpr = c.KEYS // c.POOL
+    tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)
     program = tl.program_id(0)
     chunk, tile = program % chunks, program // chunks % tiles
     batch = (program // chunks // tiles).to(tl.int64)
-    index = tl.arange(0, ROWS)
-    local, head = tile * TOKENS + index // HEAD_ROWS, index % HEAD_ROWS
-    real = (local < count) & (head < HEADS)
+    index = tl.arange(0, c.ROWS)
+    local, head = tile * c.TOKENS + index // c.HEAD_ROWS, index % c.HEAD_ROWS
+    real = (local < count) & (head < c.HEADS)
     item = batch * T + tl.minimum(first + local, T - 1)
     at = tl.where(real, tl.load(position + item), -1)
-    rows = load_rows(query, item * HEADS + head, real, WIDTH, COLUMNS)
-    seen = tl.minimum((at + 1) // ENTRY, S)
-    end = tl.minimum(chunk * CHUNK + CHUNK, tl.max(seen, axis=0))
-    key += batch * S * WIDTH
-    inside = tl.arange(0, KEYS)
-    if SUM:
-        list_tokens = tile * TOKENS + tl.arange(0, TOKENS)
+    rows = load_rows(query, item * c.HEADS + head, real, c.WIDTH)
+    seen = tl.minimum((at + 1) // c.ENTRY, S)
+    end = tl.minimum(chunk * c.CHUNK + c.CHUNK, tl.max(seen, axis=0))
+    key += batch * S * c.WIDTH
+    inside = tl.arange(0, c.KEYS)
+    if c.SUM:
+        list_tokens = tile * c.TOKENS + tl.arange(0, c.TOKENS)
         here = list_tokens < count
         to = out + (batch * count + list_tokens) * blocks
-        sees = tl.max(tl.reshape(seen, [TOKENS, HEAD_ROWS]), axis=1)
+        sees = tl.max(tl.reshape(seen, [c.TOKENS, c.HEAD_ROWS]), axis=1)
     else:
         here = real
-        to = out + ((batch * count + local) * HEADS + head) * blocks
+        to = out + ((batch * count + local) * c.HEADS + head) * blocks
         sees = seen
-    for begin in range(chunk * CHUNK, end, KEYS):
+    for begin in range(chunk * c.CHUNK, end, c.KEYS):
         row = begin + inside
-        keys = load_columns(key, row, row < S, WIDTH, COLUMNS)
-        scores = tl.dot(rows, keys, input_precision=PRECISION)
-        if RELU:
+        keys = load_columns(key, row, row < S, c.WIDTH)
+        scores = tl.dot(rows, keys, input_precision=c.PRECISION)
+        if c.RELU:
             scores = tl.maximum(scores, 0.0)
-        if SUM:  # heads that are none are rows of zeros
-            scores = tl.sum(tl.reshape(scores, [TOKENS, HEAD_ROWS, KEYS]), axis=1)
+        if c.SUM:  # heads that are none are rows of zeros
+            scores = tl.sum(tl.reshape(scores, [c.TOKENS, c.HEAD_ROWS, c.KEYS]), axis=1)
         scores = tl.where(row[None, :] < sees[:, None], scores, NEGATIVE_INFINITY)
         if MADE == 1:
             scores = tl.max(scores, axis=1)[:, None]
-        elif POOL > 1:
-            made = tl.reshape(scores, [TOKENS if SUM else ROWS, MADE, POOL])
+        elif c.POOL > 1:
+            made = tl.reshape(scores, [c.TOKENS if c.SUM else c.ROWS, MADE, c.POOL])
             scores = tl.max(made, axis=2)
-        block = begin // POOL + tl.arange(0, MADE)
+        block = begin // c.POOL + tl.arange(0, MADE)
         written = here[:, None] & (block < blocks)[None, :]
         tl.store(to[:, None] + block[None, :], scores, mask=written)

@@ -6,7 +6,15 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import LOG2E, MERGED_ROWS, SEGMENT, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
 from kernels_pallas.triton.paged_blocks_descriptions import BLOCKS, DTYPES
-from kernels_pallas.triton.tiling import LEAST, SPARE, WIDE, Tiling, power, smem_of
+from kernels_pallas.triton.tiling import (
+    LEAST,
+    SPARE,
+    WIDE,
+    Tiling,
+    power,
+    precision,
+    smem_of,
+)
 
 POOLS = (16, 32, 64, 128, 256)
 SELECTED = 64  # blocks of a query, which stay in registers
@@ -67,71 +75,86 @@ def why_not(sizes: IndexSizes) -> str | None:
     return None
 
 
+class Index(NamedTuple):
+    """What is compiled into the kernels of `index.py`."""
+
+    HEADS: int
+    HEAD_ROWS: int
+    TOKENS: int
+    ROWS: int
+    WIDTH: int
+    POOL: int
+    KEYS: int
+    ENTRY: int
+    PRECISION: str
+    CHUNK: int = 0
+    RELU: bool = False
+    SUM: bool = False
+    N: int = 0
+    BEST: int = 0
+    NUM_INITIAL: int = 0
+    NUM_LOCAL: int = 0
+
+
+def _index(sizes: IndexSizes, rows: int, keys: int, **more: Any) -> Index:
+    """`rows` of queries a tile, at most: all heads of some tokens."""
+    heads = power(sizes.heads, 1)
+    tokens = max(rows // heads, 1)
+    return Index(
+        HEADS=sizes.heads,
+        HEAD_ROWS=heads,
+        TOKENS=tokens,
+        ROWS=tokens * heads,
+        WIDTH=sizes.width,
+        POOL=sizes.pool,
+        KEYS=keys,
+        ENTRY=sizes.entry,
+        PRECISION=precision(sizes.dtype),
+        **more,
+    )
+
+
 def index_scores(
     sizes: IndexSizes, capability: tuple[int, int], first: int, count: int, blocks: int
 ) -> TritonKernel:
     """Of the tokens `first .. first + count - 1`, whose keys are in the first `blocks` blocks.
     Arrays: query, key, position; result: maxima by block.
     """
-    heads = 1 << (sizes.heads - 1).bit_length()
     tiles = _tiles(sizes, capability, LEAST)
-    tokens, keys = max(tiles.rows // heads, 1), max(tiles.keys, sizes.pool)
-    shape = sizes.B, count, sizes.lists, blocks
+    keys = max(tiles.keys, sizes.pool)
     chunk = max(CHUNK, keys)
+    constants = _index(sizes, tiles.rows, keys, CHUNK=chunk, RELU=sizes.relu, SUM=sizes.sums)
     return TritonKernel(
-        "kernels_pallas.triton.index:index_scores",
-        sizes.B * cdiv(count, tokens) * cdiv(blocks * sizes.pool, chunk),
+        "index:index_scores",
+        sizes.B * cdiv(count, constants.TOKENS) * cdiv(blocks * sizes.pool, chunk),
         (sizes.T, sizes.S, first, count, blocks),
-        (Array(shape, "float32"),),
-        {
-            "HEADS": sizes.heads,
-            "HEAD_ROWS": heads,
-            "TOKENS": tokens,
-            "WIDTH": sizes.width,
-            "COLUMNS": power(sizes.width),
-            "POOL": sizes.pool,
-            "KEYS": keys,
-            "CHUNK": chunk,
-            "ENTRY": sizes.entry,
-            "RELU": sizes.relu,
-            "SUM": sizes.sums,
-            "PRECISION": "ieee" if sizes.dtype == "float32" else "tf32",
-        },
-        tiles.warps,
-        tiles.stages,
+        (Array((sizes.B, count, sizes.lists, blocks), "float32"),),
+        constants,
+        *tiles.launch,
     )
 
 
 def index_blocks(sizes: IndexSizes, capability: tuple[int, int]) -> TritonKernel:
     """Arrays: query, key, position; result: the blocks, int32 `[B, T, heads, n]`."""
-    heads = 1 << (sizes.heads - 1).bit_length()
     best = max(power(sizes.num_selected), LEAST)
     tiles = _tiles(sizes, capability, best)
-    tokens = max(tiles.rows // heads, 1)
-    constants: dict[str, Any] = {
-        "HEADS": sizes.heads,
-        "HEAD_ROWS": heads,
-        "TOKENS": tokens,
-        "WIDTH": sizes.width,
-        "COLUMNS": power(sizes.width),
-        "N": sizes.num_selected,
-        "POOL": sizes.pool,
-        "KEYS": tiles.keys,
-        "ENTRY": sizes.entry,
-        "BEST": best,
-        "NUM_INITIAL": sizes.num_initial,
-        "NUM_LOCAL": sizes.num_local,
-        "PRECISION": "ieee" if sizes.dtype == "float32" else "tf32",
-    }
+    constants = _index(
+        sizes,
+        tiles.rows,
+        tiles.keys,
+        N=sizes.num_selected,
+        BEST=best,
+        NUM_INITIAL=sizes.num_initial,
+        NUM_LOCAL=sizes.num_local,
+    )
     shape = sizes.B, sizes.T, sizes.heads, sizes.num_selected
     return TritonKernel(
-        "kernels_pallas.triton.index:index_blocks",
-        sizes.B * -(-sizes.T // tokens),
+        "index:index_blocks",
+        sizes.B * cdiv(sizes.T, constants.TOKENS),
         (sizes.T, sizes.S),
         (Array(shape, "int32"),),
         constants,
-        tiles.warps,
-        tiles.stages,
+        *tiles.launch,
     )
 
 
@@ -210,15 +233,6 @@ class LossSizes(NamedTuple):
     def is_float32(self) -> bool:
         return self.index_dtype == "float32"
 
-    def constants(self) -> dict[str, Any]:
-        """What most of the kernels have."""
-        return {
-            "INDEX_HEADS": self.index_heads,
-            "WIDTH": self.index_width,
-            "COLUMNS": power(self.index_width),
-            "BLOCK": self.block,
-        }
-
 
 def loss_why_not(sizes: LossSizes) -> str | None:
     """Why the kernels of the loss cannot run a problem, or None."""
@@ -250,6 +264,24 @@ def loss_why_not(sizes: LossSizes) -> str | None:
     return None
 
 
+class Loss(NamedTuple):
+    """What is compiled into the kernels of `index_kl.py`."""
+
+    INDEX_HEADS: int
+    N: int
+    BLOCK: int
+    WIDTH: int = 0
+    SEGMENT: int = 0
+    PRECISION: str = ""
+    ROWS: int = 0
+    HEADS: int = 0
+    GROUP: int = 0
+    GROUP_ROWS: int = 0
+    TOKENS: int = 0
+    QUERIES: int = 0
+    PART: int = 0
+
+
 def _kl_tiles(
     sizes: LossSizes, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
 ) -> tuple[int, int, int]:
@@ -266,32 +298,24 @@ def _kl_tiles(
 
 def kl_targets(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     """Arrays: query, key, lse, position, order, starts, ends, tile_of; results: masses, targets."""
-    group = 1 << (sizes.group - 1).bit_length()
+    group = power(sizes.group, 1)
     rows, warps, stages = _kl_tiles(sizes, capability, (128, 64), (4, 2))
     of_entries = sizes.B, sizes.T, sizes.index_heads, sizes.n
     # t is at most 1, and of small ones the difference counts.
     dtype = "float32" if sizes.is_float32 else "float16"
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_targets",
+        "index_kl:kl_targets",
         sizes.programs,
         (*sizes.lengths, sizes.scale * LOG2E),
-        (
-            Array(of_entries, "float32"),
-            Array((*of_entries[:3], sizes.n * sizes.block), dtype),
+        (Array(of_entries, "float32"), Array((*of_entries[:3], sizes.n * sizes.block), dtype)),
+        _over_lists(
+            sizes,
+            sizes.D,
+            HEADS=sizes.Hkv,
+            GROUP=sizes.group,
+            GROUP_ROWS=group,
+            TOKENS=max(rows // group, 1),
         ),
-        {
-            "HEADS": sizes.Hkv,
-            "INDEX_HEADS": sizes.index_heads,
-            "GROUP": sizes.group,
-            "GROUP_ROWS": group,
-            "TOKENS": max(rows // group, 1),
-            "WIDTH": sizes.D,
-            "COLUMNS": power(sizes.D),
-            "N": sizes.n,
-            "BLOCK": sizes.block,
-            "SEGMENT": SEGMENT,
-            "PRECISION": "ieee" if sizes.is_float32 else "tf32",
-        },
         warps,
         stages,
     )
@@ -304,40 +328,38 @@ def kl_entries(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     of_entries = Array((sizes.B, sizes.T, sizes.index_heads, sizes.n), "float32")
     rows, warps, stages = _kl_tiles(sizes, capability, (64, 16), (4, 3))
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_entries",
+        "index_kl:kl_entries",
         sizes.programs,
         (*sizes.lengths, sizes.index_scale),
         (of_entries, of_entries, of_entries),
-        sizes.constants() | _of_entries(sizes, rows),
+        _over_lists(sizes, sizes.index_width, ROWS=rows),
         warps,
         stages,
     )
 
 
-def _of_entries(sizes: LossSizes, rows: int) -> dict[str, Any]:
-    """Constants of kernels that take `rows` entries of a block at a time."""
-    return {
-        "N": sizes.n,
-        "SEGMENT": SEGMENT,
-        "ROWS": rows,
-        "PRECISION": "ieee" if sizes.is_float32 else "tf32",
-    }
+def _over_lists(sizes: LossSizes, width: int, **more: int) -> Loss:
+    """Of a kernel over query lists whose rows have this width."""
+    return Loss(
+        INDEX_HEADS=sizes.index_heads,
+        N=sizes.n,
+        BLOCK=sizes.block,
+        WIDTH=width,
+        SEGMENT=SEGMENT,
+        PRECISION=precision(sizes.index_dtype),
+        **more,
+    )
 
 
 def kl_loss(sizes: LossSizes) -> TritonKernel:
     """Arrays: maxima, sums, masses, crosses, indices, position; results: loss, index_lse, mass."""
     rows = Array((sizes.B, sizes.T, sizes.index_heads), "float32")
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_loss",
+        "index_kl:kl_loss",
         cdiv(sizes.queries, 128),
         (sizes.queries,),
         (rows, rows, rows),
-        {
-            "INDEX_HEADS": sizes.index_heads,
-            "N": sizes.n,
-            "BLOCK": sizes.block,
-            "QUERIES": 128,
-        },
+        Loss(sizes.index_heads, sizes.n, sizes.block, QUERIES=128),
     )
 
 
@@ -351,11 +373,11 @@ def kl_gradients(sizes: LossSizes, capability: tuple[int, int]) -> TritonKernel:
     # Differences of probabilities are too small for float16.
     dtype = "float32" if sizes.is_float32 else "bfloat16"
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_gradients",
+        "index_kl:kl_gradients",
         sizes.programs,
         (*sizes.lengths, sizes.index_scale),
         (Array(queries, dtype), Array(keys, "float32")),
-        sizes.constants() | _of_entries(sizes, rows),
+        _over_lists(sizes, sizes.index_width, ROWS=rows),
         warps,
         stages,
     )
@@ -365,20 +387,20 @@ def kl_query_sums(sizes: LossSizes) -> TritonKernel:
     """Arrays: partials of queries, grad, indices, position; result: the gradient of the queries."""
     shape = sizes.B, sizes.T, sizes.index_heads, sizes.index_width
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:kl_query_sums",
+        "index_kl:kl_query_sums",
         cdiv(sizes.queries, 32),
         (sizes.queries,),
         (Array(shape, sizes.index_dtype),),
-        sizes.constants() | {"N": sizes.n, "QUERIES": 32},
+        Loss(sizes.index_heads, sizes.n, sizes.block, sizes.index_width, QUERIES=32),
     )
 
 
 def index_key_merge(sizes: LossSizes) -> TritonKernel:
     """Arrays: partials of keys, the item after each block's; result: the gradient of the keys."""
     return TritonKernel(
-        "kernels_pallas.triton.index_kl:index_key_merge",
+        "index_kl:index_key_merge",
         sizes.B * sizes.tiles * (sizes.block // MERGED_ROWS),
         (sizes.S, sizes.tiles, sizes.items),
         (Array((sizes.B, sizes.S, sizes.index_width), sizes.index_dtype),),
-        sizes.constants() | {"PART": MERGED_ROWS},
+        Loss(sizes.index_heads, 0, sizes.block, sizes.index_width, PART=MERGED_ROWS),
     )

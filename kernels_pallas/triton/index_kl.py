@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_pallas.triton.rows import (
     LOG2E,
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
     store_rows,
@@ -28,29 +29,20 @@ from kernels_pallas.triton.rows import (
 
 
 @triton.jit
-def _part_of(
-    item,
-    starts,
-    ends,
-    tile_of,
-    tiles,
-    items,
-    INDEX_HEADS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
+def _part_of(item, starts, ends, tile_of, tiles, items, c):
     """Row of the lists, batch row, index head and tile of a work item, and its entries' bounds."""
     row = (item // items).to(tl.int64)
     tile = tl.load(tile_of + item)
     near = tl.minimum(tile, tiles - 1)
     before = tl.load(ends + row * tiles + near - 1, mask=near > 0, other=0)
     list_at = starts + row * (tiles + 1) + near
-    begin = tl.load(list_at) + (item % items - before) * SEGMENT
-    end = tl.minimum(begin + SEGMENT, tl.load(list_at + 1))
-    return row, row // INDEX_HEADS, row % INDEX_HEADS, tile, begin, end
+    begin = tl.load(list_at) + (item % items - before) * c.SEGMENT
+    end = tl.minimum(begin + c.SEGMENT, tl.load(list_at + 1))
+    return row, row // c.INDEX_HEADS, row % c.INDEX_HEADS, tile, begin, end
 
 
 @triton.jit
-def _entries(order, at, end, COUNT: tl.constexpr, EACH: tl.constexpr):
+def _entries(order, at, end, COUNT, EACH):
     """The entries from `at` on, each `EACH` times; 0 past the end."""
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)
@@ -58,34 +50,10 @@ def _entries(order, at, end, COUNT: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
 def kl_targets(
-    query,
-    key,
-    lse,
-    position,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    log2_scale,
-    masses,
-    targets,
-    HEADS: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, lse, position, order, starts, ends, tile_of,
+    T, S, tiles, items, entries, log2_scale,
+    masses, targets, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries.
 
     Args:
@@ -98,81 +66,60 @@ def kl_targets(
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
     """
     at_row, batch, head, tile, begin, end = _part_of(
-        tl.program_id(0), starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+        tl.program_id(0), starts, ends, tile_of, tiles, items, c
     )
     if tile < tiles:
         order += at_row * entries
-        inside = tl.arange(0, BLOCK)
-        token = tile * BLOCK + inside
-        kv_head = head * HEADS // INDEX_HEADS
-        keys = load_rows(key, (batch * S + token) * HEADS + kv_head, token < S, WIDTH, COLUMNS)
-        row = tl.arange(0, TOKENS * GROUP_ROWS)
-        member = row % GROUP_ROWS
+        inside = tl.arange(0, c.BLOCK)
+        token = tile * c.BLOCK + inside
+        kv_head = head * c.HEADS // c.INDEX_HEADS
+        keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, c.WIDTH)
+        row = tl.arange(0, c.TOKENS * c.GROUP_ROWS)
+        member = row % c.GROUP_ROWS
         # What a step needs after its product is asked for a step before, its entries before that.
         # The queries' own entries are loaded again: Triton asks for both ahead by itself.
-        mine = _entries(order, begin, end, TOKENS, GROUP_ROWS)
-        following = _entries(order, begin + TOKENS, end, TOKENS, GROUP_ROWS)
-        entry = _entries(order, begin, end, TOKENS, 1)
-        next_entry = _entries(order, begin + TOKENS, end, TOKENS, 1)
-        number = ((batch * T + mine // N) * INDEX_HEADS + head) * GROUP + member
-        natural = tl.load(lse + number, mask=member < GROUP, other=NEGATIVE_INFINITY)
-        upto = tl.load(position + batch * T + entry // N)
-        for at in range(begin, end, TOKENS):
-            later = ((batch * T + following // N) * INDEX_HEADS + head) * GROUP + member
-            next_natural = tl.load(lse + later, mask=member < GROUP, other=NEGATIVE_INFINITY)
-            next_upto = tl.load(position + batch * T + next_entry // N)
-            following = _entries(order, at + 2 * TOKENS, end, TOKENS, GROUP_ROWS)
-            next_entry = _entries(order, at + 2 * TOKENS, end, TOKENS, 1)
-            entry = _entries(order, at, end, TOKENS, 1)
-            chosen = _entries(order, at, end, TOKENS, GROUP_ROWS) // N
-            number = ((batch * T + chosen) * INDEX_HEADS + head) * GROUP + member
-            real = (at + row // GROUP_ROWS < end) & (member < GROUP)
-            rows = load_columns(query, number, real, WIDTH, COLUMNS)
+        mine = _entries(order, begin, end, c.TOKENS, c.GROUP_ROWS)
+        following = _entries(order, begin + c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
+        entry = _entries(order, begin, end, c.TOKENS, 1)
+        next_entry = _entries(order, begin + c.TOKENS, end, c.TOKENS, 1)
+        number = ((batch * T + mine // c.N) * c.INDEX_HEADS + head) * c.GROUP + member
+        natural = tl.load(lse + number, mask=member < c.GROUP, other=NEGATIVE_INFINITY)
+        upto = tl.load(position + batch * T + entry // c.N)
+        for at in range(begin, end, c.TOKENS):
+            later = ((batch * T + following // c.N) * c.INDEX_HEADS + head) * c.GROUP + member
+            next_natural = tl.load(lse + later, mask=member < c.GROUP, other=NEGATIVE_INFINITY)
+            next_upto = tl.load(position + batch * T + next_entry // c.N)
+            following = _entries(order, at + 2 * c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
+            next_entry = _entries(order, at + 2 * c.TOKENS, end, c.TOKENS, 1)
+            entry = _entries(order, at, end, c.TOKENS, 1)
+            chosen = _entries(order, at, end, c.TOKENS, c.GROUP_ROWS) // c.N
+            number = ((batch * T + chosen) * c.INDEX_HEADS + head) * c.GROUP + member
+            real = (at + row // c.GROUP_ROWS < end) & (member < c.GROUP)
+            rows = load_columns(query, number, real, c.WIDTH)
             # Of what sees nothing every probability is exp2(-inf).
             lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
-            here = at + tl.arange(0, TOKENS) < end
-            item = batch * T + entry // N
+            here = at + tl.arange(0, c.TOKENS) < end
+            item = batch * T + entry // c.N
 
-            logits = tl.dot(keys, rows, input_precision=PRECISION) * log2_scale
+            logits = tl.dot(keys, rows, input_precision=c.PRECISION) * log2_scale
             t = tl.exp2(logits - lse_log2[None, :])
-            t = tl.sum(tl.reshape(t, [BLOCK, TOKENS, GROUP_ROWS]), axis=2) * (1.0 / GROUP)
+            t = tl.sum(tl.reshape(t, [c.BLOCK, c.TOKENS, c.GROUP_ROWS]), axis=2)
+            t *= 1.0 / c.GROUP
             seen = (token[:, None] <= upto[None, :]) & (token < S)[:, None]
             t = tl.where(seen, t, 0.0)
-            to = (item * INDEX_HEADS + head) * N + entry % N
+            to = (item * c.INDEX_HEADS + head) * c.N + entry % c.N
             tl.store(masses + to, tl.sum(t, axis=0), mask=here)
-            put = targets + to[None, :] * BLOCK + inside[:, None]
+            put = targets + to[None, :] * c.BLOCK + inside[:, None]
             tl.store(put, t.to(targets.dtype.element_ty), mask=here[None, :])
             natural, upto = next_natural, next_upto
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
 def kl_entries(
-    index_query,
-    index_key,
-    targets,
-    position,
-    order,
-    starts,
-    ends,
-    tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    index_scale,
-    maxima,
-    sums,
-    crosses,
-    INDEX_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    index_query, index_key, targets, position, order, starts, ends, tile_of,
+    T, S, tiles, items, entries, index_scale,
+    maxima, sums, crosses, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items.
 
     Args:
@@ -181,31 +128,31 @@ def kl_entries(
       maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
     """
     at_row, batch, head, tile, begin, end = _part_of(
-        tl.program_id(0), starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+        tl.program_id(0), starts, ends, tile_of, tiles, items, c
     )
     if tile < tiles:
         order += at_row * entries
-        token = tile * BLOCK + tl.arange(0, BLOCK)
-        columns = load_columns(index_key, batch * S + token, token < S, WIDTH, COLUMNS)
-        step = tl.arange(0, ROWS)
-        entry = _entries(order, begin, end, ROWS, 1)
-        following = _entries(order, begin + ROWS, end, ROWS, 1)
-        to = ((batch * T + entry // N) * INDEX_HEADS + head) * N + entry % N
-        kept = load_rows(targets, to, begin + step < end, BLOCK, BLOCK)
-        upto = tl.load(position + batch * T + entry // N)
-        for at in range(begin, end, ROWS):  # asked for ahead as in `kl_targets`
-            item = batch * T + following // N
-            later = (item * INDEX_HEADS + head) * N + following % N
-            next_kept = load_rows(targets, later, at + ROWS + step < end, BLOCK, BLOCK)
+        token = tile * c.BLOCK + tl.arange(0, c.BLOCK)
+        key_columns = load_columns(index_key, batch * S + token, token < S, c.WIDTH)
+        step = tl.arange(0, c.ROWS)
+        entry = _entries(order, begin, end, c.ROWS, 1)
+        following = _entries(order, begin + c.ROWS, end, c.ROWS, 1)
+        to = ((batch * T + entry // c.N) * c.INDEX_HEADS + head) * c.N + entry % c.N
+        kept = load_rows(targets, to, begin + step < end, c.BLOCK)
+        upto = tl.load(position + batch * T + entry // c.N)
+        for at in range(begin, end, c.ROWS):  # asked for ahead as in `kl_targets`
+            item = batch * T + following // c.N
+            later = (item * c.INDEX_HEADS + head) * c.N + following % c.N
+            next_kept = load_rows(targets, later, at + c.ROWS + step < end, c.BLOCK)
             next_upto = tl.load(position + item)
-            after = _entries(order, at + 2 * ROWS, end, ROWS, 1)
+            after = _entries(order, at + 2 * c.ROWS, end, c.ROWS, 1)
             here = at + step < end
-            chosen = _entries(order, at, end, ROWS, 1)
-            number = (batch * T + chosen // N) * INDEX_HEADS + head
-            rows = load_rows(index_query, number, here, WIDTH, COLUMNS)
-            to = number * N + chosen % N
+            chosen = _entries(order, at, end, c.ROWS, 1)
+            number = (batch * T + chosen // c.N) * c.INDEX_HEADS + head
+            rows = load_rows(index_query, number, here, c.WIDTH)
+            to = number * c.N + chosen % c.N
             t = kept.to(tl.float32)
-            z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
+            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             # t is 0 where nothing is seen.
             apart = tl.log(tl.where(t > 0, t, 1.0)) - tl.where(seen, z, 0.0)
@@ -219,32 +166,19 @@ def kl_entries(
 
 
 @triton.jit
-def _listed(
-    indices, position, number, real, INDEX_HEADS: tl.constexpr, N: tl.constexpr, BLOCK, slot
-):
+def _listed(indices, position, number, real, c, slot):
     """Whether the query list of a block has the slot `slot` of a query."""
-    upto = tl.load(position + number // INDEX_HEADS, mask=real, other=-1)
-    block = tl.load(indices + number * N + slot, mask=real, other=-1)
-    return (block >= 0) & (block * BLOCK <= upto)
+    upto = tl.load(position + number // c.INDEX_HEADS, mask=real, other=-1)
+    block = tl.load(indices + number * c.N + slot, mask=real, other=-1)
+    return (block >= 0) & (block * c.BLOCK <= upto)
 
 
 @triton.jit(do_not_specialize=["count"])
 def kl_loss(
-    maxima,
-    sums,
-    masses,
-    crosses,
-    indices,
-    position,
+    maxima, sums, masses, crosses, indices, position,
     count,
-    loss,
-    index_lse,
-    mass,
-    INDEX_HEADS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
+    loss, index_lse, mass, c: tl.constexpr,
+):  # fmt: skip
     """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
 
     Args:
@@ -253,14 +187,14 @@ def kl_loss(
       loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: of z, +inf where nothing is
         listed; mass: sum t.
     """
-    number = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count
-    top = tl.full([QUERIES], NEGATIVE_INFINITY, tl.float32)
-    total, whole = tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES], tl.float32)
-    cross = tl.zeros([QUERIES], tl.float32)
-    for slot in range(N):
-        there = _listed(indices, position, number, real, INDEX_HEADS, N, BLOCK, slot)
-        at = number * N + slot
+    top = tl.full([c.QUERIES], NEGATIVE_INFINITY, tl.float32)
+    total, whole = tl.full([c.QUERIES], 0.0, tl.float32), tl.full([c.QUERIES], 0.0, tl.float32)
+    cross = tl.full([c.QUERIES], 0.0, tl.float32)
+    for slot in range(c.N):
+        there = _listed(indices, position, number, real, c, slot)
+        at = number * c.N + slot
         theirs = tl.load(maxima + at, mask=there, other=NEGATIVE_INFINITY)
         larger = tl.maximum(top, theirs)
         base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
@@ -278,34 +212,11 @@ def kl_loss(
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
 def kl_gradients(
-    index_query,
-    index_key,
-    targets,
-    index_lse,
-    mass,
-    grad,
-    position,
-    order,
-    starts,
-    ends,
+    index_query, index_key, targets, index_lse, mass, grad, position, order, starts, ends,
     tile_of,
-    T,
-    S,
-    tiles,
-    items,
-    entries,
-    index_scale,
-    query_partials,
-    key_partials,
-    INDEX_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, S, tiles, items, entries, index_scale,
+    query_partials, key_partials, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * INDEX_HEADS * items.
 
     Args:
@@ -316,86 +227,61 @@ def kl_gradients(
     """
     program = tl.program_id(0)
     at_row, batch, head, tile, begin, end = _part_of(
-        program, starts, ends, tile_of, tiles, items, INDEX_HEADS, SEGMENT
+        program, starts, ends, tile_of, tiles, items, c
     )
     if tile < tiles:
         order += at_row * entries
         to_dtype = query_partials.dtype.element_ty
-        inside = tl.arange(0, BLOCK)
-        token = tile * BLOCK + inside
+        inside = tl.arange(0, c.BLOCK)
+        token = tile * c.BLOCK + inside
         at_keys = batch * S + token
-        columns = load_columns(index_key, at_keys, token < S, WIDTH, COLUMNS)
-        keys = load_rows(index_key, at_keys, token < S, WIDTH, COLUMNS).to(to_dtype)
-        total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        for at in range(begin, end, ROWS):
-            place = at + tl.arange(0, ROWS)
+        key_columns = load_columns(index_key, at_keys, token < S, c.WIDTH)
+        keys = load_rows(index_key, at_keys, token < S, c.WIDTH).to(to_dtype)
+        total = tl.full([c.BLOCK, columns(c.WIDTH)], 0.0, tl.float32)
+        for at in range(begin, end, c.ROWS):
+            place = at + tl.arange(0, c.ROWS)
             here = place < end
             entry = tl.load(order + place, mask=here, other=0)
-            item = batch * T + entry // N
-            number = item * INDEX_HEADS + head
-            rows = load_rows(index_query, number, here, WIDTH, COLUMNS)
-            to = number * N + entry % N
-            t = load_rows(targets, to, here, BLOCK, BLOCK).to(tl.float32)
+            item = batch * T + entry // c.N
+            number = item * c.INDEX_HEADS + head
+            rows = load_rows(index_query, number, here, c.WIDTH)
+            to = number * c.N + entry % c.N
+            t = load_rows(targets, to, here, c.BLOCK).to(tl.float32)
             upto = tl.load(position + item, mask=here, other=-1)
             normal = tl.load(index_lse + number, mask=here, other=float("inf"))
             whole = tl.load(mass + number, mask=here, other=0.0)
             weight = tl.load(grad + number, mask=here, other=0.0)
-            z = tl.dot(rows, columns, input_precision=PRECISION) * index_scale
+            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             p = tl.where(seen, tl.exp(z - normal[:, None]), 0.0)
             change = ((p * whole[:, None] - t) * index_scale).to(to_dtype)
-            product = tl.dot(change, keys, input_precision=PRECISION)
-            store_rows(query_partials, to, product, here, WIDTH, COLUMNS)
+            product = tl.dot(change, keys, input_precision=c.PRECISION)
+            store_rows(query_partials, to, product, here, c.WIDTH)
             rows = (rows.to(tl.float32) * weight[:, None]).to(to_dtype)
-            total = tl.dot(tl.trans(change), rows, total, input_precision=PRECISION)
-        row = tl.cast(program, tl.int64) * BLOCK + inside
-        store_rows(key_partials, row, total, inside >= 0, WIDTH, COLUMNS)
+            total = tl.dot(tl.trans(change), rows, total, input_precision=c.PRECISION)
+        row = tl.cast(program, tl.int64) * c.BLOCK + inside
+        store_rows(key_partials, row, total, inside >= 0, c.WIDTH)
 
 
 @triton.jit(do_not_specialize=["count"])
-def kl_query_sums(
-    partials,
-    grad,
-    indices,
-    position,
-    count,
-    out,
-    INDEX_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
+def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr):
     """`grad` times the sum of a query's partials, in the order of slots.
 
     Programs: ceil(count / QUERIES). Args as of `kl_loss` and `kl_gradients`.
     """
-    number = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count
-    total = tl.zeros([QUERIES, COLUMNS], tl.float32)
-    for slot in range(N):
-        there = _listed(indices, position, number, real, INDEX_HEADS, N, BLOCK, slot)
-        part = load_rows(partials, number * N + slot, there, WIDTH, COLUMNS)
+    total = tl.full([c.QUERIES, columns(c.WIDTH)], 0.0, tl.float32)
+    for slot in range(c.N):
+        there = _listed(indices, position, number, real, c, slot)
+        part = load_rows(partials, number * c.N + slot, there, c.WIDTH)
         total += part.to(tl.float32)
     total *= tl.load(grad + number, mask=real, other=0.0)[:, None]
-    store_rows(out, number, total, real, WIDTH, COLUMNS)
+    store_rows(out, number, total, real, c.WIDTH)
 
 
 @triton.jit(do_not_specialize=["S", "tiles", "items"])
-def index_key_merge(
-    partials,
-    ends,
-    S,
-    tiles,
-    items,
-    out,
-    INDEX_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
+def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
     """The sum of each block's partials, in their order: `[B, S, WIDTH]`.
 
     Programs: B * tiles * (BLOCK / PART).
@@ -405,16 +291,16 @@ def index_key_merge(
         `[B * INDEX_HEADS, tiles]`.
     """
     program = tl.program_id(0)
-    part = program % (BLOCK // PART)
-    program = program // (BLOCK // PART)
+    part = program % (c.BLOCK // c.PART)
+    program = program // (c.BLOCK // c.PART)
     tile, batch = program % tiles, (program // tiles).to(tl.int64)
-    inside = part * PART + tl.arange(0, PART)
-    total = tl.zeros([PART, COLUMNS], tl.float32)
-    for head in range(INDEX_HEADS):
-        list_row = batch * INDEX_HEADS + head
+    inside = part * c.PART + tl.arange(0, c.PART)
+    total = tl.full([c.PART, columns(c.WIDTH)], 0.0, tl.float32)
+    for head in range(c.INDEX_HEADS):
+        list_row = batch * c.INDEX_HEADS + head
         at = ends + list_row * tiles + tile
         for item in range(tl.load(at - 1, mask=tile > 0, other=0), tl.load(at)):
-            row = (list_row * items + item) * BLOCK + inside
-            total += load_rows(partials, row, inside >= 0, WIDTH, COLUMNS)
-    at = tile * BLOCK + inside
-    store_rows(out, batch * S + at, total, at < S, WIDTH, COLUMNS)
+            row = (list_row * items + item) * c.BLOCK + inside
+            total += load_rows(partials, row, inside >= 0, c.WIDTH)
+    at = tile * c.BLOCK + inside
+    store_rows(out, batch * S + at, total, at < S, c.WIDTH)

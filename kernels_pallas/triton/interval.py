@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_all_columns,
     load_all_rows,
     load_columns,
@@ -19,6 +20,7 @@ from kernels_pallas.triton.rows import (
     logits_gradient,
     pair_of,
     row_statistics,
+    softmax_start,
     softmax_step,
     store_attention,
     store_dq,
@@ -26,106 +28,67 @@ from kernels_pallas.triton.rows import (
 
 
 @triton.jit
-def _tile(first, last, T, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+def _tile(first, last, T, c):
     """The tile of this program, the longest first: batch row, head, row of `[B, T, H]`, which
     rows there are, and the interval `low .. high - 1` of each.
     """
-    tiles = tl.cdiv(T * GROUP, ROWS)
+    tiles = tl.cdiv(T * c.GROUP, c.ROWS)
     program = tl.program_id(0)
-    batch, head = pair_of(program // tiles, HEADS)
-    row = (tiles - 1 - program % tiles) * ROWS + tl.arange(0, ROWS)
-    there = row < T * GROUP
-    row = tl.minimum(row, T * GROUP - 1)
-    item = batch * T + row // GROUP
+    batch, head = pair_of(program // tiles, c.HEADS)
+    row = (tiles - 1 - program % tiles) * c.ROWS + tl.arange(0, c.ROWS)
+    there = row < T * c.GROUP
+    row = tl.minimum(row, T * c.GROUP - 1)
+    item = batch * T + row // c.GROUP
     low = tl.load(first + item)
     high = tl.load(last + item)
-    return batch, head, item * (HEADS * GROUP) + head * GROUP + row % GROUP, there, low, high
+    row = item * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
+    return batch, head, row, there, low, high
 
 
 @triton.jit
-def _borders(low, high, S, KEYS: tl.constexpr):
+def _borders(low, high, S, c):
     """The exact range of keys that some row sees, and its blocks: masked from `begin` to
     `plain`, seen by all rows to `tail`, masked to `end`.
     """
     sees = low < high
     least = tl.min(tl.where(sees, low, S), axis=0)
     beyond = tl.max(tl.where(sees, high, 0), axis=0)
-    begin = least // KEYS * KEYS
-    end = tl.maximum((beyond + KEYS - 1) // KEYS * KEYS, begin)
-    plain = (tl.max(low, axis=0) + KEYS - 1) // KEYS * KEYS
+    begin = least // c.KEYS * c.KEYS
+    end = tl.maximum((beyond + c.KEYS - 1) // c.KEYS * c.KEYS, begin)
+    plain = (tl.max(low, axis=0) + c.KEYS - 1) // c.KEYS * c.KEYS
     plain = tl.minimum(tl.maximum(plain, begin), end)
-    tail = tl.maximum(tl.min(high, axis=0) // KEYS * KEYS, plain)
-    return least, beyond, begin, plain, tl.minimum(tail, end), end
+    tail = tl.maximum(tl.min(high, axis=0) // c.KEYS * c.KEYS, plain)
+    return least, beyond, (begin, plain, tl.minimum(tail, end), end)
 
 
 @triton.jit
-def _forward_walk(
-    rows,
-    key,
-    value,
-    bounds,
-    begin,
-    end,
-    scale,
-    state,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`; KEY, VALUE:
-    width and columns.
-    """
+def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED):
+    """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`."""
     low, high, least, beyond = bounds
-    most, total, acc = state
-    inside = tl.arange(0, KEYS)
-    for block in range(begin, end, KEYS):
-        skip = tl.cast(block, tl.int64) * HEADS
-        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
+    inside = tl.arange(0, c.KEYS)
+    for block in range(begin, end, c.KEYS):
+        skip = tl.cast(block, tl.int64) * c.HEADS
+        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * HEADS, inner, KEY[0], KEY[1])
-            values = load_rows(values_at, inside * HEADS, inner, VALUE[0], VALUE[1])
+            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
+            values = load_rows(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
         else:
-            keys = load_all_columns(keys_at, inside * HEADS, KEY[0], KEY[1])
-            values = load_all_rows(values_at, inside * HEADS, VALUE[0], VALUE[1])
-        logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
+            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
+            values = load_all_rows(values_at, inside * c.HEADS, c.VALUE_WIDTH)
+        logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        most, total, acc = softmax_step(logits, values, most, total, acc, PRECISION)
-    return most, total, acc
+        state = softmax_step(logits, values, state, c)
+    return state
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale"])
 def forward(
-    query,
-    key,
-    value,
-    first,
-    last,
-    gate,
-    added,
-    T,
-    S,
-    scale,
-    out,
-    lse,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    ADDED: tl.constexpr,
+    query, key, value, first, last, gate, added, T, S, scale, out, lse, c: tl.constexpr
 ):
     """Programs: B * HEADS * ceil(T * GROUP / ROWS).
 
@@ -136,103 +99,51 @@ def forward(
       scale: of the logits, times log2(e).
       out: `[B, T, H, VALUE_WIDTH]`: gate * O + added; lse: float32 `[B, T, H]`, natural.
     """
-    batch, head, row, there, low, high = _tile(first, last, T, GROUP, HEADS, ROWS)
-    rows = load_rows(query, row, low < high, WIDTH, COLUMNS)
-    key += (batch * S * HEADS + head) * WIDTH
-    value += (batch * S * HEADS + head) * VALUE_WIDTH
-    least, beyond, begin, plain, tail, end = _borders(low, high, S, KEYS)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    batch, head, row, there, low, high = _tile(first, last, T, c)
+    rows = load_rows(query, row, low < high, c.WIDTH)
+    origin = batch * S * c.HEADS + head
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
+    least, beyond, borders = _borders(low, high, S, c)
     bounds = low, high, least, beyond
-    KEY: tl.constexpr = (WIDTH, COLUMNS)
-    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
-    state = most, total, acc
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for part in tl.static_range(3):
-        start = begin if part == 0 else (plain if part == 1 else tail)
-        stop = plain if part == 0 else (tail if part == 1 else end)
+        start, stop = borders[part], borders[part + 1]
         of_part = rows, key, value, bounds, start, stop, scale, state
-        state = _forward_walk(*of_part, HEADS, KEYS, KEY, VALUE, PRECISION, part != 1)
-    store_attention(
-        out, lse, gate, added, row, there, state, VALUE_WIDTH, VALUE_COLUMNS, GATED, ADDED
-    )
+        state = _forward_walk(*of_part, c, part != 1)
+    store_attention(out, lse, gate, added, row, there, state, c)
 
 
 @triton.jit
-def _dq_walk(
-    rows,
-    do_rows,
-    key,
-    value,
-    bounds,
-    begin,
-    end,
-    scale,
-    statistics,
-    acc,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _dq_walk(rows, do_rows, key, value, bounds, begin, end, scale, statistics, acc, c, MASKED):
     low, high, least, beyond = bounds
-    lse_log2, gates, shift = statistics
-    inside = tl.arange(0, KEYS)
-    for block in range(begin, end, KEYS):
-        skip = tl.cast(block, tl.int64) * HEADS
-        keys_at, values_at = key + skip * KEY[0], value + skip * VALUE[0]
+    inside = tl.arange(0, c.KEYS)
+    for block in range(begin, end, c.KEYS):
+        skip = tl.cast(block, tl.int64) * c.HEADS
+        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * HEADS, inner, KEY[0], KEY[1])
-            values = load_columns(values_at, inside * HEADS, inner, VALUE[0], VALUE[1])
+            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
+            values = load_columns(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
         else:
-            keys = load_all_columns(keys_at, inside * HEADS, KEY[0], KEY[1])
-            values = load_all_columns(values_at, inside * HEADS, VALUE[0], VALUE[1])
-        ds = logits_gradient(
-            rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION
-        )
+            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
+            values = load_all_columns(values_at, inside * c.HEADS, c.VALUE_WIDTH)
+        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c)
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             ds = tl.where(seen, ds, 0.0)
-        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
+        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=c.PRECISION)
     return acc
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
 def dq(
-    query,
-    key,
-    value,
-    first,
-    last,
-    do,
-    lse,
-    delta,
-    gate,
-    dlse,
-    added,
-    T,
-    S,
-    scale,
-    scale_dq,
-    out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
-    ADDED: tl.constexpr,
-):
+    query, key, value, first, last, do, lse, delta, gate, dlse, added,
+    T, S, scale, scale_dq,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs and arguments as of `forward`.
 
     Args:
@@ -242,21 +153,19 @@ def dq(
       scale_dq: the scale itself.
       out: `[B, T, H, WIDTH]`: dq + added.
     """
-    batch, head, row, there, low, high = _tile(first, last, T, GROUP, HEADS, ROWS)
+    batch, head, row, there, low, high = _tile(first, last, T, c)
     sees = low < high
-    rows = load_rows(query, row, sees, WIDTH, COLUMNS)
-    do_rows = load_rows(do, row, sees, VALUE_WIDTH, VALUE_COLUMNS)
-    statistics = row_statistics(lse, delta, gate, dlse, row, sees, GATED, LSE_GRAD)
-    key += (batch * S * HEADS + head) * WIDTH
-    value += (batch * S * HEADS + head) * VALUE_WIDTH
-    least, beyond, begin, plain, tail, end = _borders(low, high, S, KEYS)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rows = load_rows(query, row, sees, c.WIDTH)
+    do_rows = load_rows(do, row, sees, c.VALUE_WIDTH)
+    statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
+    origin = batch * S * c.HEADS + head
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
+    least, beyond, borders = _borders(low, high, S, c)
+    acc = tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
     bounds = low, high, least, beyond
-    KEY: tl.constexpr = (WIDTH, COLUMNS)
-    VALUE: tl.constexpr = (VALUE_WIDTH, VALUE_COLUMNS)
     for part in tl.static_range(3):
-        start = begin if part == 0 else (plain if part == 1 else tail)
-        stop = plain if part == 0 else (tail if part == 1 else end)
+        start, stop = borders[part], borders[part + 1]
         of_part = rows, do_rows, key, value, bounds, start, stop, scale, statistics, acc
-        acc = _dq_walk(*of_part, HEADS, KEYS, KEY, VALUE, PRECISION, part != 1)
-    store_dq(out, added, row, there, acc, scale_dq, WIDTH, COLUMNS, ADDED)
+        acc = _dq_walk(*of_part, c, part != 1)
+    store_dq(out, added, row, there, acc, scale_dq, c)

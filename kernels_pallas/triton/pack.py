@@ -9,12 +9,32 @@ and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
-def tile(longest: int, width: int) -> dict[str, int]:
-    """Launch options of the gathers and of `add_ranges`: tiles of at most 8192 elements.
+class Tile(NamedTuple):
+    """What is compiled in; TERMS: tiles of `sum_ranges`, HEADS: of `gather_rows`."""
+
+    WIDTH: int
+    ROWS: int
+    COLUMNS: int
+    TERMS: int = 1
+    HEADS: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        # 64 elements a thread: eight reads of 16 bytes where an element has two. There is nothing
+        # to fuse, and newer versions of Triton warn where it is not said.
+        warps = min(max(self.ROWS * self.COLUMNS * self.TERMS // 2048, 1), 4)
+        return {"num_warps": warps, "enable_fp_fusion": False}
+
+
+def tile(longest: int, width: int, heads: int = 0) -> Tile:
+    """Of the gathers and of `add_ranges`: at most 8192 elements.
 
     Args:
       longest: rows of the longest range.
@@ -26,25 +46,17 @@ def tile(longest: int, width: int) -> dict[str, int]:
     columns = width & -width
     columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
     rows = min(triton.next_power_of_2(longest), 8192 // columns)
-    return _options(rows * columns, ROWS=rows, COLUMNS=columns)
+    return Tile(width, rows, columns, HEADS=heads)
 
 
-def sum_tile(longest: int, width: int) -> dict[str, int]:
+def sum_tile(longest: int, width: int) -> Tile:
     """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and walks long lists.
 
     Few rows a program, so that many programs share the list of the block that all queries
     read; several ranges a step, so that their reads are under way together.
     """
-    columns, terms = tile(longest, width)["COLUMNS"], 8
     rows = min(triton.next_power_of_2(longest), 8)
-    return _options(rows * columns * terms, ROWS=rows, COLUMNS=columns, TERMS=terms)
-
-
-def _options(elements: int, **sizes: int) -> dict[str, int]:
-    # 64 elements a thread: eight reads of 16 bytes where an element has two. There is nothing
-    # to fuse, and newer versions of Triton warn where it is not said.
-    warps = min(max(elements // 2048, 1), 4)
-    return {"num_warps": warps, "enable_fp_fusion": False, **sizes}
+    return tile(longest, width)._replace(ROWS=rows, TERMS=8)
 
 
 @triton.jit
@@ -57,24 +69,10 @@ def _owner(item, slots, heads, per_batch):
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def gather_ranges(
-    source,
-    packed,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    source_batch,
-    source_token,
-    source_head,
-    source_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    source, packed, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    source_batch, source_token, source_head, source_column, c: tl.constexpr,
+):  # fmt: skip
     """Writes the tokens of every range to the buffer, from row `place` on.
 
     Grid: (ranges * tiles, columns); `tiles * ROWS` covers the longest range.
@@ -87,36 +85,25 @@ def gather_ranges(
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head = _owner(item, slots, heads, per_batch)
-    row = part * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = part * c.ROWS + tl.arange(0, c.ROWS)
+    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
     token = tl.load(start + item) + row
     inside = row < tl.load(length + item)
     there = inside & (token >= 0) & (token < tokens)
-    wide = (column < WIDTH)[None, :]
+    wide = (column < c.WIDTH)[None, :]
     source += batch * source_batch + head * source_head
     source += (token * source_token)[:, None] + (column * source_column)[None, :]
-    packed += ((tl.load(place + item) + row) * WIDTH)[:, None] + column[None, :]
+    packed += ((tl.load(place + item) + row) * c.WIDTH)[:, None] + column[None, :]
     values = tl.load(source, mask=there[:, None] & wide, other=0)
     tl.store(packed, values, mask=inside[:, None] & wide)
 
 
 @triton.jit(do_not_specialize=["count", "tokens", "batches"])
 def gather_rows(
-    source,
-    packed,
-    rows,
-    count,
-    tokens,
-    batches,
-    source_batch,
-    source_token,
-    source_head,
-    source_column,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    source, packed, rows,
+    count, tokens, batches,
+    source_batch, source_token, source_head, source_column, c: tl.constexpr,
+):  # fmt: skip
     """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 for none.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
@@ -126,38 +113,26 @@ def gather_rows(
       packed: contiguous `[count, HEADS, WIDTH]`, every row written.
       rows: int64 `[count]`; an index outside the array, such as -1, is no row.
     """
-    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    item = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
+    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
     head = tl.program_id(2).to(tl.int64)
     row = tl.load(rows + item, mask=item < count, other=-1)
     batch = row // tokens
     there = (row >= 0) & (batch < batches)
-    wide = (column < WIDTH)[None, :]
+    wide = (column < c.WIDTH)[None, :]
     offset = batch * source_batch + (row - batch * tokens) * source_token
     source += head * source_head + offset[:, None] + (column * source_column)[None, :]
-    packed += ((item * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    packed += ((item * c.HEADS + head) * c.WIDTH)[:, None] + column[None, :]
     values = tl.load(source, mask=there[:, None] & wide, other=0)
     tl.store(packed, values, mask=(item < count)[:, None] & wide)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def add_ranges(
-    total,
-    grad,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    grad_row,
-    grad_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    total, grad, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    grad_row, grad_column, c: tl.constexpr,
+):  # fmt: skip
     """Adds the rows of every range to its tokens by atomics: fast, in no fixed order.
 
     Grid and ranges as in `gather_ranges`.
@@ -168,40 +143,24 @@ def add_ranges(
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head = _owner(item, slots, heads, per_batch)
-    row = part * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = part * c.ROWS + tl.arange(0, c.ROWS)
+    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
     token = tl.load(start + item) + row
     there = (row < tl.load(length + item)) & (token >= 0) & (token < tokens)
-    mask = there[:, None] & (column < WIDTH)[None, :]
+    mask = there[:, None] & (column < c.WIDTH)[None, :]
     grad += ((tl.load(place + item) + row) * grad_row)[:, None]
     grad += (column * grad_column)[None, :]
-    total += (((batch * tokens + token) * heads + head) * WIDTH)[:, None] + column[None, :]
+    total += (((batch * tokens + token) * heads + head) * c.WIDTH)[:, None] + column[None, :]
     values = tl.load(grad, mask=mask, other=0).to(total.dtype.element_ty)
     tl.atomic_add(total, values, mask=mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
 def sum_ranges(
-    total,
-    grad,
-    block,
-    order,
-    end,
-    start,
-    length,
-    place,
-    tokens,
-    heads,
-    slots,
-    per_batch,
-    tiles,
-    grad_row,
-    grad_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-):
+    total, grad, block, order, end, start, length, place,
+    tokens, heads, slots, per_batch, tiles,
+    grad_row, grad_column, c: tl.constexpr,
+):  # fmt: skip
     """As `add_ranges`, bitwise the same however the programs are scheduled.
 
     The inverse list says which ranges begin at the same token: one program sums the rows of
@@ -221,17 +180,17 @@ def sum_ranges(
     if own != before:  # an empty range is never the first of a block
         item = tl.load(order + entry)
         batch, head = _owner(item, slots, heads, per_batch)
-        row = part * ROWS + tl.arange(0, ROWS)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        wide = column < WIDTH
+        row = part * c.ROWS + tl.arange(0, c.ROWS)
+        column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
+        wide = column < c.WIDTH
         token = tl.load(start + item) + row
         there = (token >= 0) & (token < tokens)
         columns = grad + (column * grad_column)[None, None, :]
-        found = tl.zeros([ROWS, COLUMNS], total.dtype.element_ty)
+        found = tl.full([c.ROWS, c.COLUMNS], 0, total.dtype.element_ty)
         reach = tl.load(length + item)
         last = tl.load(end + entry)
-        for first in range(entry.to(tl.int64), last, TERMS):
-            term = first + tl.arange(0, TERMS)
+        for first in range(entry.to(tl.int64), last, c.TERMS):
+            term = first + tl.arange(0, c.TERMS)
             listed = term < last
             ranges = tl.load(order + term, mask=listed, other=0)
             size = tl.load(length + ranges, mask=listed, other=0)
@@ -244,6 +203,6 @@ def sum_ranges(
             reach = tl.maximum(reach, tl.max(size, axis=0))
         # Beyond the longest of its ranges the tokens are another program's.
         mask = (there & (row < reach))[:, None] & wide[None, :]
-        offset = ((batch * tokens + token) * heads + head) * WIDTH
+        offset = ((batch * tokens + token) * heads + head) * c.WIDTH
         sums = total + (offset[:, None] + column[None, :])
         tl.store(sums, tl.load(sums, mask=mask, other=0) + found, mask=mask)

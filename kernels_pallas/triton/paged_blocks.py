@@ -18,26 +18,29 @@ A split has a fixed number of keys: the order of sums does not depend on the bat
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.index import HIGHEST, ordered
+from kernels_pallas.triton.index import ordered
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
+    columns,
     load_columns,
     load_rows,
+    softmax_start,
     softmax_step,
     store_attention,
     store_rows,
 )
+from kernels_pallas.triton.scores import HIGHEST
 
 LOWEST = tl.constexpr(-(2**31))  # the order of what is no candidate
 
 
 @triton.jit
-def _place_of(token, places, RAGGED: tl.constexpr):
+def _place_of(token, places, c):
     """Row and position of a token; a negative position: padding. `places`: the arguments of the
     kernels that say so.
     """
     lengths, rows, positions, queries, most = places
-    if RAGGED:
+    if c.RAGGED:
         return tl.load(rows + token).to(tl.int64), tl.load(positions + token)
     row = token // queries
     length = tl.minimum(tl.load(lengths + row), most)
@@ -46,7 +49,7 @@ def _place_of(token, places, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _entries(table, index, seen, P, PER_PAGE: tl.constexpr):
+def _entries(table, index, seen, P, PER_PAGE):
     """Page and place in it of the entries `index` of a row, and which of the `seen` are in a page
     that exists.
     """
@@ -57,34 +60,10 @@ def _entries(table, index, seen, P, PER_PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "stride", "most", "blocks"])
 def scores(
-    query,
-    pages,
-    page_table,
-    lengths,
-    rows,
-    positions,
-    tokens,
-    queries,
-    M,
-    P,
-    stride,
-    most,
-    blocks,
-    out,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RELU: tl.constexpr,
-    SUM: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, pages, page_table, lengths, rows, positions,
+    tokens, queries, M, P, stride, most, blocks,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * ceil(keys of a table / CHUNK).
 
     Args:
@@ -97,54 +76,48 @@ def scores(
     """
     program = tl.program_id(0)
     token = program % tokens  # those of a row read its keys at about the same time
-    first = program // tokens * CHUNK
-    row, at = _place_of(token, (lengths, rows, positions, queries, most), RAGGED)
-    seen = (at + 1) // ENTRY
-    head = tl.arange(0, ROWS)
-    inside = tl.arange(0, KEYS)
-    mine = load_rows(query, token * HEADS + head, head < HEADS, WIDTH, COLUMNS)
+    first = program // tokens * c.CHUNK
+    row, at = _place_of(token, (lengths, rows, positions, queries, most), c)
+    seen = (at + 1) // c.ENTRY
+    head = tl.arange(0, c.ROWS)
+    inside = tl.arange(0, c.KEYS)
+    mine = load_rows(query, token * c.HEADS + head, head < c.HEADS, c.WIDTH)
     table = page_table + row * M
-    MADE: tl.constexpr = KEYS // POOL
-    LISTS: tl.constexpr = 1 if SUM else HEADS
+    MADE: tl.constexpr = c.KEYS // c.POOL
+    LISTS: tl.constexpr = 1 if c.SUM else c.HEADS
     to = out + token.to(tl.int64) * LISTS * blocks
-    for begin in range(first, tl.minimum(first + CHUNK, seen), KEYS):
+    for begin in range(first, tl.minimum(first + c.CHUNK, seen), c.KEYS):
         index = begin + inside
-        page, at_page, there = _entries(table, index, index < seen, P, PER_PAGE)
-        keys = load_columns(pages, page * stride + at_page, there, WIDTH, COLUMNS)
-        product = tl.dot(mine, keys, input_precision=PRECISION)
-        if RELU:
+        page, at_page, there = _entries(table, index, index < seen, P, c.PER_PAGE)
+        keys = load_columns(pages, page * stride + at_page, there, c.WIDTH)
+        product = tl.dot(mine, keys, input_precision=c.PRECISION)
+        if c.RELU:
             product = tl.maximum(product, 0.0)
-        block = begin // POOL + tl.arange(0, MADE)
-        if SUM:  # heads that are none are rows of zeros
+        block = begin // c.POOL + tl.arange(0, MADE)
+        if c.SUM:  # heads that are none are rows of zeros
             total = tl.where(there, tl.sum(product, axis=0), NEGATIVE_INFINITY)
-            if POOL > 1:
-                total = tl.max(tl.reshape(total, [MADE, POOL]), axis=1)
+            if c.POOL > 1:
+                total = tl.max(tl.reshape(total, [MADE, c.POOL]), axis=1)
             tl.store(to + block, total, mask=block < blocks)
         else:
             product = tl.where(there[None, :], product, NEGATIVE_INFINITY)
             if MADE == 1:
                 top = tl.max(product, axis=1)[:, None]
-            elif POOL == 1:
+            elif c.POOL == 1:
                 top = product
             else:
-                top = tl.max(tl.reshape(product, [ROWS, MADE, POOL]), axis=2)
-            written = (head < HEADS)[:, None] & (block < blocks)[None, :]
+                top = tl.max(tl.reshape(product, [c.ROWS, MADE, c.POOL]), axis=2)
+            written = (head < c.HEADS)[:, None] & (block < blocks)[None, :]
             tl.store(to + head[:, None] * blocks + block[None, :], top, mask=written)
 
 
 @triton.jit
-def _order(scores, block, blocks, at, SIZES: tl.constexpr):
-    """int32 in the order of the blocks' scores for a query at `at`; `SIZES`: `POOL`, `ENTRY`,
-    `NUM_INITIAL`, `NUM_LOCAL`.
-    """
-    POOL: tl.constexpr = SIZES[0]
-    ENTRY: tl.constexpr = SIZES[1]
-    NUM_INITIAL: tl.constexpr = SIZES[2]
-    NUM_LOCAL: tl.constexpr = SIZES[3]
-    own = tl.where(at >= 0, at // (POOL * ENTRY), -1)
-    written = (block < blocks) & (block * POOL < (at + 1) // ENTRY)
+def _order(scores, block, blocks, at, c):
+    """int32 in the order of the blocks' scores for a query at `at`."""
+    own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
+    written = (block < blocks) & (block * c.POOL < (at + 1) // c.ENTRY)
     score = tl.load(scores + block, mask=written, other=NEGATIVE_INFINITY)
-    forced = (block < NUM_INITIAL) | (block > own - NUM_LOCAL)
+    forced = (block < c.NUM_INITIAL) | (block > own - c.NUM_LOCAL)
     candidate = (forced | (score > NEGATIVE_INFINITY)) & (block <= own)
     return tl.where(candidate, tl.where(forced, HIGHEST, ordered(score)), LOWEST)
 
@@ -163,34 +136,15 @@ def _write(out, count, block, better, equal, left):
 
 
 @triton.jit
-def _write_empty(out, count, N: tl.constexpr, SLOTS: tl.constexpr):
+def _write_empty(out, count, c):
     """Writes -1 behind the `count` blocks of a list."""
-    rest = tl.arange(0, SLOTS)
-    none = tl.full([SLOTS], -1, tl.int32)
-    tl.store(out + rest, none, mask=(rest >= count) & (rest < N))
+    rest = tl.arange(0, c.SLOTS)
+    none = tl.full([c.SLOTS], -1, tl.int32)
+    tl.store(out + rest, none, mask=(rest >= count) & (rest < c.N))
 
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
-def best(
-    scores,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
-    blocks,
-    out,
-    LISTS: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PART: tl.constexpr,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.constexpr):
     """Programs: tokens * LISTS.
 
     Args:
@@ -198,39 +152,39 @@ def best(
       out: int32 `[tokens, LISTS, N]`, ascending, -1 behind.
     """
     program = tl.program_id(0)
-    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
     places = lengths, rows, positions, queries, most
-    _, at = _place_of(program // LISTS, places, RAGGED)
+    _, at = _place_of(program // c.LISTS, places, c)
     here = scores + program.to(tl.int64) * blocks
-    everything = tl.arange(0, BLOCKS)
-    orders = _order(here, everything, blocks, at, SIZES)
-    enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= N
+    everything = tl.arange(0, c.BLOCKS)
+    orders = _order(here, everything, blocks, at, c)
+    enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= c.N
     least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
     bit = tl.full([], 2**30, tl.int32)
     for _ in range(31):
-        enough = tl.sum((orders >= least + bit).to(tl.int32), axis=0) >= N
+        enough = tl.sum((orders >= least + bit).to(tl.int32), axis=0) >= c.N
         least = tl.where(enough, least + bit, least)
         bit = bit >> 1
-    need = N - tl.sum((orders > least).to(tl.int32), axis=0)
+    need = c.N - tl.sum((orders > least).to(tl.int32), axis=0)
 
     count, left = tl.zeros([], tl.int32), need
-    for first in range(0, blocks, PART):
-        block = first + tl.arange(0, PART)
-        order = _order(here, block, blocks, at, SIZES)
+    for first in range(0, blocks, c.PART):
+        block = first + tl.arange(0, c.PART)
+        order = _order(here, block, blocks, at, c)
         better = (order > least).to(tl.int32)
         equal = ((order == least) & (order > LOWEST)).to(tl.int32)
-        _write(out + program * N, count, block, better, equal, left)
+        _write(out + program * c.N, count, block, better, equal, left)
         taken = tl.minimum(tl.sum(equal, axis=0), left)
         count += tl.sum(better, axis=0) + taken
         left -= taken
-    _write_empty(out + program * N, count, N, SLOTS)
+    _write_empty(out + program * c.N, count, c)
 
 
 @triton.jit
-def _found(counts, item, need, PARTS: tl.constexpr, VALUES: tl.constexpr):
+def _found(counts, item, need, c, VALUES):
     """The value of the entry of a list that is number `need` from above, and its number among those
     of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each.
     """
+    PARTS: tl.constexpr = c.PARTS
     value = tl.arange(0, VALUES)
     total = tl.zeros([VALUES], tl.int32)
     for part in tl.static_range(PARTS):
@@ -243,55 +197,25 @@ def _found(counts, item, need, PARTS: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    scores,
-    blocks,
-    places,
-    LISTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    SIZES: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+def _part(scores, blocks, places, c):
     """The list and the part of it that a program has, its blocks and their order, which grows with
     their scores, uint32; 0 is no candidate.
     """
     program = tl.program_id(0)
-    item, part = program // PARTS, program % PARTS
-    _, at = _place_of(item // LISTS, places, RAGGED)
-    block = part * PART + tl.arange(0, PART)
+    item, part = program // c.PARTS, program % c.PARTS
+    _, at = _place_of(item // c.LISTS, places, c)
+    block = part * c.PART + tl.arange(0, c.PART)
     here = scores + item.to(tl.int64) * blocks
-    order = _order(here, block, blocks, at, SIZES)
+    order = _order(here, block, blocks, at, c)
     return item, part, block, (order ^ LOWEST).to(tl.uint32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
 def digits(
-    scores,
-    counts,
-    known,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
-    blocks,
-    out,
-    now_known,
-    before,
-    LISTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
-    BITS_BEFORE: tl.constexpr,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    scores, counts, known, lengths, rows, positions,
+    queries, most, blocks,
+    out, now_known, before, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * LISTS * PARTS.
 
     Args:
@@ -304,24 +228,23 @@ def digits(
         many are chosen.
       before: int32 `[tokens * LISTS, PARTS]`: how many have more in these bits above.
     """
-    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
     places = lengths, rows, positions, queries, most
-    item, part, _, order = _part(scores, blocks, places, LISTS, PARTS, PART, SIZES, RAGGED)
-    VALUES: tl.constexpr = 2**BITS
-    digit = ((order >> SHIFT) & (VALUES - 1)).to(tl.int32, bitcast=True)
-    to = out + (item * PARTS + part) * VALUES + tl.arange(0, VALUES)
-    if BITS_BEFORE == 0:
+    item, part, _, order = _part(scores, blocks, places, c)
+    VALUES: tl.constexpr = 2**c.BITS
+    digit = ((order >> c.SHIFT) & (VALUES - 1)).to(tl.int32, bitcast=True)
+    to = out + (item * c.PARTS + part) * VALUES + tl.arange(0, VALUES)
+    if c.BITS_BEFORE == 0:
         tl.store(to, tl.histogram(digit, VALUES))
         if part == 0:
             tl.store(now_known + item * 2, 0)
-            tl.store(now_known + item * 2 + 1, N)
+            tl.store(now_known + item * 2 + 1, c.N)
     else:
         above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
-        found, need = _found(counts, item, need, PARTS, 2**BITS_BEFORE)
-        above = (above << BITS_BEFORE) + found
-        theirs = (order >> (SHIFT + BITS)).to(tl.int32, bitcast=True)
+        found, need = _found(counts, item, need, c, 2**c.BITS_BEFORE)
+        above = (above << c.BITS_BEFORE) + found
+        theirs = (order >> (c.SHIFT + c.BITS)).to(tl.int32, bitcast=True)
         tl.store(to, tl.histogram(digit, VALUES, mask=theirs == above))
-        tl.store(before + item * PARTS + part, tl.sum((theirs > above).to(tl.int32), axis=0))
+        tl.store(before + item * c.PARTS + part, tl.sum((theirs > above).to(tl.int32), axis=0))
         if part == 0:
             tl.store(now_known + item * 2, above)
             tl.store(now_known + item * 2 + 1, need)
@@ -329,43 +252,23 @@ def digits(
 
 @triton.jit(do_not_specialize=["queries", "most", "blocks"])
 def chosen(
-    scores,
-    counts,
-    known,
-    before,
-    lengths,
-    rows,
-    positions,
-    queries,
-    most,
-    blocks,
-    out,
-    LISTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-    POOL: tl.constexpr,
-    ENTRY: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    scores, counts, known, before, lengths, rows, positions,
+    queries, most, blocks,
+    out, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * LISTS * PARTS; arguments as of `digits`, of the last launch of it, whose
     `BITS` are the lowest, and of `best`.
     """
-    SIZES: tl.constexpr = (POOL, ENTRY, NUM_INITIAL, NUM_LOCAL)
     places = lengths, rows, positions, queries, most
-    item, part, block, order = _part(scores, blocks, places, LISTS, PARTS, PART, SIZES, RAGGED)
-    VALUES: tl.constexpr = 2**BITS
+    item, part, block, order = _part(scores, blocks, places, c)
+    VALUES: tl.constexpr = 2**c.BITS
     above, need = tl.load(known + item * 2), tl.load(known + item * 2 + 1)
-    found, need = _found(counts, item, need, PARTS, VALUES)
-    least = (above.to(tl.uint32) << BITS) + found.to(tl.uint32)
+    found, need = _found(counts, item, need, c, VALUES)
+    least = (above.to(tl.uint32) << c.BITS) + found.to(tl.uint32)
     count, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)  # of the parts before
     value = tl.arange(0, VALUES)
     for other in range(0, part):
-        of_part = item * PARTS + other
+        of_part = item * c.PARTS + other
         theirs = tl.load(counts + of_part * VALUES + value)
         more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
         count += more + tl.load(before + of_part)
@@ -376,53 +279,19 @@ def chosen(
     better = (order > least).to(tl.int32)
     equal = (order == least).to(tl.int32)
     count += tl.minimum(equals, need)
-    taken = _write(out + item * N, count, block, better, equal, left)
-    if part == PARTS - 1:
-        _write_empty(out + item * N, count + tl.sum(taken.to(tl.int32), axis=0), N, SLOTS)
+    taken = _write(out + item * c.N, count, block, better, equal, left)
+    if part == c.PARTS - 1:
+        _write_empty(out + item * c.N, count + tl.sum(taken.to(tl.int32), axis=0), c)
 
 
 @triton.jit(
     do_not_specialize=["queries", "M", "P", "key_stride", "value_stride", "most", "scale"]
 )
 def partials(
-    query,
-    key,
-    value,
-    page_table,
-    lengths,
-    rows,
-    positions,
-    lists,
-    queries,
-    M,
-    P,
-    key_stride,
-    value_stride,
-    most,
-    scale,
-    maxima,
-    sums,
-    outputs,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SCOPES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    TAIL: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PARTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, page_table, lengths, rows, positions, lists,
+    queries, M, P, key_stride, value_stride, most, scale,
+    maxima, sums, outputs, c: tl.constexpr,
+):  # fmt: skip
     """Programs: tokens * PAIRS * PARTS; `BY_PAIR`: those of a pair together. A pair is a list with
     a key/value head that it serves, `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
 
@@ -435,84 +304,68 @@ def partials(
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """
     program = tl.program_id(0)
-    part, item = program % PARTS, program // PARTS
-    token, pair = item // PAIRS, item % PAIRS
-    if BY_PAIR:
-        tokens = tl.num_programs(0) // (PAIRS * PARTS)
+    part, item = program % c.PARTS, program // c.PARTS
+    token, pair = item // c.PAIRS, item % c.PAIRS
+    if c.BY_PAIR:
+        tokens = tl.num_programs(0) // (c.PAIRS * c.PARTS)
         token, pair = item % tokens, item // tokens
-        item = token * PAIRS + pair
-    row, at = _place_of(token, (lengths, rows, positions, queries, most), RAGGED)
-    head = pair * HEADS // PAIRS
-    mine = lists + (token.to(tl.int64) * SCOPES + pair * SCOPES // PAIRS) * N
-    member = tl.arange(0, ROWS)
-    number = item.to(tl.int64) * GROUP + member
-    real = member < GROUP
-    heads = load_rows(query, number, real, WIDTH, COLUMNS)
+        item = token * c.PAIRS + pair
+    row, at = _place_of(token, (lengths, rows, positions, queries, most), c)
+    head = pair * c.HEADS // c.PAIRS
+    mine = lists + (token.to(tl.int64) * c.SCOPES + pair * c.SCOPES // c.PAIRS) * c.N
+    member = tl.arange(0, c.ROWS)
+    number = item.to(tl.int64) * c.GROUP + member
+    real = member < c.GROUP
+    heads = load_rows(query, number, real, c.WIDTH)
     table = page_table + row * M
-    inside = tl.arange(0, KEYS)
-    top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    end = min(part * SPLIT + SPLIT, (N + TAIL) * BLOCK)
-    for begin in range(part * SPLIT, end, KEYS):
+    inside = tl.arange(0, c.KEYS)
+    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
+    end = min(part * c.SPLIT + c.SPLIT, (c.N + c.TAIL) * c.BLOCK)
+    for begin in range(part * c.SPLIT, end, c.KEYS):
         key_of_list = begin + inside
-        slot = key_of_list // BLOCK
-        block = tl.load(mine + slot, mask=slot < N, other=-1)
-        if TAIL:
-            own = tl.where((at + 1) % BLOCK == 0, -1, at // BLOCK)
-            block = tl.where(slot == N, own, block)
-        named = (block >= 0) & (block <= at // BLOCK) & (at >= 0)
-        index = tl.where(named, block, 0) * BLOCK + key_of_list % BLOCK
-        page, at_page, there = _entries(table, index, named & (index <= at), P, PAGE)
-        place = (page * key_stride + at_page) * HEADS + head
-        keys = load_columns(key, place, there, WIDTH, COLUMNS)
-        place = (page * value_stride + at_page) * HEADS + head
-        values = load_rows(value, place, there, VALUE_WIDTH, VALUE_COLUMNS)
-        logits = tl.dot(heads, keys, input_precision=PRECISION) * scale
+        slot = key_of_list // c.BLOCK
+        block = tl.load(mine + slot, mask=slot < c.N, other=-1)
+        if c.TAIL:
+            own = tl.where((at + 1) % c.BLOCK == 0, -1, at // c.BLOCK)
+            block = tl.where(slot == c.N, own, block)
+        named = (block >= 0) & (block <= at // c.BLOCK) & (at >= 0)
+        index = tl.where(named, block, 0) * c.BLOCK + key_of_list % c.BLOCK
+        page, at_page, there = _entries(table, index, named & (index <= at), P, c.PAGE)
+        place = (page * key_stride + at_page) * c.HEADS + head
+        keys = load_columns(key, place, there, c.WIDTH)
+        place = (page * value_stride + at_page) * c.HEADS + head
+        values = load_rows(value, place, there, c.VALUE_WIDTH)
+        logits = tl.dot(heads, keys, input_precision=c.PRECISION) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
-        top, total, acc = softmax_step(logits, values, top, total, acc, PRECISION)
-    to = number * PARTS + part
+        state = softmax_step(logits, values, state, c)
+    top, total, acc = state
+    to = number * c.PARTS + part
     tl.store(maxima + to, top, mask=real)
     tl.store(sums + to, total, mask=real)
-    store_rows(outputs, to, acc, real, VALUE_WIDTH, VALUE_COLUMNS)
+    store_rows(outputs, to, acc, real, c.VALUE_WIDTH)
 
 
 @triton.jit
-def merge(
-    maxima,
-    sums,
-    outputs,
-    out,
-    lse,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-):
+def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
     """Programs: tokens * PAIRS.
 
     Args:
       maxima, sums, outputs: of `partials`.
       out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`; lse: float32 `[tokens, PAIRS * GROUP]`, natural.
     """
-    member = tl.arange(0, ROWS)
-    number = tl.program_id(0).to(tl.int64) * GROUP + member
-    real = member < GROUP
-    top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    for part in range(PARTS):
-        at = number * PARTS + part
+    member = tl.arange(0, c.ROWS)
+    number = tl.program_id(0).to(tl.int64) * c.GROUP + member
+    real = member < c.GROUP
+    top, total, acc = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
+    for part in range(c.PARTS):
+        at = number * c.PARTS + part
         theirs = tl.load(maxima + at, mask=real, other=NEGATIVE_INFINITY)
         larger = tl.maximum(top, theirs)
         base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
         less, weight = tl.exp2(top - base), tl.exp2(theirs - base)
         total = total * less + tl.load(sums + at, mask=real, other=0.0) * weight
-        rows = load_rows(outputs, at, real, VALUE_WIDTH, VALUE_COLUMNS)
+        rows = load_rows(outputs, at, real, c.VALUE_WIDTH)
         acc = acc * less[:, None] + rows * weight[:, None]
         top = larger
     state = top, total, acc
-    store_attention(
-        out, lse, lse, out, number, real, state, VALUE_WIDTH, VALUE_COLUMNS, False, False
-    )
+    store_attention(out, lse, lse, out, number, real, state, c)

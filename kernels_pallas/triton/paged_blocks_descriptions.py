@@ -6,9 +6,8 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.specs.tile import SMS
 from kernels_pallas.triton.descriptions import LOG2E, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power
+from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, power, precision
 
-HERE = "kernels_pallas.triton.paged_blocks"
 SPLIT = 256  # keys of a part of a list; of wide heads half as many
 CHUNK = 1024  # keys that a program scores; half as many where programs are few
 KEYS = 128  # of a step of it
@@ -44,6 +43,23 @@ class Rows(NamedTuple):
 
 
 APART = "reads pages whose tokens lie in memory one after the other"
+
+
+class PagedScores(NamedTuple):
+    """What is compiled into `paged_blocks.scores`."""
+
+    HEADS: int
+    ROWS: int
+    WIDTH: int
+    POOL: int
+    ENTRY: int
+    PER_PAGE: int
+    KEYS: int
+    CHUNK: int
+    RELU: bool
+    SUM: bool
+    RAGGED: bool
+    PRECISION: str
 
 
 class PagedIndex(NamedTuple):
@@ -102,14 +118,13 @@ class PagedIndex(NamedTuple):
         narrow, sizes = self.dtype != "float32", self.rows
         keys = max(self.pool, KEYS if narrow and self.width <= KEYS else KEYS // 4)
         wide = narrow and self.capability[0] in WIDE
-        columns = power(self.width)
         # As many as `index.index_blocks` has at least, so that scores have the same bits.
         rows = max(power(self.heads), 64 if wide else LEAST)
         chunk = (
             CHUNK if sizes.tokens * cdiv(self.keys, CHUNK) > 4 * SMS else max(CHUNK // 2, keys)
         )
         return TritonKernel(
-            f"{HERE}:scores",
+            "paged_blocks:scores",
             sizes.tokens * cdiv(self.keys, chunk),
             (
                 sizes.tokens,
@@ -121,21 +136,20 @@ class PagedIndex(NamedTuple):
                 self.blocks,
             ),
             (Array((sizes.tokens, self.lists, self.blocks), "float32"),),
-            {
-                "HEADS": self.heads,
-                "ROWS": rows,
-                "WIDTH": self.width,
-                "COLUMNS": columns,
-                "POOL": self.pool,
-                "ENTRY": self.entry,
-                "PER_PAGE": sizes.page // self.entry,
-                "KEYS": keys,
-                "CHUNK": chunk,
-                "RELU": self.relu,
-                "SUM": self.sums,
-                "RAGGED": sizes.queries == 0,
-                "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
-            },
+            PagedScores(
+                HEADS=self.heads,
+                ROWS=rows,
+                WIDTH=self.width,
+                POOL=self.pool,
+                ENTRY=self.entry,
+                PER_PAGE=sizes.page // self.entry,
+                KEYS=keys,
+                CHUNK=chunk,
+                RELU=self.relu,
+                SUM=self.sums,
+                RAGGED=sizes.queries == 0,
+                PRECISION=precision(self.dtype),
+            ),
             4,
             1,  # more programs hide more than more stages
         )
@@ -146,6 +160,25 @@ class PagedIndex(NamedTuple):
         blocks = self.blocks, self.blocks
         about = self.rows.tokens, self.lists, *blocks, self.pool, self.entry, *chosen
         return Best(*about, self.rows.queries, self.rows.most)
+
+
+class BestConstants(NamedTuple):
+    """What is compiled into `best`, `digits` and `chosen`."""
+
+    LISTS: int
+    N: int
+    POOL: int
+    ENTRY: int
+    NUM_INITIAL: int
+    NUM_LOCAL: int
+    RAGGED: bool
+    PART: int
+    PARTS: int = 1
+    SLOTS: int = 0
+    BLOCKS: int = 0
+    SHIFT: int = 0
+    BITS: int = 0
+    BITS_BEFORE: int = 0
 
 
 class Best(NamedTuple):
@@ -190,12 +223,10 @@ class Best(NamedTuple):
         return self._kernel(
             "best",
             (Array((self.tokens, self.lists, self.num_selected), "int32"),),
-            {
-                "SLOTS": power(self.num_selected),
-                "BLOCKS": self.held,
-                "PART": min(self.held, PART),
-            },
             min(max(self.held // 2048, 4), 16),  # of few warps sums are soon made
+            SLOTS=power(self.num_selected),
+            BLOCKS=self.held,
+            PART=min(self.held, PART),
         )
 
     def digits(self, step: int) -> TritonKernel:
@@ -207,14 +238,11 @@ class Best(NamedTuple):
         return self._kernel(
             "digits",
             tuple(Array(x, "int32") for x in outputs),
-            {
-                "PARTS": self.parts,
-                "PART": LIST_PART,
-                "SHIFT": sum(DIGITS[step + 1 :]),
-                "BITS": bits,
-                "BITS_BEFORE": DIGITS[step - 1] if step else 0,
-            },
-            4,
+            PARTS=self.parts,
+            PART=LIST_PART,
+            SHIFT=sum(DIGITS[step + 1 :]),
+            BITS=bits,
+            BITS_BEFORE=DIGITS[step - 1] if step else 0,
         )
 
     def chosen(self) -> TritonKernel:
@@ -224,33 +252,52 @@ class Best(NamedTuple):
         return self._kernel(
             "chosen",
             (Array((self.tokens, self.lists, self.num_selected), "int32"),),
-            {
-                "SLOTS": power(self.num_selected),
-                "PARTS": self.parts,
-                "PART": LIST_PART,
-                "BITS": DIGITS[-1],
-            },
-            4,
+            SLOTS=power(self.num_selected),
+            PARTS=self.parts,
+            PART=LIST_PART,
+            BITS=DIGITS[-1],
         )
 
-    def _kernel(self, name: str, outputs, constants: dict[str, Any], warps: int):
-        return TritonKernel(
-            f"{HERE}:{name}",
-            self.tokens * self.lists * constants.get("PARTS", 1),
-            (max(self.queries, 1), self.most, self.blocks),
-            outputs,
-            {
-                "LISTS": self.lists,
-                "N": self.num_selected,
-                "POOL": self.pool,
-                "ENTRY": self.entry,
-                "NUM_INITIAL": self.num_initial,
-                "NUM_LOCAL": self.num_local,
-                "RAGGED": self.queries == 0,
-            }
-            | constants,
-            warps,
+    def _kernel(self, name: str, outputs, warps: int = 4, **sizes: int) -> TritonKernel:
+        constants = BestConstants(
+            LISTS=self.lists,
+            N=self.num_selected,
+            POOL=self.pool,
+            ENTRY=self.entry,
+            NUM_INITIAL=self.num_initial,
+            NUM_LOCAL=self.num_local,
+            RAGGED=self.queries == 0,
+            **sizes,
         )
+        programs = self.tokens * self.lists * constants.PARTS
+        scalars = max(self.queries, 1), self.most, self.blocks
+        return TritonKernel(
+            f"paged_blocks:{name}", programs, scalars, outputs, constants, warps
+        )
+
+
+class PagedAttention(NamedTuple):
+    """What is compiled into `partials` and `merge`."""
+
+    GROUP: int
+    ROWS: int
+    PARTS: int
+    VALUE_WIDTH: int
+    WIDTH: int = 0
+    HEADS: int = 0
+    PAIRS: int = 0
+    SCOPES: int = 0
+    N: int = 0
+    BLOCK: int = 0
+    PAGE: int = 0
+    TAIL: bool = False
+    SPLIT: int = 0
+    KEYS: int = 0
+    RAGGED: bool = False
+    BY_PAIR: bool = False
+    PRECISION: str = ""
+    GATED: bool = False
+    ADDED: bool = False
 
 
 class PagedBlocks(NamedTuple):
@@ -328,8 +375,9 @@ class PagedBlocks(NamedTuple):
         sizes, tiling = self.rows, self._tiling()
         assert tiling is not None
         heads = sizes.tokens * self.H
+        split = cdiv(self.listed, tiling.keys) * tiling.keys if self.whole else self.split
         return TritonKernel(
-            f"{HERE}:partials",
+            "paged_blocks:partials",
             sizes.tokens * self.pairs * self.parts,
             (
                 *(max(sizes.queries, 1), sizes.pages, sizes.pool),
@@ -341,26 +389,22 @@ class PagedBlocks(NamedTuple):
                 Array((heads, self.parts), "float32"),
                 Array((heads, self.parts, self.Dv), "float32"),
             ),
-            self._sizes()
-            | {
-                "HEADS": self.Hkv,
-                "PAIRS": self.pairs,
-                "SCOPES": self.scopes,
-                "ROWS": tiling.rows,
-                "WIDTH": self.D,
-                "COLUMNS": power(self.D),
-                "N": self.n,
-                "BLOCK": self.block,
-                "TAIL": self.tail,
-                "PAGE": sizes.page,
-                "SPLIT": cdiv(self.listed, tiling.keys) * tiling.keys
-                if self.whole
-                else self.split,
-                "KEYS": tiling.keys,
-                "RAGGED": sizes.queries == 0,
-                "BY_PAIR": self.whole,
-                "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
-            },
+            self._constants(
+                tiling.rows,
+                HEADS=self.Hkv,
+                PAIRS=self.pairs,
+                SCOPES=self.scopes,
+                WIDTH=self.D,
+                N=self.n,
+                BLOCK=self.block,
+                PAGE=sizes.page,
+                TAIL=self.tail,
+                SPLIT=split,
+                KEYS=tiling.keys,
+                RAGGED=sizes.queries == 0,
+                BY_PAIR=self.whole,
+                PRECISION=precision(self.dtype),
+            ),
             8 if self.dtype == "float32" else tiling.warps,
             tiling.stages,
         )
@@ -369,20 +413,12 @@ class PagedBlocks(NamedTuple):
         """Arrays: the results of `partials`; results: out, lse."""
         tokens = self.rows.tokens
         return TritonKernel(
-            f"{HERE}:merge",
+            "paged_blocks:merge",
             tokens * self.pairs,
             (),
-            (
-                Array((tokens, self.H, self.Dv), self.dtype),
-                Array((tokens, self.H), "float32"),
-            ),
-            self._sizes() | {"ROWS": power(self.group)},
+            (Array((tokens, self.H, self.Dv), self.dtype), Array((tokens, self.H), "float32")),
+            self._constants(power(self.group)),
         )
 
-    def _sizes(self) -> dict[str, Any]:
-        return {
-            "GROUP": self.group,
-            "PARTS": self.parts,
-            "VALUE_WIDTH": self.Dv,
-            "VALUE_COLUMNS": power(self.Dv),
-        }
+    def _constants(self, rows: int, **sizes: Any) -> PagedAttention:
+        return PagedAttention(self.group, rows, self.parts, self.Dv, **sizes)

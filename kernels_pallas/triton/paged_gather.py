@@ -10,38 +10,15 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.decode import entry_place
-from kernels_pallas.triton.rows import load_rows, store_rows
+from kernels_pallas.triton.rows import columns, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["M", "P", "S", "reach", "margin"])
 def gather(
-    key_pages,
-    value_pages,
-    key_scale,
-    value_scale,
-    page_table,
-    lengths,
-    M,
-    P,
-    S,
-    reach,
-    margin,
-    key,
-    value,
-    PER_PAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_ELEMENTS: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    KEY_FP8: tl.constexpr,
-    VALUE_ELEMENTS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    VALUE_FP8: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    LAST: tl.constexpr,
-):
+    key_pages, value_pages, key_scale, value_scale, page_table, lengths,
+    M, P, S, reach, margin,
+    key, value, c: tl.constexpr,
+):  # fmt: skip
     """Programs: B * cdiv(S, ENTRIES).
 
     Args:
@@ -55,44 +32,34 @@ def gather(
       key, value: `[B, S, .._ELEMENTS]`.
       LAST: `S` are those of a row's last page alone, and FIRST is 0.
     """
-    tiles = tl.cdiv(S, ENTRIES)
+    tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    entry = tl.program_id(0) % tiles * ENTRIES + tl.arange(0, ENTRIES)
-    length = tl.minimum(tl.load(lengths + row), M * (PER_PAGE * STRIDE))
+    entry = tl.program_id(0) % tiles * c.ENTRIES + tl.arange(0, c.ENTRIES)
+    length = tl.minimum(tl.load(lengths + row), M * (c.PER_PAGE * c.STRIDE))
     into = row * S + entry
     there = entry < S
-    if LAST:
-        entry += tl.maximum(length - 1, 0) // (PER_PAGE * STRIDE) * PER_PAGE
-    token = entry * STRIDE
+    if c.LAST:
+        entry += tl.maximum(length - 1, 0) // (c.PER_PAGE * c.STRIDE) * c.PER_PAGE
+    token = entry * c.STRIDE
     written = there & (token >= length - reach - margin)
-    seen = written & (token + BLOCK <= length) & (token >= length - reach)
-    place = entry_place(page_table + row * M, entry + FIRST, seen, P, PER_PAGE)
-    found = load_rows(key_pages, place, seen, KEY_ELEMENTS, KEY_COLUMNS)
-    if KEY_FP8:
-        scales = _scales(key_scale, place, seen, KEY_ELEMENTS, KEY_COLUMNS, HEADS, PER_PAGE)
+    seen = written & (token + c.BLOCK <= length) & (token >= length - reach)
+    place = entry_place(page_table + row * M, entry + c.FIRST, seen, P, c.PER_PAGE)
+    found = load_rows(key_pages, place, seen, c.KEY_WIDTH)
+    if c.KEY_FP8:
+        scales = _scales(key_scale, place, seen, c.KEY_WIDTH, c)
         found = found.to(tl.float32) * scales
-    store_rows(key, into, found, written, KEY_ELEMENTS, KEY_COLUMNS)
-    found = load_rows(value_pages, place, seen, VALUE_ELEMENTS, VALUE_COLUMNS)
-    if VALUE_FP8:
-        scales = _scales(
-            value_scale, place, seen, VALUE_ELEMENTS, VALUE_COLUMNS, HEADS, PER_PAGE
-        )
+    store_rows(key, into, found, written, c.KEY_WIDTH)
+    found = load_rows(value_pages, place, seen, c.VALUE_WIDTH)
+    if c.VALUE_FP8:
+        scales = _scales(value_scale, place, seen, c.VALUE_WIDTH, c)
         found = found.to(tl.float32) * scales
-    store_rows(value, into, found, written, VALUE_ELEMENTS, VALUE_COLUMNS)
+    store_rows(value, into, found, written, c.VALUE_WIDTH)
 
 
 @triton.jit
-def _scales(
-    scale,
-    place,
-    seen,
-    ELEMENTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-):
-    """float32 `[entries, COLUMNS]`."""
-    head = tl.arange(0, COLUMNS) // (ELEMENTS // HEADS)
-    at = place // PER_PAGE * (HEADS * PER_PAGE) + place % PER_PAGE
-    mask = seen[:, None] & (head < HEADS)[None, :]
-    return tl.load(scale + at[:, None] + head[None, :] * PER_PAGE, mask=mask, other=0.0)
+def _scales(scale, place, seen, WIDTH, c):
+    """float32 `[entries, columns]`."""
+    head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
+    at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
+    mask = seen[:, None] & (head < c.HEADS)[None, :]
+    return tl.load(scale + at[:, None] + head[None, :] * c.PER_PAGE, mask=mask, other=0.0)

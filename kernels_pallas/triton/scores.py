@@ -25,117 +25,79 @@ from kernels_pallas.triton.rows import (
     pair_of,
 )
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also: no block
+HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also: no block, and what is forced
 FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 
 @triton.jit
+def pack_index(order, index):
+    """A candidate: the greater order wins, and of equal ones the lower index."""
+    return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
+
+
+@triton.jit
+def pack_scores(score, block, own, c):
+    """Of scores that are not negative; of blocks `0 .. own` the first and last are forced."""
+    bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
+    forced = (block < c.NUM_INITIAL) | (block > own - c.NUM_LOCAL)
+    return pack_index(tl.where(forced, FORCED, bits), block)
+
+
+@triton.jit
 def _walk(
-    rows,
-    key,
-    lse_log2,
-    low,
-    high,
-    base,
-    own,
-    begin,
-    end,
-    keys_end,
-    scale,
-    carried,
-    best,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RATIO: tl.constexpr,
-    RATIO_ROWS: tl.constexpr,
-    COVER: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    BEST: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    KEYS: tl.constexpr = BLOCKS * RATIO_ROWS
+    rows, key, lse_log2, low, high, base, own, begin, end, keys_end, scale, carried, best, c,
+    MASKED,
+):  # fmt: skip
+    KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
+    DOUBLINGS: tl.constexpr = c.DOUBLINGS
     inside = tl.arange(0, KEYS)
-    phase = inside % RATIO_ROWS
-    place = inside // RATIO_ROWS * RATIO + phase
-    block = tl.arange(0, BLOCKS)
-    c = tl.arange(0, RATIO_ROWS)
-    weight = tl.where(c < RATIO, tl.minimum(-c + RATIO, COVER), 0).to(tl.float32)
-    for first in range(begin, end, BLOCKS):
-        keys_at = key + tl.cast(first, tl.int64) * (RATIO * HEADS * WIDTH)
-        if MASKED or RATIO != RATIO_ROWS:
-            inner = (phase < RATIO) & (first * RATIO + place < keys_end)
-            keys = load_rows(keys_at, place * HEADS, inner, WIDTH, COLUMNS)
+    phase = inside % c.RATIO_ROWS
+    place = inside // c.RATIO_ROWS * c.RATIO + phase
+    block = tl.arange(0, c.BLOCKS)
+    token = tl.arange(0, c.RATIO_ROWS)  # `c` of the score
+    weight = tl.where(token < c.RATIO, tl.minimum(-token + c.RATIO, c.COVER), 0).to(tl.float32)
+    for first in range(begin, end, c.BLOCKS):
+        keys_at = key + tl.cast(first, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
+        if MASKED or c.RATIO != c.RATIO_ROWS:
+            inner = (phase < c.RATIO) & (first * c.RATIO + place < keys_end)
+            keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
         else:
-            keys = load_all_rows(keys_at, place * HEADS, WIDTH, COLUMNS)
-        logits = tl.dot(keys, rows, input_precision=PRECISION) * scale
+            keys = load_all_rows(keys_at, place * c.HEADS, c.WIDTH)
+        logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
         probs = tl.exp2(logits - lse_log2[None, :])
-        if MASKED or RATIO != RATIO_ROWS:
-            at = first * RATIO + place
+        if MASKED or c.RATIO != c.RATIO_ROWS:
+            at = first * c.RATIO + place
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-            probs = tl.where(seen & (phase < RATIO)[:, None], probs, 0.0)
-        probs = tl.sum(tl.reshape(probs, [KEYS, TOKENS, GROUP_COLUMNS]), axis=2)
-        probs = tl.reshape(tl.trans(probs), [TOKENS, BLOCKS, RATIO_ROWS])
+            probs = tl.where(seen & (phase < c.RATIO)[:, None], probs, 0.0)
+        probs = tl.sum(tl.reshape(probs, [KEYS, c.TOKENS, c.GROUP_COLUMNS]), axis=2)
+        probs = tl.reshape(tl.trans(probs), [c.TOKENS, c.BLOCKS, c.RATIO_ROWS])
         score = tl.sum(probs * weight[None, None, :], axis=2)
-        if COVER > 1:
-            rest = tl.where(c < RATIO, tl.maximum(c + (COVER - RATIO), 0), 0).to(tl.float32)
-            carry = tl.sum(probs * rest[None, None, :], axis=2)
-            before = tl.maximum(block - 1, 0)[None, :] + tl.zeros([TOKENS, BLOCKS], tl.int32)
+        if c.COVER > 1:
+            rest = tl.where(token < c.RATIO, tl.maximum(token + (c.COVER - c.RATIO), 0), 0)
+            carry = tl.sum(probs * rest.to(tl.float32)[None, None, :], axis=2)
+            before = tl.maximum(block - 1, 0)[None, :]
+            before += tl.full([c.TOKENS, c.BLOCKS], 0, tl.int32)
             shifted = tl.gather(carry, before, axis=1)
             score += tl.where((block == 0)[None, :], carried[:, None], shifted)
-            carried = tl.sum(tl.where((block == BLOCKS - 1)[None, :], carry, 0.0), axis=1)
+            carried = tl.sum(tl.where((block == c.BLOCKS - 1)[None, :], carry, 0.0), axis=1)
         local = first + block[None, :] - base[:, None]
-        bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
-        forced = (local < NUM_INITIAL) | (local > own[:, None] - NUM_LOCAL)
-        bits = tl.where(forced, FORCED, bits)
-        packed = (bits.to(tl.int64) << 32) | (-local + HIGHEST).to(tl.int64)
+        packed = pack_scores(score, local, own[:, None], c)
         packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
-        if BLOCKS > BEST:
-            packed = tl.topk(packed, BEST)
+        if c.BLOCKS > c.BEST:
+            packed = tl.topk(packed, c.BEST)
         for doubling in tl.static_range(DOUBLINGS):
-            nothing = tl.full([TOKENS, BLOCKS << doubling], -1, tl.int64)
-            packed = tl.reshape(tl.join(packed, nothing), [TOKENS, BLOCKS << (doubling + 1)])
-        both = tl.reshape(tl.join(best, packed), [TOKENS, 2 * BEST])
-        best = tl.topk(both, BEST)
+            nothing = tl.full([c.TOKENS, c.BLOCKS << doubling], -1, tl.int64)
+            packed = tl.reshape(
+                tl.join(packed, nothing), [c.TOKENS, c.BLOCKS << (doubling + 1)]
+            )
+        both = tl.reshape(tl.join(best, packed), [c.TOKENS, 2 * c.BEST])
+        best = tl.topk(both, c.BEST)
     return carried, best
 
 
 @triton.jit(do_not_specialize=["T", "count", "scale"])
 def best_blocks(
-    query,
-    key,
-    lse,
-    first,
-    last,
-    position,
-    base,
-    T,
-    count,
-    scale,
-    out,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    N: tl.constexpr,
-    SELECT_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RATIO: tl.constexpr,
-    RATIO_ROWS: tl.constexpr,
-    COVER: tl.constexpr,
-    NUM_INITIAL: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    BEST: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, key, lse, first, last, position, base, T, count, scale, out, c: tl.constexpr
 ):
     """Programs: B * HEADS * ceil(T / TOKENS).
 
@@ -148,76 +110,51 @@ def best_blocks(
         which its sequence begins.
       out: int32 `[B, T, HEADS, N]`.
     """
-    tiles = tl.cdiv(T, TOKENS)
+    tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
-    batch, head = pair_of(program // tiles, HEADS)
+    batch, head = pair_of(program // tiles, c.HEADS)
     tile = tiles - 1 - program % tiles  # the longest first
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+    token = tile * c.TOKENS + tl.arange(0, c.TOKENS)
     item = batch * T + tl.minimum(token, T - 1)
     at = tl.load(position + item)
-    own = tl.where(at >= 0, at // SELECT_BLOCK, -1)
+    own = tl.where(at >= 0, at // c.SELECT_BLOCK, -1)
     begins = tl.load(base + item)
 
-    column = tl.arange(0, TOKENS * GROUP_COLUMNS)
-    head_of = column % GROUP_COLUMNS
-    real = head_of < GROUP
-    item_of = batch * T + tl.minimum(tile * TOKENS + column // GROUP_COLUMNS, T - 1)
+    column = tl.arange(0, c.TOKENS * c.GROUP_COLUMNS)
+    head_of = column % c.GROUP_COLUMNS
+    real = head_of < c.GROUP
+    item_of = batch * T + tl.minimum(tile * c.TOKENS + column // c.GROUP_COLUMNS, T - 1)
     low = tl.load(first + item_of)
     high = tl.load(last + item_of)
     sees = real & (low < high)
-    row = item_of * (HEADS * GROUP) + head * GROUP + head_of
-    rows = load_columns(query, row, sees, WIDTH, COLUMNS)
+    row = item_of * (c.HEADS * c.GROUP) + head * c.GROUP + head_of
+    rows = load_columns(query, row, sees, c.WIDTH)
     natural = tl.load(lse + row, mask=sees, other=float("-inf"))
     # Of what sees nothing every probability is exp2(-inf).
     lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
 
     begin = tl.min(begins, axis=0)
     end = tl.max(begins + own + 1, axis=0)
-    end = begin + (tl.maximum(end - begin, 0) + BLOCKS - 1) // BLOCKS * BLOCKS
+    end = begin + (tl.maximum(end - begin, 0) + c.BLOCKS - 1) // c.BLOCKS * c.BLOCKS
     # Up to here each query that sees anything sees all keys.
     lowest = tl.max(tl.where(sees, low, 0), axis=0)
-    plain = tl.min(tl.where(sees, high, count), axis=0) // RATIO - begin
-    plain = tl.where(lowest <= begin * RATIO, tl.maximum(plain, 0), 0)
-    plain = tl.minimum(begin + plain // BLOCKS * BLOCKS, end)
+    plain = tl.min(tl.where(sees, high, count), axis=0) // c.RATIO - begin
+    plain = tl.where(lowest <= begin * c.RATIO, tl.maximum(plain, 0), 0)
+    plain = tl.minimum(begin + plain // c.BLOCKS * c.BLOCKS, end)
 
-    key += (batch * count * HEADS + head) * WIDTH
-    best = tl.full([TOKENS, BEST], -1, tl.int64)
-    carried = tl.zeros([TOKENS], tl.float32)
+    key += (batch * count * c.HEADS + head) * c.WIDTH
+    best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
+    carried = tl.full([c.TOKENS], 0.0, tl.float32)
+    borders = begin, plain, end
     for part in tl.static_range(2):
         carried, best = _walk(
-            rows,
-            key,
-            lse_log2,
-            low,
-            high,
-            begins,
-            own,
-            begin if part == 0 else plain,
-            plain if part == 0 else end,
-            count,
-            scale,
-            carried,
-            best,
-            HEADS,
-            WIDTH,
-            TOKENS,
-            GROUP_COLUMNS,
-            BLOCKS,
-            RATIO,
-            RATIO_ROWS,
-            COVER,
-            NUM_INITIAL,
-            NUM_LOCAL,
-            BEST,
-            DOUBLINGS,
-            COLUMNS,
-            PRECISION,
-            part == 1,
-        )
-    rank = tl.arange(0, BEST)
+            rows, key, lse_log2, low, high, begins, own, borders[part], borders[part + 1],
+            count, scale, carried, best, c, part == 1,
+        )  # fmt: skip
+    rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
-    found = tl.where((best >= 0) & (rank < N)[None, :], found, HIGHEST)
+    found = tl.where((best >= 0) & (rank < c.N)[None, :], found, HIGHEST)
     found = tl.sort(found, dim=1)
     found = tl.where(found == HIGHEST, -1, found)
-    place = out + ((item * HEADS + head) * N)[:, None] + rank[None, :]
-    tl.store(place, found, mask=(token < T)[:, None] & (rank < N)[None, :])
+    place = out + ((item * c.HEADS + head) * c.N)[:, None] + rank[None, :]
+    tl.store(place, found, mask=(token < T)[:, None] & (rank < c.N)[None, :])

@@ -6,11 +6,14 @@ items of intervals take `partials` and `tables` once more.
 steps, which are the test of these kernels.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from kernels_pallas.specs import sections as specs
 from kernels_pallas.specs.sections import Kind
+from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, WORK_ITEM_INTS
 
 _FIELDS = specs.Section._fields
 BEGIN, KIND, OUT, TOTAL, PITCH, TOKENS, GROUP, ROWS, FIRST, LAST, RUNS_AT, RATIO, BLOCK = (
@@ -40,6 +43,19 @@ OF_PARTS = tl.constexpr(int(Kind.PARTS))
 INTS = tl.constexpr(specs.INTS)
 MOST = tl.constexpr(specs.SECTIONS)
 PART_KEYS = tl.constexpr(specs.PART_KEYS)
+SIZE = tl.constexpr(specs.PROGRAM)  # numbers of a program
+FIXED = tl.constexpr(WORK_ITEM_INTS)  # columns of a work item before those of parts
+ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
+
+
+class Capacity(NamedTuple):
+    """What is compiled into `sequences` and `tables`; WIDTH and STRIDE: of compressed tokens."""
+
+    WIDTH: int
+    STRIDE: int
+    WINDOW: int
+    UNIT: int = 0
+    ROOM: int = 0  # of `sequences`, for all of them
 
 
 @triton.jit
@@ -71,17 +87,17 @@ def _of_token(rows, query, inside):
 
 
 @triton.jit
-def _column(column, token, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """One of `Tokens` of what `_of_token` says; `WIDTH`, `STRIDE`: of compressed tokens."""
+def _column(column, token, c):
+    """One of `Tokens` of what `_of_token` says."""
     position, start, place = token
-    slot = place // STRIDE
-    seen = tl.maximum(position + 1 + STRIDE - WIDTH, 0) // STRIDE
+    slot = place // c.STRIDE
+    seen = tl.maximum(position + 1 + c.STRIDE - c.WIDTH, 0) // c.STRIDE
     end = start + position + 1
     found = tl.where(column == 0, position, start)
     found = tl.where(column == 2, place, found)
     found = tl.where(column == 3, slot, found)
     found = tl.where(column == 4, slot + seen, found)
-    found = tl.where(column == 5, tl.maximum(start, end - WINDOW), found)
+    found = tl.where(column == 5, tl.maximum(start, end - c.WINDOW), found)
     return tl.where(column == 6, end, found)
 
 
@@ -93,17 +109,7 @@ def _queries_before(key, T, half, gap):
 
 
 @triton.jit
-def _tokens_below(
-    value,
-    column,
-    rows,
-    T,
-    token_steps,
-    inside,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _tokens_below(value, column, rows, T, token_steps, inside, c):
     """How many tokens have less than `value` in a column that does not decrease."""
     low = value * 0
     high = low + T
@@ -111,7 +117,7 @@ def _tokens_below(
         middle = (low + high) // 2
         unknown = inside & (low < high)
         of_token = _of_token(rows, middle, unknown)
-        smaller = _column(column, of_token, WIDTH, STRIDE, WINDOW) < value
+        smaller = _column(column, of_token, c) < value
         low = tl.where(unknown & smaller, middle + 1, low)
         high = tl.where(unknown & (smaller == 0), middle, high)
     return low
@@ -119,21 +125,7 @@ def _tokens_below(
 
 @triton.jit(do_not_specialize=["given", "count", "T", "offset", "half", "gap", "S", "pitch"])
 def sequences(
-    borders,
-    sections,
-    out,
-    given,
-    count,
-    T,
-    offset,
-    half,
-    gap,
-    S,
-    pitch,
-    UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROOM: tl.constexpr,
+    borders, sections, out, given, count, T, offset, half, gap, S, pitch, c: tl.constexpr
 ):
     """Program 0: start, length, end, place and first compressed token of `count` sequences, of
     which the last is padding, `[5, pitch]` at the begin of `out`. Others: of tiles of so many
@@ -142,9 +134,8 @@ def sequences(
 
     Args:
       borders: `[given]`.
-      WIDTH, STRIDE: of compressed tokens.
     """
-    i = tl.arange(0, ROOM)
+    i = tl.arange(0, c.ROOM)
     inside = i < count
     start = tl.load(borders + tl.minimum(i, given - 1)).to(tl.int32)
     end = tl.load(borders + tl.minimum(i + 1, given - 1)).to(tl.int32)
@@ -153,13 +144,13 @@ def sequences(
     if tl.program_id(0) == 0:
         keys = tl.where(inside, tl.maximum(end - start, 0), 0)
         length = tl.where(i < count - 1, keys, 0)
-        units = (keys + (UNIT - 1)) // UNIT
-        spare = tl.maximum(length, WIDTH) - WIDTH
-        windows = tl.where(length >= WIDTH, spare // STRIDE + 1, 0)
+        units = (keys + (c.UNIT - 1)) // c.UNIT
+        spare = tl.maximum(length, c.WIDTH) - c.WIDTH
+        windows = tl.where(length >= c.WIDTH, spare // c.STRIDE + 1, 0)
         tl.store(out + i, start, mask=inside)
         tl.store(out + pitch + i, length, mask=inside)
         tl.store(out + 2 * pitch + i, end, mask=inside)
-        tl.store(out + 3 * pitch + i, (tl.cumsum(units, 0) - units) * UNIT, mask=inside)
+        tl.store(out + 3 * pitch + i, (tl.cumsum(units, 0) - units) * c.UNIT, mask=inside)
         tl.store(out + 4 * pitch + i, tl.cumsum(windows, 0) - windows, mask=inside)
     else:
         section = sections + (tl.program_id(0) - 1) * INTS
@@ -178,23 +169,7 @@ def sequences(
     + ["token_steps", "steps"]
 )
 def tables(
-    sections,
-    out,
-    T,
-    offset,
-    half,
-    gap,
-    S,
-    count,
-    pitch,
-    token_steps,
-    steps,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIXED: tl.constexpr,
-    ITEM_INTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    sections, out, T, offset, half, gap, S, count, pitch, token_steps, steps, c: tl.constexpr
 ):
     """The numbers of one section.
 
@@ -204,7 +179,6 @@ def tables(
       offset, half, gap: query t is key `t + offset`, from `half` on `gap` keys further.
       count, pitch: of sequences.
       token_steps, steps: of a search among tokens, among sequences.
-      FIXED, ITEM_INTS: columns of a work item before those of parts, and all.
     """
     rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)
@@ -239,15 +213,15 @@ def tables(
         position, start, place = of_token
         if kind == OF_TOKENS:
             for column in tl.static_range(7):
-                found = _column(column, of_token, WIDTH, STRIDE, WINDOW)
+                found = _column(column, of_token, c)
                 tl.store(at + column * tl.load(section + PITCH), found, mask=inside)
         elif kind == OF_QUERY_TILES:
             tl.store(at, begin, mask=inside)
             tl.store(second, end, mask=inside)
         elif kind <= OF_CANDIDATE_ROWS:
-            found = _column(first, of_token, WIDTH, STRIDE, WINDOW)
+            found = _column(first, of_token, c)
             tl.store(at, found, mask=inside)
-            found = _column(last, of_token, WIDTH, STRIDE, WINDOW)
+            found = _column(last, of_token, c)
             tl.store(second, found, mask=inside & (last >= 0))
         else:
             block = tl.load(section + BLOCK)
@@ -255,7 +229,7 @@ def tables(
             own = tl.where(exists, tl.maximum(position, 0) // block, -1)
             if kind == OF_CANDIDATE_TOKENS:
                 tl.store(at, own, mask=inside)
-                base = place // STRIDE // tl.load(section + RATIO)
+                base = place // c.STRIDE // tl.load(section + RATIO)
                 tl.store(second, base, mask=inside)
             else:
                 tl.store(at, own + 1, mask=inside)
@@ -277,9 +251,7 @@ def tables(
         for number in range(4):
             key = i * PART_KEYS + tl.where(number % 2 == 0, 1, PART_KEYS)
             column = tl.where(number < 2, last, first)
-            token = _tokens_below(
-                key, column, rows_of, T, token_steps, inside, WIDTH, STRIDE, WINDOW
-            )
+            token = _tokens_below(key, column, rows_of, T, token_steps, inside, c)
             tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
             # A tile behind all that is seen has no queries, not the last one's.
             tile = tl.where((number == 0) & (token >= T), query_tiles, tile)
@@ -301,7 +273,7 @@ def tables(
         n = tl.where(in_order, rest // segments, rest % segment_tiles)
         token = tl.minimum(tl.maximum(segment * (span * tokens), 0), T - 1)
         of_token = _of_token(rows_of, token, inside)
-        tile = _column(first, of_token, WIDTH, STRIDE, WINDOW) // keys + n
+        tile = _column(first, of_token, c) // keys + n
         exists = tile < tiles
         tile = tl.minimum(tile, tiles - 1)
         part = out + tl.load(section + PARTS_AT) + tile * columns

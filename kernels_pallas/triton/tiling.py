@@ -32,6 +32,11 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def launch(self) -> tuple[int, int]:
+        """What a launch is told of it."""
+        return self.warps, self.stages
+
 
 # Where products read their operands from shared memory and not from registers.
 WIDE = (9, 10)  # major versions
@@ -55,9 +60,9 @@ def smem_of(capability: tuple[int, int]) -> int:
     return SMEM.get(capability, SMEM_LEAST)
 
 
-def power(size: int) -> int:
-    """The least power of two that is as large, from `LEAST` on."""
-    return max(1 << (size - 1).bit_length(), LEAST)
+def power(size: int, least: int = LEAST) -> int:
+    """The least power of two that is as large, from `least` on."""
+    return max(1 << (size - 1).bit_length(), least)
 
 
 # By kernel: how many rows of queries and of keys stay, and how many are streamed, in widths.
@@ -80,6 +85,11 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
+
+
+def precision(dtype: str) -> str:
+    """Of products; what is not float32 has one."""
+    return "ieee" if dtype == "float32" else "tf32"
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
@@ -148,7 +158,7 @@ def scores_tiling(
     group: int, D: int, itemsize: int, capability: tuple[int, int]
 ) -> Tiling | None:
     """That of the scores, whose rows are whole groups, or None where one does not fit."""
-    group = 1 << (group - 1).bit_length()
+    group = power(group, 1)
     # Few heads: so few tokens that their best blocks stay in registers.
     rows = max(min(HEADS, max(group * 32, LEAST)), group)
     if itemsize == 4:
