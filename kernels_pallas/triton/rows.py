@@ -2,6 +2,10 @@
 
 The rows of a key/value head are numbered through: row `r` is head `r % GROUP` of token
 `r // GROUP`, so that a tile has no row to spare, whatever the size of a group.
+
+`c`, the last argument of a kernel, is what is compiled in: a NamedTuple of the descriptions. For
+Triton 3.6 and 3.7 its fields are plain numbers, of which functions written in Triton (`tl.zeros`)
+take no list, and `tl.static_range` no bound; nor do functions take a string.
 """
 
 import triton

@@ -172,19 +172,9 @@ def _walk(
             )  # fmt: skip
         else:
             _split(
-                projection,
-                query,
-                query_norm,
-                eps,
-                angles,
-                there,
-                there,
-                at,
-                row,
-                c.WIDTH,
-                True,
-                NORMS,
-            )
+                projection, query, query_norm, eps, angles, there, there, at, row,
+                c.WIDTH, True, NORMS,
+            )  # fmt: skip
     elif head < QUERIES + PAIRS:
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
@@ -198,19 +188,9 @@ def _walk(
             )  # fmt: skip
         else:
             _split(
-                projection,
-                key,
-                key_norm,
-                eps,
-                angles,
-                there,
-                turning,
-                at,
-                row,
-                c.WIDTH,
-                True,
-                NORMS,
-            )
+                projection, key, key_norm, eps, angles, there, turning, at, row,
+                c.WIDTH, True, NORMS,
+            )  # fmt: skip
     elif head < QUERIES + 2 * PAIRS:
         pair = head - QUERIES - PAIRS
         value = _of_branch(heads, pair // c.HEADS, 4)
@@ -223,19 +203,9 @@ def _walk(
             )  # fmt: skip
         else:
             _split(
-                projection,
-                value,
-                key_norm,
-                eps,
-                angles,
-                there,
-                there,
-                at,
-                row,
-                c.VALUE_WIDTH,
-                False,
-                False,
-            )
+                projection, value, key_norm, eps, angles, there, there, at, row,
+                c.VALUE_WIDTH, False, False,
+            )  # fmt: skip
     elif head < OWN:
         if c.GATES > 0:
             BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
@@ -244,19 +214,9 @@ def _walk(
                 _join_gates(projection, gates, token, there, at, c.GATES, c.ROW - BEFORE)
             else:
                 _split(
-                    projection,
-                    gates,
-                    key_norm,
-                    eps,
-                    angles,
-                    there,
-                    there,
-                    at,
-                    token,
-                    c.GATES,
-                    False,
-                    False,
-                )
+                    projection, gates, key_norm, eps, angles, there, there, at, token,
+                    c.GATES, False, False,
+                )  # fmt: skip
     else:
         group = head - OWN
         at, row = begin + group * (GROUP * c.WIDTH), token * c.HEADS + group
