@@ -54,7 +54,6 @@ class Measured:
         if self.size > 1:
             self.place = {"context_mesh": mesh, "context_layout": problem.layout}
         self.packed: dict[str, Any] = {"config": problem.config}
-        self.packed |= {"recompute": problem.recompute}
         if problem.documents:
             borders = torch.tensor([0, *itertools.accumulate(problem.documents)])
             sizes = {"config": problem.config, "device": mesh.device_type}
@@ -87,7 +86,7 @@ class Measured:
 
     def call(self, tensors, place) -> list[torch.Tensor]:
         """The output, and where they are asked for the gradients for it as its own."""
-        options = self.packed | place
+        options = self.packed | place | {"recompute": self.problem.recompute}
         if not self.problem.gradient:
             with torch.no_grad():
                 return [nsa_torch.attention(*tensors, **options)]
@@ -176,7 +175,8 @@ class Measured:
         weights = query.new_zeros(*query.shape[:3], values.shape[-1])
         for each in at:
             weights[0, each] = torch.randn(weights.shape[2:], generator=draw, device=device)
-        options = self.packed | self.place | {"block_indices": indices[None]}
+        options = self.packed | self.place
+        options |= {"block_indices": indices[None], "recompute": problem.recompute}
         out = nsa_torch.attention(*tensors, **options)
         found, stray = [out.detach()[0, at]], False
         if problem.gradient:
