@@ -23,7 +23,7 @@ def check(branch, name, dtype, device="cpu"):
     weights = [x.to(device) for x in (p.weight, p.lse_weight)]
     found = *results, *torch.autograd.grad(results, leaves, weights)
     names = (f"{branch}.{x}" for x in problems.STEP_NAMES)
-    problems.check(p, dict(zip(names, found, strict=True)), p.expected_steps)
+    problems.check(p, dict(zip(names, found, strict=True)), p.expected_steps())
 
 
 @plain

@@ -142,29 +142,39 @@ def meta(name):
     assert layer(name).to("meta")(hidden().to("meta"))[0].shape == (2, 40, 32)
 
 
-def compiled(function, name, counter=None, **options):
-    """`reference` is torch's own operations, of which AOT has nothing to find out."""
+def compiled(function, name=None, counter=None, **options):
+    """By AOT too, but of `reference` and of models, whose operators the other cells are of."""
     torch._dynamo.reset()
 
     def backend(graph, example):
         if counter is not None:
             counter.append(1)
-        return graph if name == "reference" else aot_eager(graph, example)
+        return graph if name in ("reference", None) else aot_eager(graph, example)
 
     return torch.compile(function, backend=backend, fullgraph=True, **options)
 
 
+def packed(name):
+    place = PLACE.get("device", "cpu")
+    return attention(name, cu_seqlens=torch.tensor([0, 9, 26], device=place))
+
+
 def torch_compile(name):
-    x = tensors(batch=1, gradient=True)
-    borders = torch.tensor([0, 9, 26], device=x[0].device)
-    function = attention(name, cu_seqlens=borders)
+    """Of packed rows."""
+    if name == "reference":
+        return torch_compile_lengths(name)
+    x, function = tensors(batch=1, gradient=True), packed(name)
     equal(gradients(compiled(function, name), x, x), gradients(function, x, x))
 
 
+@functools.cache
 def torch_compile_lengths(name):
+    """Of packed rows by `reference`, by `sdpa` in a layer."""
     function, given, wanted = attention(name), tensors, lambda x: x
-    if name == "sdpa":  # the function in a layer
-        function, given = layer(name), lambda *x, **options: [hidden(*x, **options)]
+    if name == "reference":
+        function, given = packed(name), functools.partial(tensors, batch=1)
+    if name == "sdpa":
+        function, given = layer(name, "avg"), lambda *x, **options: [hidden(*x, **options)]
         wanted = lambda x: [*x, *function.parameters()]
     counter, compilations = [], set()
     fast = compiled(function, name, counter, dynamic=True)
@@ -434,7 +444,7 @@ def test_names_under_torch_compile():
         return out + sum(steps)
 
     x = tensors()
-    equal(compiled(function, "reference")(*x), function(*x))
+    equal(compiled(function)(*x), function(*x))
 
 
 def test_the_model_is_exported_and_compiled():
@@ -452,9 +462,7 @@ def test_the_model_is_exported_and_compiled():
         equal(exported(input_ids=x).logits, model(x).logits)
     mask = torch.ones(2, 40, dtype=torch.int64)
     mask[0, :7] = 0
-    pair = (
-        each(ids(2, 40), attention_mask=mask).logits for each in (compiled(model, ""), model)
-    )
+    pair = (each(ids(2, 40), attention_mask=mask).logits for each in (compiled(model), model))
     equal(*(x[mask > 0] for x in pair))
 
 

@@ -56,7 +56,6 @@ TESTS = (
     "test_jax_program.py",
     "test_layers.py",
     "test_transforms.py",
-    "test_torch.py",
     "test_torch_rules.py",
     "test_caches.py",
     "test_weights.py",
