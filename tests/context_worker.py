@@ -51,8 +51,10 @@ class Case:
 
 
 CASES = {
-    "zigzag": Case(96, batch=2, separate=True, given=True, apart=True, learned=True, rope=True),
-    "contiguous": Case(103, layout="contiguous", learned=True),
+    "zigzag": Case(
+        103, batch=2, separate=True, given=True, apart=True, learned=True, rope=True
+    ),
+    "contiguous": Case(103, layout="contiguous", learned=True, apart=True),
     "recompute": Case(96, recompute=True, separate=True),
     "autocast": Case(96, learned=True, rope=True, given=True, autocast=True),
     "batch": Case(96, batch=2, layout="contiguous"),

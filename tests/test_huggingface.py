@@ -163,6 +163,7 @@ def test_padded_rows_in_chunks_are_each_row_alone(kind, cache):
             same_rows(steps(made, ids, mask if any(padding) else None, splits, kept), rows)
             assert kept.lengths.tolist() == mask.sum(1).tolist()
             assert kept.get_seq_length() == WIDTH
+            assert kept.get_max_length() == {"grows": -1, "pages": ROOM}[cache]
 
 
 @by_kind
@@ -814,11 +815,20 @@ def test_configurations_that_are_refused(name, value, message):
         NSAForCausalLM(config)
 
 
-def test_what_other_models_say_and_this_one_does():
+def test_what_other_models_say():
     said = dict(hidden_act="silu", attention_dropout=0, sliding_window=None, mlp_bias=False)
     config = NSAModelConfig(**SIZES | dict(hidden_size=65), **said, my_note="kept")
     assert (config.my_note, config.head_dim) == ("kept", 8)
     assert NSAForCausalLM(config).config is config
+    for changed, message in (
+        (dict(output_attentions=True), "output_attentions must be False in an nsa model"),
+        (
+            dict(hidden_size=65, head_dim=None),
+            "multiple of num_attention_heads=4 where head_dim is None, got 65",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NSAModelConfig(**SIZES | changed)
 
 
 def test_another_models_configuration(tmp_path):
@@ -876,64 +886,77 @@ SIX = dict(rows=1, width=6)
 ONES = torch.ones(1, 6, dtype=torch.long)
 BORDERS, OTHERS = torch.tensor([0, 4, 6]), torch.tensor([0, 2, 6])
 POSITION = torch.arange(6)[None]
-# Of a call's keywords, those of six tokens.
+# The error, and what a call of six tokens has beside them.
 CALLS = [
     (
         "attention_mask must .*on the left or on the right.* got 110111 in row 0",
-        dict(attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]])),
+        "attention_mask",
+        torch.tensor([[1, 1, 0, 1, 1, 1]]),
     ),
-    ("on the left or on the right", dict(attention_mask=torch.tensor([[0, 1, 1, 1, 1, 0]]))),
-    ("attention_mask must hold 0 and 1 only", dict(attention_mask=2 * ONES)),
-    (r"attention_mask must .*shape \(1, 6\).*got \(1, 3\)", dict(attention_mask=ONES[:, :3])),
-    (r"shape \(1, 6\).*got \(1, 1, 1, 6\)", dict(attention_mask=ONES[None, None])),
-    (r"shape \(1, 6\).* got dict", dict(attention_mask={"full_attention": ONES})),
-    (r"shape \(1, 6\).* got \(1, 1, 6, 6\)", dict(attention_mask=ONES.expand(1, 1, 6, 6))),
-    ("cache must be an NSAModelCache", dict(cache=DynamicCache())),
-    ("position_ids must count", dict(position_ids=POSITION + 1)),
-    ("position_ids must count", dict(position_ids=ONES, attention_mask=ONES)),
-    ("cu_seq_lens_q must not decrease", dict(cu_seq_lens_q=torch.tensor([0, 5, 3, 6]))),
-    ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=BORDERS, attention_mask=ONES)),
-    ("cu_seq_lens_q must be a torch tensor, got list", dict(cu_seq_lens_q=[0, 6])),
-    ("cu_seq_lens_q must have dtype", dict(cu_seq_lens_q=BORDERS * 1.0)),
-    ("cu_seqlens must be a torch tensor, got list", dict(cu_seqlens=[0, 6])),
-    ("cu_seqlens must be None", dict(cu_seqlens=BORDERS, attention_mask=ONES)),
-    ("seq_idx must be None where", dict(seq_idx=ONES, attention_mask=ONES)),
-    (r"seq_idx must have shape \(1, 6\), got \(6,\)", dict(seq_idx=ONES[0])),
-    ("seq_idx must have .* got list", dict(seq_idx=[[0] * 6], cu_seqlens=BORDERS)),
-    ("seq_idx must not decrease", dict(seq_idx=torch.tensor([[0, 0, 1, 1, 0, 0]]))),
+    ("on the left or on the right", "attention_mask", torch.tensor([[0, 1, 1, 1, 1, 0]])),
+    ("attention_mask must hold 0 and 1 only", "attention_mask", 2 * ONES),
+    (r"attention_mask must .*shape \(1, 6\).*got \(1, 3\)", "attention_mask", ONES[:, :3]),
+    (r"shape \(1, 6\).*got \(1, 1, 1, 6\)", "attention_mask", ONES[None, None]),
+    (r"shape \(1, 6\).* got dict", "attention_mask", {"full_attention": ONES}),
+    (r"shape \(1, 6\).* got \(1, 1, 6, 6\)", "attention_mask", ONES.expand(1, 1, 6, 6)),
+    ("cache must be an NSAModelCache", "cache", DynamicCache()),
+    ("position_ids must count", "position_ids", POSITION + 1),
+    ("position_ids must count", "position_ids", ONES, dict(attention_mask=ONES)),
+    ("cu_seq_lens_q must not decrease", "cu_seq_lens_q", torch.tensor([0, 5, 3, 6])),
+    ("cu_seq_lens_q must be None", "cu_seq_lens_q", BORDERS, dict(attention_mask=ONES)),
+    ("cu_seq_lens_q must be a torch tensor, got list", "cu_seq_lens_q", [0, 6]),
+    ("cu_seq_lens_q must have dtype", "cu_seq_lens_q", BORDERS * 1.0),
+    ("cu_seqlens must be a torch tensor, got list", "cu_seqlens", [0, 6]),
+    ("cu_seqlens must be None", "cu_seqlens", BORDERS, dict(attention_mask=ONES)),
+    ("seq_idx must be None where", "seq_idx", ONES, dict(attention_mask=ONES)),
+    (r"seq_idx must have shape \(1, 6\), got \(6,\)", "seq_idx", ONES[0]),
+    ("seq_idx must have .* got list", "seq_idx", [[0] * 6], dict(cu_seqlens=BORDERS)),
+    ("seq_idx must not decrease", "seq_idx", torch.tensor([[0, 0, 1, 1, 0, 0]])),
     (
         r"cu_seq_lens_k must be the borders of cu_seq_lens_q, \[0, 4, 6\], got \[0, 2, 6\]",
-        dict(cu_seq_lens_q=BORDERS, cu_seq_lens_k=OTHERS),
+        "cu_seq_lens_q",
+        BORDERS,
+        dict(cu_seq_lens_k=OTHERS),
     ),
     (
         r"seq_idx must be the borders of cu_seqlens, \[0, 4, 6\], got \[0, 6\]",
-        dict(cu_seqlens=BORDERS, seq_idx=ONES),
+        "cu_seqlens",
+        BORDERS,
+        dict(seq_idx=ONES),
     ),
     (
         "position_ids must count from 0 in every sequence of cu_seq_lens_q, got .0, 1, 2, 3, 4",
-        dict(cu_seq_lens_q=BORDERS, position_ids=POSITION),
+        "cu_seq_lens_q",
+        BORDERS,
+        dict(position_ids=POSITION),
     ),
     (
         r"labels must have shape \(1, 2\), as the logits of logits_to_keep, got \(1, 6\)",
-        dict(labels=ONES, logits_to_keep=2),
+        "labels",
+        ONES,
+        dict(logits_to_keep=2),
     ),
-    ("both or neither", dict(input_ids=None)),
-    ("must have a row and a column, got shape .1, 0.", dict(input_ids=ONES[:, :0])),
-    ("input_ids must be in 0..63.*got 64", dict(input_ids=64 * ONES)),
-    ("input_ids must be in 0..63.*got -1", dict(input_ids=-ONES)),
+    ("both or neither", "input_ids", None),
+    ("must have a row and a column, got shape .1, 0.", "input_ids", ONES[:, :0]),
+    ("input_ids must be in 0..63.*got 64", "input_ids", 64 * ONES),
+    ("input_ids must be in 0..63.*got -1", "input_ids", -ONES),
     (
         "input_ids must be one row where cu_seq_lens_q",
-        dict(input_ids=ONES.expand(2, 6), cu_seq_lens_q=BORDERS),
+        "input_ids",
+        ONES.expand(2, 6),
+        dict(cu_seq_lens_q=BORDERS),
     ),
 ]
 
 
-@pytest.mark.parametrize("message, given", CALLS, ids=str)
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: row[0])
 @torch.no_grad()
-def test_calls_that_are_refused(message, given):
+def test_calls_that_are_refused(row):
+    message, name, value, *more = row
+    given = dict(*more, input_ids=tokens(**SIX)) | {name: value}
     for kind in ("mixed", "dense"):
         with pytest.raises(ValueError, match=message):
-            model(kind)(**dict(input_ids=tokens(**SIX)) | given)
+            model(kind)(**given)
 
 
 def test_texts_that_are_refused():

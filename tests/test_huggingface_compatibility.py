@@ -14,7 +14,6 @@ from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModel,
     NSAModelCache,
-    NSAModelConfig,
     cache,
     compatibility,
     paged_cache,
@@ -107,12 +106,7 @@ def test_a_cache_has_two_names():
         with pytest.raises(ValueError, match="cache and past_key_values are one argument"):
             call(ids, **both)
     assert made(ids, use_cache=False, past_key_values=None).logits.shape == (2, 41, 64)
-
-
-def test_outputs_without_a_cache():
-    made = NSAForCausalLM(NSAModelConfig(**model().config.to_dict()))
-    assert made(tokens(1), use_cache=False).get(CACHE) is None
-    assert len(made(tokens(1), use_cache=False, return_dict=False)) == 1
+    assert len(made(ids, use_cache=False, return_dict=False)) == 1  # logits alone
 
 
 EVALUATION = """
