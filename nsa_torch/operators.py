@@ -363,7 +363,7 @@ class Dispatched(torch.autograd.Function):
         arguments = *output[ctx.call.kept], *inputs
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
         ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.kept = len(arguments) - len(inputs)
+        ctx.kept, ctx.transformed = len(arguments) - len(inputs), under_transforms()
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -372,7 +372,8 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *others):
-        if not under_transforms():  # torch.func records every backward pass
+        # torch.func records every backward pass, also one that runs when its transform has ended.
+        if not ctx.transformed:
             check_first_order()
         call, pairs = ctx.call, zip(ctx.saved_tensors, ctx.others, strict=True)
         saved = [other if x is None else x for x, other in pairs]
