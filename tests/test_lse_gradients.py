@@ -1,5 +1,5 @@
 """Gradients through the log-sum-exp of the branches of intervals by kernels, where these are
-interpreted. Other paths: `test_parity.py`; the selected branch: `test_block_attention.py`.
+interpreted. Other paths: `test_parity.py`; the selected branch: `test_blocks.py`.
 """
 
 import pytest

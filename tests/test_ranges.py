@@ -98,7 +98,7 @@ SEEN = {"alone": {}, "packed": {"lengths": (20, 1, 25)}, "more slots than blocks
 @pytest.mark.parametrize("mode", ["v1", "v2"])
 @pytest.mark.parametrize("given", SEEN.values(), ids=SEEN)
 def test_fa2_by_ranges_is_fa2_by_blocks(given, mode, monkeypatch):
-    """Bitwise; `test_torch.py` holds the blocks against the oracle. And ranges were read."""
+    """Bitwise; `test_parity.py` compares the blocks with the oracle. And ranges were read."""
     name = {"v1": "to_ranges_by_row", "v2": "to_ranges"}[mode]
     used = pretend.calls_of(monkeypatch, ranges, name)
     with on_the_cpu(monkeypatch):
