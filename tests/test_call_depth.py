@@ -74,3 +74,42 @@ def test_from_a_call_to_a_launch(gradients, monkeypatch):
     assert len(walk.depths) > 10 and max(walk.depths) <= DEEPEST
     assert walk.packages == {"nsa_torch", "nsa_core", "kernels_pallas"}
     assert walk.climbs == {"nsa_core -> torch_ops.py"}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "packed"), [(False, False), (True, False), (False, True)]
+)
+def test_a_known_call_takes_few_frames(gradients, packed, monkeypatch):
+    """Calls of Python functions of the library, and files that they are in."""
+    make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16).requires_grad_(gradients)
+    given = make(1, 40, 4, 16), make(1, 40, 2, 16), make(1, 40, 2, 16), make(1, 40, 4, 3)
+    options = {"config": SMALL, "implementation": "mosaic"}
+    if packed:
+        borders = torch.tensor([0, 17, 40], dtype=torch.int32)
+        options["varlen"] = nsa_torch.varlen_metadata(borders, total=40, config=SMALL)
+    found = []
+
+    def note(frame, event, _):
+        # What stands for the launch of a kernel calls the library too.
+        stand = "tests" in Path(frame.f_back.f_code.co_filename).parts and found
+        if event == "call" and package(frame) and not stand:
+            found.append(frame.f_code.co_filename)
+
+    def frames(function):
+        found.clear()
+        sys.setprofile(note)
+        try:
+            result = function()
+        finally:
+            sys.setprofile(None)
+        return result, len(found), len(set(found))
+
+    with stand_ins(monkeypatch):
+        for _ in range(2):
+            out, forward, files = frames(lambda: nsa_torch.attention(*given, **options))
+            if gradients:
+                grads = lambda out=out: torch.autograd.grad(out, given, torch.ones_like(out))
+                _, backward, _ = frames(grads)
+    assert forward <= (24 if packed else 20) and files <= 10
+    if gradients:
+        assert backward <= 30
