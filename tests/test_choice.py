@@ -572,7 +572,7 @@ def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
 
     found = jax.jit(gradients)((to_jax(p.weight), to_jax(p.lse_weight)), *leaves)
     names = [f"selected.{x}" for x in STEP_NAMES]
-    check(p, dict(zip(names, found, strict=True)), p.expected_steps)
+    check(p, dict(zip(names, found, strict=True)), p.expected_steps())
 
 
 @pytest.mark.parametrize(("shape", "names"), ACCEPTED)

@@ -347,7 +347,7 @@ if INTERPRETED:
                 out, lse = attend(*leaves, *more, **options)
                 found = [out, lse, *torch.autograd.grad(out, leaves, p.weight)]
                 names = (f"{branch}.{x}" for x in STEP_NAMES)
-                check(p, dict(zip(names, found, strict=True)), p.expected_steps)
+                check(p, dict(zip(names, found, strict=True)), p.expected_steps())
         assert len(calls) > 2
 
 
