@@ -201,7 +201,8 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
-    given, giver = in_force().thresholds, in_force().source
+    in_use = in_force()
+    given, giver = in_use.thresholds, in_use.source
     asks = implementation in MEASURED_ONLY and problem.step != DECODE
     if asks and not _is_given(given, implementation, problem.step):
         if not (

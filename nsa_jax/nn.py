@@ -255,7 +255,8 @@ class NSAAttention(nnx.Module):
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
         """What whole sequences of `seq_len` tokens would run on, and why not what stands before it:
-        a choice per step (`nsa_jax.explain`).
+        a choice per step of `nsa_jax.attention` (`nsa_jax.explain`). With `gate="selected"` the
+        layer runs scores and the selected branch alone; below `dense_below` dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec = self.spec

@@ -14,7 +14,14 @@ import nsa_jax
 from nsa_core.types import Branches
 from nsa_interop import dlpack
 from nsa_torch import operators
-from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV, InputMode, mode_of
+from nsa_torch.input_modes import (
+    PRECOMPRESSED,
+    SEPARATE_KV,
+    SHARED_KV,
+    InputMode,
+    are_shared,
+    mode_of,
+)
 
 type Static = tuple[tuple[str, Any], ...]
 
@@ -193,6 +200,6 @@ def attention(
     the forward pass again.
     """
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    mode = mode_of(key, value, compressed)
+    mode = mode_of(are_shared(key, value), compressed is not None)
     given = query, *mode.tokens(key, value, compressed), *gates, block_indices
     return operators.call(_kind(mode), *given, assume_finite, *place)[0]

@@ -22,6 +22,7 @@ from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, operators, plans
 from nsa_torch.compress import compress
+from nsa_torch.input_modes import mode_of
 from nsa_torch.plain import TENSORS, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
@@ -173,15 +174,15 @@ class Program:
         if not compressed and not path.steps.compression and self.keeps:
             self._phi = (key[0], value[0]), borders, config
             compressed, ends = (ends, ends + 1), ends + 2
-        mode = path.mode_of(
-            shared=len(key) == len(value) == 1,
-            compressed=bool(compressed),
-            joined=stacked and path.joins,
-        )
+        one_pair = len(key) == len(value) == 1
+        mode = mode_of(one_pair, bool(compressed), joined=stacked and path.joins)
         if stacked and not path.joins:
             self._unbound, gates, ends = gates[0], range(ends, ends + 3), ends + 3
-        each = (Branches.each(x[0]) if len(x) == 1 else Branches(*x) for x in (key, value))
-        order = [*query, *mode.tokens(*each, compressed or None), *gates, *indices, *borders]
+        keys, values = (
+            Branches.each(x[0]) if len(x) == 1 else Branches(*x) for x in (key, value)
+        )
+        tokens = mode.tokens(keys, values, compressed or None)
+        order = [*query, *tokens, *gates, *indices, *borders]
         self.order = operator.itemgetter(*order)
         # The operator's arguments: tensors by place, None, and numbers.
         n = mode.count

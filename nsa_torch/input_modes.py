@@ -72,12 +72,21 @@ SEPARATE_KV = InputMode("separate_kv", compresses=True)
 SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
 
 
-def mode_of(key, value, compressed) -> InputMode:
-    """The mode of a call."""
-    if compressed is not None:
-        return PRECOMPRESSED
-    shared = key[0] is key[1] is key[2] and value[0] is value[1] is value[2]
-    return SHARED_KV if shared else SEPARATE_KV
+def mode_of(shared: bool, compressed: bool, joined: bool = False) -> InputMode:
+    """The mode of a call.
+
+    Args:
+      shared: the tokens of all branches are the same.
+      compressed: compressed keys and values are given.
+      joined: the gates are one tensor.
+    """
+    mode = PRECOMPRESSED if compressed else SHARED_KV if shared else SEPARATE_KV
+    return mode.with_joined_gates() if joined else mode
+
+
+def are_shared(key: Branches[Tensor], value: Branches[Tensor]) -> bool:
+    """Whether all branches have the same tensors."""
+    return key[0] is key[1] is key[2] and value[0] is value[1] is value[2]
 
 
 def mean_shapes(key, value, place):

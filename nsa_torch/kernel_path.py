@@ -30,6 +30,7 @@ from nsa_torch.input_modes import (
     SEPARATE_KV,
     SHARED_KV,
     InputMode,
+    are_shared,
     mean_shapes,
     mode_of,
 )
@@ -375,7 +376,7 @@ class KernelPath:
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
         """
-        mode = mode_of(key, value, compressed)
+        mode = mode_of(are_shared(key, value), compressed is not None)
         floats = query, *key, *value, *gates, *(compressed or ())
         keep = self.keep(operators.requires_grad(*floats), recompute)
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
@@ -406,11 +407,6 @@ class KernelPath:
         if not gradient:
             return FORWARD
         return RECOMPUTING if recompute else SAVING
-
-    def mode_of(self, shared: bool, compressed: bool, joined: bool) -> InputMode:
-        """In which form its tokens come."""
-        mode = PRECOMPRESSED if compressed else SHARED_KV if shared else SEPARATE_KV
-        return mode.with_joined_gates() if joined else mode
 
     def function(self, mode: InputMode, keep: str) -> Planned:
         """What a call runs; where it keeps nothing, its output alone is made."""

@@ -239,8 +239,9 @@ class NSAAttention(nn.Module):
           dtype: of the projections; None: that of the weights, or autocast's where it is on.
 
         Returns:
-          A choice per step (`nsa_torch.explain`), for a gradient where one is recorded. No memory
-          is allocated.
+          A choice per step of `nsa_torch.attention` (`nsa_torch.explain`), for a gradient where
+          one is recorded. No memory is allocated. With `gate="selected"` the layer runs scores and
+          the selected branch alone; below `dense_below` it runs dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec, weight = self.spec, self.W_Q.weight
