@@ -11,7 +11,7 @@ import numpy as np
 
 from nsa_core.config import NSAConfig
 from nsa_jax import reference
-from tests import torch_oracle
+from tests import problems, torch_oracle
 
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=10
@@ -98,20 +98,8 @@ def problem(case: Case, seed: int = 0) -> Problem:
 
 
 def any_blocks(case: Case) -> np.ndarray:
-    """Random blocks of any place, int32 `[B, T, Hkv, n]`: of the future too, even where the first
-    token has no number of 32 bits, empty slots anywhere, no block for each seventh query.
-    """
-    rng = np.random.default_rng(5)
-    blocks, n = case.config.num_blocks(case.S), case.config.num_selected
-    shape = (case.B, case.T, case.Hkv, blocks)
-    order = rng.permuted(np.broadcast_to(np.arange(blocks), shape), axis=-1)
-    indices = np.full((*shape[:3], n), -1, np.int32)
-    indices[..., :blocks] = order[..., :n]
-    indices[rng.uniform(size=indices.shape) < 0.3] = -1
-    indices[:, 1::5, :, 0] = 2**31 - 1
-    indices[:, 2::5, :, 0] = 2**32 // case.config.select_block  # 0 in 32 bits
-    indices[:, ::7] = -1
-    return indices
+    """As `problems.any_blocks`."""
+    return problems.any_blocks(case).numpy()
 
 
 def call(function, *arrays, **options):

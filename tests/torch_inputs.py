@@ -1,8 +1,4 @@
-"""Problems on torch tensors, what JAX's oracle says of them, and a stand-in for FA-2.
-
-FA-2 needs a GPU, but its index work does not: on the CPU a plain attention over the same packed
-rows takes its place, which leaves NaN where FA-2 leaves memory unwritten.
-"""
+"""Problems on torch tensors, and what JAX's oracle says of them."""
 
 import contextlib
 import ctypes
@@ -19,10 +15,10 @@ import nsa_torch.mosaic
 from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, fa2
-from nsa_torch import reference as torch_reference
 from tests import torch_oracle
 from tests.inputs import SMALL, problem, selection, under_a_loss_scale
 from tests.limits import set_limits
+from tests.oracles import fa2 as fa2_on_a_cpu
 from tests.reach import NUMBERS
 from tests.reach import check_reach as check_reach_of
 
@@ -47,68 +43,11 @@ def tensors_at(kernel, addresses):
     return found[:count], found[count:]
 
 
-def varlen(query, key, value, bounds, longest, *, causal, window, scale):
-    """FA-2's contract in plain torch; rows outside all sequences are NaN, gradients too."""
-    (query_bounds, key_bounds), (heads, kv_heads) = bounds, (query.shape[1], key.shape[1])
-    for x, most in zip(bounds, longest, strict=True):
-        assert x.dtype == torch.int32 and (x.diff() >= 0).all() and x.diff().max() <= most
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
-    assert query_bounds[-1] <= query.shape[0] and key_bounds[-1] <= key.shape[0]
-    assert all(x.stride(-1) == 1 for x in (query, key, value))
-    # With one query a sequence FA-2 regroups the heads and forgets where sequences begin.
-    assert longest[0] > 1 or window >= 0 or heads == kv_heads
-    query = Unwritten.apply(query, query_bounds[-1])
-    key, value = (Unwritten.apply(x, key_bounds[-1]) for x in (key, value))
-    places, inside = zip(*map(sequence_rows, bounds), strict=True)
-    query_row, key_row = places
-    mask = inside[0][:, :, None] & inside[1][:, None]
-    lengths = [x.diff()[:, None, None] for x in bounds]
-    ahead = torch.arange(key_row.shape[1]) - torch.arange(query_row.shape[1])[:, None]
-    ahead = ahead - lengths[1] + lengths[0]  # keys after the query's own, bottom right
-    if causal or window >= 0:
-        mask = mask & (ahead <= 0)
-    if window >= 0:
-        mask = mask & (ahead >= -window)
-    some, some_lse, *_ = torch_reference._attend(
-        query[query_row], key[key_row], value[key_row], mask[:, None], scale
-    )
-    out = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
-    lse = some_lse.new_full(query.shape[:2], float("nan"))
-    out = out.index_put((query_row[inside[0]],), some[inside[0]])
-    lse[query_row[inside[0]]] = some_lse[inside[0]]
-    return out, lse.T.masked_fill(lse.T == -float("inf"), float("inf"))
-
-
-def sequence_rows(bounds):
-    """Rows of each sequence `[N, longest]`, and which of them there are."""
-    bounds = bounds.to(torch.int64)
-    step = torch.arange(int(bounds.diff().max()))
-    inside = step < bounds.diff()[:, None]
-    return torch.where(inside, bounds[:-1, None] + step, 0), inside
-
-
-class Unwritten(torch.autograd.Function):
-    """The identity, whose gradient is NaN from row `end` on."""
-
-    @staticmethod
-    def forward(x, end):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.end = int(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        there = torch.arange(grad.shape[0])[:, None, None] < ctx.end
-        return torch.where(there, grad, float("nan")), None
-
-
 @contextlib.contextmanager
 def on_the_cpu(monkeypatch):
     """Several chunks in every call, the stand-in for FA-2, and one thread."""
     set_limits(monkeypatch, torch_chunk_bytes=50_000)
-    monkeypatch.setattr(fa2, "varlen", varlen)
+    monkeypatch.setattr(fa2, "varlen", fa2_on_a_cpu.varlen)
     threads = torch.get_num_threads()
     # Threads that wait for each other take longer than these small sums.
     torch.set_num_threads(1)
