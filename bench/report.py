@@ -52,7 +52,7 @@ def markdown(report: Report) -> str:
         decode = [r for r in some if r.mode == "decode"]
         if decode:
             parts += ["### Decode", "\n".join(_decode(decode))]
-        known = [found for found in report.devices if found.name == device]
+        known = [found for found in report.devices if found.device == device]
         parts += ["### Thresholds", _thresholds(known)]
         failed = [r for r in some if r.status != "ok"]
         parts += ["### Rows without a time", _failed(failed) or "none"]
@@ -130,7 +130,7 @@ def _decode(some: Sequence[Record]) -> list[str]:
 def _thresholds(known: Sequence[policy.Device]) -> str:
     lines = []
     for device in known:
-        for name, value in device.thresholds.given().items():
+        for name, value in device.runtime.given().items():
             about = device.evidence.get(name, {})
             rows, margin = about.get("rows", "?"), about.get("margin", "?")
             line = f"- runtime.{name}: {value} ({rows} rows, margin {margin})"

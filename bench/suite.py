@@ -80,7 +80,7 @@ def allow_list(path: str | Path) -> list[str]:
       ValueError: an entry lacks one of them, or is no regular expression.
     """
     found = []
-    for entry in config_files.sequence(path):
+    for entry in config_files.load(path, list):
         if not isinstance(entry, dict) or set(entry) != {"reason", "why"}:
             raise ValueError(f"{path}: expected entries of reason and why, got {entry!r}")
         try:

@@ -1,19 +1,14 @@
 """The files of `configs/` and their loader: YAML in, checked dataclasses out.
 
 `load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
-into a dataclass. An unknown key is an error, and numbers are read by the type of the field
-(PyYAML takes `1e-4` for a string). `devices/<device>.yaml` is what `nsa_bench.tune_thresholds` made
-of records.
+into a dataclass. An unknown key or a value of another type is an error. `devices/<device>.yaml` is
+what `nsa_bench.tune_thresholds` made of records.
 """
 
-import collections
-import dataclasses
 import functools
 import json
 import re
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,39 +29,44 @@ class _Loader(yaml.SafeLoader):
     """Of mappings whose keys stand once: YAML's own takes the last of two."""
 
     def construct_mapping(self, node, deep=False):
-        _once([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
 
 
-def _once(keys: list[str]) -> None:
-    if twice := [key for key, count in collections.Counter(keys).items() if count > 1]:
-        raise ValueError(f"key {twice[0]!r} stands twice")
+# PyYAML takes 1e-4 for a text.
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, [*"+-0123456789"])
 
 
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _once([key for key, _ in pairs])
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"key {key!r} stands twice")
     return dict(pairs)
 
 
-def parsed(text: str | bytes) -> Any:
-    """What a text in YAML says.
+def parsed(text: str | bytes, kind: str = "YAML") -> Any:
+    """What a text in YAML, or JSON, says.
 
     Raises:
-      ValueError: it is no YAML, or has a key twice.
+      ValueError: it is not of this kind, or has a key twice.
     """
     try:
+        if kind == "JSON":
+            return json.loads(text, object_pairs_hook=_once)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"is not YAML: {error}") from None
+        raise ValueError(f"is not {kind}: {error}") from None
 
 
-def load(name: str | Path) -> dict[str, Any]:
-    """The mapping in `configs/<name>.yaml`, or in the YAML or JSON file at `name` when that is
-    a path.
+def load(name: str | Path, kind: type = dict) -> Any:
+    """The mapping, or what else `kind` is, in `configs/<name>.yaml`, or in the YAML or JSON file
+    at `name` when that is a path.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no mapping, no YAML or JSON, or a key twice.
+      ValueError: it holds something else, no YAML or JSON, or a key twice.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -74,35 +74,12 @@ def load(name: str | Path) -> dict[str, Any]:
     if not path.is_file():
         known = sorted(p.stem for p in FOLDER.glob("*.yaml"))
         raise FileNotFoundError(f"no config file {str(path)!r}; configs/ has {known}")
-    if path.suffix == ".json":
-        try:
-            data = json.loads(path.read_text(), object_pairs_hook=_mapping)
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-    else:
-        data = _parsed(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
-    return data
-
-
-def _parsed(path: Path) -> Any:
     try:
-        return parsed(path.read_text())
+        data = parsed(path.read_text(), "JSON" if path.suffix == ".json" else "YAML")
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
-
-
-def sequence(path: str | Path) -> list[Any]:
-    """The list in the YAML file at `path`.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it holds no YAML, no list, or a key twice.
-    """
-    data = _parsed(Path(path))
-    if not isinstance(data, list):
-        raise ValueError(f"{path} must hold a list, got {type(data).__name__}")
+    if not isinstance(data, kind):
+        raise ValueError(f"{path} must hold a {kind.__name__}, got {type(data).__name__}")
     return data
 
 
@@ -117,56 +94,21 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
-    """`cls(**mapping)` for a dataclass, nested dataclasses included.
+    """`cls(**mapping)` for a dataclass, nested dataclasses included; no value is converted but an
+    integer to a float and a list to a tuple.
 
     Raises:
-      ValueError: an unknown key, or a value that is not of the field's type; the message
-        names the key with its section.
+      ValueError: unknown keys, or values that are not of the field's type; the message names
+        each key with its section.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(mapping) - set(fields))
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {sorted(fields)}")
-    hints = typing.get_type_hints(cls)
-    values = {
-        key: _coerce(value, hints[key], f"{where}.{key}") for key, value in mapping.items()
-    }
-    return cls(**values)
+    import pydantic  # a part of a second, which calls without a file do not wait for
 
-
-def _coerce(value: Any, kind: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} must be a mapping, got {value!r}")
-        return build(kind, value, where)  # type: ignore[arg-type]
-    origin = typing.get_origin(kind)
-    if origin in (types.UnionType, typing.Union):
-        inner = [k for k in typing.get_args(kind) if k is not type(None)]
-        if value is None and len(inner) < len(typing.get_args(kind)):
-            return None
-        reasons = []
-        for option in inner:
-            try:
-                return _coerce(value, option, where)
-            except ValueError as error:
-                reasons.append(str(error))
-        raise ValueError("; or ".join(reasons))
-    if origin is typing.Literal:
-        if value not in typing.get_args(kind):
-            raise ValueError(f"{where} must be one of {typing.get_args(kind)}, got {value!r}")
-        return value
-    if kind is bool or isinstance(value, bool):
-        if kind is bool and isinstance(value, bool):
-            return value
-        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
-    # PyYAML takes 1e-4 for a text, which a float may be; nothing else is made of another type.
-    text = isinstance(value, str)
-    if (text and kind not in (str, float)) or (kind is str and not text):
-        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    adapter = pydantic.TypeAdapter(list[cls], config={"extra": "forbid", "strict": True})
     try:
-        number = kind(value) if kind in (int, float) else value
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}") from None
-    if kind is int and isinstance(value, float) and value != number:
-        raise ValueError(f"{where} must be of type int, got {value!r}")
-    return number
+        return adapter.validate_json(json.dumps([mapping], default=str))[0]
+    except pydantic.ValidationError as error:
+        told = []
+        for each in error.errors():
+            key = ".".join(str(x) for x in (where, *each["loc"][1:]) if x != "")
+            told.append(f"{key}: {each['msg']}, got {each['input']!r}")
+        raise ValueError("; ".join(told)) from None

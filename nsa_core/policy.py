@@ -20,18 +20,22 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nsa_core import config_files
 
 SCHEMA = 1
 FOLDER = config_files.FOLDER / "devices"
 NEVER = "never"
-KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
 DECODE = "decode"  # a step over a paged cache
-STEPS = ("compressed", "scores", "selected", "sliding")
+
+type Ours = Literal["mosaic", "triton", "fa2"]  # the portable paths are always allowed
+type Step = Literal["compressed", "scores", "selected", "sliding"]
+type Pass = Literal["forward", "fwdbwd"]
+type Length = int | Literal["never"]
+KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
 # Automatic choice takes these only where the device's file has a threshold of the step that was
 # measured for them, by a commit of this library, or by default on these compute capabilities,
 # which no other kernel of ours is for. A rule of the device's file goes before. A step over a
@@ -45,9 +49,7 @@ DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sel_triton_min_L": ("selected", ("triton",)),
 }
 
-PASSES = {"forward": "forward", "fwdbwd": "with backward"}
-
-type Length = int | Literal["never"]
+PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 
 def parse(value: Any) -> Length:
@@ -72,10 +74,10 @@ class Thresholds:
     branch; of the selected branch in keys a query selects, `num_selected * select_block`.
     """
 
-    fa2_min_len_win: int | Literal["never"] | None = None
-    fa2_min_len_cmp: int | Literal["never"] | None = None
-    sel_min_len: int | Literal["never"] | None = None
-    sel_triton_min_L: int | Literal["never"] | None = None
+    fa2_min_len_win: Length | None = None
+    fa2_min_len_cmp: Length | None = None
+    sel_min_len: Length | None = None
+    sel_triton_min_L: Length | None = None
 
     def __post_init__(self):
         for name, value in self.given().items():
@@ -86,8 +88,7 @@ class Thresholds:
 
     def given(self) -> dict[str, Length]:
         """Those that are not None."""
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Rule:
     `nsa_bench.tune_thresholds` then lifts it.
     """
 
-    kernel: str
-    steps: tuple[str, ...]
+    kernel: Ours
+    steps: tuple[Step, ...]
     allowed: bool
     reason: str
     since: str
@@ -115,14 +116,15 @@ class Device:
         length from which NSA was measured to be faster than the fastest dense attention.
     """
 
-    name: str
+    device: str
     path: Path
-    thresholds: Thresholds = Thresholds()
+    runtime: Thresholds = Thresholds()
     policy: tuple[Rule, ...] = ()
-    evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    faster_than_dense: Mapping[str, Mapping[str, Length]] = dataclasses.field(
+    evidence: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    faster_than_dense: dict[str, dict[Pass, Length]] = dataclasses.field(
         default_factory=dict, hash=False
     )
+    schema: Literal[1] = SCHEMA
 
     @functools.cached_property
     def source(self) -> str:
@@ -132,30 +134,16 @@ class Device:
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
         """The kernels that a threshold is about: the measured one and those tried after it."""
-        kernels, measured = DECIDES[threshold][1], self.measured(threshold)
+        kernels = DECIDES[threshold][1]
+        measured = self.evidence.get(threshold, {}).get("kernel")
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
         """The length that automatic choice keeps to: the threshold, or, where that was measured
         over what this library does not run, the one measured over the portable path."""
-        value, about = getattr(self.thresholds, threshold), self._evidence(threshold)
-        if value is None or about.get("value") != value:  # or a person's
-            return value
-        return parse(about.get("over_portable_path", value))
-
-    def measured(self, threshold: str) -> str | None:
-        """The kernel that a threshold was measured for, where the file says so."""
-        return self._evidence(threshold).get("kernel")
-
-    def has_measured(self, kernel: str, step: str) -> bool:
-        """Whether a threshold of the step comes from records of this kernel of ours."""
-        names = (name for name, (decided, _) in DECIDES.items() if decided == step)
-        found = map(self._evidence, names)
-        return any(x.get("kernel") == kernel and x.get("commits") for x in found)
-
-    def _evidence(self, threshold: str) -> Mapping[str, Any]:
-        evidence = self.evidence.get(threshold)
-        return evidence if isinstance(evidence, Mapping) else {}
+        value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
+        measured = about.get("value") == value  # otherwise a person's
+        return about.get("over_portable_path", value) if measured else value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,40 +175,37 @@ def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
 in_force = _overridden.get  # those of `overridden`, and who gave them
 
 
-def barred(device: Device | None, kernel: str, step: str) -> Rule | None:
+def barred(device: Device, kernel: str, step: str) -> Rule | None:
     """The rule of the device that forbids the kernel for this step."""
-    rules = device.policy if device else ()
-    named = (rule for rule in rules if rule.kernel == kernel and step in rule.steps)
-    return next((rule for rule in named if not rule.allowed), None)
+    for rule in device.policy:
+        if rule.kernel == kernel and step in rule.steps and not rule.allowed:
+            return rule
+    return None
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
     """Why automatic choice should not take what could run `problem`, or None."""
-    device = of(problem.device) if problem.device else None
-    if device and (rule := barred(device, implementation, problem.step)):
+    device, step = of(problem.device), problem.step
+    if device and (rule := barred(device, implementation, step)):
         return (
-            f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
+            f"not allowed on {device.device} since {rule.since}: {rule.reason} "
+            f"({device.source})"
+        )
+    asks = implementation in MEASURED_ONLY and step != DECODE
+    if asks and not (_default(implementation, problem) or _known(implementation, problem)):
+        return (
+            "not measured on this device: name it, or let nsa_bench.tune_thresholds find its "
+            "threshold"
         )
     in_use = in_force()
-    given, giver = in_use.thresholds, in_use.source
-    asks = implementation in MEASURED_ONLY and problem.step != DECODE
-    if asks and not _is_given(given, implementation, problem.step):
-        if not (
-            _measured(device, implementation, problem) or _default(implementation, problem)
-        ):
-            return (
-                "not measured on this device: name it, or let nsa_bench.tune_thresholds find its "
-                "threshold"
-            )
-    for name, (step, kernels) in DECIDES.items():
-        if step != problem.step:
+    for name, (decided, kernels) in DECIDES.items():
+        if decided != step:
             continue
-        value, source = getattr(given, name), giver
+        value, source = getattr(in_use.thresholds, name), in_use.source
         if value is None and device:
-            value, source = device.limit(name), device.source
-            if value != getattr(device.thresholds, name):
+            value, source, kernels = device.limit(name), device.source, device.kept_back(name)
+            if value != getattr(device.runtime, name):
                 source += ": over the portable path"
-            kernels = device.kept_back(name)
         if implementation in kernels and (reason := _below(name, value, problem)):
             return f"{reason} ({source})"
     return None
@@ -228,13 +213,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
 
 def note(implementation: str, problem: Any) -> str | None:
     """What should stand beside the automatic choice of what could not be measured, or None."""
-    if not _default(implementation, problem):
-        return None
-    device = of(problem.device) if problem.device else None
-    given = in_force().thresholds
-    if _measured(device, implementation, problem) or _is_given(
-        given, implementation, problem.step
-    ):
+    if not _default(implementation, problem) or _known(implementation, problem):
         return None
     version = ".".join(map(str, problem.capability))
     return f"by default on compute capability {version}, not measured on this device"
@@ -250,7 +229,7 @@ def heads_of(
 
 def dense_note(problem: Any) -> str | None:
     """From which length NSA is faster than dense attention here; None: not known."""
-    device = of(problem.device) if problem.device else None
+    device = of(problem.device)
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
     if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):
         return None
@@ -262,18 +241,23 @@ def dense_note(problem: Any) -> str | None:
     return f"faster than dense attention {', '.join(parts)} ({device.source})"
 
 
-def _measured(device: Device | None, implementation: str, problem: Any) -> bool:
-    return device is not None and device.has_measured(implementation, problem.step)
-
-
 def _default(implementation: str, problem: Any) -> bool:
     """Whether it is taken where nothing was measured, with a note."""
     return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
-def _is_given(thresholds: Thresholds, implementation: str, step: str) -> bool:
-    """Whether a threshold of the kernel for this step is among these."""
-    return any(DECIDES[name] == (step, (implementation,)) for name in thresholds.given())
+def _known(implementation: str, problem: Any) -> bool:
+    """Whether there is a threshold of the step for this kernel of ours alone: one that is given,
+    or one that comes from its records.
+    """
+    device, given = of(problem.device), in_force().thresholds.given()
+    for name, (step, kernels) in DECIDES.items():
+        about = device.evidence.get(name, {}) if device and step == problem.step else {}
+        measured = about.get("kernel") == implementation and about.get("commits")
+        named = name in given and (step, kernels) == (problem.step, (implementation,))
+        if measured or named:
+            return True
+    return False
 
 
 def _below(name: str, value: Length | None, problem: Any) -> str | None:
@@ -294,9 +278,9 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 
 @functools.cache
-def of(device: str) -> Device | None:
+def of(device: str | None) -> Device | None:
     """What the file of the device that the driver calls so says; None without a file."""
-    path = FOLDER / f"{config_files.slug(device)}.yaml"
+    path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None
 
 
@@ -308,54 +292,7 @@ def read(path: Path) -> Device:
         the file and the key.
     """
     data = config_files.load(path)
-    known = ("schema", "device", "runtime", "evidence", "policy", "faster_than_dense")
-    if unknown := sorted(set(data) - set(known)):
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {sorted(known)}")
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: schema must be {SCHEMA}, got {data.get('schema')!r}")
-    name = data.get("device")
-    if not isinstance(name, str) or config_files.slug(name) != path.stem:
-        raise ValueError(f"{path} must be of the device in its name, got {name!r}")
-    kinds = {"runtime": dict, "evidence": dict, "policy": list, "faster_than_dense": dict}
-    sections = {key: data.get(key, kind()) for key, kind in kinds.items()}
-    for key, kind in kinds.items():
-        if not isinstance(sections[key], kind):
-            raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {data[key]!r}")
-    try:
-        thresholds = config_files.build(Thresholds, sections["runtime"], "runtime")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    rules = tuple(
-        _rule(rule, f"{path}: policy[{i}]") for i, rule in enumerate(sections["policy"])
-    )
-    for heads, lengths in sections["faster_than_dense"].items():
-        where = f"{path}: faster_than_dense: {heads}"
-        if not isinstance(lengths, dict) or not {*lengths} <= {*PASSES}:
-            raise ValueError(f"{where} must have the keys {(*PASSES,)}, got {lengths!r}")
-        for pass_, length in lengths.items():
-            try:
-                parse(length)
-            except ValueError as error:
-                raise ValueError(f"{where}: {pass_}: {error}") from None
-    about = sections["evidence"], sections["faster_than_dense"]
-    return Device(name, path, thresholds, rules, *about)
-
-
-def _rule(data: Any, where: str) -> Rule:
-    *names, optional = (field.name for field in dataclasses.fields(Rule))
-    if not isinstance(data, dict) or sorted({*data} - {optional}) != sorted(names):
-        raise ValueError(f"{where} must have the keys {names}, got {data!r}")
-    if data["kernel"] not in KERNELS:
-        raise ValueError(f"{where}: kernel must be one of {KERNELS}, got {data['kernel']!r}")
-    steps = data["steps"]
-    if not isinstance(steps, list) or not steps or not set(steps) <= set(STEPS):
-        raise ValueError(f"{where}: steps must be a list of {STEPS}, got {steps!r}")
-    allowed, provisional = data["allowed"], data.get(optional, False)
-    for name, value in (("allowed", allowed), (optional, provisional)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{where}: {name} must be a bool, got {value!r}")
-    texts = {name: str(data[name] or "").strip() for name in ("reason", "since")}
-    for name, text in texts.items():
-        if not text:
-            raise ValueError(f"{where}: {name} must not be empty")
-    return Rule(data["kernel"], tuple(steps), allowed, provisional=provisional, **texts)
+    found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")
+    if config_files.slug(found.device) != path.stem:
+        raise ValueError(f"{path} must be of the device in its name, got {found.device!r}")
+    return found

@@ -175,7 +175,7 @@ def test_triton_has_a_threshold_of_its_own(device):
 
 def test_the_seeds_rule_for_its_card():
     card = policy.of("NVIDIA GeForce RTX 4090")
-    assert card.thresholds == policy.Thresholds()
+    assert card.runtime == policy.Thresholds()
     rules = {(rule.kernel, step) for rule in card.policy for step in rule.steps}
     assert rules == {("triton", "selected")} | {("fa2", branch) for branch in Branches._fields}
     assert all("to be derived again" in rule.reason for rule in card.policy)
@@ -229,32 +229,23 @@ def test_settings_override_too(tmp_path):
 
 RULE = {"kernel": "fa2", "steps": ["sliding"], "allowed": False, "reason": "r", "since": "2025"}
 LENGTHS = "torch 8/2 heads of 64"
-PAIR = "must have the keys ('forward', 'fwdbwd')"
 DAMAGED = [
-    ([1], "must hold a mapping"),
-    ({"schema": 2}, "schema must be 1, got 2"),
-    ({"device": "Other"}, "must be of the device in its name, got 'Other'"),
-    ({"x": 1}, "unknown key 'x'"),
-    ({"runtime": 3}, "runtime must be a dict"),
-    (
-        {"runtime": {"fa2_min_len_win": -1}},
-        "fa2_min_len_win: a threshold must be never or an integer from 0, got -1",
-    ),
-    ({"runtime": {"fa2_min_len": 1}}, "unknown key 'fa2_min_len'"),
-    ({"policy": [{"kernel": "fa2"}]}, "policy[0] must have the keys"),
-    ({"policy": [RULE | {"kernel": "sdpa"}]}, "policy[0]: kernel must be one of "),
-    ({"policy": [RULE | {"reason": ""}]}, "policy[0]: reason must not be empty"),
-    *[
-        ({"policy": [RULE | {"steps": steps}]}, "policy[0]: steps must be a list of")
-        for steps in ("sliding", [], ["sliding", "all"])
-    ],
-    ({"faster_than_dense": {LENGTHS: 16384}}, f"{PAIR}, got 16384"),
-    ({"faster_than_dense": {LENGTHS: {"decode": 1}}}, PAIR),
-    (
-        {"faster_than_dense": {LENGTHS: {"forward": "soon"}}},
-        "forward: a threshold must be never",
-    ),
-    ({"faster_than_dense": ["x"]}, "faster_than_dense must be a dict"),
+    ([1], " must hold a dict"),
+    ({"schema": 2}, ".schema: Input should be 1, got 2"),
+    ({"device": "Other"}, " must be of the device in its name, got 'Other'"),
+    ({"x": 1}, ".x: "),
+    ({"runtime": 3}, ".runtime: "),
+    ({"runtime": {"fa2_min_len_win": -1}}, "fa2_min_len_win: a threshold must be never or an"),
+    ({"runtime": {"fa2_min_len": 1}}, ".runtime.fa2_min_len: "),
+    ({"policy": [{"kernel": "fa2"}]}, ".policy.0.steps: "),
+    ({"policy": [RULE | {"kernel": "sdpa"}]}, ".policy.0.kernel: Input should be 'mosaic'"),
+    ({"policy": [RULE | {"allowed": 1}]}, ".policy.0.allowed: "),
+    ({"policy": [RULE | {"steps": "sliding"}]}, ".policy.0.steps: "),
+    ({"policy": [RULE | {"steps": ["sliding", "all"]}]}, ".policy.0.steps.1: "),
+    ({"faster_than_dense": {LENGTHS: 16384}}, f".faster_than_dense.{LENGTHS}: "),
+    ({"faster_than_dense": {LENGTHS: {"decode": 1}}}, LENGTHS),
+    ({"faster_than_dense": {LENGTHS: {"forward": "soon"}}}, "got 'soon'"),
+    ({"faster_than_dense": ["x"]}, ".faster_than_dense: "),
     (None, "is not YAML"),
 ]
 

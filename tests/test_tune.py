@@ -148,10 +148,10 @@ def test_thresholds_of_the_committed_records():
     device = policy.of("NVIDIA H100 80GB HBM3")
     into = Evidence()
     for name in ("fa2", "selection"):
-        path = records.folder_of(device.name) / f"{name}.jsonl"
-        threshold_evidence.read_records([path], device.name, into)
+        path = records.folder_of(device.device) / f"{name}.jsonl"
+        threshold_evidence.read_records([path], device.device, into)
     made = tune_thresholds.tune(into, [], 1.2)
-    assert made["runtime"] == device.thresholds.given()
+    assert made["runtime"] == device.runtime.given()
     assert made["runtime"]["fa2_min_len_win"] == made["runtime"]["fa2_min_len_cmp"] == "never"
     assert made["evidence"] == device.evidence
 
@@ -181,7 +181,7 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "+  fa2_min_len_win: 512" in out and f"[{path}:2]" in out
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    assert device.thresholds == policy.Thresholds(512, "never", 256)
+    assert device.runtime == policy.Thresholds(512, "never", 256)
     about = device.evidence["fa2_min_len_win"]
     assert (about["margin"], about["rows"], about["kernel"]) == (1.2, 2, "fa2")
     assert about["decided_by"][-1]["row"] == "fa2.jsonl:2" and about["commits"] == ["c0ffee"]
@@ -232,7 +232,7 @@ def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, m
     assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
     assert run(more, "--threshold=fa2_min_len_win") == 0
     device = policy.read(path)
-    assert device.thresholds == policy.Thresholds(1024, "never", 256)
+    assert device.runtime == policy.Thresholds(1024, "never", 256)
     assert [r.kernel for r in device.policy] == ["triton"]
 
 
@@ -265,7 +265,7 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     assert run(folder) == 0
     device = policy.read(card)
     thresholds = policy.Thresholds("never", "never", "never", 128)
-    assert device.thresholds == thresholds
+    assert device.runtime == thresholds
     (rule,) = device.policy
     assert (rule.kernel, rule.steps) == ("fa2", ("compressed", "selected"))
     printed = capsys.readouterr().out
@@ -311,7 +311,7 @@ def test_the_workflow_tunes_from_every_step(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(*(tmp_path / "thresholds.txt").read_text().split()[2:]) == 0
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    assert device.thresholds == policy.Thresholds(256, 256, 64, 128)
+    assert device.runtime == policy.Thresholds(256, 256, 64, 128)
 
 
 def test_a_rule_of_a_person_is_not_lifted(run, write, card):
@@ -321,7 +321,7 @@ def test_a_rule_of_a_person_is_not_lifted(run, write, card):
     )
     device = policy.read(card)
     assert [rule.kernel for rule in device.policy] == ["triton", "fa2"]
-    assert device.thresholds.sel_triton_min_L == 64
+    assert device.runtime.sel_triton_min_L == 64
 
 
 def test_a_folder_without_records(run, tmp_path):
@@ -395,7 +395,7 @@ def test_csv_files_say_the_same(run, tmp_path):
     selection.write_text(SELECTION + "".join(lines.format(*c) for c in cells))
     assert run("--csv", table, "--csv", selection, "--device", GPU) == 0
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    assert device.thresholds == policy.Thresholds(512, 512, sel_triton_min_L=256)
+    assert device.runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
     try:
         return config_files.build(TrainConfig, tree, "")
     except ValueError as error:
-        raise ValueError(f"{where}: {str(error).removeprefix('.')}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _keys() -> Iterator[str]:

@@ -168,8 +168,8 @@ def _folded(text: str) -> str:
 def _thresholds(report: Report) -> str:
     cards = []
     for device in report.devices:
-        parts = [f"<h3>{escape(device.name)}</h3>"]
-        for name, value in device.thresholds.given().items():
+        parts = [f"<h3>{escape(device.device)}</h3>"]
+        for name, value in device.runtime.given().items():
             about = device.evidence.get(name, {})
             parts.append(
                 f'<p><code>runtime.{name}</code> <span class="big">{escape(str(value))}</span> '
@@ -185,7 +185,7 @@ def _thresholds(report: Report) -> str:
             parts.append(f"<p><b>{escape(text)}</b>: {escape(rule.reason)}</p>")
         parts.append(f'<p class="soft">from <code>{escape(device.source)}</code></p>')
         cards.append(f'<div class="card">{"".join(parts)}</div>')
-    known = {device.name for device in report.devices}
+    known = {device.device for device in report.devices}
     for name in sorted({r.device for r in report.records} - known - {"cpu"}):
         cards.append(
             f'<div class="card"><h3>{escape(name)}</h3><p class="soft">No file in '

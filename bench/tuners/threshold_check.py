@@ -61,7 +61,7 @@ def check(device: Device) -> list[Finding]:
     Raises:
       ValueError: its file has no thresholds.
     """
-    given = device.thresholds.given()
+    given = device.runtime.given()
     if not given:
         raise ValueError(f"{device.source} has no thresholds to check")
     findings = []
@@ -75,7 +75,7 @@ def check(device: Device) -> list[Finding]:
                 value = policy.NEVER
             for length, expected in _sides(value, 1, FAR):
                 findings.append(_decided(registry, device, name, length, expected))
-            if _present(registry.framework, device.name):
+            if _present(registry.framework, device.device):
                 block = NSAConfig().select_block if step == "selected" else 1
                 for length, expected in _sides(
                     value, block, FAR_RUN // 4 if block > 1 else FAR_RUN
@@ -143,7 +143,7 @@ def _decided(
         Dv=WIDTH,
         packed=False,
         config=_config(name, length, 1),
-        device=device.name,
+        device=device.device,
     )
     with _applied(device):
         choice = Registry(registry.framework, {step: entries}).choose(problem)
@@ -171,9 +171,9 @@ def _ran(registry: Registry, device: Device, name: str, length: int, expected: s
 
 def _applied(device: Device):
     """The thresholds of the file, where it is not the one that choice reads anyway."""
-    if policy.of(device.name) == device:
+    if policy.of(device.device) == device:
         return contextlib.nullcontext()
-    limits = {name: device.limit(name) for name in device.thresholds.given()}
+    limits = {name: device.limit(name) for name in device.runtime.given()}
     return policy.overridden(policy.Thresholds(**limits), str(device.path))
 
 
