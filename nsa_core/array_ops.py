@@ -182,6 +182,14 @@ class ArrayOps(Protocol):
         """`x` with `count` more entries `value` at the end of `axis`."""
         ...
 
+    def take(self, pages: Any, at: tuple) -> Any:
+        """`pages[at]`, of arrays of indices."""
+        return pages[at]
+
+    def put(self, pages: Any, at: Any, new: Any) -> Any:
+        """`pages` with `new` at the `paged_layout.Places` that are there; of torch in place."""
+        raise NotImplementedError
+
     def write(self, x: Any, index: Slices, part: Any) -> Any:
         """`x` with `part` at `index`, perhaps in the memory of `x`."""
         ...

@@ -108,6 +108,10 @@ class PagedArrays:
         """Of the tokens and queries of a call."""
         return self.compressed_key.dtype
 
+    def tensors(self) -> dict[str, Any]:
+        """The arrays that there are, by name."""
+        return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
+
     def sources(self, kind: str) -> Branches:
         """The name of the array that each branch reads of `kind`, `key` or `value`."""
         sliding = "sliding" if self.separate else "selected"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
+from nsa_jax.numerics import put
 
 COMPARISONS = 2**26  # an H100 makes so many in 5 us
 
@@ -72,6 +73,10 @@ class JaxOps(ArrayOps):
 
     def zeros(self, like, shape):
         return jnp.zeros_like(like, shape=shape)
+
+    def put(self, pages, at, new):
+        page = jnp.where(at.there, at.page, pages.shape[0])
+        return put(pages, (page, at.offset), new)
 
     def write(self, x, index, part):
         # `x.at[index].set` would be a scatter.

@@ -10,11 +10,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from nsa_core import paged_layout, rounding, validate, validate_paged
+from nsa_core import paged_append, paged_layout, rounding, validate, validate_paged
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
+from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays
 from nsa_core.types import Branches
 from nsa_jax import checks
 from nsa_jax.cache import known_contents
@@ -118,22 +118,6 @@ class PagedCache(PagedArrays):
             **{k: put(x, jnp.asarray(target), x[jnp.asarray(source)]) for k, x in kept.items()}
         )
 
-    def read(self, name: str, at):
-        """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in its dtype."""
-        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
-        if scale is None:
-            return pages[at]
-        return rounding.restored(OPS, pages[at], scale.swapaxes(1, 2)[at], self.dtype)
-
-    def written(self, name: str, at: Places, new) -> dict[str, jax.Array]:
-        """What changes where tokens are put in one of its arrays of pages."""
-        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
-        if scale is None:
-            return {name: _write(pages, at, new)}
-        codes, new_scale = rounding.rounded(OPS, new)
-        scale = _write(scale.swapaxes(1, 2), at, new_scale).swapaxes(1, 2)
-        return {name: _write(pages, at, codes), f"{name}_scale": scale}
-
 
 @any_rank
 def append(
@@ -189,91 +173,10 @@ def append(
         return lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
 
     contents, mixed = known_contents(cache.contents, facts, before)
-    return compiled(_append)(
-        cache.holding(contents),
-        key,
-        value,
-        page_table,
-        lengths,
-        cu_seqlens_q,
-        params,
-        count,
-        mixed,
-        slots,
-    )
+    at = page_table, lengths, cu_seqlens_q
+    wrong = None if mixed is False else mixed
+    return compiled(_append)(cache.holding(contents), key, value, *at, params, slots, wrong)
 
 
-def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count, mixed, slots):
-    config, pool = cache.config, cache.num_pages
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    at = paged_layout.places(page_table, *tokens, config.select_block, pool)
-    branches = {"selected": (key.selected, value.selected)}
-    if cache.separate:
-        branches["sliding"] = key.sliding, value.sliding
-        branches["raw"] = key.compressed, value.compressed
-    changed = {}
-    for branch, pair in branches.items():
-        for kind, new in zip(("key", "value"), pair, strict=True):
-            changed |= cache.written(f"{branch}_{kind}", at, new)
-    cache = cache.replace(**changed)
-
-    last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
-    row, position = (x[last.token] for x in tokens)
-    back = OPS.arange(row, config.compress_block)
-    window = position[:, None] - (config.compress_block - 1) + back  # [K, l]
-    taken = paged_layout.places(page_table, row[:, None], window, config.select_block, pool)
-    slot = position // config.compress_stride
-    into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
-    into = into._replace(there=into.there & last.there)
-    changed = {}
-    for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
-        of_call = (key if kind == "key" else value).compressed
-        if cache.is_fp8:
-            at_call = last.token, row, cu_seqlens_q, slots
-            windows = _windows(cache, kind, of_call, *at_call, window, taken, lengths)
-        else:
-            windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        new = apply_phi(windows[None], one, window[None, :, 0])[0]
-        if mixed is not False:
-            new = jnp.where(mixed[row][:, None, None], jnp.asarray(jnp.nan, new.dtype), new)
-        changed |= cache.written(f"compressed_{kind}", into, new)
-        if cache.is_fp8:
-            changed |= _kept(cache, kind, of_call, tokens, at, lengths, slots)
-    return cache.replace(**changed)
-
-
-def _windows(cache, kind, new, last, row, cu_seqlens_q, slots, window, taken, lengths):
-    """Tokens at the positions `window` `[K, l]` of rows `[K]`, which end with the tokens `last` of
-    the call: of the call, else of the ring where they round to what the pages have, else of these.
-    """
-    count, length = window.shape[1], getattr(cache, f"recent_{kind}").shape[1]
-    token = last[:, None] + jnp.arange(count, dtype=jnp.int32) - (count - 1)
-    if cu_seqlens_q is None:
-        begin = row * (new.shape[0] // lengths.shape[0])
-    else:
-        begin = cu_seqlens_q[row]
-    slot = (row if slots is None else slots[row]).clip(0, cache.recent_key.shape[0] - 1)
-    kept = getattr(cache, f"recent_{kind}")[slot[:, None], window % length]
-    name = f"{'raw' if cache.separate else 'selected'}_{kind}"
-    stored = cache.read(name, (taken.page, taken.offset))
-    scale = getattr(cache, f"{name}_scale").swapaxes(1, 2)[taken.page, taken.offset]
-    known = rounding.is_of(OPS, kept, stored, scale)[..., None]
-    found = jnp.where(known, kept, stored)
-    of_call = (token >= begin[:, None])[..., None, None]
-    return jnp.where(of_call, new[token.clip(0)], found)
-
-
-def _kept(cache, kind, new, tokens, at, lengths, slots) -> dict[str, jax.Array]:
-    """The ring with the tokens of the call."""
-    ring = getattr(cache, f"recent_{kind}")
-    rows, length = ring.shape[:2]
-    slot = tokens.row if slots is None else slots[tokens.row]
-    newest = tokens.position >= lengths[tokens.row] - length
-    there = at.there & newest & (slot >= 0) & (slot < rows)
-    into = Places(slot, tokens.position.clip(0) % length, there)
-    return {f"recent_{kind}": _write(ring, into, new)}
-
-
-def _write(pages, at: Places, new):
-    page = jnp.where(at.there, at.page, pages.shape[0])
-    return put(pages, (page, at.offset), new)
+def _append(cache, *given) -> PagedCache:
+    return cache.replace(**paged_append.append(OPS, apply_phi, cache, *given))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from nsa_core import paged_dispatch, paged_layout, validate_paged
+from nsa_core import paged_append, paged_dispatch, paged_layout, validate_paged
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
@@ -195,7 +195,7 @@ def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *na
     there = index * entries.stride + entries.block <= lengths[:, None]
 
     def copy(name):
-        found = cache.read(name, (pages,))
+        found = paged_append.read(OPS, cache, name, (pages,))
         rows = found.reshape(pages.shape[0], -1, *found.shape[3:])
         return jnp.where(there[..., None, None], rows[:, entries.first :], 0)
 

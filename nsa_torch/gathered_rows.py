@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton import decode_descriptions
-from nsa_core import paged_layout
+from nsa_core import paged_append, paged_layout
 from nsa_core.paged_layout import Entries
 from nsa_core.types import Branches
 from nsa_torch import paged
 from nsa_torch.paged import PagedCache
+from nsa_torch.torch_ops import TORCH_OPS
 
 type Pair = tuple[Tensor, Tensor]
 
@@ -93,7 +94,7 @@ def _copy(
     seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
 
     def copied(name: str) -> Tensor:
-        found = cache.read(name, (pages,)).flatten(1, 2)
+        found = paged_append.read(TORCH_OPS, cache, name, (pages,)).flatten(1, 2)
         return torch.where(seen, found.roll(-entries.first, 1) if entries.first else found, 0)
 
     return copied(names[0]), copied(names[1])

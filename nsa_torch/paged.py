@@ -19,20 +19,19 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton import capability
-from nsa_core import paged_layout, rounding, validate, validate_paged
+from nsa_core import paged_append, paged_layout, validate, validate_paged
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
+from nsa_core.paged_layout import PAGES, PagedArrays
 from nsa_core.types import Branches
 from nsa_torch import checks
 from nsa_torch.compress import apply_phi
 from nsa_torch.operators import refuse_transforms, requires_grad
+from nsa_torch.torch_ops import FP8, capability_of, readable
 from nsa_torch.torch_ops import TORCH_OPS as OPS
-from nsa_torch.torch_ops import capability_of, readable
 
 APPENDERS = "mosaic", "triton", "torch"
-FP8 = torch.float8_e4m3fn
 MAX_ROWS = 64
 # Of the arguments of `PagedCache.view`, what they are in a cache.
 ARRAY_OF = {f"{kind}_pages": f"selected_{kind}" for kind in ("key", "value")}
@@ -212,10 +211,6 @@ class PagedCache(PagedArrays):
         PagedArrays.__init__(cache, config, **arrays)
         return cache
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name."""
-        return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
-
     def reset(self) -> None:
         """Forgets what the tokens were made with; the pages stay as they are."""
         self.contents = UNSAID
@@ -260,24 +255,6 @@ class PagedCache(PagedArrays):
             if not (ring.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._slots = found
         return found[:rows]
-
-    def read(self, name: str, at: Any) -> Tensor:
-        """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in its dtype."""
-        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
-        if scale is None:
-            return pages[at]
-        # Not every version of torch indexes and copies 8-bit floats on every device.
-        codes = pages.view(torch.uint8)[at].view(FP8)
-        return rounding.restored(OPS, codes, scale.transpose(1, 2)[at], self.dtype)
-
-    def write(self, name: str, at: Places, new: Tensor) -> None:
-        """Puts tokens in one of its arrays of pages (`write`)."""
-        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
-        if scale is None:
-            return write(pages, at, new)
-        codes, new_scale = rounding.rounded(OPS, new)
-        write(pages.view(torch.uint8), at, codes.view(torch.uint8))
-        write(scale.transpose(1, 2), at, new_scale)
 
 
 def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int) -> None:
@@ -366,30 +343,14 @@ def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
     """`append` of tokens that were checked."""
-    key, value, count = new.key, new.value, new.key.selected.shape[0]
-    call = cache, key, page_table, cu_seqlens_q, new.are_means
-    by_kernel = _kernel(*call, implementation)
+    key, value = new.key, new.value
+    at = page_table, lengths, cu_seqlens_q
+    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, new.are_means, implementation)
     if by_kernel is not None:
-        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, new.are_means, slots)
-        if not new.are_means:
-            tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-            _compress(cache, page_table, tokens, new.params)
-        cache.contents = new.contents
-        return
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
-    raw_pages = [("selected_key", key.selected), ("selected_value", value.selected)]
-    if cache.separate:
-        raw_pages += [("sliding_key", key.sliding), ("sliding_value", value.sliding)]
-        raw_pages += [("raw_key", key.compressed), ("raw_value", value.compressed)]
-    for name, x in raw_pages:
-        cache.write(name, at, x)
-    recent = None
-    if cache.is_fp8:
-        recent = _Recent(cache, new, lengths, cu_seqlens_q, slots)
-    _compress(cache, page_table, tokens, new.params, recent)
-    if recent is not None:
-        recent.keep(tokens, at)
+        by_kernel(cache, key, value, *at, new.are_means, slots)
+    if by_kernel is None or not new.are_means:
+        rest = new.params, slots, None, by_kernel is not None
+        paged_append.append(OPS, apply_phi, cache, key, value, *at, *rest)
     cache.contents = new.contents
 
 
@@ -497,76 +458,3 @@ def launches_of_means(tokens: int, rows: int, ragged: bool, means: bool) -> int:
     its means of what the first has written. In a step of one token a row, none may.
     """
     return 2 if means and (ragged or tokens > rows) else 1
-
-
-class _Recent:
-    """The newest tokens of the rows of a call, as they were given: those of the call, and those of
-    calls before it in the rings of a cache in fp8.
-    """
-
-    def __init__(self, cache, new: NewTokens, lengths, cu_seqlens_q, slots):
-        self.cache, self.lengths = cache, lengths
-        batch, count = lengths.shape[0], new.key.selected.shape[0]
-        self.new = {"key": new.key.compressed, "value": new.value.compressed}
-        index = torch.arange(batch, device=lengths.device)
-        self.begin = index * (count // batch) if cu_seqlens_q is None else cu_seqlens_q[:-1]
-        self.slot = index if slots is None else slots
-        self.rows, self.length = cache.recent_key.shape[:2]
-
-    def windows(self, kind: str, last: Tensor, row: Tensor, window: Tensor, taken: Places):
-        """Tokens at the positions `window` `[K, l]` of rows `[K]`, which end with the tokens `last`
-        of the call: of the call, else of the ring, else of the pages.
-        """
-        back = torch.arange(window.shape[1], device=last.device) - (window.shape[1] - 1)
-        token = last[:, None] + back
-        slot = self.slot[row].clamp(0, self.rows - 1)[:, None]
-        kept = getattr(self.cache, f"recent_{kind}")[slot, window % self.length]
-        name = f"{'raw' if self.cache.separate else 'selected'}_{kind}"
-        stored = self.cache.read(name, (taken.page, taken.offset))
-        scale = getattr(self.cache, f"{name}_scale").transpose(1, 2)[taken.page, taken.offset]
-        known = rounding.is_of(OPS, kept, stored, scale)[..., None]
-        found = torch.where(known, kept, stored)
-        of_call = (token >= self.begin[row][:, None])[..., None, None]
-        return torch.where(of_call, self.new[kind][token.clamp(min=0)], found)
-
-    def keep(self, tokens: paged_layout.Tokens, at: Places) -> None:
-        """Puts the tokens of the call in the rings."""
-        slot, position = self.slot[tokens.row], tokens.position
-        newest = position >= self.lengths[tokens.row] - self.length
-        there = at.there & newest & (slot >= 0) & (slot < self.rows)
-        into = Places(slot.clamp(0, self.rows - 1), position.clamp(min=0) % self.length, there)
-        for kind, x in self.new.items():
-            write(getattr(self.cache, f"recent_{kind}"), into, x)
-
-
-def _compress(cache, page_table, tokens, params, recent: _Recent | None = None) -> None:
-    """Makes the compressed tokens that these tokens, in their pages by now, have finished."""
-    config, pool = cache.config, cache.num_pages
-    last = paged_layout.finished(OPS, tokens, page_table.shape[0], config)
-    row, position = (x[last.token] for x in tokens)
-    back = OPS.arange(row, config.compress_block)
-    window = position[:, None] - (config.compress_block - 1) + back  # [K, l]
-    taken = paged_layout.places(page_table, row[:, None], window, config.select_block, pool)
-    slot = position // config.compress_stride
-    into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
-    into = into._replace(there=into.there & last.there)
-    for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
-        if recent is None:
-            windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        else:
-            windows = recent.windows(kind, last.token, row, window, taken)
-        new = apply_phi(windows[None], one, window[None, :, 0])[0]
-        cache.write(f"compressed_{kind}", into, new)
-
-
-def write(pages: Tensor, at: Places, new: Tensor) -> None:
-    """`pages[at.page, at.offset] = new` where `at.there`. Static shapes: what is not there
-    writes what the first that is there writes, or, where none is, what lies there already.
-    """
-    if new.shape[0] == 0:
-        return
-    index = torch.arange(new.shape[0], device=new.device)
-    source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
-    page, offset = at.page[source], at.offset[source]
-    none = ~at.there.any()
-    pages[page, offset] = torch.where(none, pages[page, offset], new[source])

@@ -10,6 +10,7 @@ from nsa_interop.launch import ALIGNMENT, launch
 
 from nsa_core.array_ops import ArrayOps
 
+FP8 = torch.float8_e4m3fn
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
 
 
@@ -83,6 +84,30 @@ class TorchOps(ArrayOps):
 
     def pad_end(self, x, axis, count, value):
         return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)
+
+    def take(self, pages, at):
+        # Not every version of torch indexes and copies 8-bit floats on every device.
+        if pages.dtype is FP8:
+            return pages.view(torch.uint8)[at].view(FP8)
+        return pages[at]
+
+    def put(self, pages, at, new):
+        if pages.dtype is FP8:
+            return self.put(pages.view(torch.uint8), at, new.view(torch.uint8)).view(FP8)
+        if new.shape[0] == 0:
+            return pages
+        if torch.is_grad_enabled() and (new.requires_grad or pages.requires_grad):
+            there = at.there
+            pages[at.page[there], at.offset[there]] = new[there]
+            return pages
+        # Static shapes: what is not there writes what the first that is there writes, or, where
+        # none is, what lies there already.
+        index = torch.arange(new.shape[0], device=new.device)
+        source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
+        page, offset = at.page[source], at.offset[source]
+        none = ~at.there.any()
+        pages[page, offset] = torch.where(none, pages[page, offset], new[source])
+        return pages
 
     def write(self, x, index, part):
         if x[index].data_ptr() != part.data_ptr():  # else the kernel has written it there

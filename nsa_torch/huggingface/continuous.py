@@ -32,7 +32,6 @@ from nsa_torch.huggingface.compatibility import cache_allocators
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import attend_pages
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import write
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 # The attention of a model while a manager serves it: "flash" says that no mask is made.
@@ -251,7 +250,7 @@ class ContinuousBatch:
         tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
         at = paged_layout.places(self.page_table, *tokens, self.page, pages[0].shape[0])
         for kept, x in zip(pages, new, strict=True):
-            write(kept, at, x)
+            OPS.put(kept, at, x)
 
     def even_rows(self) -> Iterator[tuple[slice, slice, int, int | None]]:
         """Rows with the same number of tokens, these tokens, and columns of the rows' page table;
