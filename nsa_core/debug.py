@@ -17,7 +17,6 @@ only. While an event is on, torch also reads `cu_seqlens` that lie on a GPU, and
 on a CPU.
 """
 
-import dataclasses
 import json
 import logging
 import time
@@ -96,33 +95,15 @@ def choices(backend: Backend, problem, chosen) -> None:
     _tell(backend.package, "routing", fields, once=str(chosen))
 
 
-def watched(backend: Backend, registry, chosen):
-    """The `Choices` with functions that tell what they do."""
-
-    def load(choice):
-        step, name = choice.step, choice.implementation
-        return watch(backend, step, name, choice.load(), oracle_of(registry, step))
-
-    choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
-    told = {x.step: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
-    return dataclasses.replace(chosen, **told)
-
-
-def oracle_of(registry, step: str) -> Callable[[], Callable] | None:
-    """What loads the reference of `step`, if there is one."""
-    entry = registry.entry(step, "reference")
-    return None if entry is None else entry.load
-
-
 def watch(
     backend: Backend,
     step: str,
     name: str,
     function: Callable,
-    oracle: Callable[[], Callable] | None = None,
+    registry: Any = None,
 ) -> Callable:
     """`function`, which computes `step` by the implementation `name`; where events are on, so
-    that it tells them. `oracle` loads the reference of the step."""
+    that it tells them. `registry` has the reference of the step."""
     if not on or backend.silent():
         return function
 
@@ -147,8 +128,9 @@ def watch(
             spent_ms = (time.perf_counter() - start) * 1e3
             ms = {"ms": f"{spent_ms:.4g}", "synchronizes": True}
             _tell(backend.package, "timing", about | ms)
-        if "compare" in _active and oracle is not None:
-            _compare(backend, about, oracle(), result, args, options)
+        oracle = registry and registry.entry(step, "reference")
+        if "compare" in _active and oracle:
+            _compare(backend, about, oracle.load(), result, args, options)
         return result
 
     return told

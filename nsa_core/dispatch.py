@@ -14,7 +14,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import kernels_pallas
@@ -29,6 +29,13 @@ type OnUnsupported = Literal["error", "fallback"]
 
 WHOLE = "attention"  # the step that is all of them
 ROUNDED = "selected", "sliding", WHOLE  # steps that `compute_dtype` is about
+FUNCTIONS = {  # what implementations call the steps
+    "compressed": "compressed_attention",
+    "scores": "select_blocks",
+    "selected": "selected_attention",
+    "sliding": "sliding_attention",
+    WHOLE: "attention",
+}
 
 
 class Problem(NamedTuple):
@@ -80,14 +87,13 @@ class Implementation:
     Attributes:
       target: `module:function`, imported when it is called.
       why_not: why it cannot run a problem, or None.
-      compresses: of the step `attention`: whether it makes compressed tokens that are None, the
-        means of a problem.
+      compresses: of the step `attention`: whether it makes compressed tokens that are None.
     """
 
     name: str
     target: str
     why_not: Callable[[Problem], str | None] = lambda problem: None
-    compresses: Callable[[Problem], bool] = lambda problem: False
+    compresses: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it does not run a problem, or None."""
@@ -155,36 +161,29 @@ class Choices:
 
 
 class Registry:
-    """Implementations of each step in the order in which automatic choice tries them.
-
-    Args:
-      table: by step; `attention` may be missing.
-      elsewhere: names that other frameworks have, and why this one has not.
+    """Implementations of each step in the order in which automatic choice tries them; of
+    `attention` there may be none.
     """
 
-    def __init__(
-        self,
-        framework: str,
-        table: Mapping[str, tuple[Implementation, ...]],
-        elsewhere: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, framework: str, table: Mapping[str, tuple[Implementation, ...]]):
         self.framework = framework
         self.table = dict(table)
-        self.elsewhere = dict(elsewhere or {})
 
     def names(self, step: str | None = None) -> tuple[str, ...]:
         """Known implementations of `step` (of any), in order."""
         rows = [self.table[step]] if step else self.table.values()
         return tuple(dict.fromkeys(entry.name for row in rows for entry in row))
 
-    def entry(self, step: str, name: str) -> Implementation | None:
-        """The implementation of `step` called `name`, if there is one."""
-        return next((x for x in self.table.get(step, ()) if x.name == name), None)
+    def entry(self, step: str, name: str | None) -> Implementation | None:
+        """The implementation of `step` called `name`, if there is one.
 
-    def _check_name(self, name: Any) -> None:
-        known = (*self.names(), *self.elsewhere)
-        if name is not None and name not in known:
+        Raises:
+          ValueError: no implementation has this name.
+        """
+        if name is not None and name not in self.names():
+            known = self.names()
             raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
+        return next((x for x in self.table.get(step, ()) if x.name == name), None)
 
     def choose(
         self,
@@ -198,38 +197,34 @@ class Registry:
           ValueError: no implementation has this name.
           NotImplementedError: the named one refuses, and `on_unsupported` is "error"; or all do.
         """
-        entries = {entry.name: entry for entry in self.table[problem.step]}
-        refused: dict[str, str] = {}
+        step, dtype, note = problem.step, problem.config.compute_dtype, None
+        if dtype is not None and step in ROUNDED:
+            note = f"in {dtype}"
+        named, refused = self.entry(step, name), dict[str, str]()
         if name is not None:
-            self._check_name(name)
-            if name in entries:
-                reason = entries[name].refusal(problem)
-            else:
-                reason = f"{self.framework} has no {name} implementation of this step"
-                reason = self.elsewhere.get(name, reason)
-            if reason is None:
-                return Choice(problem.step, name, {}, entries[name].load, _rounds(problem))
+            reason = f"{self.framework} has no {name} implementation of this step"
+            reason = named.refusal(problem) if named else reason
+            if named and reason is None:
+                return Choice(step, name, {}, named.load, note)
             if on_unsupported == "error":
-                raise NotImplementedError(f"{problem.step}: {name}: {reason}")
-            log.warning("%s: %s refused, choosing another: %s", problem.step, name, reason)
-            refused[name] = reason
-        for entry in entries.values():
+                raise NotImplementedError(f"{step}: {name}: {reason}")
+            log.warning("%s: %s refused, choosing another: %s", step, name, reason)
+            refused[name] = str(reason)
+        for entry in self.table[step]:
             if entry.name in refused:
                 continue
-            reason, note = entry.refusal(problem), _rounds(problem)
-            if note is None:  # who asks for it has decided that it pays
+            reason = entry.refusal(problem)
+            if note is None:  # who asks for another dtype has decided that it pays
                 reason = reason or policy.why_not(entry.name, problem)
             if reason is None:
                 note = note or policy.note(entry.name, problem)
-                choice = Choice(problem.step, entry.name, refused, entry.load, note)
+                choice = Choice(step, entry.name, refused, entry.load, note)
                 if log.isEnabledFor(logging.INFO):
                     _log_once(str(choice))
                 return choice
             refused[entry.name] = reason
         reasons = "; ".join(f"{key}: {reason}" for key, reason in refused.items())
-        raise NotImplementedError(
-            f"no implementation of {problem.step} can run this: {reasons}"
-        )
+        raise NotImplementedError(f"no implementation of {step} can run this: {reasons}")
 
     def choices(
         self,
@@ -250,47 +245,28 @@ class Registry:
         at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
-            choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-            return self._with_whole(problem, choices)
-        names = Branches.each(implementation)._asdict()
-        for name in names.values():
-            self._check_name(name)
-        scoring = {entry.name: entry for entry in self.table["scores"]}
-        own = scoring.get(names["selected"])
-        strict = isinstance(implementation, str) and own is not None
-        able = own is not None and own.refusal(at["scores"]) is None
-        names["scores"] = names["selected"] if strict or able else None
+        else:
+            names = Branches.each(implementation)._asdict()
+            for name in names.values():
+                self.entry("scores", name)  # checks it
+            own = self.entry("scores", names["selected"])
+            strict = isinstance(implementation, str)
+            able = own and (strict or own.refusal(at["scores"]) is None)
+            names["scores"] = names["selected"] if able else None
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-        return self._with_whole(problem, choices)
-
-    def _with_whole(self, problem: Problem, choices: Sequence[Choice]) -> Choices:
-        """These, with what runs all of them at once."""
-        compressed, scores, selected, sliding = choices
-        whole, refused = self._whole(problem._replace(step=WHOLE), choices)
-        beside = policy.dense_note(problem) if whole else None
-        return Choices(compressed, scores, selected, sliding, whole, refused, beside)
-
-    def _whole(
-        self, problem: Problem, choices: Sequence[Choice]
-    ) -> tuple[Choice | None, dict[str, str]]:
-        """What runs all steps at once, and why not each implementation before it."""
-        refused = dict[str, str]()
+        refused, whole = dict[str, str](), None
         for entry in self.table.get(WHOLE, ()):
             other = next((x for x in choices if x.implementation != entry.name), None)
             if other is not None:
                 reason = f"{other.step} runs on {other.implementation}"
             else:
-                reason = entry.refusal(problem)
+                reason = entry.refusal(problem._replace(step=WHOLE))
             if reason is None:
-                return Choice(WHOLE, entry.name, {}, entry.load), refused
+                whole = Choice(WHOLE, entry.name, {}, entry.load)
+                break
             refused[entry.name] = reason
-        return None, refused
-
-
-def _rounds(problem: Problem) -> str | None:
-    """The note of a branch whose products are in another dtype than the query."""
-    dtype = problem.config.compute_dtype
-    return f"in {dtype}" if dtype is not None and problem.step in ROUNDED else None
+        beside = policy.dense_note(problem) if whole else None
+        return Choices(*choices, attention=whole, whole_refused=refused, beside_dense=beside)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What an indexer's blocks are, for either framework: sizes and their checks."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels_pallas.triton.index_descriptions import POOLS, IndexSizes
@@ -107,12 +106,12 @@ def check(query, key, index: Index, packed: bool) -> Index:
     return _checked(index, key.shape[1])
 
 
-def implementation(asked: str | None, plain: str, why_not: Callable[[], str | None]) -> str:
+def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
     """What runs: `triton`, or the plain implementation of a framework.
 
     Args:
       asked: one of the two by name, or None: the kernels where they can.
-      why_not: why the kernels cannot, or None.
+      reasons: why the kernels cannot, each of them or nothing.
 
     Raises:
       ValueError: there is none of the name that was asked for.
@@ -121,12 +120,10 @@ def implementation(asked: str | None, plain: str, why_not: Callable[[], str | No
     known = "triton", plain
     if asked not in (None, *known):
         raise ValueError(f"implementation must be one of {known}, got {asked!r}")
-    if asked == plain:
-        return plain
-    reason = why_not()
-    if asked == "triton" and reason is not None:
+    reason = next((x for x in reasons if x), None)
+    if asked == "triton" and reason:
         raise NotImplementedError(f"implementation 'triton' {reason}")
-    return "triton" if reason is None else plain
+    return plain if reason or asked == plain else "triton"
 
 
 def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:

@@ -21,13 +21,13 @@ from nsa_core import debug, validate
 from nsa_core.array_ops import zero_padding
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
-from nsa_core.dispatch import Choices
+from nsa_core.dispatch import Choice, Choices
 from nsa_core.types import RESIDUAL, Branches
 from nsa_jax import branches, checks, geometry, jax_debug
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.dispatch import REGISTRY
-from nsa_jax.eager import any_rank, compiled, compiled_choices
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.geometry import PackedRows
 from nsa_jax.jax_problem import problem_of
 from nsa_jax.varlen import rows_of
@@ -173,11 +173,11 @@ def attend(
     arrays = query, key, value, gates, compressed
     if chosen.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
         how = {"recompute": recompute, "assume_finite": assume_finite}
-        return chosen.attention.load()(*arrays, block_indices, **rest, **how)
+        return loaded(chosen.attention)(*arrays, block_indices, **rest, **how)
     if block_indices is None:
-        block_indices = chosen.scores.load()(query, compressed_key, **rest)
+        block_indices = loaded(chosen.scores)(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
-    steps = Branches(chosen.compressed.load(), chosen.selected.load(), chosen.sliding.load())
+    steps = Branches(*(loaded(getattr(chosen, x)) for x in Branches._fields))
     by_branch = _recomputing if recompute else _by_branch
     if recompute and not debug.on:
         by_branch = compiled(by_branch)
@@ -384,8 +384,9 @@ def one_step(step, implementation, arrays, value_width, config, kv_len, rows, sc
     """One step alone, chosen and run; `arrays`: the query, the keys, and what else it reads."""
     query, key, *_ = arrays
     chosen = choices_of(query, key, value_width, config, rows, implementation, step)
-    run = getattr(chosen, step).load()
-    return run(*arrays, config=config, kv_len=kv_len, segment_ids=rows, scale=scale)
+    return loaded(getattr(chosen, step))(
+        *arrays, config=config, kv_len=kv_len, segment_ids=rows, scale=scale
+    )
 
 
 def explain(
@@ -425,8 +426,7 @@ def explain(
 def choices_of(
     query, key, value_width, config, segment_ids, implementation, step=None
 ) -> Choices:
-    """The choice of every step of a call, as `Registry.choices`; what it loads is compiled, and
-    watched while `nsa_jax.debug` tells events.
+    """The choice of every step of a call, as `Registry.choices`.
 
     Args:
       query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
@@ -435,8 +435,13 @@ def choices_of(
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )
-    chosen = compiled_choices(REGISTRY.choices(problem, implementation, step=step))
+    chosen = REGISTRY.choices(problem, implementation, step=step)
     if debug.on:
         debug.choices(jax_debug.JAX, problem, chosen)
-        return debug.watched(jax_debug.JAX, REGISTRY, chosen)
     return chosen
+
+
+def loaded(choice: Choice):
+    """What runs a step, compiled, and watched while `nsa_core.debug` tells events."""
+    name, run = choice.implementation, compiled(choice.load())
+    return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)

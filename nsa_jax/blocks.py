@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int
 from nsa_core import block_lists, paged_layout, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
-from nsa_jax import checks, geometry, jax_problem
+from nsa_jax import checks, geometry
 from nsa_jax.api import Name, OutLse, one_step
 from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.indexer import chosen_implementation
+from nsa_jax.indexer import capability, runs_on
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import product, scale_of, softmax, weighted
 
@@ -107,12 +107,8 @@ def block_attention(
     long = entries > block_lists.MAX_ENTRIES and implementation in (None, "triton")
     if long and segment_ids is None and query_seq_lengths is None:
         how = block_size, include, scale
-
-        def why_not():
-            found = jax_problem.capability()
-            return triton_paged_blocks.row_sizes_of(*arrays, *how, found).why_not()
-
-        if chosen_implementation(None, why_not, query) == "triton":
+        rows = triton_paged_blocks.row_sizes_of(*arrays, *how, capability())
+        if runs_on(None, query, rows.why_not()) == "triton":
             checks.distinct(block_indices)
             lengths = jnp.asarray(keys if kv_len is None else kv_len, jnp.int32)
             lengths = jnp.broadcast_to(lengths, (batch,))
@@ -232,15 +228,10 @@ def paged_block_attention(
             tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
             named = block_lists.with_tail(jnp, named, tokens.position[None], block_size)
         checks.distinct(named[0])
-
     paged = Paged(page_table, lengths, cu_seqlens_q)
-
-    def why_not():
-        sizes = *arrays[:3], block_indices, paged
-        how = block_size, include, scale, jax_problem.capability()
-        return triton_paged_blocks.sizes_of(*sizes, *how).why_not()
-
-    name = chosen_implementation(implementation, why_not, query)
+    how = block_size, include, scale, capability()
+    sizes = triton_paged_blocks.sizes_of(*arrays[:3], block_indices, paged, *how)
+    name = runs_on(implementation, query, sizes.why_not())
     run = compiled(_paged_on_triton if name == "triton" else _paged)
     how = {"block_size": block_size, "include": include, "scale": scale}
     no_gradient = (

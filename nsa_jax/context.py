@@ -287,7 +287,7 @@ def select_blocks(
     )
     place = dict(config=config, segment_ids=segment_ids, scale=scale)
     parts = [
-        chosen.scores.load()(query[:, tokens], compressed_key, kv_len=end, **place)
+        api.loaded(chosen.scores)(query[:, tokens], compressed_key, kv_len=end, **place)
         for tokens, end in shard.calls
     ]
     return jnp.concatenate(parts, axis=1)

@@ -4,7 +4,6 @@ Without `jax.jit` around the call each operation would be compiled; inside of it
 model would be traced (12 layers, forward and backward, on a CPU: 2.4 s, as programs 0.8).
 """
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -15,7 +14,6 @@ import numpy as np
 
 from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
-from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 _ARRAY = object()  # stands where an array is given
@@ -108,16 +106,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return _program(function, tree, constants, policy.in_force())(*arrays)
 
     return called
-
-
-def compiled_choices(chosen: Choices) -> Choices:
-    """Those with functions that are `compiled`."""
-    choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
-    loads = {x.step: lambda x=x: compiled(x.load()) for x in choices}
-    changed: dict[str, Any] = {
-        x.step: dataclasses.replace(x, load=loads[x.step]) for x in choices
-    }
-    return dataclasses.replace(chosen, **changed)
 
 
 @functools.lru_cache(4096)

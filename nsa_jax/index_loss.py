@@ -18,7 +18,7 @@ from nsa_jax import checks, geometry
 from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.indexer import chosen_implementation
+from nsa_jax.indexer import runs_on
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import precision_of, wide
 
@@ -92,15 +92,13 @@ def indexer_kl(
     }
     at = {"kv_len": kv_len, "segment_ids": segment_ids}
 
-    def why_not():
-        if block_indices is None:
-            return "takes named blocks, got all keys"
-        if segment_ids is not None:
-            return "takes no packed rows"
-        sizes = _sizes(query, key, index_query, block_indices, block_size, **scales)
-        return index_descriptions.loss_why_not(sizes)
-
-    name = chosen_implementation(implementation, why_not, query)
+    sizes = query, key, index_query, block_indices, block_size
+    name = runs_on(
+        *(implementation, query, segment_ids is not None and "takes no packed rows"),
+        "takes named blocks, got all keys"
+        if block_indices is None
+        else index_descriptions.loss_why_not(_sizes(*sizes, **scales)),
+    )
     run = compiled(_on_triton if name == "triton" else _loss)
     return run(*given, teacher=teacher, block=block_size, **scales, **at)
 

@@ -1,6 +1,5 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -9,7 +8,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.triton import capability, index_descriptions
+from kernels_pallas.triton import index_descriptions
+from kernels_pallas.triton.capability import AMPERE, copies_why_not
 from nsa_core import index as indexing
 from nsa_core import paged_layout, validate
 from nsa_core.index import Index
@@ -88,7 +88,10 @@ def index_blocks(
     else:
         tokens = length
     index_query, index_key = lax.stop_gradient((index_query, index_key))
-    name = _implementation(implementation, index, index_query, index_key, segment_ids)
+    name = runs_on(
+        *(implementation, index_query, segment_ids is not None and "takes no packed rows"),
+        index_descriptions.why_not(index.sizes(index_query, index_key)),
+    )
     run = compiled(_on_triton if name == "triton" else _in_chunks)
     at = {"kv_len": tokens, "segment_ids": segment_ids}
     return run(index_query, index_key, index=index, **at)
@@ -143,22 +146,26 @@ def paged_index_blocks(
     query, pages = lax.stop_gradient(arrays[:2])
     paged = Paged(page_table, lengths, cu_seqlens_q)
 
-    def why_not():
-        found = jax_problem.capability()
-        return triton_paged_blocks.index_sizes_of(query, pages, index, paged, found).why_not()
-
-    name = chosen_implementation(implementation, why_not, index_query)
+    sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, capability())
+    name = runs_on(implementation, index_query, sizes.why_not())
     run = compiled(_paged_on_triton if name == "triton" else _of_copies)
     return run(query, pages, paged, index=index)
 
 
-def chosen_implementation(
-    asked: str | None, why_not: Callable[[], str | None], query: Array
-) -> str:
-    """`triton` or `xla`, as `nsa_core.index.implementation`; `why_not` is asked where there is a
-    GPU.
-    """
-    return indexing.implementation(asked, PLAIN, lambda: _device_why_not(query) or why_not())
+def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str:
+    """`triton` or `xla`, as `nsa_core.index.implementation`."""
+    reason, found = (
+        f"needs an NVIDIA GPU, got {jax.default_backend()}",
+        jax_problem.capability(),
+    )
+    if found is not None:
+        reason = copies_why_not(found, query.dtype, "jax")
+    return indexing.implementation(asked, PLAIN, *reasons, reason)
+
+
+def capability() -> tuple[int, int]:
+    """That of JAX's device; of some GPU where it is none, on which nothing will run."""
+    return jax_problem.capability() or AMPERE
 
 
 def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
@@ -187,22 +194,6 @@ def _of_copies(query, pages, paged: Paged, *, index: Index):
     found = _at(query[rows.token], key, position, None, index)
     flat = jnp.clip(rows.flat, 0, batch * longest - 1)
     return found.reshape(batch * longest, *found.shape[2:])[flat]
-
-
-def _implementation(asked: str | None, index: Index, query, key, segment_ids) -> str:
-    def why_not():
-        if segment_ids is not None:
-            return "takes no packed rows"
-        return index_descriptions.why_not(index.sizes(query, key)) or _device_why_not(query)
-
-    return indexing.implementation(asked, PLAIN, why_not)
-
-
-def _device_why_not(query) -> str | None:
-    found = jax_problem.capability()
-    if found is None:
-        return f"needs an NVIDIA GPU, got {jax.default_backend()}"
-    return capability.copies_why_not(found, query.dtype, "jax")
 
 
 def _on_triton(query, key, *, index: Index, **at):

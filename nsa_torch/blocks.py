@@ -13,7 +13,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import Name, one_step
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import chosen_implementation, device_why_not, memory_of
+from nsa_torch.indexer import memory_of, runs_on
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.plain import as_given
 from nsa_torch.sdpa import attend_rows
@@ -118,7 +118,7 @@ def _of_long_lists(
     sizes = triton_paged_blocks.row_sizes_of(
         *arrays, block_size, include, scale, OPS.capability(query)
     )
-    if device_why_not(query) or sizes.why_not():
+    if runs_on(None, query, sizes.why_not()) != "triton":
         return None
     from nsa_torch.triton_ops import TRITON_OPS
 
@@ -204,7 +204,7 @@ def paged_block_attention(
         capability = OPS.capability(query)
         rest = paged, block_size, include, scale
         sizes = triton_paged_blocks.sizes_of(*arrays, *rest, capability)
-        name = chosen_implementation(implementation, sizes.why_not, query)
+        name = runs_on(implementation, query, sizes.why_not())
         if name == "torch":
             out, lse = _of_gathered(*arrays, *rest)
         else:

@@ -19,7 +19,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import WHOLE, Implementation, Problem, Registry, layer_note
+from nsa_core.dispatch import FUNCTIONS, WHOLE, Implementation, Problem, Registry, layer_note
 from nsa_core.types import Branches
 from nsa_torch import fa2, operators
 from nsa_torch.debug import TORCH
@@ -31,13 +31,6 @@ COMPILER = (
     "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
     "are built already: python -m nsa_interop.build"
 )
-FUNCTIONS = {
-    "compressed": "compressed_attention",
-    "scores": "select_blocks",
-    "selected": "selected_attention",
-    "sliding": "sliding_attention",
-    WHOLE: "attention",
-}
 
 
 def jax_why_not(problem: Problem) -> str | None:
@@ -122,14 +115,14 @@ TABLE[WHOLE] = (
         "mosaic",
         "nsa_torch.mosaic:PATH",
         mosaic_why_not,
-        compresses=lambda problem: True,
+        compresses=True,
     ),
     Implementation("triton", "nsa_torch.triton:PATH", triton_why_not),
     Implementation(
         "jax",
         "nsa_torch.autograd:attention",
         jax_attention_why_not,
-        compresses=lambda problem: True,
+        compresses=True,
     ),
 )
 REGISTRY = Registry("torch", TABLE)
@@ -148,14 +141,10 @@ class Chosen(NamedTuple):
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
         name = getattr(self, step)
-        function = _entry(step, name).load()
-        if not debug.on:
-            return function
-        return debug.watch(TORCH, step, name, function, debug.oracle_of(REGISTRY, step))
-
-
-def _entry(step: str, name: str) -> Implementation:
-    return next(entry for entry in REGISTRY.table[step] if entry.name == name)
+        (entry,) = (x for x in REGISTRY.table[step] if x.name == name)
+        return (
+            debug.watch(TORCH, step, name, entry.load(), REGISTRY) if debug.on else entry.load()
+        )
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
@@ -212,8 +201,9 @@ def _choose(implementation, step, problem) -> tuple[str | bool | None, ...]:
     names = tuple(choice.implementation for choice in chosen)
     if chosen.attention is None:
         return *names, None, False
-    whole = chosen.attention.implementation
-    return *names, whole, _entry(WHOLE, whole).compresses(asked)
+    whole = REGISTRY.entry(WHOLE, chosen.attention.implementation)
+    assert whole
+    return *names, whole.name, whole.compresses
 
 
 def description(

@@ -8,7 +8,6 @@ from torch import Tensor
 from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
-from nsa_core import index as indexing
 from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
@@ -17,7 +16,7 @@ from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.first_order import first_order
 from nsa_torch.geometry import Geometry, geometry, own_tokens
-from nsa_torch.indexer import PLAIN, device_why_not
+from nsa_torch.indexer import PLAIN, runs_on
 from nsa_torch.plain import as_given
 
 
@@ -99,7 +98,13 @@ def indexer_kl(
     index_query, index_key = _real(index_query, index_key, where, length)
     tensors = query.detach(), key.detach(), lse.detach()
     work = _Work(*tensors, block_indices, block_size, where, teacher, *scales)
-    run = _Loss if _implementation(implementation, work, index_query) == PLAIN else _KernelLoss
+    name = runs_on(
+        *(implementation, query, cu_seqlens is not None and "takes no packed rows"),
+        "takes named blocks, got all keys"
+        if block_indices is None
+        else index_descriptions.loss_why_not(work.sizes(index_query)),
+    )
+    run = _Loss if name == PLAIN else _KernelLoss
     with as_given(query):
         return run.apply(index_query, index_key, work)
 
@@ -116,18 +121,6 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
     else:
         count = torch.full((1,), length, device=index_key.device)
     return index_query, *own_tokens(count, index_key)
-
-
-def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> str:
-    def why_not():
-        if work.where.cu_seqlens is not None:
-            return "takes no packed rows"
-        if work.block_indices is None:
-            return "takes named blocks, got all keys"
-        reason = index_descriptions.loss_why_not(work.sizes(index_query))
-        return reason or device_why_not(work.query)
-
-    return indexing.implementation(asked, PLAIN, why_not)
 
 
 GIVEN = 4  # tensors of the caller's in `_Work`, the first

@@ -1,6 +1,5 @@
 """Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -88,7 +87,7 @@ def index_blocks(
     else:
         checks.length(kv_len, index_query, cu_seqlens, None)
         tokens, cu_seqlens = length, checks.clamped(cu_seqlens, length)
-    name = _implementation(implementation, index, index_query, index_key, cu_seqlens)
+    name = _chosen(implementation, index, index_query, index_key, cu_seqlens)
     with torch.no_grad(), as_given(index_query):
         options = {"config": index.config, "kv_len": tokens, "cu_seqlens": cu_seqlens}
         where = geometry(batch, length, **options, device=index_query.device)
@@ -103,7 +102,7 @@ def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Ten
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
         where = _anywhere(position.expand(query.shape[:2]))
-        if _implementation(None, index, query, key, None) == "torch":
+        if _chosen(None, index, query, key, None) == PLAIN:
             return _in_chunks(query, key, where, index)
         return _on_triton(query, key, where, index)
 
@@ -168,7 +167,7 @@ def paged_index_blocks(
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(index_query):
         sizes = _paged_sizes(index_query, index_key_pages, index, paged)
-        name = chosen_implementation(implementation, sizes.why_not, index_query)
+        name = runs_on(implementation, index_query, sizes.why_not())
         if name == "torch":
             return _of_copies(index_query, index_key_pages, paged, index)
         from nsa_torch.triton_ops import TRITON_OPS
@@ -204,23 +203,18 @@ def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tens
     return found.flatten(0, 1)[rows.flat.clamp(0, found.shape[0] * longest - 1)]
 
 
-def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
-    def why_not():
-        if cu_seqlens is not None:
-            return "takes no packed rows"
-        reason = index_descriptions.why_not(index.sizes(query, key))
-        if reason is None and not (query.is_contiguous() and key.is_contiguous()):
-            reason = "needs contiguous tensors: pass copies"
-        return reason or device_why_not(query)
-
-    return indexing.implementation(asked, PLAIN, why_not)
+def _chosen(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
+    apart = not (query.is_contiguous() and key.is_contiguous())
+    return runs_on(
+        *(asked, query, cu_seqlens is not None and "takes no packed rows"),
+        index_descriptions.why_not(index.sizes(query, key)),
+        apart and "needs contiguous tensors: pass copies",
+    )
 
 
-def chosen_implementation(
-    asked: str | None, why_not: Callable[[], str | None], query: Tensor
-) -> str:
+def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
     """`triton` or `torch`, as `nsa_core.index.implementation`."""
-    return indexing.implementation(asked, PLAIN, lambda: device_why_not(query) or why_not())
+    return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
 
 
 def device_why_not(query: Tensor) -> str | None:

@@ -46,8 +46,6 @@ ASKED = {
     "kernels_why_not": "kernels_pallas.why_not",
     "append_why_not": "nsa_torch.paged.append_why_not",
     "indexer_why_not": "nsa_torch.indexer.device_why_not",
-    "long_lists_why_not": "nsa_torch.blocks.device_why_not",
-    "index_loss_why_not": "nsa_torch.index_loss.device_why_not",
     "is_hopper": "nsa_jax.ffi._is_hopper",
     "ffi_registered": "nsa_jax.ffi._registered",
     "ffi_serves": "nsa_jax.ffi.serves",

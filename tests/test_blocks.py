@@ -390,7 +390,7 @@ def test_row(function, case, path, device, monkeypatch, request):
     if INTERPRETED:  # it takes tensors on the CPU
         set_limits(monkeypatch, **IN_THE_INTERPRETER)
         long = function == "block_attention" and case.n > 64
-        names = ["long_lists"] if long else ["kernels", "indexer", "index_loss"]
+        names = ["indexer"] if long else ["kernels", "indexer"]
         pretend.machine(monkeypatch, **{f"{x}_why_not": None for x in names})
     elif implementation == "mosaic" and device == "cpu":
         request.getfixturevalue("interpreted")
@@ -497,7 +497,7 @@ def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     """For a GPU that need not be there."""
     pretend.machine(monkeypatch, jax_capability=(9, 0))
     for module in ("blocks", "indexer", "index_loss"):  # whose import is of each other's own
-        place = f"nsa_jax.{module}.chosen_implementation"
+        place = f"nsa_jax.{module}.runs_on"
         monkeypatch.setattr(place, lambda *_: "triton")
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
     whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
