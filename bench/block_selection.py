@@ -135,11 +135,11 @@ def attend(
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
       read: what `Problem.read` makes of the indices.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
 
     import nsa_torch
     from nsa_torch.huggingface.block_selection import block_attention
-    from nsa_torch.huggingface.compatibility import sdpa_attention_forward
 
     if name == "nsa_blocks":
         return block_attention(of, query, key, value, None, block_indices=indices)[0]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLTextConfig,
 )
@@ -18,7 +19,7 @@ from bench.block_selection import attend, layer_of
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
-from nsa_torch.huggingface.compatibility import CACHE, causal_mask_function
+from nsa_torch.huggingface.cache import CACHE
 from tests.limits import set_limits
 from tests.torch_sizes import Sizes
 

@@ -20,11 +20,9 @@ from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
-    cache_allocator,
-    compatibility,
+    cache,
     continuous,
     continuous_batching_config,
-    paged_layer,
     serve,
 )
 from nsa_torch.paged import PagedCache
@@ -37,7 +35,7 @@ devices = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 served = pytest.mark.skipif(
-    not hasattr(compatibility.FullAttentionCacheAllocator, "layer_type"),
+    not hasattr(continuous.FullAttentionCacheAllocator, "layer_type"),
     reason="generate_batch is refused below transformers 5.19 (test_another_manager_is_refused)",
 )
 TOKENS = 6  # that are asked for
@@ -93,9 +91,9 @@ def replaced(monkeypatch, name, own):
     """Of the allocator; `own(original, *arguments)`: what the manager does with it is seen in no
     result.
     """
-    original = getattr(cache_allocator.NSACacheAllocator, name)
+    original = getattr(continuous.NSACacheAllocator, name)
     call = lambda self, *arguments: own(functools.partial(original, self), *arguments)
-    monkeypatch.setattr(cache_allocator.NSACacheAllocator, name, call)
+    monkeypatch.setattr(continuous.NSACacheAllocator, name, call)
 
 
 ANSWERS = [
@@ -282,7 +280,7 @@ def test_all_that_is_kept_is_counted(kinds, monkeypatch):
 
 def test_another_manager_is_refused(monkeypatch):
     """One whose allocators have other methods, or none; `generate` runs with it."""
-    monkeypatch.setattr(compatibility, "FullAttentionCacheAllocator", object)
+    monkeypatch.setattr(continuous, "FullAttentionCacheAllocator", object)
     lm, given = model(), ["checkpoint", "--continuous-batching"]
     for kind, call in (
         (NotImplementedError, lambda: lm.generate_batch([[1, 2]])),
@@ -330,7 +328,7 @@ def test_what_is_refused():
     lm = model()
     config = functools.partial(continuous_batching_config, lm.config)
     make = functools.partial(
-        cache_allocator.NSACacheAllocator,
+        continuous.NSACacheAllocator,
         index=0,
         config=lm.config,
         cache_dtype=torch.float32,
@@ -342,7 +340,6 @@ def test_what_is_refused():
     mixed, zeros = Branches(None, "sdpa", None), [torch.zeros(1)] * 4
     for message, call in (
         (f"{page} 32", lambda: config(page_size=32)),
-        (f"{page} 32", lambda: config(block_size=32)),
         ("cpu_offload_space must be 0", lambda: config(cpu_offload_space=1.0)),
         (graph, lambda: config(use_cuda_graph=(True, True))),
         (f"num_blocks {least}", lambda: config(num_blocks=0)),
@@ -352,14 +349,14 @@ def test_what_is_refused():
             "num_beams must be 1",
             lambda: lm.generate_batch([[1, 2]], **options(lm, num_beams=2)),
         ),
-        ("all branches by one implementation", lambda: paged_layer.one_name(mixed)),
+        ("all branches by one implementation", lambda: cache.one_name(mixed)),
         ("is for generate_batch alone", lambda: continuous.dense_attention(None, *zeros)),
         (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             call()
-    assert paged_layer.one_name(Branches.each("sdpa")) == "sdpa"
+    assert cache.one_name(Branches.each("sdpa")) == "sdpa"
 
 
 @pytest.mark.gpu

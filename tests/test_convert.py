@@ -11,6 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 from flax import nnx
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -315,6 +317,11 @@ def index_of(*files):
     return with_index(json.dumps({"weight_map": dict(zip("abc", files, strict=False))}))
 
 
+def tokenizer(largest):
+    """The file of one with two tokens."""
+    return json.loads(Tokenizer(WordLevel({"a": 0, "b": largest}, "a")).to_str())
+
+
 def changed_weights(change, file="model.safetensors"):
     def edit(source):
         state = safetensors.torch.load_file(source / file)
@@ -339,13 +346,6 @@ def in_shards(edit):
     return made
 
 
-def twice(path):
-    """Which of the two files a reader takes is its own affair."""
-    changed_weights(lambda x: x.update({"model.norm.weight": torch.ones(48)}), path)(
-        path.parent
-    )
-
-
 def without_safetensors(source):
     path = source / "model.safetensors"
     torch.save(safetensors.torch.load_file(path), source / "pytorch_model.bin")
@@ -358,7 +358,6 @@ def a_cut_file(source):
 
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-TOKENIZER = {"model": {"vocab": {"a": 0, "b": 96}}, "added_tokens": []}
 SLIDING = dict(use_sliding_window=True, sliding_window=8, layer_types=None)
 READS = "config.json that transformers reads, got "
 # What is done to a source, or said of it, and the error.
@@ -393,19 +392,17 @@ REFUSED = {
     "no safetensors": (without_safetensors, "got pytorch_model.bin"),
     "shard": (in_shards(lambda path: path.unlink()), "got no model-00002-of"),
     "cut file": (a_cut_file, "model.safetensors must be a whole file"),
-    "index of no files": (with_index("{}"), "index.json must have a weight_map, got None"),
-    "index of a file elsewhere": (index_of("../a.safetensors"), "must name files .* beside it"),
-    "weight twice": (in_shards(twice), f"{NORM} must stand in one file"),
+    "index of no files": (with_index("{}"), "index.json must be JSON with a weight_map"),
+    "index of a file elsewhere": (index_of("../a.safetensors"), "must name files beside it"),
     "index of a folder": (index_of("a.safetensors", "d.safetensors"), "got no d.safetensors"),
-    "generation": (
-        with_file("generation_config.json", []),
-        "generation_config.json must hold names and values",
+    "cut index": (with_index("{"), "index.json must be JSON with"),
+    "weight missing": (
+        changed_weights(lambda state: state.pop(NORM)),
+        f"{NORM}: expected shape .48., got no such weight",
     ),
-    "cut index": (with_index("{"), "index.json must be JSON, got"),
-    "weight missing": (changed_weights(lambda state: state.pop(NORM)), f"must have {NORM}"),
     "weight unknown": (
         with_weight("score.weight", torch.ones(2, 48)),
-        "score.weight must not be in a qwen2 model",
+        "score.weight: expected shape no such weight, got .2, 48.",
     ),
     "head of a tied model": (
         with_config(tie_word_embeddings=True),
@@ -418,24 +415,12 @@ REFUSED = {
     ),
     "overflow": (dict(dtype=torch.float16), "W_V_sel.weight must be finite in torch.float16"),
     "tokenizer": (
-        with_file("tokenizer.json", TOKENIZER | {"added_tokens": [{"id": 97}]}),
+        with_file("tokenizer.json", tokenizer(97)),
         "tokens must be below vocab_size=97, got 97",
-    ),
-    "tokenizer by names": (
-        with_file("vocab.json", {"model": 97}),
-        "vocab.json: tokens must be below vocab_size=97, got 97",
-    ),
-    "added tokens": (
-        with_file("added_tokens.json", {"<extra>": 98}),
-        "added_tokens.json: tokens must be below vocab_size=97, got 98",
     ),
     "no tokenizer": (
         with_file("tokenizer.json", {"model": None}),
-        "tokenizer.json must name tokens and their ids",
-    ),
-    "list for a tokenizer": (
-        with_file("tokenizer.json", []),
-        "tokenizer.json must hold names and values",
+        "tokenizer.json must be a tokenizer, got",
     ),
     "check": (dict(check=65), r"check must be in 1..64 tokens .*got 65"),
     "check as a text": (dict(check="9"), "check must be an int >= 1, got '9'"),
@@ -501,9 +486,9 @@ def test_weights_keep_their_dtypes(source, tmp_path):
     assert NSAForCausalLM.from_pretrained(tmp_path / "target").dtype == torch.bfloat16
 
 
-def test_the_command(source, tmp_path, capsys):
+def test_the_command(source, folders, tmp_path, capsys):
     """Its exit status, what it writes and what it leaves."""
-    with_file("tokenizer.json", TOKENIZER)(source)
+    with_file("tokenizer.json", tokenizer(96))(source)
     (source / "additional_chat_templates").mkdir()
     copied = "tokenizer.json", "LICENSE.txt", "additional_chat_templates/tools.jinja"
     for name in ("LICENSE.txt", "added_tokens.json", copied[2]):
@@ -524,13 +509,8 @@ def test_the_command(source, tmp_path, capsys):
     edited(source, hidden_size="wide")
     assert main([str(source), other]) == 2
     assert "'hidden_size' expected int" in capsys.readouterr().err
-    for words, message in (
-        (["hidden_size=4"], "hidden_size"),
-        (["window=4", "window=8"], "window must be set once"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main([str(source), other, "--set", *words])
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert main([str(folders("qwen2")[0]), other, "--set", "hidden_size=4"]) == 2
+    assert "hidden_size must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["none", "./none", "../no/folder", None])

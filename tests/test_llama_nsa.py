@@ -11,7 +11,7 @@ import transformers
 import nsa_torch.huggingface
 from nsa_core.config import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
-from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.llama_nsa import best_by_halves
 from tests.oracles import nsa
 

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
 
 import nsa_torch
 from nsa_torch.huggingface import block_indexer
-from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
 from nsa_torch.huggingface.rows import BORDERS, INDEX
 
 NAME = "nsa_blocks"

@@ -1,136 +1,114 @@
-"""`NSAModelCache`: what `generate` keeps, one `nsa_torch` cache a layer.
+"""What `generate` keeps: `NSAModelCache`, which grows, and `NSAPagedModelCache`, of static shapes.
 
-transformers counts columns of the batch, padding included (`get_seq_length`). A row's own
-tokens stand in its cache from slot 0 on, without the padding, and its length is its own.
-Tensors have room for `capacity` tokens; what is written where follows from lengths on the device.
+transformers counts columns of the batch, padding included (`get_seq_length`). A row's own tokens
+are stored from slot 0 on, without the padding, and its length is its own:
+
+    NSAModel.forward -> begin: where the new tokens go, once for all layers (`Call`)
+        each layer: attend, or append where it is dense
+    -> end: the lengths
 """
 
-import abc
-import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa_core.cache_contents import Contents, summary
+from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core import validate
+from nsa_core.cache_contents import Contents
 from nsa_core.config import SIZES
+from nsa_core.paged_dispatch import GATHERED
+from nsa_core.paged_runs import Run
+from nsa_core.types import Branches
 from nsa_torch import cache as nsa_cache
+from nsa_torch.functional import Name, Names
 from nsa_torch.geometry import own_tokens
-from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
+from nsa_torch.paged import FP8, PagedCache
+from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
 
+NAMES = "past_key_values", "cache"  # of a cache, in transformers before 5.24 and from then on
+CACHE = NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]
 ROOM = 64  # capacities of a growing cache are multiples of it
 # Of a model's configuration, what its cache follows.
 CACHED = (
-    "layer_attention",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "v_head_dim",
-    "rope_parameters",
-    "qk_norm",
-    "rms_norm_eps",
-    "attention_bias",
-    "kv",
-    "phi",
-    "phi_hidden",
-    *SIZES,
-)
+    "layer_attention", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "v_head_dim", "rope_parameters", "qk_norm", "rms_norm_eps", "attention_bias", "kv", "phi",
+    "phi_hidden", *SIZES,
+)  # fmt: skip
 
 
-@dataclasses.dataclass(repr=False)
-class DenseCache:
-    """Keys and values of a dense layer, as `nsa_torch.NSACache` has them."""
-
-    key: Tensor  # [B, M, Hkv, D]
-    value: Tensor  # [B, M, Hkv, Dv]
-    length: Tensor  # int32 [B], tokens seen by each row
-    longest: int = 0  # no row is longer; known on the host
-
-    def __repr__(self) -> str:
-        return summary(self, "key", "value", self.length)
-
-    @property
-    def capacity(self) -> int:
-        return self.key.shape[1]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The cache with `function` of each tensor in its place."""
-        tensors = {name: function(getattr(self, name)) for name in ("key", "value", "length")}
-        return dataclasses.replace(self, **tensors)
-
-    def reset(self) -> None:
-        """As of `nsa_torch.NSACache`."""
-        self.key, self.value = map(nsa_cache.zeroed, (self.key, self.value))
-        self.length, self.longest = torch.zeros_like(self.length), 0
-
-    def take_back(self, count: int) -> None:
-        """Forgets the last `count` tokens of every row."""
-        self.length, self.longest = self.length - count, self.longest - count
-        self.key, self.value = (
-            nsa_cache.zero_behind(x, self.length, count) for x in (self.key, self.value)
-        )
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The keyword by which transformers' functions and outputs take a cache."""
+    return {CACHE: cache}
 
 
-class ModelLayer(CacheLayerMixin):
-    """A layer's cache, to which the attention layers of an nsa model append."""
+def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments`, in which a cache given by either of `NAMES` has this one.
 
-    is_croppable = True  # read from transformers 5.24 on
-    is_sliding = False
-    supports_early_init = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("a layer of this cache is made by the model's first call")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        raise NotImplementedError(
-            "tokens are appended by the attention layers of an nsa model, got a call of update"
-        )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-
-class RowLayer(ModelLayer):
-    """A layer's cache, whose rows have lengths of their own.
-
-    Args:
-      limit: its capacity; None: it grows.
-
-    The state is an `NSACache` or a `DenseCache`, made by the first call.
+    Raises:
+      ValueError: caches are given by both names.
     """
+    found = {key: arguments.pop(key) for key in NAMES if key in arguments}
+    given = [cache for cache in found.values() if cache is not None]
+    if len(given) > 1:
+        raise ValueError("cache and past_key_values are one argument, got both")
+    return arguments | {name: given[0] if given else None} if found else arguments
 
-    def __init__(self, limit: int | None):
-        super().__init__()
-        self.limit = limit
-        self.state: Any = None
 
-    @abc.abstractmethod
-    def grow(self, capacity: int) -> None:
-        """Moves the tokens to a cache with room for `capacity` of them."""
+def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose argument `cache` may also be given as `past_key_values`."""
 
-    def reserve(self, num_new: int, make: Callable[[int], Any]) -> Any:
-        """The state, with room for `num_new` columns more; `make` gives one of a capacity."""
-        needed = self.get_seq_length() + num_new
-        if self.limit is not None and needed > self.limit:
-            raise ValueError(f"cache capacity is {self.limit} tokens, got {needed}")
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **cache_named("cache", kwargs))
+
+    return call
+
+
+class Call(NamedTuple):
+    """A model's call on `B` rows of `T` columns, the same for all layers."""
+
+    columns: int  # before it, padding included
+    count: Tensor | None  # int64 [B], real tokens among the new columns; None: all are
+    position: Tensor  # int64 [B, T], of each column's token in its row
+    after: Tensor  # int32 [B], tokens of each row after the call
+    room: int  # tokens of a row that a layer has room for
+    reach: int  # tokens of a row that the call reads
+    at: dict[str, Any] = {}  # noqa: RUF012, of pages: arguments of `paged_attention`
+    order: Tensor | None = None  # int64 [B * T], the rows' own tokens, then the padding
+
+
+class NSALayer:
+    """What a layer with NSA keeps in a cache that grows; made by the first call."""
+
+    def __init__(self):
+        self.state: nsa_cache.NSACache | None = None
+        self.recording = False
+
+    def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
+        """`attention` of the columns `x` [B, T, dim] to all before."""
         if self.state is None:
-            self.state = make(self.limit or _rounded(needed))
-            self.is_initialized = True
-        elif needed > self.state.capacity:
-            self.grow(_rounded(max(needed, 2 * self.state.capacity)))
-        return self.state
+            dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
+            self.state = attention.init_cache(x.shape[0], call.room, dtype, x.device)
+            if self.recording:
+                self.state.record()
+        elif self.state.capacity < call.room:
+            self.state = nsa_cache.grow(self.state, call.room)
+        y, self.state = NSAAttention.forward(attention, x, self.state, new_lengths=call.count)
+        return y
 
-    def get_seq_length(self) -> int:
-        """Columns seen, padding included."""
-        return 0 if self.state is None else self.state.longest
-
-    def get_max_length(self) -> int:
-        return -1 if self.limit is None else self.limit
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Puts `function` of each tensor in its place."""
+        if self.state is not None:
+            self.state = self.state.map(function)
 
     def reset(self) -> None:
         """Forgets the tokens; the tensors stay where they are, but for those in a graph of
@@ -139,105 +117,96 @@ class RowLayer(ModelLayer):
         if self.state is not None:
             self.state.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are, but for those
-        in a graph of autograd's.
-        """
-
-        def moved(x):
-            found = x.index_select(0, beam_idx.to(x.device))
-            return found if x.requires_grad else x.copy_(found)
-
+    def crop(self, count: int, lengths: Tensor) -> None:
+        """Forgets the last `count` tokens of every row, which leaves `lengths` of them."""
         if self.state is not None:
-            self.state = self.state.map(moved)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.state = self.state.map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.map(lambda x: x[indices.to(x.device)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` columns, in which no row has padding."""
-        count = taken_back(tokens_to_remove, self.get_seq_length())
-        if self.state is not None:
-            self.take_back(count)
-
-    @abc.abstractmethod
-    def take_back(self, count: int) -> None:
-        """Forgets the last `count` tokens of every row."""
+            nsa_cache.crop(self.state, count)
 
 
-class NSALayer(RowLayer):
-    """That of a layer with NSA."""
+class DenseLayer:
+    """Keys and values of a layer with dense attention, `[B, room, Hkv, .]`.
 
-    def __init__(self, limit: int | None):
-        super().__init__(limit)
-        self.recording = False
+    Zeros are stored behind a row's tokens: what attention masks must be a number.
+    """
 
-    def attend(self, attention: NSAAttention, x: Tensor, count: Tensor | None) -> Tensor:
-        """`attention` of the columns `x` [B, T, dim] to all before; `count`: `Rows.count`."""
+    page = 1  # tokens in an entry of the second axis
 
-        def make(capacity):
-            dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
-            state = attention.init_cache(x.shape[0], capacity, dtype, x.device)
-            if self.recording:
-                state.record()
-            return state
+    def __init__(self):
+        self.kept: dict[str, Tensor] = {}
 
-        state = self.reserve(x.shape[1], make)
-        y, self.state = NSAAttention.forward(attention, x, state, new_lengths=count)
-        return y
-
-    def grow(self, capacity: int) -> None:
-        self.state = nsa_cache.grow(self.state, capacity)
-
-    def activate_past_recording(self) -> None:
-        """From now on keeps what `crop` needs to take tokens back."""
-        self.recording = True
-        if self.state is not None:
-            self.state.record()
-
-    def take_back(self, count: int) -> None:
-        nsa_cache.crop(self.state, count)
-
-
-class DenseLayer(RowLayer):
-    """That of a layer with dense attention."""
-
-    def append(self, key: Tensor, value: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Writes `[B, T, Hkv, .]`; returns the keys and values of all columns."""
-
-        def make(capacity):
-            def zeros(x):
-                return x.new_zeros(x.shape[0], capacity, *x.shape[2:])
-
-            length = torch.zeros(key.shape[0], dtype=torch.int32, device=key.device)
-            return DenseCache(zeros(key), zeros(value), length)
-
-        state = self.reserve(key.shape[1], make)
-        if nsa_cache.in_graph((state.key, state.value), (key, value)):
-            self.state = state = state.map(Tensor.clone)
-        key, value = own_tokens(count, key, value)
+    def append(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Writes `[B, T, Hkv, .]`; returns the keys and values that the call reads."""
+        new = dict(zip(("key", "value"), own_tokens(call.count, key, value), strict=True))
+        for name, x in new.items():
+            if name not in self.kept:
+                self.kept[name] = x.new_zeros(x.shape[0], call.room, *x.shape[2:])
+            elif self.kept[name].shape[1] < call.room:
+                self.kept[name] = nsa_cache.extend(self.kept[name], call.columns, call.room)
+        if nsa_cache.in_graph(self.kept.values(), new.values()):
+            self.map(Tensor.clone)
         row = torch.arange(key.shape[0], device=key.device)[:, None]
-        place = state.length[:, None] + torch.arange(key.shape[1], device=key.device)
-        state.key[row, place], state.value[row, place] = key, value
-        counted = key.shape[1] if count is None else count.to(state.length.dtype)
-        state.length = state.length + counted
-        state.longest += key.shape[1]
-        return state.key[:, : state.longest], state.value[:, : state.longest]
+        for name, x in new.items():
+            self.kept[name][row, call.position] = x
+        return self.kept["key"][:, : call.reach], self.kept["value"][:, : call.reach]
 
-    def grow(self, capacity: int) -> None:
-        used = self.state.longest
-        key, value = (
-            nsa_cache.extend(x, used, capacity) for x in (self.state.key, self.state.value)
-        )
-        self.state = dataclasses.replace(self.state, key=key, value=value)
+    def tensors(self) -> dict[str, Tensor]:
+        return self.kept
 
-    def take_back(self, count: int) -> None:
-        self.state.take_back(count)
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.kept = {name: function(x) for name, x in self.kept.items()}
+
+    def reset(self) -> None:
+        self.map(nsa_cache.zeroed)
+
+    def crop(self, count: int, lengths: Tensor) -> None:
+        self.map(lambda x: nsa_cache.zero_behind(x, lengths, count))
+
+
+class PagedLayer:
+    """The pages of a layer with NSA, `fp8` or in the model's dtype; made by the first call."""
+
+    def __init__(self, page: int, fp8: bool):
+        self.page, self.fp8 = page, fp8
+        self.pages: PagedCache | None = None
+        self.batch = 0
+
+    def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
+        """`attention` of the columns `x` [B, T, dim] to all before."""
+        spec = attention.spec
+        if self.pages is None:
+            self.batch, dtype = x.shape[0], product_dtype(x.device, x.dtype)
+            self.pages = PagedCache(
+                self.batch * math.ceil(call.room / self.page),
+                *(spec.n_kv_groups, spec.d_k, spec.d_v),
+                config=spec.config,
+                dtype=FP8 if self.fp8 else dtype,
+                device=x.device,
+                separate=spec.separate,
+                compressed_dtype=dtype,
+                max_rows=self.batch,
+            )
+        return attend_pages(attention, x, call.position, self.pages, call.order, **call.at)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views `[B, .., ...]` of what is kept. Codes of 8 bits are integers: not every torch
+        indexes floats of 8 bits.
+        """
+        found = {} if self.pages is None else self.pages.tensors()
+        bits = {k: x.view(torch.uint8) if x.dtype is FP8 else x for k, x in found.items()}
+        return {k: x.unflatten(0, (self.batch, -1)) for k, x in bits.items()}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for name, x in self.tensors().items():
+            found, dtype = function(x), getattr(self.pages, name).dtype
+            self.batch = found.shape[0]
+            setattr(self.pages, name, found.flatten(0, 1).view(dtype))
+
+    def reset(self) -> None:
+        if self.pages is not None:
+            self.pages.reset()
+
+    def crop(self, count: int, lengths: Tensor) -> None:
+        """Nothing: what is behind a row's length is not read again."""
 
 
 class NSAModelCache(Cache):
@@ -247,37 +216,64 @@ class NSAModelCache(Cache):
       config: of the model.
       capacity: columns there is room for, allocated at the first call; one more is a
         `ValueError`. None: the cache starts with the prompt's and doubles where it is full.
+
+    Attributes:
+      lengths: int32 `[B]`, real tokens of each row; None before the first call.
     """
 
+    is_croppable = True  # read from transformers 5.24 on
+    is_compileable = False
     layers: list[Any]
 
     def __init__(self, config: NSAModelConfig, capacity: int | None = None):
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
-        kinds = config.layer_attention
-        super().__init__(layers=[self.make_layer(kind, config, capacity) for kind in kinds])
-        self.config = config
+        self.config, self.capacity, self.room = config, capacity, capacity or 0
+        self.lengths: Tensor | None = None
+        self.call: Call | None = None
+        self.columns = 0  # seen, padding included
         self.ragged = False  # whether rows may have different lengths
-        self.begun: int | None = None  # columns before a call that has not ended
+        layers: list[Any] = []
+        for kind in config.layer_attention:
+            layers.append(DenseLayer() if kind == "dense" else self.nsa_layer())
+        super().__init__(layers)
 
-    def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:
-        """The cache of a layer of this kind, "nsa" or "dense"."""
-        return DenseLayer(capacity) if kind == "dense" else NSALayer(capacity)
-
-    @property
-    def lengths(self) -> Tensor | None:
-        """int32 `[B]`: real tokens of each row; None before the first call."""
-        state = self.layers[0].state
-        return None if state is None else state.length
+    def nsa_layer(self) -> Any:
+        return NSALayer()
 
     @property
     def batch_size(self) -> int:
-        lengths = self.lengths
-        return -1 if lengths is None else lengths.shape[0]
+        return -1 if self.lengths is None else self.lengths.shape[0]
 
     @property
     def is_initialized(self) -> bool:
         return self.lengths is not None
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity or -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ):
+        """Of a dense layer: appends `[B, Hkv, T, .]`, returns what the call reads."""
+        layer = self.layers[layer_idx]
+        if self.call is None or not isinstance(layer, DenseLayer):
+            raise NotImplementedError(
+                "tokens are appended by the attention layers of an nsa model, got a call of update"
+            )
+        new = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        return [x.transpose(1, 2) for x in layer.append(*new, self.call)]
 
     def check_model(self, config: NSAModelConfig) -> None:
         """Raises ValueError unless the cache was made for layers as the model's."""
@@ -286,51 +282,271 @@ class NSAModelCache(Cache):
         )
         Contents(theirs).with_facts(ours, "for a model ")
 
-    def begin(self, x: Tensor, count: Tensor | None) -> None:
-        """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`.
+    def reserve(self, num_new: int) -> int:
+        """The columns with `num_new` more; ValueError where there is no room for them."""
+        needed = self.columns + num_new
+        if self.capacity is not None and needed > self.capacity:
+            raise ValueError(f"cache capacity is {self.capacity} tokens, got {needed}")
+        return needed
+
+    def begin(self, x: Tensor, count: Tensor | None) -> Call:
+        """Before a call's first layer gets `x` [B, T, dim], of which row `b` has the first
+        `count[b]`.
 
         Raises:
-          ValueError: the last call did not end, and some layers have its tokens.
+          ValueError: there is no room, or the last call did not end and layers have its tokens.
         """
-        columns = [layer.get_seq_length() for layer in self.layers]
-        before = columns[0] if self.begun is None else self.begun
-        if {*columns} != {before}:
+        needed = self.reserve(x.shape[1])
+        states = [layer.state for layer in self.layers if isinstance(layer, NSALayer)]
+        seen = [0 if state is None else state.longest for state in states]
+        if {*seen} - {self.columns}:
             raise ValueError(
                 "cache must have the same tokens in all layers, of calls that ended, got "
-                f"{columns} columns: a call ended with an error; reset() it and begin anew"
+                f"{seen} columns in place of {self.columns}: a call ended with an error; reset() "
+                "it and begin anew"
             )
-        self.begun = before
+        if self.lengths is None:
+            self.lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
+        if needed > self.room:  # the next multiple of ROOM, at least twice as much as there is
+            self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM
+        position = self.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+        new = x.shape[1] if count is None else count.to(torch.int32)
+        after = self.lengths + new
+        self.call = Call(self.columns, count, position, after, self.room, needed)
+        return self.call
 
-    def end(self, count: Tensor | None) -> None:
-        """After a call's last layer."""
-        self.ragged, self.begun = self.ragged or count is not None, None
+    def end(self) -> None:
+        """After a call's last layer: its tokens count."""
+        assert self.call is not None and self.lengths is not None
+        self.lengths.copy_(self.call.after)
+        self.columns += self.call.position.shape[1]
+        self.ragged, self.call = self.ragged or self.call.count is not None, None
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def reset(self) -> None:
+        """Forgets the tokens."""
+        for layer in self.layers:
+            layer.reset()
+        if self.lengths is not None:
+            nsa_cache.zeroed(self.lengths)
+        self.columns, self.ragged = 0, False
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes back the last `-tokens_to_remove` columns, in which no row has padding; of all
         layers or, where that is an error, of none.
         """
+        count = -int(tokens_to_remove)  # transformers may give a tensor
+        if not 0 <= count <= self.columns:
+            raise ValueError(
+                f"tokens_to_remove must be in {-self.columns}..0, minus the number of tokens to "
+                f"take back, got {-count}"
+            )
+        if self.lengths is None:
+            return
+        lengths = self.lengths - count
         # Layers with NSA know how far back they can go.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, DenseLayer)):
-            layer.crop(tokens_to_remove)
+            layer.crop(count, lengths)
+        self.lengths.copy_(lengths)
+        self.columns -= count
 
-    def reset(self) -> None:
-        super().reset()
-        self.ragged, self.begun = False, None
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Continues with these rows."""
+        select = lambda x: x[indices.to(x.device)]
+        for layer in self.layers:
+            layer.map(select)
+        if self.lengths is not None:
+            self.lengths = select(self.lengths)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.batch_size > 0:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` is."""
+        self.batch_select_indices(beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """From now on keeps what `crop` needs to take tokens back."""
+        for layer in self.layers:
+            if isinstance(layer, NSALayer):
+                layer.recording = True
+                if layer.state is not None:
+                    layer.state.record()
 
 
-def taken_back(tokens_to_remove: int | Tensor, columns: int) -> int:
-    """How many of the `columns` go: a number on the host, where transformers may give a tensor.
+class NSAPagedModelCache(NSAModelCache):
+    """The past of a batch, for `NSAForCausalLM`: `generate(.., cache=this)`.
+
+    Row `b` has the pages `bM .. bM + M - 1` of every layer. The table of pages and `lengths` are
+    on the device, where a call reads them once and writes them once. A step therefore waits for
+    nothing and allocates no memory that outlives it: `StepGraph` captures the model's step once and
+    replays it while rows grow.
+
+    Args:
+      config: of the model.
+      batch_size: rows; with beams or several returned sequences, those of all of them.
+      capacity: columns there is room for, padding included; one more is a `ValueError`.
+      dtype: `torch.float8_e4m3fn`: layers with NSA keep their tokens in fp8, as a `PagedCache`;
+        None: in the model's dtype.
+
+    Beams copy the pages in use; `crop` and `reset` shorten lengths. Layers with dense attention
+    keep their keys and values side by side.
 
     Raises:
-      ValueError: `tokens_to_remove` is not minus the number of some of them.
+      ValueError: a size that is not a positive int, another dtype.
     """
-    if not -columns <= (removed := int(tokens_to_remove)) <= 0:
-        raise ValueError(
-            f"tokens_to_remove must be in {-columns}..0, minus the number of "
-            f"tokens to take back, got {removed}"
+
+    def __init__(
+        self,
+        config: NSAModelConfig,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype | None = None,
+    ):
+        validate.sizes(batch_size=batch_size, capacity=capacity)
+        if dtype not in (None, FP8):
+            raise ValueError(f"dtype must be None, the model's, or {FP8}, got {dtype}")
+        self.dtype, self.batch, self.page = dtype, batch_size, config.select_block
+        self.page_table: Tensor | None = None  # int32 [B, M]
+        super().__init__(config, capacity)
+
+    def nsa_layer(self) -> Any:
+        return PagedLayer(self.page, self.dtype is FP8)
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch
+
+    def begin(self, x: Tensor, count: Tensor | None) -> Call:
+        """Up to `QUERIES` columns, shapes do not follow from the tokens that are there."""
+        batch, T = x.shape[:2]
+        if batch != self.batch:
+            raise ValueError(
+                f"cache must have a row for each of the {batch} rows of the input, "
+                f"got batch_size={self.batch}"
+            )
+        call = super().begin(x, count)
+        pages = math.ceil(self.room / self.page)
+        if self.page_table is None:
+            index = torch.arange(batch * pages, dtype=torch.int32, device=x.device)
+            self.page_table = index.view(batch, pages)
+        table = self.page_table
+        if T > QUERIES:
+            table = table[:, : math.ceil(call.reach / self.page)].contiguous()
+        else:
+            call = call._replace(reach=self.room)
+        at = {"page_table": table, "lengths": call.after, "max_seqlen_q": T}
+        if count is None:
+            if T > QUERIES:  # the rows are alike
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * T
+                whole = call.columns == 0
+                runs = [Run(slice(0, batch), slice(0, batch * T), T, table.shape[1], whole)]
+                at |= {"cu_seqlens_q": starts, "runs": runs}
+        elif T == 1:  # a row without a token has length 0
+            at["lengths"] = torch.where(count > 0, call.after, 0)
+        else:
+            starts = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
+            starts[1:] = count.cumsum(dim=0)
+            at["cu_seqlens_q"] = starts
+            padding = (torch.arange(T, device=x.device) >= count[:, None]).flatten()
+            call = call._replace(order=padding.to(torch.uint8).argsort(stable=True))
+        self.call = call._replace(at=at)
+        return self.call
+
+    def dense_mask(self, dtype: torch.dtype) -> Tensor:
+        """Mask `[B, 1, T, tokens read]` of the call, for dense layers."""
+        call, name = self.call, self.config._attn_implementation or "sdpa"
+        assert call is not None
+        if name not in ("sdpa", "eager"):
+            raise NotImplementedError(
+                f"attn_implementation of dense layers must be 'sdpa' or 'eager' with an "
+                f"NSAPagedModelCache, got {name!r}"
+            )
+        key = torch.arange(call.reach, device=call.position.device)
+        mask = (key <= call.position[..., None])[:, None]
+        if name == "eager":
+            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            mask = zeros.masked_fill(~mask, torch.finfo(dtype).min)
+        return mask
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.batch, self.page_table = indices.shape[0], None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` is: its pages in use are copied, and the tensors
+        stay where they are.
+        """
+        used: list[Tensor] = [] if self.lengths is None else [self.lengths]
+        for layer in self.layers:
+            entries = math.ceil(self.columns / layer.page)
+            used += (x[:, :entries] for x in layer.tensors().values())
+        for x in used:
+            x.copy_(x.index_select(0, beam_idx.to(x.device)))
+
+
+def attend_pages(
+    attention: NSAAttention,
+    x: Tensor,
+    position: Tensor,
+    pages: PagedCache,
+    order: Tensor | None = None,
+    **at: Any,
+) -> Tensor:
+    """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
+
+    Args:
+      order: as of `Call`; None: tokens stand as they are in `x`.
+      at: which rows they are of, arguments of `paged_attention`.
+    """
+    take = slice(None) if order is None else order
+    by_token = lambda x: x.flatten(0, 1)[take]
+    query, key, value, gates = attention.project(x, position)
+    # One tensor for all branches stays one.
+    key, value = (
+        Branches(*map(by_token, each))
+        if attention.spec.separate
+        else Branches.each(by_token(each[0]))
+        for each in (key, value)
+    )
+    out = paged_attention(
+        by_token(query),
+        by_token(gates),
+        pages,
+        key=key,
+        value=value,
+        params=attention.compress_params(),
+        made_with=attention.spec.cached,
+        config=attention.spec.config,
+        implementation=one_name(attention.implementation),
+        **at,
+    )
+    if order is not None:
+        out = torch.empty_like(out).index_copy_(0, order, out)
+    return attention.out(out.reshape(*x.shape[:2], -1))
+
+
+def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether its steps of one token a row run on kernels that read pages."""
+    spec = attention.spec
+    heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
+    options: Any = {"dtype": dtype, "device": device}
+    cache = PagedCache(1, heads, *widths, config=spec.config, separate=spec.separate, **options)
+    query, gates = (torch.empty(1, spec.n_heads, n, **options) for n in (spec.d_k, 3))
+    table, lengths = (torch.zeros(x, dtype=torch.int32, device=device) for x in ((1, 1), 1))
+    try:
+        at = query, gates, cache, table, lengths
+        found = explain(*at, implementation=one_name(attention.implementation))
+    except NotImplementedError:
+        return False
+    return found.implementation != GATHERED
+
+
+def one_name(implementation: Names) -> Name | None:
+    """The implementation of all branches, which attention from pages runs at once."""
+    names = set(Branches.each(implementation))
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"attention from pages runs all branches by one implementation, got {implementation}"
         )
-    return -removed
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // ROOM) * ROOM
+    return names.pop()

@@ -1,18 +1,19 @@
 """Continuous batching of transformers (`generate_batch`) over paged caches.
 
-    generate_batch -> manager: transformers', which shares out blocks (`cache_allocator.py`)
+    generate_batch -> manager: transformers', which allocates blocks from an `NSACacheAllocator`
         a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
             each layer: project -> append -> paged_attention -> out
 
-What a step does is planned once for all layers. Steps of one token a row bring a block table: their
-shapes follow from it alone, nothing is read on the host, and on a GPU the manager captures them as
-CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one after
-the other. Their rows' bounds are read once, padding is left out, and `plan_runs` says which rows
-are attended together.
+What a step does is planned once for all layers. Steps of one token per row bring a block table:
+their shapes follow from it alone, nothing is read on the host, and on a GPU the manager captures
+them as CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one
+after the other. Their rows' bounds are read once, padding is left out, and `plan_runs` says which
+rows are attended together.
 """
 
 import copy
 import functools
+import importlib
 import itertools
 import numbers
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
@@ -27,15 +29,155 @@ from transformers import AttentionInterface, ContinuousBatchingConfig
 from nsa_core import paged_layout
 from nsa_core.paged_runs import Run, plan_runs
 from nsa_torch.geometry import own_tokens
-from nsa_torch.huggingface import cache_allocator
-from nsa_torch.huggingface.compatibility import cache_allocators
+from nsa_torch.huggingface.cache import attend_pages
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.huggingface.paged_layer import attend_pages
 from nsa_torch.module import NSAAttention
+from nsa_torch.paged import PagedCache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 # The attention of a model while a manager serves it: "flash" says that no mask is made.
 NAME = "flash_nsa"
+KIND = "full_attention"  # of all layers, in the manager's tables
+# What stores the tokens of `generate_batch`; transformers before 5.19 has no such class.
+_batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
+FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocator", object)
+
+
+def check_manager() -> None:
+    """
+    Raises:
+      NotImplementedError: transformers' manager has no allocators, or others.
+    """
+    if not hasattr(FullAttentionCacheAllocator, "layer_type"):
+        raise NotImplementedError(
+            "generate_batch on NSA runs with transformers 5.19 to 5.24, got "
+            f"{transformers.__version__}, whose manager allocates its pages in another way"
+        )
+
+
+def elements_of_layers(config: NSAModelConfig) -> list[int]:
+    """Elements of a block of `select_block` tokens, a number for each layer."""
+    spec = config.layer_spec
+    heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
+    nsa = paged_layout.page_elements(heads, *widths, spec.config, spec.separate)
+    dense = config.select_block * heads * sum(widths)
+    return [nsa if kind == "nsa" else dense for kind in config.layer_attention]
+
+
+def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
+    """Of a block of `select_block` tokens of all layers."""
+    return sum(elements_of_layers(config)) * dtype.itemsize
+
+
+class NSACacheAllocator(FullAttentionCacheAllocator):
+    """Of all layers of a model with NSA; arguments are the manager's.
+
+    The manager allocates blocks of `select_block` tokens of all layers, shares prefixes and copies
+    forks. Here a block has room for all of a model's layers: of a layer with NSA the three
+    branches' keys and values and the compressed tokens, of a dense layer its keys and values. The
+    memory is the manager's, so that it is counted. It is carved into arrays over all blocks, as
+    kernels read them:
+
+        block of token p of a request   block_table[request][p // select_block]
+
+    A step reads block numbers alone. The manager's lists of token numbers, as long as the context,
+    are lists of blocks here.
+
+    Raises:
+      ValueError: pages of another size than `select_block`.
+      NotImplementedError: heads are split over devices.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: NSAModelConfig,
+        num_key_value_heads: int,
+        cache_dtype: torch.dtype,
+        page_size: int,
+        layer_indices: list[int],
+        allow_block_sharing: bool,
+    ):
+        spec = config.layer_spec
+        if page_size != config.select_block:
+            raise ValueError(
+                f"page_size must be select_block={config.select_block}, got {page_size}"
+            )
+        if num_key_value_heads != spec.n_kv_groups:
+            raise NotImplementedError(
+                "generate_batch on NSA runs on one device: each must have all "
+                f"{spec.n_kv_groups} key/value heads, got {num_key_value_heads}"
+            )
+        self.config, self.cache_dtype = config, cache_dtype
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=layer_indices,
+            tokens_per_page=page_size,
+            # The manager knows layers of one size: a mean, rounded up.
+            bytes_per_page=-(-bytes_of_block(config, cache_dtype) // len(layer_indices)),
+            allow_block_sharing=allow_block_sharing,
+        )
+        # So that its block tables have numbers of blocks.
+        self.block_physical_stride = page_size
+        self.pages: dict[int, PagedCache | tuple[Tensor, Tensor]] = {}
+
+    def register_cache_tensor(self, bytes_per_sector, non_trash_bytes, cache_tensor, pool):
+        """Carves `cache_tensor`, the manager's memory in bytes."""
+        self.bytes_per_sector = bytes_per_sector
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        blocks = cache_tensor.numel() // self.bytes_per_block
+        memory, spec = cache_tensor.view(self.cache_dtype), self.config.layer_spec
+        begin, elements = 0, elements_of_layers(self.config)
+        sizes = spec.n_kv_groups, spec.d_k, spec.d_v
+        for layer in self.layer_indices:
+            end = begin + blocks * elements[layer]
+            each, begin = memory[begin:end], end
+            if self.config.layer_attention[layer] == "nsa":
+                made = PagedCache.carve(
+                    each, *sizes, config=spec.config, separate=spec.separate
+                )
+            else:
+                tokens = blocks * self.tokens_per_page * spec.n_kv_groups
+                shape = blocks, self.tokens_per_page, spec.n_kv_groups, -1
+                cut = each.split_with_sizes([tokens * spec.d_k, tokens * spec.d_v])
+                made = tuple(x.view(shape) for x in cut)
+            self.pages[layer] = made
+
+    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        """Copies whole blocks, as where a request forks within one."""
+        device = self.cache_tensor.device
+        source, target = (
+            torch.tensor(x, dtype=torch.int64, device=device)
+            for x in (source_block_ids, dest_block_ids)
+        )
+        for pages in self.pages.values():
+            if isinstance(pages, PagedCache):
+                pages.copy_pages(source, target)
+            else:
+                for x in pages:
+                    x[target] = x[source]
+
+    def get_read_indices(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> list[int]:
+        """The blocks of the request, in place of its tokens."""
+        count = -(-(past_length + query_length) // self.tokens_per_page)
+        return self.block_table[request_id][:count]
+
+    def get_write_indices(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> list[int]:
+        """The same where the request begins: in a step of such requests alone none are read."""
+        return [] if past_length else self.get_read_indices(request_id, 0, query_length)
+
+
+class AllocatorByConfiguration(FullAttentionCacheAllocator):
+    """In the place of transformers' class: ours for our configuration, else what it was."""
+
+    def __new__(cls, *arguments: Any, config: Any, **options: Any):
+        ours = isinstance(config, NSAModelConfig) and "nsa" in config.layer_attention
+        kind: Any = NSACacheAllocator if ours else FullAttentionCacheAllocator
+        return kind(*arguments, config=config, **options)
 
 
 def continuous_batching_config(
@@ -53,9 +195,8 @@ def continuous_batching_config(
         are to be moved to the host.
       NotImplementedError: transformers has another manager than those that were tried.
     """
-    cache_allocators()
-    size = options.pop("block_size", config.select_block)  # its name before 5.17
-    options.setdefault("page_size", size)
+    check_manager()
+    options.setdefault("page_size", config.select_block)
     made = ContinuousBatchingConfig(**options)
     _check(made, config)
     return made
@@ -113,7 +254,8 @@ def manager_of(
       ValueError: as `continuous_batching_config`, or beams are asked for.
       MemoryError: there is less memory than `num_blocks` need.
     """
-    cache_allocator.install()
+    check_manager()
+    _batches.ATTN_TYPE_TO_ALLOCATOR[KIND] = AllocatorByConfiguration
     config = model.config
     if given is None:
         given = getattr(generation_config, "continuous_batching_config", None)
@@ -142,12 +284,17 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
     error of the caller's.
     """
     config, made = model.config, manager.continuous_batching_config
-    made.max_blocks_per_request = _blocks_of_a_request(given, config, hints)
+    made.max_blocks_per_request = given.max_blocks_per_request
+    if made.max_blocks_per_request is None:
+        longest = config.max_position_embeddings
+        if hints is not None and hints.max_prompt_length:
+            longest = hints.max_prompt_length + hints.max_generated_length
+        made.max_blocks_per_request = -(-longest // config.select_block)
     made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
     if given.use_async_batching is None:
         made.use_async_batching = made.use_cuda_graph[1]
     if given.num_blocks is not None:  # the manager counts keys and values once a token
-        ours = cache_allocator.bytes_of_block(config, model.dtype)
+        ours = bytes_of_block(config, model.dtype)
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
         made.num_blocks = -(-given.num_blocks * ours // theirs)
@@ -161,16 +308,6 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
         return add(input_ids, *args, **kwargs)
 
     manager.add_request = add_request
-
-
-def _blocks_of_a_request(given: ContinuousBatchingConfig, config: Any, hints: Any) -> int:
-    """Columns of a block table."""
-    if given.max_blocks_per_request is not None:
-        return given.max_blocks_per_request
-    longest = config.max_position_embeddings
-    if hints is not None and hints.max_prompt_length:
-        longest = hints.max_prompt_length + hints.max_generated_length
-    return -(-longest // config.select_block)
 
 
 class ContinuousBatch:
@@ -202,7 +339,7 @@ class ContinuousBatch:
         block_table: Tensor | None = None,
         **rest: Any,
     ):
-        self.allocator = cache.cache_allocators[cache_allocator.KIND]
+        self.allocator = cache.cache_allocators[KIND]
         self.page = config.select_block
         (starts_k,) = cu_seq_lens_k.values()
         self.starts: Tensor | None = None
@@ -238,11 +375,10 @@ class ContinuousBatch:
         """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
         if not isinstance(attention, NSAAttention):
             return attention(x, self.position, None, batch=self)
-        at = self.page_table, self.lengths, self.starts
-        pages, runs = self.allocator.pages[index], self.runs
-        y, _ = attention(
-            x, attend=lambda *own: attend_pages(*own, self.position, pages, *at, runs=runs)
-        )
+        pages = self.allocator.pages[index]
+        at = {"page_table": self.page_table, "lengths": self.lengths}
+        at |= {"cu_seqlens_q": self.starts, "runs": self.runs}
+        y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, **at))
         return y
 
     def write(self, pages: tuple[Tensor, ...], *new: Tensor) -> None:
@@ -277,7 +413,7 @@ class DenseBatch:
         self.cache, self.paged = cache, paged
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        return attention(x, self.position, self.mask, paged_cache=self.cache, **self.paged)
+        return attention(x, self.position, self.mask, self.cache, **self.paged)
 
 
 def dense_attention(

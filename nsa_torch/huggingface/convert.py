@@ -26,13 +26,12 @@ num_selected * select_block tokens, the model computes what the dense one does, 
 """
 
 import argparse
-import contextlib
 import json
 import re
 import shutil
 import sys
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +39,8 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from nsa_core import validate
@@ -49,6 +50,18 @@ from nsa_torch.huggingface.model import NSAForCausalLM
 from nsa_torch.module import NSAAttention
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
+# What the source's configuration must have, and what is taken over from it.
+PLAIN = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+    "rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 # Logits of the gates; factors of the values of the compressed, selected and sliding branch.
 # A factor of two, and a gate of a half, are exact in every dtype.
 STARTS = {
@@ -56,32 +69,21 @@ STARTS = {
     "gates": ((-100.0, 100.0, -100.0), (1.0, 1.0, 1.0)),
     "shared": ((-100.0, 100.0, -100.0), (1.0,)),
 }
-SETTABLE = (
-    *SIZES,
-    *("phi", "phi_hidden", "gate", "gate_hidden", "gate_temp"),
-)
+SETTABLE = (*SIZES, "phi", "phi_hidden", "gate", "gate_hidden", "gate_temp")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BRANCHES = ("cmp", "sel", "win")
-OURS = {
-    "nsa": {
-        "q_proj": ("W_Q",),
-        "k_proj": tuple(f"W_K_{x}" for x in BRANCHES),
-        "v_proj": tuple(f"W_V_{x}" for x in BRANCHES),
-        "o_proj": ("out",),
-    },
-    "dense": {"q_proj": ("W_Q",), "k_proj": ("W_K",), "v_proj": ("W_V",), "o_proj": ("out",)},
-}
+# Projections under our names; keys and values per branch of a layer that has them separately.
+OURS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "out"}
+BRANCHES = ("_cmp", "_sel", "_win")
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
 NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # on the Hub
 SOURCES = "must be a folder, or owner/name on the Hugging Face Hub"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-GENERATION = "generation_config.json"
 BESIDE = (  # files that go with the weights as they are
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*", "additional_chat_templates/*", GENERATION,
+    "chat_template*", "additional_chat_templates/*", "generation_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 TIMES_YARDSTICK = 4  # that the logits of `--check` may be apart
@@ -116,12 +118,7 @@ def configuration(
     """
     if source.model_type not in MODELS:
         raise ValueError(f"model_type must be one of {MODELS}, got {source.model_type!r}")
-    for name, plain in (
-        ("hidden_act", "silu"),
-        ("mlp_bias", False),
-        ("attention_dropout", 0.0),
-        ("quantization_config", None),
-    ):
+    for name, plain in PLAIN.items():
         if (found := getattr(source, name, plain)) != plain:
             raise ValueError(f"{name} must be {plain!r}, got {found!r}")
     kinds = set(getattr(source, "layer_types", None) or ["full_attention"])
@@ -131,10 +128,9 @@ def configuration(
             "all layers must attend to all keys, got "
             f"layer_types {sorted(kinds)} and sliding_window={window}"
         )
-    unknown = [name for name in nsa if name not in SETTABLE]
-    if unknown:
+    if unknown := sorted(nsa.keys() - {*SETTABLE}):
         raise ValueError(f"{unknown[0]} must be one of {SETTABLE}")
-    if nsa.get("gate", "sigmoid") == "softmax":
+    if nsa.get("gate") == "softmax":
         raise ValueError("gate must not be 'softmax': its gates cannot start as 0, 1, 0 or 1/2")
     layers = range(source.num_hidden_layers)
     if not isinstance(dense_layers, Iterable):
@@ -142,28 +138,15 @@ def configuration(
     dense_layers = set(dense_layers)
     if outside := sorted(dense_layers - set(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
-    own: dict[str, Any] = {"kv": kv, "gate": "sigmoid"} | nsa
     attention = ["dense" if i in dense_layers else "nsa" for i in layers]
+    own: dict[str, Any] = {name: getattr(source, name, None) for name in SAME}
+    own |= {"rope_parameters": dict(own["rope_parameters"]), "kv": kv, "gate": "sigmoid"}
     return NSAModelConfig(
-        vocab_size=source.vocab_size,
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
-        num_hidden_layers=source.num_hidden_layers,
-        num_attention_heads=source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
-        head_dim=getattr(source, "head_dim", None),
-        max_position_embeddings=source.max_position_embeddings,
-        rms_norm_eps=source.rms_norm_eps,
-        rope_parameters=dict(source.rope_parameters),
         # Qwen2 has biases of query, key and value; that of the output is zero then.
         attention_bias=source.model_type == "qwen2" or getattr(source, "attention_bias", False),
         qk_norm=source.model_type == "qwen3",
         attention=attention if dense_layers else "nsa",
-        tie_word_embeddings=source.tie_word_embeddings,
-        pad_token_id=source.pad_token_id,
-        bos_token_id=source.bos_token_id,
-        eos_token_id=source.eos_token_id,
-        **own,
+        **own | nsa,
     )
 
 
@@ -175,20 +158,17 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
     stem, layer, part, leaf = found.groups()
     if part in IN_PAIRS:
         x = pairs(x, config.head_dim)
-    kind = config.layer_attention[int(layer)]
-    ours = OURS["dense" if config.kv == "shared" else kind].get(part, (part,))
-    factors: Sequence[float] = (1.0,) * len(ours)
-    if part == "v_proj" and kind == "nsa":
+    ours, is_nsa = OURS.get(part, part), config.layer_attention[int(layer)] == "nsa"
+    several = is_nsa and config.kv == "separate" and part in ("k_proj", "v_proj")
+    names = [f"{ours}{branch}" for branch in BRANCHES] if several else [ours]
+    factors: Sequence[float] = (1.0,) * len(names)
+    if part == "v_proj" and is_nsa:
         factors = STARTS[start][1]
-        if _has_mlp(config):  # whose last layer makes the values zero (`added`)
+        if config.phi.startswith("mlp_"):  # its last layer makes the values zero (`added`)
             factors = 1.0, *factors[1:]
     # Clones: a file holds no tensor twice.
     each = (x.clone() if factor == 1 else x * factor for factor in factors)
-    return {f"{stem}.{y}.{leaf}": z for y, z in zip(ours, each, strict=True)}
-
-
-def _has_mlp(config: NSAModelConfig) -> bool:
-    return config.phi.startswith("mlp_")
+    return {f"{stem}.{y}.{leaf}": z for y, z in zip(names, each, strict=True)}
 
 
 def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Tensor]:
@@ -209,7 +189,9 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
         logits, (compressed, *_) = STARTS[start]
         if config.gate != "selected":  # which has no weights
             cast(Any, layer.gate).set_constant(*logits)
-        if _has_mlp(config) and compressed == 0:  # of values that are zero it would not be
+        if (
+            config.phi.startswith("mlp_") and compressed == 0
+        ):  # of values that are zero it would not be
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)
         found |= {f"{stem}.{k}": x for k, x in layer.state_dict().items() if not x.is_meta}
@@ -242,7 +224,7 @@ def convert(
         (`eager`, `sdpa`) by more than a factor of 4.
     """
     target = Path(target)
-    if start not in tuple(STARTS):
+    if start not in STARTS:
         raise ValueError(f"start must be one of {tuple(STARTS)}, got {start!r}")
     if dtype not in (None, *WORDS.values()):
         raise ValueError(f"dtype must be one of {tuple(WORDS.values())} or None, got {dtype!r}")
@@ -259,62 +241,9 @@ def convert(
         raise FileExistsError(f"{target} must not be there before")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"{source} {SOURCES}; there is no such folder")
-    theirs = _theirs(source)
-    kv = "shared" if start == "shared" else "separate"
-    config = configuration(theirs, dense_layers, kv, **nsa)
-    reach = config.num_selected * config.select_block
-    if check is not None:
-        validate.sizes(check=check)
-    if check is not None and check > reach:
-        raise ValueError(
-            f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA is "
-            f"dense attention, got {check}"
-        )
-    folder = _folder(source)
-    files = _files(folder)
-    kept = _checked(folder, files, theirs)
-    _check_tokenizer(folder, config.vocab_size)
-    if (folder / GENERATION).exists():
-        _stated(folder / GENERATION)
-    config.architectures = [NSAForCausalLM.__name__]
-    config.dtype = dtype or kept
-    config.converted_from = {
-        "model": str(source),
-        "model_type": theirs.model_type,
-        "start": start,
-    }
-    scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    made = [parent for parent in scratch.absolute().parents if not parent.exists()]
     try:
-        scratch.mkdir(parents=True)
-        _write(scratch, folder, files, config, start, dtype)
-        config.save_pretrained(scratch)
-        for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
-            if path.is_file():
-                place = scratch / path.relative_to(folder)
-                place.parent.mkdir(exist_ok=True)
-                shutil.copy(path, place)
-        if check is not None:
-            _compare(folder, scratch, check, config)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):  # of a folder that is not empty
-            for parent in made:
-                parent.rmdir()
-    return config
-
-
-def _theirs(source: str | Path) -> transformers.PreTrainedConfig:
-    """The dense model's configuration.
-
-    Raises:
-      OSError: there is none.
-      ValueError: it is none of transformers; of its checks some raise other kinds of errors.
-    """
-    try:
-        return transformers.AutoConfig.from_pretrained(source)
-    except Exception as error:
+        theirs = transformers.AutoConfig.from_pretrained(source)
+    except Exception as error:  # of its checks some raise other kinds than ValueError
         text = " ".join(str(error).split())
         if isinstance(error, OSError):
             raise OSError(f"{source} {SOURCES}, got no config.json: {text}") from error
@@ -322,17 +251,43 @@ def _theirs(source: str | Path) -> transformers.PreTrainedConfig:
             f"{source} must have a config.json that transformers reads, got "
             f"{type(error).__name__}: {text}"
         ) from error
-
-
-def _folder(source: str | Path) -> Path:
-    """Where the files are, downloaded where `source` is a name on the Hub."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(str(source), allow_patterns=["*.safetensors", INDEX, *BESIDE])
-    )
+    kv = "shared" if start == "shared" else "separate"
+    config = configuration(theirs, dense_layers, kv, **nsa)
+    reach = config.num_selected * config.select_block
+    if check is not None:
+        validate.sizes(check=check)
+        if check > reach:
+            raise ValueError(
+                f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA is "
+                f"dense attention, got {check}"
+            )
+    folder = Path(source)
+    if not folder.is_dir():
+        patterns = ["*.safetensors", INDEX, *BESIDE]
+        folder = Path(snapshot_download(str(source), allow_patterns=patterns))
+    files = _files(folder)
+    kept = _checked(folder, files, theirs)
+    _check_tokenizer(folder, config.vocab_size)
+    config.architectures = [NSAForCausalLM.__name__]
+    config.dtype = dtype or kept
+    about = {"model": str(source), "model_type": theirs.model_type, "start": start}
+    config.converted_from = about
+    there = next(parent for parent in target.absolute().parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=there) as scratch:
+        made = Path(scratch) / target.name
+        made.mkdir()
+        _write(made, folder, files, config, start, dtype)
+        config.save_pretrained(made)
+        for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
+            if path.is_file():
+                place = made / path.relative_to(folder)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copy(path, place)
+        if check is not None:
+            _compare(folder, made, check, config)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made.rename(target)
+    return config
 
 
 def _files(folder: Path) -> list[str]:
@@ -344,122 +299,82 @@ def _files(folder: Path) -> list[str]:
     """
     if (folder / SINGLE).is_file():
         return [SINGLE]
-    if (folder / INDEX).exists():
-        places = _stated(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise ValueError(f"{folder / INDEX} must have a weight_map, got {places!r:.60}")
-        found = sorted(set(map(str, places.values())))
-        if outside := [x for x in found if not re.fullmatch(r"[\w.-]+\.safetensors", x)]:
-            raise ValueError(
-                f"{folder / INDEX} must name files of safetensors beside it, got {outside[0]!r}"
-            )
-        missing = [name for name in found if not (folder / name).is_file()]
-        if missing:
-            raise FileNotFoundError(
-                f"{folder} must have all files that {INDEX} names, got no {missing[0]}"
-            )
-        return found
-    others = sorted(x.name for x in folder.iterdir() if x.suffix in (".bin", ".pt", ".pth"))
-    raise FileNotFoundError(
-        f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, got "
-        f"{', '.join(others) or 'none'} (save_pretrained of transformers writes them)"
-    )
-
-
-def _stated(path: Path) -> dict[str, Any]:
-    """What a JSON file says, whose errors name it."""
+    index = folder / INDEX
+    if not index.exists():
+        others = sorted(x.name for x in folder.iterdir() if x.suffix in (".bin", ".pt", ".pth"))
+        raise FileNotFoundError(
+            f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, got "
+            f"{', '.join(others) or 'none'} (save_pretrained of transformers writes them)"
+        )
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold names and values, got {found!r:.60}")
+        found = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{index} must be JSON with a weight_map, got {error!r}") from None
+    for name in found:
+        if Path(name).name != name:
+            raise ValueError(f"{index} must name files beside it, got {name!r}")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} must have all files that {INDEX} names, got no {name}"
+            )
     return found
 
 
-def _checked(folder: Path, files: Sequence[str], theirs) -> torch.dtype:
-    """That the weights are those of the model; returns their dtype. Reads headers alone."""
+def _checked(folder: Path, files: Sequence[str], theirs: Any) -> torch.dtype:
+    """That the weights are those of the model; returns their dtype. Reads headers, and the head of
+    a tied model: transformers reads another one than the embedding, and does not tie it.
+    """
     with torch.device("meta"):
         dense = transformers.AutoModelForCausalLM.from_config(theirs)
     expected = {name: list(x.shape) for name, x in dense.state_dict().items()}
-    found: dict[str, tuple[list[int], str]] = {}
+    found: dict[str, Any] = {}
+    tied: dict[str, Tensor] = {}
     for file in files:
         try:
             with safetensors.safe_open(folder / file, framework="pt") as weights:
-                for name in weights.keys():
-                    if name in found:
-                        raise ValueError(
-                            f"{folder}: {name} must stand in one file, got several"
-                        )
-                    slices = weights.get_slice(name)
-                    found[name] = slices.get_shape(), slices.get_dtype()
+                names = {*weights.keys()}
+                found |= {name: weights.get_slice(name) for name in names}
+                if theirs.tie_word_embeddings:
+                    tied |= {x: weights.get_tensor(x) for x in {HEAD, EMBEDDING} & names}
         except safetensors.SafetensorError as error:
             raise ValueError(f"{folder / file} must be a whole file, got {error}") from None
-    for name, (shape, dtype) in found.items():
+    for name in sorted(expected.keys() | found.keys()):
         if _is_left_out(name, theirs):
-            expected.pop(name, None)
             continue
-        if name not in expected:
-            raise ValueError(f"{folder}: {name} must not be in a {theirs.model_type} model")
-        if shape != expected[name]:
-            raise ValueError(f"{folder}: {name}: expected shape {expected[name]}, got {shape}")
-        if dtype not in DTYPES:
+        shape = found[name].get_shape() if name in found else "no such weight"
+        if shape != (wanted := expected.get(name, "no such weight")):
+            raise ValueError(f"{folder}: {name}: expected shape {wanted}, got {shape}")
+        if (dtype := found[name].get_dtype()) not in DTYPES:
             raise ValueError(f"{folder}: {name} must be of {tuple(DTYPES)}, got {dtype}")
-    missing = [x for x in expected if x not in found and not _is_left_out(x, theirs)]
-    if missing:
-        raise ValueError(f"{folder} must have {missing[0]}, got no such weight")
-    if theirs.tie_word_embeddings and HEAD in found:
-        _check_tied(folder, files)
-    return DTYPES[found[EMBEDDING][1]]
-
-
-def _check_tied(folder: Path, files: Sequence[str]) -> None:
-    """That the head is the embedding: transformers reads another one, and does not tie it."""
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with safetensors.safe_open(folder / file, framework="pt") as weights:
-            found |= {x: weights.get_tensor(x) for x in {HEAD, EMBEDDING} & {*weights.keys()}}
-    embedding = found[EMBEDDING]
-    if not torch.equal(found[HEAD].to(embedding), embedding):
+    if HEAD in tied and not torch.equal(tied[HEAD].to(tied[EMBEDDING]), tied[EMBEDDING]):
         raise ValueError(
             f"{folder}: {HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got another "
             "one: say tie_word_embeddings=false in config.json"
         )
+    return DTYPES[found[EMBEDDING].get_dtype()]
 
 
-def _is_left_out(name: str, theirs) -> bool:
+def _is_left_out(name: str, config: Any) -> bool:
     """Whether a weight follows from the rest."""
-    tied = name == HEAD and theirs.tie_word_embeddings
+    tied = name == HEAD and config.tie_word_embeddings
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     """That each of its tokens has a row of the embedding."""
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        stated = _stated(path)
-        try:
-            ids = _ids(stated) if name == "tokenizer.json" else stated.values()
-            largest = max(map(int, ids), default=-1)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} must name tokens and their ids, got {error!r}") from None
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}"
-            )
-
-
-def _ids(stated: Mapping[str, Any]) -> list[int]:
-    """Of a file of the library tokenizers."""
-    vocabulary = stated["model"]["vocab"]
-    ids = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
-    return [*ids, *(x["id"] for x in stated.get("added_tokens", ()))]
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    try:
+        largest = max(Tokenizer.from_file(str(path)).get_vocab().values(), default=-1)
+    except Exception as error:  # the library raises no other kind
+        raise ValueError(f"{path} must be a tokenizer, got {error}") from None
+    if largest >= vocab_size:
+        raise ValueError(f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}")
 
 
 def _write(
-    scratch: Path,
+    target: Path,
     folder: Path,
     files: Sequence[str],
     config: NSAModelConfig,
@@ -472,10 +387,13 @@ def _write(
     size = 0
     for file in files:
         made: dict[str, Tensor] = {}
-        for name, x in _read(folder / file, config):
-            names.add(name)
-            each = converted(name, x, config, start)
-            made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
+        with safetensors.safe_open(folder / file, framework="pt") as weights:
+            for name in weights.keys():
+                if not _is_left_out(name, config):
+                    names.add(name)
+                    x = weights.get_tensor(name)
+                    each = converted(name, x, config, start)
+                    made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
         if file == files[-1]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # of what does not start as a constant
@@ -484,23 +402,16 @@ def _write(
         for name, x in made.items():
             if not x.isfinite().all():
                 raise ValueError(f"{name} must be finite in {x.dtype} (start {start!r})")
-        safetensors.torch.save_file(made, scratch / file, {"format": "pt"})
+        safetensors.torch.save_file(made, target / file, {"format": "pt"})
         places |= dict.fromkeys(made, file)
         size += sum(x.nbytes for x in made.values())
     if files != [SINGLE]:
         index = {"metadata": {"total_size": size}, "weight_map": places}
-        (scratch / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _read(path: Path, config) -> Iterator[tuple[str, Tensor]]:
-    with safetensors.safe_open(path, framework="pt") as weights:
-        for name in weights.keys():
-            if not _is_left_out(name, config):
-                yield name, weights.get_tensor(name)
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @torch.no_grad()
-def _compare(folder: Path, scratch: Path, count: int, config: NSAModelConfig) -> None:
+def _compare(folder: Path, made: Path, count: int, config: NSAModelConfig) -> None:
     """The logits of both models on random tokens, one model at a time."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
@@ -511,38 +422,26 @@ def _compare(folder: Path, scratch: Path, count: int, config: NSAModelConfig) ->
         dense.set_attn_implementation(way)
         ways.append(dense(tokens, use_cache=False).logits)
     del dense
-    ours = load(scratch, dtype=config.dtype).float().eval()
-    found = _apart(ours(tokens, use_cache=False).logits, ways[1])
+    ours = load(made, dtype=config.dtype).float().eval()
+    found = float((ours(tokens, use_cache=False).logits - ways[1]).abs().max())
     rounding = torch.finfo(torch.float32).eps * float(ways[1].abs().max())
-    limit = TIMES_YARDSTICK * (_apart(*ways) + rounding)
+    limit = TIMES_YARDSTICK * (float((ways[0] - ways[1]).abs().max()) + rounding)
     line = f"logits of {count} tokens are {found:.1e} apart, at most {limit:.1e} expected"
     if not found <= limit:
         raise DifferentError(line)
     print(line)
 
 
-def _apart(x: Tensor, y: Tensor) -> float:
-    return float((x - y).abs().max())
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"must be name=value, got {text!r}")
-    if name not in SETTABLE:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SETTABLE)}, got {name!r}")
+def setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(x) for x in text.split(",") if x]
-    except ValueError:
-        message = f"must be numbers of layers, as 0,1, got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -552,33 +451,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("target", metavar="TARGET")
-    parser.add_argument("--start", choices=STARTS, default="values")
+    add = parser.add_argument
+    add("source", metavar="SOURCE")
+    add("target", metavar="TARGET")
+    add("--start", choices=STARTS, default="values")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     what = f"some of {', '.join(SETTABLE)}"
-    parser.add_argument("--set", type=_setting, metavar="NAME=VALUE", help=what, **several)
+    add("--set", type=setting, metavar="NAME=VALUE", help=what, **several)
     what = "numbers of layers that keep dense attention, as 0,1"
-    parser.add_argument("--dense_layers", type=_numbers, default=[], help=what)
-    parser.add_argument("--dtype", choices=WORDS, help="of the weights; default: as they are")
+    add("--dense_layers", type=numbers, default=[], help=what)
+    add("--dtype", choices=WORDS, help="of the weights; default: as they are")
     what = (
         "compares the logits of that many tokens with the dense model's, in float32 on the CPU"
     )
-    parser.add_argument("--check", type=int, metavar="TOKENS", help=what)
+    add("--check", type=int, metavar="TOKENS", help=what)
     given = parser.parse_args(arguments)
-    names = [name for name, _ in given.set]
-    if twice := [name for name in names if names.count(name) > 1]:
-        parser.error(f"argument --set: {twice[0]} must be set once")
+    options: dict[str, Any] = {
+        "start": given.start,
+        "dtype": WORDS.get(given.dtype),
+        "check": given.check,
+    }
+    options |= {"dense_layers": given.dense_layers} | dict(given.set)
     try:
-        config = convert(
-            given.source,
-            given.target,
-            start=given.start,
-            dtype=WORDS.get(given.dtype),
-            dense_layers=given.dense_layers,
-            check=given.check,
-            **dict(given.set),
-        )
+        config = convert(given.source, given.target, **options)
     except (OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nsa_torch.huggingface.cache import NSAModelCache
-from nsa_torch.huggingface.cache_allocator import bytes_of_block
-from nsa_torch.huggingface.compatibility import (
+from nsa_torch.huggingface.cache import (
     CACHE,
-    CausalLMOutputWithPast,
-    GenerationMixin,
+    NSAModelCache,
+    NSAPagedModelCache,
     cache_argument,
     cache_named,
+    decodes_on_pages,
 )
-from nsa_torch.huggingface.continuous import check_tokens, manager_of
-from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
-from nsa_torch.huggingface.paged_layer import decodes_on_pages
+from nsa_torch.huggingface.continuous import bytes_of_block, check_tokens, manager_of
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import nsa_torch
 from nsa_core.config import NSAConfig
-from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.configuration import SavedConfig
 from nsa_torch.huggingface.rows import BORDERS, INDEX, LOSS, check_keywords, rows
 from nsa_torch.select import blocks_by

@@ -1,6 +1,5 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder, and what transformers asks of one."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -9,6 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.initialization import copy_
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from nsa_core.layer import EXTRA_STATE
 from nsa_torch import geometry, heads
@@ -16,28 +24,16 @@ from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.geometry import without_padding
 from nsa_torch.huggingface import checkpoints
-from nsa_torch.huggingface.cache import NSAModelCache
-from nsa_torch.huggingface.compatibility import (
-    ALL_ATTENTION_FUNCTIONS,
+from nsa_torch.huggingface.cache import (
     CACHE,
-    BaseModelOutputWithPast,
-    Cache,
-    CausalLMOutputWithPast,
-    GradientCheckpointingLayer,
-    LlamaRMSNorm,
-    PreTrainedModel,
+    NSAModelCache,
+    NSAPagedModelCache,
     cache_argument,
-    can_return_tuple,
-    capture_outputs,
-    copy_,
-    create_causal_mask,
-    eager_attention_forward,
     takes_past_key_values,
 )
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
-from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import LOSS, READ, Rows, check_keywords, rows
 from nsa_torch.module import MLP, NSAAttention, Pool
 
@@ -83,32 +79,23 @@ class DenseAttention(nn.Module):
             )
 
     def forward(
-        self,
-        x: Tensor,
-        position: Tensor,
-        mask: Tensor | None,
-        layer=None,
-        count: Tensor | None = None,
-        paged_cache: Any = None,
-        **paged: Any,
+        self, x: Tensor, position: Tensor, mask: Any, cache: Any = None, **paged: Any
     ) -> Tensor:
         """`x` [B, T, dim] at `position` [B, T].
 
         Args:
-          layer: its `DenseLayer` of a cache, or None.
-          paged_cache, paged: what transformers' continuous batching hands to attention functions.
+          cache: an `NSAModelCache`, one of transformers' continuous batching, or None.
+          paged: what the latter hands to attention functions.
         """
         spec = self.spec
         query, (key,), (value,), *_ = heads.project(
             x, self.W_Q, [self.W_K], [self.W_V], position, spec, norms=heads.norms_of(self)
         )
-        if layer is not None:
-            key, value = layer.append(key, value, count)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, paged)
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        if paged_cache is not None:
-            key, value = paged_cache.update(key, value, self.layer_idx, paged)
         out, _ = attend(
             self, query, key, value, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged
         )
@@ -134,8 +121,8 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
-        self.index, self.kind = index, config.layer_attention[index]
-        if self.kind == "nsa":
+        self.index = index
+        if config.layer_attention[index] == "nsa":
             spec = config.layer_spec
             self.self_attn = SelfAttention(**spec.as_dict(), **spec.start())
         else:
@@ -146,29 +133,9 @@ class NSADecoderLayer(GradientCheckpointingLayer):
             config.hidden_size, eps=config.rms_norm_eps
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        where: Rows | ContinuousBatch | DenseBatch,
-        position: Tensor | None = None,
-        mask: Tensor | None = None,
-        cache: NSAModelCache | None = None,
-    ) -> Tensor:
-        """`x` [B, T, dim]; `position` and `mask`, of aligned rows, are read by dense layers."""
-        if not isinstance(where, Rows):
-            inputs = self.input_layernorm(x)
-            x = x + where.attend(self.self_attn, self.index, inputs)
-            return x + self.mlp(self.post_attention_layernorm(x))
-        inputs = where.align(self.input_layernorm(x))
-        layer = None if cache is None else cache.layers[self.index]
-        if self.kind == "dense":
-            y = self.self_attn(inputs, position, mask, layer, where.count)
-        elif layer is None:
-            y, _ = self.self_attn(inputs, cu_seqlens=where.cu_seqlens)
-        else:
-            attend = functools.partial(layer.attend, count=where.count)
-            y, _ = self.self_attn(inputs, attend=attend)
-        x = x + where.restore(y)
+    def forward(self, x: Tensor, batch: Rows | ContinuousBatch | DenseBatch) -> Tensor:
+        """`x` [B, T, dim]."""
+        x = x + batch.attend(self.self_attn, self.index, self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -314,21 +281,21 @@ class NSAModel(NSAPreTrainedModel):
                 )
             use_cache = False
         given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache
-        where = rows(x.shape[0], x.shape[1], *given, self.config.layer_spec.config)
-        if cache is None and use_cache and where.cu_seqlens is None:
+        batch = rows(x.shape[0], x.shape[1], *given, self.config.layer_spec.config)
+        if cache is None and use_cache and batch.cu_seqlens is None:
             cache = NSAModelCache(self.config)
         if cache is not None:
             cache.check_model(self.config)
-            cache.begin(x, where.count)
-        if (real := where.real(x.shape[1])) is not None:
-            if where.empty is not None and not torch.is_grad_enabled():
-                real = real | where.empty[:, None]  # the text goes on from such a row's padding
+            cache.begin(x, batch.count)
+        if (real := batch.real(x.shape[1])) is not None:
+            if batch.empty is not None and not torch.is_grad_enabled():
+                real = real | batch.empty[:, None]  # the text goes on from such a row's padding
             x = without_padding(x, real)
-        position, mask = self._dense_inputs(x, where, cache)
+        batch = self._with_mask(x, batch._replace(cache=cache))
         for layer in self.layers:
-            x = layer(x, where, position, mask, cache=cache)
+            x = layer(x, batch)
         if cache is not None:
-            cache.end(where.count)
+            cache.end()
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **cache_argument(cache))
 
     def _continuous(self, x, mask, position, **paged):
@@ -353,25 +320,24 @@ class NSAModel(NSAPreTrainedModel):
                     )
         return self.embed_tokens(tokens)
 
-    def _dense_inputs(self, x: Tensor, where: Rows, cache: NSAModelCache | None):
-        """Positions and mask of aligned rows; None where no layer is dense."""
+    def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
+        """With the positions and mask that dense layers read, if there are any."""
         if "dense" not in self.config.layer_attention:
-            return None, None
-        if isinstance(cache, NSAPagedModelCache):
-            return cache.dense_inputs(x.dtype)
-        batch, length = x.shape[:2]
-        packed, only = None, None
-        position = torch.arange(length, device=x.device).expand(batch, length)
-        if where.cu_seqlens is not None:
+            return batch
+        count, length = x.shape[:2]
+        cache, packed, only = batch.cache, None, None
+        position = torch.arange(length, device=x.device).expand(count, length)
+        if batch.cu_seqlens is not None:
             sizes = {"config": self.config.layer_spec.config, "kv_len": length}
             packed = position = geometry.geometry(
-                batch, length, cu_seqlens=where.cu_seqlens, device=x.device, **sizes
+                count, length, cu_seqlens=batch.cu_seqlens, device=x.device, **sizes
             ).position
-        lengths = None if cache is None else cache.lengths
-        if cache is not None and lengths is not None:
-            position = position + lengths[:, None]
+        if cache is not None and cache.call is not None and cache.lengths is not None:
+            position = cache.call.position
+            if isinstance(cache, NSAPagedModelCache):
+                return batch._replace(position=position, mask=cache.dense_mask(x.dtype))
             if cache.ragged:
-                behind = cache.get_seq_length() - lengths
+                behind = cache.columns - cache.lengths
 
                 def only(row, head, query, key):
                     return key <= query - behind[row]
@@ -384,7 +350,7 @@ class NSAModel(NSAPreTrainedModel):
             and_mask_function=only,
             **cache_argument(cache),
         )
-        return position, mask
+        return batch._replace(position=position, mask=mask)
 
 
 class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):

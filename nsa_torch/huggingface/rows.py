@@ -1,6 +1,6 @@
-"""Where the tokens of a padded or packed batch stand, from what transformers passes."""
+"""Where the tokens of a padded or packed batch are, from what transformers passes."""
 
-import itertools
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from nsa_core.config import NSAConfig
 from nsa_torch import checks
-from nsa_torch.huggingface.cache import NSAModelCache
-from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.huggingface.cache import NSAModelCache, NSAPagedModelCache
+from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
 
 # What a call may say of a packed row: borders, by any name; which sequence each token is of; tokens
 # of the longest sequence.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
-INDEX = "seq_idx"
+INDEX, POSITION = "seq_idx", "position_ids"
 LONGEST = "max_length_q", "max_length_k"
 # What it may say of what no call changes.
 FIXED = {
@@ -37,15 +37,24 @@ class Rows(NamedTuple):
     count: Tensor | None = None  # int64 [B], real tokens; None: every column
     cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
     empty: Tensor | None = None  # bool [B], rows of padding alone until now; None: none
+    cache: NSAModelCache | None = None
+    position: Tensor | None = None  # int64 [B, T], of aligned rows, for dense layers
+    mask: Any = None  # the same, as transformers' attention functions take it
 
-    def align(self, x: Tensor) -> Tensor:
-        """`x` [B, T, ...] with each row's tokens at its start, its padding behind them."""
-        return x if self.first is None else _roll(x, self.first)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """Takes `align` back; attention to no token is 0."""
-        x = x if self.first is None else _roll(x, -self.first)
-        return x if self.empty is None else x.masked_fill(self.empty[:, None, None], 0)
+    def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
+        """The attention of layer `index` to the tokens `x` [B, T, dim], and to those of the cache;
+        attention to no token is 0.
+        """
+        x = x if self.first is None else _roll(x, self.first)
+        if not isinstance(attention, NSAAttention):
+            y = attention(x, self.position, self.mask, self.cache)
+        elif self.cache is None:
+            y, _ = attention(x, cu_seqlens=self.cu_seqlens)
+        else:
+            attend = functools.partial(self.cache.layers[index].attend, call=self.cache.call)
+            y, _ = attention(x, attend=attend)
+        y = y if self.first is None else _roll(y, -self.first)
+        return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
         """bool `[B or 1, T]`: whether a column is a token; None: each is."""
@@ -118,15 +127,20 @@ def rows(
             raise ValueError(
                 f"input_ids must be one row where {name} is given, got {batch} rows"
             )
+    alone = batch == 1 and attention_mask is None and cache is None
+    if alone and position_ids is not None:
+        told[POSITION] = position_ids
+    if told:
         longest = next((x for n in LONGEST if isinstance(x := call.get(n), int)), None)
+        name, borders = next(iter(told)), _borders(told, length)
+        if name == POSITION and borders.numel() == 2:
+            return Rows()
+        place = {"total": length, "device": told[name].device}
+        if torch.compiler.is_compiling():
+            return Rows(cu_seqlens=checks.clamped(borders, length))
         padded = None if longest is None else False
-        sizes = {"max_seqlen": longest, "total": length, "padded": padded}
-        borders = _borders(told, position_ids, length)
-        return Rows(
-            cu_seqlens=_shared(borders, config=config, device=told[name].device, **sizes)
-        )
-    if attention_mask is None and cache is None and position_ids is not None and batch == 1:
-        return _packed(position_ids, length, config)
+        sizes = {"max_seqlen": longest, "padded": padded, "config": config}
+        return Rows(cu_seqlens=varlen_metadata(borders, **place, **sizes).cu_seqlens)
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is None and position_ids is None:
         return Rows()
@@ -190,83 +204,56 @@ def free_to_read(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _shared(cu_seqlens: Tensor, *, total: int, **sizes: Any) -> Tensor:
-    """Borders for all layers of a call, each of which finds what follows from them."""
-    if torch.compiler.is_compiling():
-        clamped = checks.clamped(cu_seqlens, total)
-        assert clamped is not None
-        return clamped
-    return varlen_metadata(cu_seqlens, total=total, **sizes).cu_seqlens
-
-
-def _borders(told: dict[str, Any], position_ids: Tensor | None, length: int) -> Tensor:
-    """Those of a packed row. What else a call says of them must agree: on a GPU calls that say so
-    much wait and are compared until one agrees.
+def _borders(told: dict[str, Any], length: int) -> Tensor:
+    """Those of a packed row, as the first of `told` says. What others say must agree: on a GPU
+    calls that say so much wait and are compared until one agrees.
     """
-    keywords = *told, *(() if position_ids is None else ("position_ids",))
-    compared = getattr(next(iter(told.values())), "device", None), *keywords
-    wait, found = compared not in COMPARED and len(keywords) > 1, {}
-    for name, x in told.items():
-        if name != INDEX:
-            checks.borders_array(x, name)
-            checks.borders(x, length, name)
-            found[name] = x
-        elif not found or not isinstance(x, Tensor) or checks.is_read(x, wait):
-            found[name] = _borders_of_index(x, length)
-    (first, borders), *others = found.items()
-    if not checks.is_read(borders, wait):
+    (first, x), *others = told.items()
+    borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
+    wait = compared not in COMPARED and bool(others)
+    if not others or not checks.is_read(borders, wait):
         return borders
     starts = [*dict.fromkeys(borders.tolist())]
     for name, x in others:
-        if checks.is_read(x, wait) and (given := [*dict.fromkeys(x.tolist())]) != starts:
+        if isinstance(x, Tensor) and not checks.is_read(x, wait):
+            continue
+        given = [*dict.fromkeys(_as_borders(name, x, length, starts[-1]).tolist())]
+        if given != starts:
             raise ValueError(f"{name} must be the borders of {first}, {starts}, got {given}")
-    if position_ids is not None and checks.is_read(position_ids, wait):
-        position = position_ids.reshape(-1).tolist()
-        counted = [i for a, b in itertools.pairwise(starts) for i in range(b - a)]
-        if len(position) != length or position[: starts[-1]] != counted:
-            raise ValueError(
-                f"position_ids must count from 0 in every sequence of {first}, got {position[:16]}"
-            )
     COMPARED.add(compared)
     return borders
 
 
-def _borders_of_index(index: Any, length: int) -> Tensor:
-    """On the host, which waits for the device."""
-    shape = tuple(index.shape) if isinstance(index, Tensor) else type(index).__name__
-    if shape != (1, length):
-        raise ValueError(f"{INDEX} must have shape {(1, length)}, got {shape}")
-    if is_capturing(index.device):
+def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tensor:
+    """What is said of a packed row as int `[sequences + 1]`; `end`: of its last sequence. Of the
+    number of a sequence or a position of each token they are on the host, which waits for the
+    device.
+    """
+    if name in BORDERS:
+        checks.borders_array(x, name)
+        checks.borders(x, length, name)
+        return x
+    shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    if shape not in ((1, length), (length,) if name == POSITION else None):
+        raise ValueError(f"{name} must have shape {(1, length)}, got {shape}")
+    if is_capturing(x.device):
         raise NotImplementedError(
-            f"{INDEX} is read by the host, which waits for no CUDA graph: pass {BORDERS[0]}"
+            f"{name} is read by the host, which waits for no CUDA graph: pass {BORDERS[0]}"
         )
-    steps = index[0].cpu().diff()
-    if (steps < 0).any():
-        raise ValueError(f"{INDEX} must not decrease, got {index[0].tolist()[:16]}")
-    return torch.tensor([0, *(steps.nonzero()[:, 0] + 1).tolist(), length])
-
-
-def _packed(position_ids: Tensor, length: int, config: NSAConfig) -> Rows:
-    """A single row whose positions start anew at every sequence."""
-    position = position_ids.reshape(-1)
-    if position.numel() != length:
+    x = x.reshape(-1).cpu()
+    steps = x.diff()
+    if name == INDEX:
+        if (steps < 0).any():
+            raise ValueError(f"{INDEX} must not decrease, got {x.tolist()[:16]}")
+        return torch.tensor([0, *(steps.nonzero()[:, 0] + 1).tolist(), length])
+    x = x[:end]
+    index = torch.arange(len(x))
+    start = torch.where(x == 0, index, 0).cummax(dim=0).values
+    if not torch.equal(index - start, x):
         raise ValueError(
-            f"position_ids must have shape {(1, length)}, got {tuple(position_ids.shape)}"
+            f"{POSITION} must count from 0 in every sequence of the row, got {x.tolist()[:16]}"
         )
-    index = torch.arange(length, device=position.device)
-    begins = position == 0
-    start = torch.where(begins, index, 0).cummax(dim=0).values
-    starts = index[begins]
-    if not bool(((index - start) == position).all()):
-        raise ValueError(
-            "position_ids must count from 0 in every sequence of the row, got "
-            f"{position.tolist()[:16]}"
-        )
-    if starts.numel() == 1:
-        return Rows()
-    borders = torch.cat([starts, index[-1:] + 1])  # the device has been waited for
-    place = {"total": length, "config": config, "device": position.device}
-    return Rows(cu_seqlens=_shared(borders.cpu(), **place))
+    return torch.tensor([*index[x == 0].tolist(), len(x)])
 
 
 def _refuse(found: tuple[Tensor, str | None], mask: Tensor) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from transformers import AutoConfig
 from transformers.cli.serving import model_manager
 
-from nsa_torch.huggingface.compatibility import cache_allocators
 from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.continuous import check_manager
 from nsa_torch.huggingface.model import NSAForCausalLM
 
 BATCHES, PAGE = "--continuous-batching", "--cb-block-size"
@@ -35,7 +35,7 @@ def words(arguments: Sequence[str]) -> list[str]:
     """
     given = list(arguments)
     if BATCHES in given:
-        cache_allocators()
+        check_manager()
         checkpoint = None if given[0].startswith("-") else AutoConfig.from_pretrained(given[0])
         named = any(x.split("=")[0] == PAGE for x in given)
         if isinstance(checkpoint, NSAModelConfig) and not named:

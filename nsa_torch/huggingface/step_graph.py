@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.output_capturing import capture_outputs
 
-from nsa_torch.huggingface.compatibility import is_of_capture_outputs
-from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.huggingface.cache import NSAPagedModelCache
 
 WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls of one signature
+DEVICE = "cuda"  # whose steps are captured
 
 
 class StepGraph:
@@ -59,8 +60,8 @@ class StepGraph:
                 f"input_ids must have shape {tuple(self.input_ids.shape)}, "
                 f"got {tuple(input_ids.shape)}"
             )
-        rows = self.cache.rows
-        rows.reserve(1)
+        cache = self.cache
+        cache.reserve(1)
         self.input_ids.copy_(input_ids)
         if attention_mask is None:
             self.mask.fill_(1)
@@ -69,14 +70,14 @@ class StepGraph:
         self.seen += 1
         if self.seen <= WARMUP:
             return self._step()
-        if self.replay is None or self.lengths is not rows.lengths:
-            columns, self.lengths = rows.columns, rows.lengths
+        if self.replay is None or self.lengths is not cache.lengths:
+            columns, self.lengths = cache.columns, cache.lengths
             try:
                 self.replay, self.logits = capture(self._step, self.input_ids.device)
             finally:
-                rows.columns = columns  # nothing ran yet
+                cache.columns = columns  # nothing ran yet
         self.replay()
-        rows.columns += 1
+        cache.columns += 1
         assert self.logits is not None
         return self.logits
 
@@ -86,28 +87,22 @@ class StepGraph:
 
 
 def why_not(model: Any) -> str | None:
-    """Why a step of `model` cannot be a CUDA graph, or None."""
-    return _why_not_there(model) or _why_not_replayed(model)
-
-
-def _why_not_there(model: Any) -> str | None:
+    """Why a step of `model` cannot be a CUDA graph, or None. Hooks are Python, which a replay does
+    not run; those that `capture_outputs` leaves in a model do nothing where no hidden states are
+    asked for.
+    """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"
     devices = {x.device for x in model.parameters()}
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+    if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
-    return None
-
-
-def _why_not_replayed(model: Any) -> str | None:
-    """Hooks are Python, which a replay does not run: one that records would record nothing."""
     rule = "must have no forward hooks, which a CUDA graph does not call, got one"
     if nn.modules.module._has_any_global_hook():
         return f"{rule} for all modules"
     for name, module in model.named_modules():
-        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-        if not all(map(is_of_capture_outputs, hooks)):
-            return f"{rule} on {name or 'the model'}"
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", None) != capture_outputs.__module__:
+                return f"{rule} on {name or 'the model'}"
     return None
 
 

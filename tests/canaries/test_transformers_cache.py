@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nsa_torch.huggingface import NSAModelCache
-from nsa_torch.huggingface.compatibility import CACHE, CacheLayerMixin
+from nsa_torch.huggingface.cache import CACHE
 from tests.canaries import canary
 from tests.test_huggingface import model, tokens
 
-MEND = "nsa_torch/huggingface/compatibility.py and cache.py"
+MEND = "nsa_torch/huggingface/cache.py"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 @torch.no_grad()
 def test_generate_takes_our_cache_and_gives_it_back(asked):
-    made, ids = model("mixed"), tokens(2)
+    made, ids = model(), tokens(2)
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     with canary("transformers", "generates on another cache than it was given", MEND):
         kept = NSAModelCache(made.config)
@@ -46,15 +46,3 @@ def test_beams_reorder_our_cache(asked):
     with canary("transformers", "moves the rows of a cache in another way", MEND):
         made.generate(ids, num_beams=2, max_new_tokens=3, do_sample=False)
         assert "reorder_cache" in asked, asked
-
-
-def test_layers_are_made_by_the_base_class():
-    """Its constructor sets what `generate` reads before the first call."""
-    with canary("transformers", "makes the layers of a cache otherwise", MEND):
-
-        class Layer(CacheLayerMixin):
-            is_sliding = False
-            lazy_initialization = update = get_mask_sizes = get_seq_length = None
-            get_max_length = None
-
-        assert Layer().is_initialized is False
