@@ -140,7 +140,7 @@ def check(found: Iterable[Problem], size: int) -> None:
                 f"documents must be {problem.S} tokens together, as --lengths says, got "
                 f"{sum(problem.documents)}"
             )
-        chunks = size * context_layout.chunks_a_rank(problem.layout)
+        chunks = len(context_layout.Shards(problem.layout, size, 0, 1).order)
         if problem.S % chunks:
             raise ValueError(
                 f"lengths must be multiples of {chunks} for {size} devices, {problem.layout}, "

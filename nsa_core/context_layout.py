@@ -9,7 +9,8 @@ A length that is no multiple of the number of chunks is padded at the end: no to
 padding sees it, and its output means nothing.
 """
 
-from typing import Literal, get_args
+import dataclasses
+from typing import Any, Literal, get_args
 
 type Layout = Literal["zigzag", "contiguous"]
 
@@ -25,41 +26,68 @@ def check(layout: str) -> None:
         raise ValueError(f"context_layout must be one of {LAYOUTS}, got {layout!r}")
 
 
-def chunks_a_rank(layout: str) -> int:
-    return 2 if layout == "zigzag" else 1
+def padded_length(length: int, size: int, layout: str) -> int:
+    """The shortest length of at least `length` that `size` ranks share in equal chunks."""
+    check(layout)
+    chunks = size * len(_chunks_of(0, size, layout))
+    return -(-length // chunks) * chunks
 
 
-def chunks_of(rank, size: int, layout: str) -> tuple:
-    """The numbers of a rank's chunks, ascending; `rank` may be an array."""
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Where the tokens of a rank and of the others stand."""
+
+    layout: str
+    size: int  # R
+    rank: Any  # an int, or an array
+    chunk: int  # tokens of a chunk
+
+    @property
+    def length(self) -> int:
+        """`S`, padding included."""
+        return self.chunk * self.size * len(self.own)
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """The numbers of this rank's chunks."""
+        return _chunks_of(self.rank, self.size, self.layout)
+
+    @property
+    def calls(self) -> list[tuple[slice, Any]]:
+        """Of each chunk of this rank: its tokens in the shard, and its end in the sequence."""
+        return [
+            (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
+            for i, number in enumerate(self.own)
+        ]
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the chunks in the order in which shards, side by side, have them."""
+        sizes = self.size, self.layout
+        return [chunk for rank in range(self.size) for chunk in _chunks_of(rank, *sizes)]
+
+    @property
+    def places(self) -> list[int]:
+        """Where chunk 0, 1, ... stands in `order`."""
+        order = self.order
+        return [order.index(chunk) for chunk in range(len(order))]
+
+
+def _chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
+    """The numbers of a rank's chunks, ascending."""
     return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
-
-
-def chunk_order(size: int, layout: str) -> list[int]:
-    """The numbers of the chunks in the order in which shards, side by side, have them."""
-    return [chunk for rank in range(size) for chunk in chunks_of(rank, size, layout)]
-
-
-def chunk_places(size: int, layout: str) -> list[int]:
-    """Where chunk 0, 1, ... stands in `chunk_order`."""
-    order = chunk_order(size, layout)
-    return [order.index(chunk) for chunk in range(len(order))]
 
 
 def chunk_length(name: str, local_length: int, layout: str) -> int:
     """Tokens of a chunk on ranks that have `local_length` of them."""
-    count = chunks_a_rank(layout)
+    check(layout)
+    count = len(_chunks_of(0, 1, layout))
     if local_length % count:
         raise ValueError(
             f"{name} must have an even number of tokens on each rank where context_layout is "
             f"{layout!r}, got {local_length}: pad the sequence (shard_sequence does)"
         )
     return local_length // count
-
-
-def padded_length(length: int, size: int, layout: str) -> int:
-    """The shortest length of at least `length` that `size` ranks share in equal chunks."""
-    chunks = size * chunks_a_rank(layout)
-    return -(-length // chunks) * chunks
 
 
 def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:

@@ -167,26 +167,37 @@ class Varlen:
         self.ops, self.capacity, self.borders = ops, capacity, borders
         vars(self).update(known)
 
+    def _made(self, function, *arrays, **static) -> Any:
+        return self.ops.derive(function, *arrays, capacity=self.capacity, **static)
+
     @functools.cached_property
     def sequences(self) -> Sequences:
-        return sequences(self.ops, self.borders, self.capacity)
+        """`borders`: int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then where each
+        sequence ends; what is beyond S counts as S.
+        """
+        return Sequences(*self._made(_sequences, self.borders))
 
     @functools.cached_property
     def tokens(self) -> Tokens:
-        return tokens(self.ops, self.sequences, self.capacity)
+        """Where the queries stand."""
+        start, length, _, place, _ = self.sequences
+        return Tokens(*self._made(_tokens, start, length, place))
 
     @functools.cached_property
     def key_tiles(self) -> KeyTiles:
-        return key_tiles(self.ops, self.sequences, self.capacity)
+        """Which keys are in each tile of places."""
+        start, _, end, place, _ = self.sequences
+        return KeyTiles(*self._made(_key_tiles, start, end, place))
 
-    def query_tiles(self, count: int) -> QueryTiles:
-        return query_tiles(self.ops, self.sequences, self.capacity, count)
+    def query_tiles(self, tokens: int) -> QueryTiles:
+        """Tiles of at most `tokens` queries, none of which has two sequences, in order."""
+        start, _, end, *_ = self.sequences
+        return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
         """`[B, S, ...]`: what each key has in `x` `[B, places, ...]`."""
-        start, place = self.sequences.start, self.sequences.place
-        places = self.ops.derive(_places_of_keys, start, place, capacity=self.capacity)
-        return self.ops.derive(_taken, x, *places)[0]
+        start, _, _, place, _ = self.sequences
+        return self.ops.derive(_taken, x, *self._made(_places_of_keys, start, place))[0]
 
     def in_slots(self, x) -> Any:
         """Compressed tokens `[B, C, ...]` that stand without gaps in their sequences' slots,
@@ -194,26 +205,17 @@ class Varlen:
         """
         if x.shape[1] == 0:
             return x
-        arrays = self.sequences.length, self.sequences.place, self.sequences.window
-        sources = self.ops.derive(_tokens_of_slots, *arrays, capacity=self.capacity)
+        _, length, _, place, window = self.sequences
+        sources = self._made(_tokens_of_slots, length, place, window)
         return self.ops.derive(_taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
         """`[B, count, ...]`: what each compressed token of `in_slots` has in `x`."""
         if x.shape[1] == 0:
             return x
-        static: Any = {"capacity": self.capacity, "count": count}
-        arrays = self.sequences.place, self.sequences.window
-        slots = self.ops.derive(_slots_of_tokens, *arrays, **static)
+        *_, place, window = self.sequences
+        slots = self._made(_slots_of_tokens, place, window, count=count)
         return self.ops.derive(_taken, x, *slots)[0]
-
-
-def sequences(ops, borders, capacity: Capacity) -> Sequences:
-    """Args:
-    borders: int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then where each sequence
-      ends; what is beyond S counts as S.
-    """
-    return Sequences(*ops.derive(_sequences, borders, capacity=capacity))
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
@@ -261,12 +263,6 @@ def _following(ops, start, length, capacity):
     return start, length, end, before(units) * capacity.unit, before(windows)
 
 
-def tokens(ops, sequences: Sequences, capacity: Capacity) -> Tokens:
-    """Where the queries stand."""
-    start, length, _, place, _ = sequences
-    return Tokens(*ops.derive(_tokens, start, length, place, capacity=capacity))
-
-
 @derived(lambda start, *others, capacity: [int32(capacity.B, capacity.T)] * len(Tokens._fields))
 def _tokens(ops, start, length, place, *, capacity):
     config, xp = capacity.config, ops.xp
@@ -281,12 +277,6 @@ def _tokens(ops, start, length, place, *, capacity):
     end = key_start + position + 1
     window = xp.maximum(key_start, end - config.window)
     return position, key_start, place, slot, slot + seen, window, end
-
-
-def key_tiles(ops, sequences: Sequences, capacity: Capacity) -> KeyTiles:
-    """Which keys are in each tile of places."""
-    start, _, end, place, _ = sequences
-    return KeyTiles(*ops.derive(_key_tiles, start, end, place, capacity=capacity))
 
 
 @derived(lambda *arrays, capacity: [int32(capacity.B, capacity.key_tiles)] * 2)
@@ -332,12 +322,6 @@ def _slots_of_tokens(ops, place, window, *, capacity, count):
     sequence = _last_before(ops, window, token)
     place, window = (ops.take_rows(each, sequence) for each in (place, window))
     return [xp.where(exists, place // stride + token - window, -1)]
-
-
-def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> QueryTiles:
-    """Tiles of at most `tokens` queries, none of which has two sequences, in order."""
-    static: Any = {"capacity": capacity, "tokens": tokens}
-    return QueryTiles(*ops.derive(_query_tiles, sequences.start, sequences.end, **static))
 
 
 @derived(

@@ -13,6 +13,7 @@ tokens behind them (the halo). All devices then gather compressed tokens.
 Shapes: `T` is what one device has, `S` the whole sequence.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -42,12 +43,11 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
     For a sharding that cuts `axis`; a length that is no multiple of the chunks there are is
     padded at the end, with zeros (integers with -1: padding of `segment_ids`).
     """
-    layouts.check(context_layout)
     x = jnp.asarray(x)
     length = x.shape[axis]
     spare = layouts.padded_length(length, size, context_layout) - length
     fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-    order = layouts.chunk_order(size, context_layout)
+    order = layouts.Shards(context_layout, size, 0, 1).order
 
     def moved(x):
         widths = [(0, spare)] + [(0, 0)] * (x.ndim - 1)
@@ -63,7 +63,7 @@ def unshard_sequence(
     layouts.check(context_layout)
     x = jnp.asarray(x)
     length = x.shape[axis] if length is None else length
-    places = layouts.chunk_places(size, context_layout)
+    places = layouts.Shards(context_layout, size, 0, 1).places
     return _along(lambda x: _moved(x, places)[:length], x, axis, length)
 
 
@@ -93,37 +93,31 @@ def _moved(x, order):
     return pieces[np.array(order)].reshape(x.shape)
 
 
-class _Shard:
-    """Where the tokens of this device stand; `name`: the argument that has `local_length`."""
+@dataclasses.dataclass(frozen=True)
+class _Shards(layouts.Shards):
+    """`axis`: of the mesh."""
 
-    def __init__(self, axis: str, layout: str, name: str, local_length: int):
-        layouts.check(layout)
-        try:
-            self.size, rank = lax.axis_size(axis), lax.axis_index(axis)
-        except NameError as error:
-            raise ValueError(
-                f"context_axis must be an axis of jax.shard_map around the call, got {axis!r}"
-            ) from error
-        self.axis, self.layout = axis, layout
-        self.chunk = layouts.chunk_length(name, local_length, layout)
-        self.length = self.size * local_length
-        self.own = layouts.chunks_of(rank.astype(jnp.int32), self.size, layout)
-
-    @property
-    def calls(self):
-        """Of each chunk of this device: its tokens in the shard, and its end in the sequence."""
-        return [
-            (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
-            for i, number in enumerate(self.own)
-        ]
+    axis: str
 
     def gather(self, x):
         """`[B, T, ...]` of each device as `[B, S, ...]`, in the order of the sequence; `T` may be
-        any number that a chunk divides.
+        any number that a chunk divides. None stays None.
         """
-        places = tuple(layouts.chunk_places(self.size, self.layout))
-        order = tuple(layouts.chunk_order(self.size, self.layout))
-        return _gather(self.axis, places, order, x)
+        if x is None:
+            return None
+        return _gather(self.axis, tuple(self.places), tuple(self.order), x)
+
+
+def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
+    """`name`: the argument that has `local_length`."""
+    chunk = layouts.chunk_length(name, local_length, layout)
+    try:
+        size, rank = lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
+    except NameError as error:
+        raise ValueError(
+            f"context_axis must be an axis of jax.shard_map around the call, got {axis!r}"
+        ) from error
+    return _Shards(layout, size, rank, chunk, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -158,9 +152,8 @@ def shard_positions(
     Args:
       segment_ids: `[B, T]`, the device's own; -1 comes back for padding.
     """
-    shard = _Shard(context_axis, context_layout, "query", local_length)
-    if segment_ids is not None:
-        segment_ids = shard.gather(segment_ids)
+    shard = _shards(context_axis, context_layout, "query", local_length)
+    segment_ids = shard.gather(segment_ids)
     batch = 1 if segment_ids is None else segment_ids.shape[0]
     where = (
         geometry.query_layout(
@@ -193,9 +186,8 @@ def compress(
     validate.array("x", x, 4)
     validate.phi(params, x, config)
     validate.segments(segment_ids, *x.shape[:2])
-    shard = _Shard(context_axis, context_layout, "x", x.shape[1])
-    if segment_ids is not None:
-        segment_ids = shard.gather(segment_ids)
+    shard = _shards(context_axis, context_layout, "x", x.shape[1])
+    segment_ids = shard.gather(segment_ids)
     return _compressed_tokens(shard, x, params, config, segment_ids)
 
 
@@ -278,9 +270,8 @@ def select_blocks(
       compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
     """
     validate.queries(query)
-    shard = _Shard(context_axis, context_layout, "query", query.shape[1])
-    if segment_ids is not None:
-        segment_ids = shard.gather(segment_ids)
+    shard = _shards(context_axis, context_layout, "query", query.shape[1])
+    segment_ids = shard.gather(segment_ids)
     validate.scoring(query, compressed_key, config, shard.length, None, scale)
     chosen = api.choices_of(
         query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
@@ -312,15 +303,14 @@ def attention(
 ):
     """`api.attention` of this device's queries; arguments as there."""
     validate.in_dtype_of_query(config, "context parallelism")
-    shard = _Shard(context_axis, context_layout, "query", query.shape[1])
+    shard = _shards(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():
         if k.shape[1] != query.shape[1]:
             raise ValueError(
                 f"key.{branch} must have the tokens of query where context_axis is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
-    if segment_ids is not None:
-        segment_ids = shard.gather(segment_ids)
+    segment_ids = shard.gather(segment_ids)
     if compressed is None:
         compressed = tuple(
             _compressed_tokens(shard, x.compressed, None, config, segment_ids)

@@ -4,26 +4,42 @@ each call.
 Borders that a batch's calls share carry `Tables`, as an attribute of their tensor: whatever takes
 the tensor, an operator, a saved tensor of autograd or a compiled graph, finds them. Where only the
 numbers come along, what follows from them is made again.
+
+What the steps of a plan read is made by kernels of Triton (`kernels_pallas.triton.tables`) in two
+launches, with work items of intervals in four, on CUDA, where Triton can build them. Elsewhere, and
+of more sequences than one program adds up, torch makes the same.
 """
 
+import functools
+import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_core.plan.buffers import Plan
-from nsa_torch import table_kernels
-from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipe_of, recipes_of
-from nsa_torch.shared import SHARED, Kept, Shared
-from nsa_torch.torch_ops import TORCH_OPS
+from kernels_pallas.specs import sections, work_items
+from kernels_pallas.specs.sections import AT, KINDS, Section
+from kernels_pallas.triton import capability
+from nsa_core import varlen
+from nsa_core.plan.buffers import Derived, Plan
+from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
+from nsa_core.varlen import Capacity
+from nsa_torch import triton_ops
+from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
+from nsa_torch.torch_ops import TORCH_OPS, capability_of
 
 ATTRIBUTE = "nsa_tables"
 UNKNOWN = None, True, 0  # `Tables.sizes` of borders that have none
+MAX_NUMBERS = 2**14  # numbers that one program adds up
+
+type Make = Callable[[Tensor], Sequence[Tensor]]  # of borders; hashable
 
 
 class Tables:
-    """Arrays by recipe. What a CUDA graph has read stays where it is as long as this object.
+    """Arrays by what makes them. What a CUDA graph has read stays where it is as long as this
+    object.
 
     Args:
       max_seqlen: tokens of the longest sequence at most.
@@ -33,122 +49,56 @@ class Tables:
 
     def __init__(self, max_seqlen: int | None, padded: bool, gap: int = 0):
         self.sizes = max_seqlen, padded, gap
+        self.gaps: dict[int, Tensor] = {}
         self._shared = Shared(limit=sys.maxsize)
-        self._gaps: dict[int, Tensor] = {}
 
     def __reduce__(self):
         """A copy of the borders' tensor has none of the arrays yet."""
         return Tables, self.sizes
 
-    def with_gap(self, borders: Tensor, gap: int) -> Tensor:
-        """`borders` for calls whose queries have a gap; the same tensor each time."""
-        if gap not in self._gaps:
-            max_seqlen, padded, _ = self.sizes
-            self._gaps[gap] = _carrying(borders, Tables(max_seqlen, padded, gap))
-        return self._gaps[gap]
+    def get(self, borders: Tensor, make: Make) -> Kept:
+        # Without their tables: what follows from them follows from their numbers.
+        return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
-    def get(
-        self,
-        borders: Tensor,
-        plan: Hashable,
-        wanted: Iterable[tuple[Recipe, int]],
-        device: torch.device,
-    ) -> Kept:
-        """The wanted results of recipes; `plan`: what always wants the same."""
-
-        def make():
-            pairs = [*wanted]
-            known = self._all(borders, [recipe for recipe, _ in pairs], device)
-            return [known[recipe][i] for recipe, i in pairs]
-
-        return self._shared.get(plan, device, make)
-
-    def of_plan(self, borders: Tensor, plan: Plan, device: torch.device) -> list[Tensor]:
-        """All that the steps of a plan read of them."""
-        kept, read = recipes_of(plan), {x.buffer for step in plan.steps for x in step.reads}
-        batch = {x.buffer for step in plan.batch for x in step.writes}
-        wanted = [kept[n] for n in sorted(read & batch)]
-        known = self._all(borders, [recipe for recipe, _ in wanted], device)
-        return [known[recipe][i] for recipe, i in wanted]
-
-    def of_borders(self, recipe: Recipe, borders: Tensor) -> list[Tensor]:
-        """All results of a recipe."""
-        return self._all(borders, [recipe], borders.device)[recipe]
-
-    def _all(self, borders: Tensor, recipes: Sequence[Recipe], device: torch.device) -> Known:
-        """What recipes give; it is kept, and what torch read to make it: others may read it."""
-        known, kept = _known(borders), self._shared.keys()
-        with torch.inference_mode(False), torch.no_grad():
-            missing = dict.fromkeys(x for x in recipes if x not in kept)
-            fresh = table_kernels.made(missing, borders, device)
-
-        def one(recipe, device, known):
-            if recipe not in known:
-                make = lambda: fresh.get(recipe) or followed(recipe, device, known, one)
-                known[recipe] = self._shared.get(recipe, device, make)
-            return known[recipe]
-
-        for recipe in recipes:
-            one(recipe, device, known)
-        return known
-
-    def refill(self, borders: Tensor, device: torch.device) -> None:
+    def refill(self, borders: Tensor) -> None:
         """Makes everything anew, in the same memory, on the current stream."""
-        kept = [key for key in self._shared.keys() if isinstance(key, Recipe)]
-        known = _known(borders) | table_kernels.made(kept, borders, device)
-        make = lambda key: followed(key, device, known) if isinstance(key, Recipe) else None
-        self._shared.refill(device, make)
-        for x in self._gaps.values():
-            getattr(x, ATTRIBUTE).refill(x, device)
+        self._shared.refill(borders.device, lambda make: make(borders.detach()))
+        for x in self.gaps.values():
+            getattr(x, ATTRIBUTE).refill(x)
 
 
-def _known(borders: Tensor) -> Known:
-    """Without their tables: what follows from them follows from their numbers."""
-    return {SHARED_ARGUMENT: [borders.detach()]}
+class _Derived(NamedTuple):
+    """Makes what a function gives of borders and numbers."""
+
+    function: Callable[..., Sequence[Tensor]]
+    static: tuple[tuple[str, Hashable], ...]
+
+    def __call__(self, borders: Tensor) -> Sequence[Tensor]:
+        return self.function(borders, **dict(self.static))
+
+
+def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
+    """What `make` gives of borders, or has given where they say so."""
+    tables = tables_of(borders)
+    return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """What the derived step `function` gives of `borders` and numbers."""
-    tables = None if torch.compiler.is_compiling() else tables_of(borders)
-    if tables is None:
-        return function(TORCH_OPS, borders, **static)
-    named = tuple(sorted(static.items()))
-    recipe = recipe_of(function, named, ((SHARED_ARGUMENT, 0, tuple(borders.shape)),))
-    return tables.of_borders(recipe, borders)
+    """What `function` gives of `borders` and numbers."""
+    if torch.compiler.is_compiling():
+        return function(borders, **static)
+    return of(borders, _Derived(function, tuple(static.items())))
 
 
-def attach(tables: Tables, borders: Tensor) -> None:
+def attach(tables: Tables, borders: Tensor) -> Tensor:
     """Keeps from now on what follows from `borders`."""
     setattr(borders, ATTRIBUTE, tables)
+    return borders
 
 
 def tables_of(borders: Tensor | None) -> Tables | None:
     """What is kept of `borders`, if they say so."""
     return getattr(borders, ATTRIBUTE, None)
-
-
-def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """The same borders for calls whose queries have `gap` tokens between their halves."""
-    tables = tables_of(borders)
-    if tables is None:
-        return _carrying(borders, Tables(None, True, gap))
-    return tables.with_gap(borders, gap)
-
-
-def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """The borders of one sequence, for calls whose queries have a gap."""
-    make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
-    (found,) = SHARED.get((of_one, length, gap, device), device, make)
-    if tables_of(found) is None:
-        attach(Tables(length, False, gap), found)
-    return found
-
-
-def _carrying(borders: Tensor, tables: Tables) -> Tensor:
-    """Another tensor of the same numbers."""
-    found = borders.detach()
-    attach(tables, found)
-    return found
 
 
 def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
@@ -157,16 +107,285 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
     return UNKNOWN if tables is None else tables.sizes
 
 
-def of(
-    borders: Tensor,
-    plan: Hashable,
-    wanted: Sequence[tuple[Recipe, int]],
-    device: torch.device,
-) -> Kept:
-    """The wanted results of recipes (`Tables.get`)."""
-    tables = tables_of(borders)
-    if tables is not None:
-        return tables.get(borders, plan, wanted, device)
-    recipes = dict.fromkeys(recipe for recipe, _ in wanted)
-    known = _known(borders) | table_kernels.made(recipes, borders, device)
-    return Kept(followed(recipe, device, known)[i] for recipe, i in wanted)
+def with_gap(borders: Tensor, gap: int) -> Tensor:
+    """The same borders for calls whose queries have `gap` tokens between their halves; the same
+    tensor each time where the borders keep what follows from them.
+    """
+    tables = tables_of(borders) or Tables(*UNKNOWN)
+    if gap not in tables.gaps:
+        tables.gaps[gap] = attach(Tables(*tables.sizes[:2], gap), borders.detach())
+    return tables.gaps[gap]
+
+
+def of_one(length: int, gap: int, device: torch.device) -> Tensor:
+    """The borders of one sequence, for calls whose queries have a gap."""
+    make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
+    (found,) = SHARED.get((of_one, length, gap, device), device, make)
+    return attach(tables_of(found) or Tables(length, False, gap), found)
+
+
+def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
+    """What makes the tables that the steps of a plan read, and the number that each of its buffers
+    has there. Plans whose tables are made alike have the same `PlanTables`.
+    """
+    numbers = {plan.shared: 0}
+    for step in plan.batch:
+        for x in step.writes:
+            numbers[x.buffer] = len(numbers)
+    of = lambda views: tuple(x._replace(buffer=numbers[x.buffer]) for x in views)
+    steps = (x._replace(reads=of(x.reads), writes=of(x.writes)) for x in plan.batch)
+    read = {x.buffer for step in plan.steps for x in step.reads} & numbers.keys()
+    wanted = {n: numbers[n] for n in sorted(read - {plan.shared})}
+    kernels = device.type == "cuda" and (
+        capability.copies_why_not(capability_of(device.index), torch.float32) is None
+    )
+    by_torch = plan.touched_by_torch
+    tensors = tuple(number for n, number in wanted.items() if n in by_torch)
+    given = tuple(steps), tuple(wanted.values()), tensors, device, kernels
+    return _plan_tables(*given), wanted
+
+
+@functools.lru_cache(1024)
+def _plan_tables(*given: Any) -> "PlanTables":
+    return PlanTables(*given)
+
+
+class PlanTables:
+    """Makes the tables of a plan: those of kernels stand in one array, the first result; those that
+    torch makes or reads follow as tensors.
+
+    Args:
+      steps: derived steps. Number 0 are the borders, the others what the steps write, in order.
+      wanted: numbers of the tables that are read; `by_torch`: by steps of torch.
+      kernels: whether kernels of Triton make what they can.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Derived],
+        wanted: Sequence[int],
+        by_torch: Sequence[int],
+        device: torch.device,
+        kernels: bool,
+    ):
+        self.steps, self.device, self.size = steps, device, 0
+        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # in the array
+        self.by_kernels = set[int]()  # steps
+        # What `sequences` writes beside, `tables`, `partials` and `tables` after it.
+        self.phases: list[list[Section]] = [[], [], [], []]
+        if kernels and steps and steps[0].function is varlen._sequences:
+            first: Any = dict(steps[0].static)
+            self.capacity: Capacity = first["capacity"]
+            if self.capacity.B == 1 and self.capacity.sequences <= MAX_NUMBERS:
+                self._describe()
+        self.tensors = [n for n in wanted if n not in self.views or n in by_torch]
+        left = (step for i, step in enumerate(steps) if i not in self.by_kernels)
+        read = {x.buffer for step in left for x in step.reads} | {*self.tensors}
+        self.read_by_torch = [n for n in self.views if n in read]
+
+    def __call__(self, borders: Tensor) -> list[Tensor]:
+        out = torch.empty(self.size, dtype=torch.int32, device=self.device)
+        done = self.by_kernels if self._launched(borders, out) else ()
+        views = self.read_by_torch if done else self.views
+        known = {0: borders} | {n: self._view(out, n) for n in views}
+        for i, step in enumerate(self.steps):
+            if i not in done:
+                reads = (known[x.buffer].reshape(x.shape) for x in step.reads)
+                found = step.function(TORCH_OPS, *reads, **dict(step.static))
+                for x, y in zip(step.writes, found, strict=True):
+                    if x.buffer in self.views:
+                        known[x.buffer].copy_(y)
+                    else:
+                        known[x.buffer] = y.contiguous()
+        return [out, *(known[n] for n in self.tensors)]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Of a table that is wanted: which result it is in, and where it begins, in bytes."""
+        if number in self.views:
+            return 0, self.views[number][0] * 4
+        return self.tensor(number), 0
+
+    def tensor(self, number: int) -> int:
+        """Which result a table is that torch reads."""
+        return 1 + self.tensors.index(number)
+
+    def _view(self, out: Tensor, number: int) -> Tensor:
+        begin, shape = self.views[number]
+        return out[begin : begin + math.prod(shape)].view(shape)
+
+    def _room(self, count: int) -> int:
+        """Where so many numbers begin."""
+        begin, self.size = self.size, self.size + _pitch(count)
+        return begin
+
+    def _describe(self) -> None:
+        """Finds the sections of all steps that kernels can make."""
+        runs, first, *_ = self.phases
+        runs_at: dict[int, int] = {}  # by the tokens of a tile
+        columns = 0  # the first number of `Tokens`
+        tiles_of: dict[int, int] = {}  # by number of `QueryTiles`, their tokens
+
+        def runs_of(tokens):
+            """Where what tiles of so many tokens ask of sequences begins."""
+            if tokens not in runs_at:
+                room = _pitch(self.capacity.sequences) * sections.RUN_ROWS
+                runs_at[tokens] = self._room(room)
+                runs.append(Section(tokens=tokens, runs_at=runs_at[tokens]))
+            return {"tokens": tokens, "runs_at": runs_at[tokens]}
+
+        for i, step in enumerate(self.steps):
+            static: Any = dict(step.static)
+            read = [x.buffer - columns for x in step.reads]
+            written = step.writes[0].buffer if step.writes else 0
+            parts: list[dict[str, Any]] = []  # of each two tables
+            match step.function:
+                case varlen._sequences:
+                    pass
+                case varlen._tokens:
+                    columns, parts = written, [{"kind": KINDS.tokens}]
+                case varlen._key_tiles:
+                    parts = [{"kind": KINDS.key_tiles}]
+                case varlen._places_of_keys:
+                    parts = [{"kind": KINDS.places_of_keys}]
+                case varlen._query_tiles:
+                    tiles_of[written] = static["tokens"]
+                    parts = [{"kind": KINDS.query_tiles} | runs_of(static["tokens"])]
+                case key_bounds.by_row:
+                    tile = static["tile"]
+                    sizes = {"tokens": tile.tokens, "group": tile.group, "rows": tile.rows}
+                    ends = dict(zip(("first", "last"), read, strict=False))
+                    parts = [{"kind": KINDS.by_row} | sizes | ends]
+                case mosaic_forward._candidates_of_tiles:
+                    spec, tile = static["spec"], static["spec"].tile
+                    sizes = runs_of(tiles_of[step.reads[-2].buffer])
+                    sizes |= {"block": static["block"], "first": read[0], "last": read[1]}
+                    rows = {"group": tile.group, "rows": tile.rows}
+                    tokens = {"rows": spec.tiling.score_rows, "ratio": spec.ratio}
+                    parts = [
+                        {"kind": KINDS.candidate_rows} | sizes | rows,
+                        {"kind": KINDS.candidate_tokens} | sizes | tokens,
+                        {"kind": KINDS.candidate_spans} | sizes,
+                    ]
+                case mosaic_backward._interval_items if static["spec"].key_tiles <= MAX_NUMBERS:
+                    pass
+                case _:
+                    continue
+            self.by_kernels.add(i)
+            for x in step.writes:
+                self.views[x.buffer] = self._room(math.prod(x.shape)), x.shape
+            for x, part in zip(step.writes[::2], parts, strict=False):
+                total = math.prod(x.shape)
+                place = {"out": self.views[x.buffer][0], "total": total}
+                first.append(Section(**part, **place, pitch=_pitch(total)))
+            if step.function is mosaic_backward._interval_items:
+                self._intervals(*(self.views[x.buffer] for x in step.writes), *read, **static)
+        self._prepare()
+
+    def _intervals(self, table, by_head, counts, first, last, *, spec, split) -> None:
+        """Sections of an interval's work items."""
+        columns = spec.consumers * len(work_items.PART_COLUMNS)
+        parts = spec.key_tiles * columns
+        section = Section(
+            tokens=spec.query_tile.tokens,
+            first=first,
+            last=last,
+            query_tiles=spec.query_tiles,
+            parts_at=self._room(parts),
+            before_at=self._room(spec.key_tiles),
+            firsts_at=by_head[0],
+            counts_at=counts[0],
+            columns=columns,
+            tiles=spec.key_tiles,
+            keys=spec.tile_keys,
+            heads=spec.Hkv,
+            partials=split.partials,
+            span=-(-spec.query_tiles // split.segments),
+            segments=split.segments,
+            segment_tiles=split.tiles,
+            streams=split.streams,
+        )
+        _, of_first, intervals, items = self.phases
+        total = parts // len(work_items.PART_COLUMNS)
+        of_first.append(section._replace(kind=KINDS.parts, out=section.parts_at, total=total))
+        intervals.append(section)
+        place = {"out": table[0], "total": table[1][0]}
+        items.append(section._replace(kind=KINDS.items, **place))
+
+    def _prepare(self) -> None:
+        """Finds the launches, of which each reads a row of `self.sections`."""
+        from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
+
+        rows, programs = [], []
+        for phase in self.phases:
+            begin, row = 0, []
+            for each in phase:
+                row.append(each._replace(begin=begin))
+                begin += -(-each.total // sections.PROGRAM)
+            row += [Section(begin=sections.NEVER)] * (sections.SECTIONS - len(row))
+            rows.append([[*x, *[0] * (sections.INTS - len(x))] for x in row])
+            programs.append(begin)
+        self.sections = torch.tensor(rows, dtype=torch.int32)
+        capacity, config = self.capacity, self.capacity.config
+        count, pitch = capacity.sequences, _pitch(capacity.sequences)
+        sizes = capacity.T, capacity.first_query, capacity.half, capacity.gap, capacity.S
+        widths = config.compress_block, config.compress_stride, config.window
+        constants = tables.Capacity(*widths)
+        room = _power_of_two(count)
+        of_all = constants._replace(UNIT=capacity.unit, ROOM=room)
+        searched = (
+            *sizes,
+            count,
+            pitch,
+            capacity.T.bit_length(),
+            count.bit_length(),
+            AT,
+            KINDS,
+            constants,
+        )
+        runs, _, intervals, items = self.phases
+        # Kernel, programs, numbers that a program adds up, arguments.
+        self.first_launch = (
+            tables.sequences,
+            1 + len(runs),
+            room,
+            (count, *sizes, pitch, AT, of_all),
+        )
+        self.launches: list[tuple[Any, ...]] = [(1, tables.tables, programs[1], 0, searched)]
+        if items:
+            room = _power_of_two(max(x.tiles for x in intervals))
+            self.launches += [
+                (2, tables.partials, len(intervals), room, (AT, room)),
+                (3, tables.tables, programs[3], 0, searched),
+            ]
+
+    def _launched(self, borders: Tensor, out: Tensor) -> bool:
+        """Whether kernels have written the array."""
+        if not self.by_kernels:
+            return False
+        if is_capturing(self.device) and self not in SHARED.keys():
+            return False  # the sections would have to come from the host
+        (numbers,) = SHARED.get(self, self.device, lambda: [self._on_device()])
+        kernel, programs, room, arguments = self.first_launch
+        _run(kernel, programs, room, borders, numbers, out, borders.numel(), *arguments)
+        for row, kernel, programs, room, arguments in self.launches:
+            _run(kernel, programs, room, numbers[row], out, *arguments)
+        return True
+
+    def _on_device(self) -> Tensor:
+        given = self.sections
+        given = given.pin_memory() if self.device.type == "cuda" else given
+        return given.to(self.device, non_blocking=True)
+
+
+def _run(kernel, programs: int, room: int, *arguments: Any) -> None:
+    # Newer versions of Triton warn where it is not said.
+    options = {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
+    triton_ops.run(kernel, (programs,), *arguments, **options)
+
+
+def _pitch(count: int) -> int:
+    return -(-count // sections.PITCH) * sections.PITCH
+
+
+def _power_of_two(count: int) -> int:
+    return max(1 << (count - 1).bit_length(), 2)

@@ -31,8 +31,7 @@ from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
 from nsa_torch import call, checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
-from nsa_torch.context_ranks import Ranks
-from nsa_torch.context_shards import Shards, shards_of
+from nsa_torch.context_ranks import Ranks, Shards
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
 from nsa_torch.plain import as_given
@@ -48,12 +47,11 @@ def shard_sequence(
     A length that is no multiple of the chunks there are is padded with zeros at the end.
     """
     ranks = Ranks(context_mesh, x.device)
-    layouts.check(context_layout)
     length = layouts.padded_length(x.shape[dim], ranks.size, context_layout)
     shape = [*x.shape]
     shape[dim] = length - x.shape[dim]
     whole = torch.cat([x, x.new_zeros(shape)], dim) if shape[dim] else x
-    shards = shards_of(ranks, "x", length // ranks.size, context_layout)
+    shards = Shards.of(ranks, "x", length // ranks.size, context_layout)
     return torch.cat([whole.split(shards.chunk, dim)[i] for i in shards.own], dim)
 
 
@@ -67,7 +65,7 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole sequence on every rank, without gradient; `length`: without padding."""
     ranks = Ranks(context_mesh, x.device)
-    shards = shards_of(ranks, "x", x.shape[dim], context_layout)
+    shards = Shards.of(ranks, "x", x.shape[dim], context_layout)
     found = ranks.gather(x.detach().movedim(dim, 0), "the sequence")()
     return shards.in_order(found)[:length].movedim(0, dim)
 
@@ -83,7 +81,7 @@ def shard_positions(
     """Position of each token of this rank in its own sequence, int64 `[1, T]`; -1: padding."""
     device = device or torch.device(context_mesh.device_type)
     ranks = Ranks(context_mesh, device)
-    shards = shards_of(ranks, "query", local_length, context_layout)
+    shards = Shards.of(ranks, "query", local_length, context_layout)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     where = (
         geometry(
@@ -124,7 +122,7 @@ def compress(
     def describe():
         validate.array("x", x, 4)
         validate.phi(params, x, config)
-        length = shards_of(ranks, "x", x.shape[1], context_layout).length
+        length = Shards.of(ranks, "x", x.shape[1], context_layout).length
         checks.packed(cu_seqlens, x, "x", length)
         phi = type(params).__name__
         return _described(x=x) | {
@@ -135,9 +133,9 @@ def compress(
         }
 
     context_ranks.agree(ranks, device, describe)
-    shards = shards_of(ranks, "x", x.shape[1], context_layout)
+    shards = Shards.of(ranks, "x", x.shape[1], context_layout)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
-    return compressed_tokens(ranks, shards, x, params, config, cu_seqlens)
+    return compressed_tokens(shards, x, params, config, cu_seqlens)
 
 
 def select_blocks(
@@ -159,7 +157,7 @@ def select_blocks(
     """
     ranks = Ranks(context_mesh, query.device)
     validate.queries(query)
-    shards = shards_of(ranks, "query", query.shape[1], context_layout)
+    shards = Shards.of(ranks, "query", query.shape[1], context_layout)
     checks.packed(cu_seqlens, query, "query", shards.length)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     checks.scoring(query, compressed_key, config, shards.length, None, scale)
@@ -234,14 +232,49 @@ def attention(
     called, tensors = call.describe(given, implementation, config, scale, recompute)
     wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
     key, value = Branches.each(key), Branches.each(value)
-    known = called and (called, wanted, ranks.group, str(context_layout), separate(key, value))
+    separate = key.sliding is not key.selected or value.sliding is not value.selected
+    packed = cu_seqlens is not None
+    known = called and (called, wanted, ranks.group, str(context_layout), separate)
+
+    def describe():
+        validate.flag("recompute", recompute)
+        checks.tensors(query=query, gates=gates)
+        validate.queries(query)
+        each = validate.gates(gates, query)
+        shards = Shards.of(ranks, "query", query.shape[1], context_layout)
+        _check(query, key, value, each, config, compressed, cu_seqlens, scale, shards)
+        if block_indices is not None:
+            checks.indices(block_indices, query, key.selected, config)
+        validate.in_dtype_of_query(config, "context parallelism")
+        named = {"query": query}
+        for *names, k, v in validate.named(key, value):
+            named |= dict(zip(names, (k, v), strict=True))
+        pair = zip(("compressed_key", "compressed_value"), compressed or (), strict=False)
+        return _described(query=query, key=key.selected, value=value.selected) | {
+            "separate": separate,
+            "compressed": compressed is not None,
+            "block_indices": block_indices is not None,
+            "cu_seqlens": cu_seqlens.shape[0] - 1 if packed else None,
+            "gradient": _wanted(gates=each, **named, **dict(pair)),
+            "recompute": recompute,
+            "context_layout": context_layout,
+            "config": config,
+            "scale": scale,
+            "on_mosaic": _on_mosaic(query, key, value, each, config, shards, implementation),
+        }
+
     decided = None if known is None else _calls.get(known)
     if decided is not None:
         context_ranks.say(ranks, decided.row)
     else:
-        tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
-        how = config, scale, recompute, implementation
-        decided = _decide(ranks, device, *tensors, *how, context_layout)
+        words, row = context_ranks.agree(ranks, device, describe)
+        shards = Shards.of(ranks, "query", query.shape[1], context_layout)
+        group = query.shape[2] // key.selected.shape[2]
+        # No tile may have queries of both chunks. One sequence is gathered for few heads, packed
+        # rows are not.
+        whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
+        gaps = whole_tiles and (packed or group > max_heads(config.select_block))
+        decided = _Decided(shards, row, words["on_mosaic"], words["on_mosaic"] and gaps)
         if known is not None:
             _calls.keep(known, decided)
     shards, _, on_mosaic, gaps = decided
@@ -251,7 +284,7 @@ def attention(
         # The mean of a column knows no others.
         both = torch.cat([key.compressed, value.compressed], dim=-1)
         widths = key.compressed.shape[-1], value.compressed.shape[-1]
-        means = compressed_tokens(ranks, shards, both, None, config, cu_seqlens)
+        means = compressed_tokens(shards, both, None, config, cu_seqlens)
         compressed = means.split(widths, dim=-1)
     options = {
         "config": config,
@@ -259,64 +292,8 @@ def attention(
         "scale": scale,
         "implementation": "mosaic" if on_mosaic else implementation,
     }
-    local = context_attention.Call(
-        ranks, shards, separate(key, value), recompute, gaps, options
-    )
+    local = context_attention.Call(shards, separate, recompute, gaps, options)
     return local(query, key, value, gates, compressed, block_indices)
-
-
-def _decide(
-    ranks,
-    device,
-    query,
-    key,
-    value,
-    gates,
-    compressed,
-    block_indices,
-    cu_seqlens,
-    config,
-    scale,
-    recompute,
-    implementation,
-    layout,
-) -> _Decided:
-    """Checks the arguments of a call, here and between the ranks."""
-
-    def describe():
-        validate.flag("recompute", recompute)
-        checks.tensors(query=query, gates=gates)
-        validate.queries(query)
-        each = validate.gates(gates, query)
-        shards, tensors = shards_of(ranks, "query", query.shape[1], layout), (query, key, value)
-        _check(*tensors, each, config, compressed, block_indices, cu_seqlens, scale, shards)
-        validate.in_dtype_of_query(config, "context parallelism")
-        named = {"query": query}
-        for *names, k, v in validate.named(key, value):
-            named |= dict(zip(names, (k, v), strict=True))
-        pair = zip(("compressed_key", "compressed_value"), compressed or (), strict=False)
-        return _described(query=query, key=key.selected, value=value.selected) | {
-            "separate": separate(key, value),
-            "compressed": compressed is not None,
-            "block_indices": block_indices is not None,
-            "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            "gradient": _wanted(gates=each, **named, **dict(pair)),
-            "recompute": recompute,
-            "context_layout": layout,
-            "config": config,
-            "scale": scale,
-            "on_mosaic": _on_mosaic(*tensors, each, config, shards, implementation),
-        }
-
-    words, row = context_ranks.agree(ranks, device, describe)
-    on_mosaic = words["on_mosaic"]
-    shards = shards_of(ranks, "query", query.shape[1], layout)
-    group, packed = query.shape[2] // key.selected.shape[2], cu_seqlens is not None
-    # No tile may have queries of both chunks. One sequence is gathered for few heads, packed rows
-    # are not.
-    whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
-    gaps = on_mosaic and whole_tiles and (packed or group > max_heads(config.select_block))
-    return _Decided(shards, row, on_mosaic, gaps)
 
 
 def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool:
@@ -330,12 +307,7 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
     return not debug.on and choose(problem, implementation).attention == "mosaic"
 
 
-def separate(key: Branches, value: Branches) -> bool:
-    """Whether the sliding branch has keys or values of its own."""
-    return key.sliding is not key.selected or value.sliding is not value.selected
-
-
-def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, scale, shards):
+def _check(query, key, value, gates, config, compressed, cu_seqlens, scale, shards):
     for *names, k, v in validate.named(key, value):
         checks.tokens(query, k, v, config, cu_seqlens, scale, *names, length=shards.length)
         if k.shape[1] != query.shape[1]:
@@ -348,8 +320,6 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
     if compressed is not None:
         k_cmp, v_cmp = validate.pair(compressed)
         checks.compressed(query, k_cmp, v_cmp, config, shards.length, value.selected)
-    if indices is not None:
-        checks.indices(indices, query, key.selected, config)
 
 
 def _wanted(**tensors: Any) -> str:

@@ -18,6 +18,7 @@ from nsa_core.types import Branches
 from nsa_torch import batch_tables, early_release, functional, operators
 from nsa_torch.batch_tables import tables_of
 from nsa_torch.chunks import wide
+from nsa_torch.context_ranks import Shards
 from nsa_torch.first_order import first_order
 from nsa_torch.plain import as_given
 
@@ -32,30 +33,48 @@ class Given(NamedTuple):
     block_indices: Tensor | None  # [B, T, Hkv, n]
 
 
+class Unit(NamedTuple):
+    """What is gathered and attended to at once: a batch row with some heads
+    (`context_layout.head_groups`).
+    """
+
+    row: int
+    kv_heads: slice
+    heads: slice
+    wait: Callable[[], list[Tensor]]  # for its keys and values `[1, S, h, .]`
+
+
+# A local call has queries that are the last of some keys, but for a gap between two chunks: their
+# tokens in the shard, the end of the keys, and options, of which the borders say how long the gap
+# is (`batch_tables`).
+type LocalCall = tuple[slice, int, dict]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """One call; `options`: of `functional.decided`, by name."""
 
-    ranks: Any
-    shards: Any
+    shards: Shards
     separate: bool  # whether the sliding branch has keys and values of its own
     recompute: bool
     takes_gaps: bool  # whether a call may be of two chunks with tokens between
     options: dict
 
-    def calls(self, device: torch.device) -> "list[LocalCall]":
+    def calls(self, device: torch.device) -> list[LocalCall]:
         """Of a unit: one of all queries where the kernels can, else one of each chunk."""
-        borders, shards, options = self.options["cu_seqlens"], self.shards, self.options
-        *_, (tokens, end) = shards.calls
-        if shards.gap and not self.takes_gaps:
-            return [LocalCall(tokens, end, options) for tokens, end in shards.calls]
-        if shards.gap:
-            if borders is None:
-                borders = batch_tables.of_one(end, shards.gap, device)
-            else:
-                borders = batch_tables.with_gap(borders, shards.gap)
+        borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
+        if gap and not self.takes_gaps:
+            return [(tokens, end, options) for tokens, end in self.shards.calls]
+        *_, (tokens, end) = self.shards.calls
+        if gap:
+            whole = borders is None
+            borders = (
+                batch_tables.of_one(end, gap, device)
+                if whole
+                else batch_tables.with_gap(borders, gap)
+            )
             options = options | {"cu_seqlens": borders}
-        return [LocalCall(slice(0, tokens.stop), end, options)]
+        return [(slice(0, tokens.stop), end, options)]
 
     def __call__(self, query, key, value, gates, compressed, block_indices) -> Tensor:
         keys_values = key.selected, value.selected
@@ -74,80 +93,60 @@ class Call:
         count = 4 if self.separate else 2
         return Given(query, compressed, tuple(rest[count:]), tuple(rest[:count]), indices)
 
-    def units(self, given: Given) -> "Iterator[tuple[Unit, Callable[[], list[Tensor]]]]":
-        """A batch row with some key/value heads (`context_layout.head_groups`), and what waits for
-        their keys and values `[1, S, h, .]`.
-
-        The gather of the next unit starts before this one is handed out.
-        """
+    def units(self, given: Given) -> Iterator[Unit]:
+        """The gather of the next unit starts before one is handed out."""
         batch, _, kv_heads = given.keys_values[0].shape[:3]
+        group = given.query.shape[2] // kv_heads
         widths = [x.shape[-1] for x in given.keys_values]
         payload = torch.cat(given.keys_values, dim=-1)
         head_bytes = self.shards.length * payload.shape[-1] * payload.element_size()
         groups = layouts.head_groups(kv_heads, head_bytes)
-        units = [Unit(row, heads) for row in range(batch) for heads in groups]
 
-        def start(unit):
-            return self.ranks.gather(payload[unit.row, :, unit.heads], "keys and values")
+        def start(row, heads):
+            wait = self.shards.ranks.gather(payload[row, :, heads], "keys and values")
 
-        following = start(units[0])
-        for i, unit in enumerate(units):
-            wait = following
-            if i + 1 < len(units):
-                following = start(units[i + 1])
-            yield unit, lambda wait=wait: self._whole(wait(), widths)
+            def whole():
+                columns = wait().split(widths, dim=-1)
+                return [self.shards.in_order(x)[None] for x in columns]
 
-    def _whole(self, gathered, widths) -> list[Tensor]:
-        """`[R, T, h, W]` as one contiguous tensor each."""
-        columns = gathered.split(widths, dim=-1)
-        return [self.shards.in_order(x)[None] for x in columns]
+            return Unit(row, heads, slice(heads.start * group, heads.stop * group), whole)
 
-    def query_heads(self, given: Given, unit: "Unit") -> slice:
-        group = given.query.shape[2] // given.keys_values[0].shape[2]
-        return slice(unit.heads.start * group, unit.heads.stop * group)
+        before = None
+        for row in range(batch):
+            for heads in groups:
+                following = start(row, heads)
+                if before is not None:
+                    yield before
+                before = following
+        if before is not None:
+            yield before
 
-    def leaves(self, given: Given, unit: "Unit", tokens, end, whole) -> list[Tensor]:
-        """The tensors of a chunk's call with the heads of a unit, `B = 1`, contiguous."""
-        heads, row_only = self.query_heads(given, unit), slice(unit.row, unit.row + 1)
+    def leaves(self, given: Given, unit: Unit, tokens, end, whole) -> list[Tensor]:
+        """The tensors of a local call with the heads of a unit, `B = 1`, contiguous."""
+        row = slice(unit.row, unit.row + 1)
         count = self.options["config"].num_compressed(end)
-        own = (x[row_only, tokens, heads].contiguous() for x in (given.query, *given.gates))
-        compressed = (x[row_only, :count, unit.heads].contiguous() for x in given.compressed)
+        own = (x[row, tokens, unit.heads].contiguous() for x in (given.query, *given.gates))
+        compressed = (x[row, :count, unit.kv_heads].contiguous() for x in given.compressed)
         return [*own, *compressed, *(x[:, :end] for x in whole)]
 
-    def local(self, given: Given, unit: "Unit", tokens, options: dict):
+    def local(self, given: Given, unit: Unit, tokens, options: dict):
         """The function of `leaves` that gives the chunk's output `[1, T, h G, Dv]`."""
         indices = given.block_indices
         if indices is not None:
-            indices = indices[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
+            indices = indices[unit.row : unit.row + 1, tokens, unit.kv_heads].contiguous()
+        first, behind = len(given.gates), len(given.gates) + len(given.compressed)
 
         def run(query, *rest):
-            count = len(given.gates)
-            gates: Any = rest[0] if count == 1 else Branches(*rest[:count])
-            tokens, count = rest[count:], len(given.compressed)
-            key, value, *sliding = tokens[count:]
+            gates: Any = rest[0] if first == 1 else Branches(*rest[:first])
+            key, value, *sliding = rest[behind:]
             own_key, own_value = sliding or (key, value)
             pair = Branches(key, key, own_key), Branches(value, value, own_value)
-            borders = options["cu_seqlens"]
-            arguments = query, *pair, gates, tokens[:count] or None, indices, borders
+            borders, compressed = options["cu_seqlens"], rest[first:behind] or None
+            arguments = query, *pair, gates, compressed, indices, borders
             how = options["config"], options["scale"], False, options["implementation"]
             return functional.decided(arguments, *how, checked=True)
 
         return run
-
-
-class LocalCall(NamedTuple):
-    """Of queries that are the last of some keys, but for a gap between two chunks."""
-
-    tokens: slice  # in the shard
-    end: int  # of the keys
-    options: dict  # of which the borders say how long the gap is (`batch_tables`)
-
-
-class Unit(NamedTuple):
-    """What is gathered and attended to at once."""
-
-    row: int
-    heads: slice  # key/value heads
 
 
 class LocalGraph:
@@ -217,13 +216,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, keep: bool, *tensors):
         given = call.given(tensors)
-        kept, graphs = list[Tensor](), list[LocalGraph]()
+        kept, graphs, calls = list[Tensor](), list[LocalGraph](), list[LocalCall]()
         width = given.keys_values[1].shape[-1]
         out = Whole(given.query, given.query.shape[:3] + (width,))
-        calls = list[LocalCall]()
-        for unit, wait in call.units(given):
+        for unit in call.units(given):
             calls = calls or call.calls(given.query.device)  # while the first gather runs
-            whole, heads = wait(), call.query_heads(given, unit)
+            whole = unit.wait()
             for tokens, end, options in calls:
                 leaves = call.leaves(given, unit, tokens, end, whole)
                 function = call.local(given, unit, tokens, options)
@@ -232,12 +230,11 @@ class _Attention(torch.autograd.Function):
                     part = graphs[-1].results.pop()
                 else:
                     part = function(*leaves)
-                out.put(part, unit.row, tokens, heads)
+                out.put(part, unit, tokens)
         if keep:
             # The borders too, so that torch knows if they were written to since.
             ctx.save_for_backward(call.options["cu_seqlens"], *tensors, *kept)
-            ctx.call, ctx.graphs, ctx.count = call, graphs, len(tensors)
-            ctx.calls = calls
+            ctx.call, ctx.graphs, ctx.count, ctx.calls = call, graphs, len(tensors), calls
         return out.found
 
     @staticmethod
@@ -246,20 +243,18 @@ class _Attention(torch.autograd.Function):
         call, (_, *saved) = ctx.call, ctx.saved_tensors
         given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])
         query, compressed, gates, keys_values, _ = given
+        shards, dtype = call.shards, wide(query.dtype)
         own = [Whole(x, x.shape) for x in (query, *gates)]
-        dtype = wide(query.dtype)
         grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in compressed]
-        mine = 1 + len(gates)
-        first = mine + len(compressed)
+        mine, first = len(own), len(own) + len(compressed)
         widths = [x.shape[-1] for x in keys_values]
         graphs, sums, retain = iter(ctx.graphs), [], not early_release.is_last_pass()
         with torch.autocast(query.device.type, enabled=False):
-            for unit, wait in call.units(given):
-                whole, heads, row = wait(), call.query_heads(given, unit), unit.row
-                count = unit.heads.stop - unit.heads.start
-                shape = call.shards.length // call.ranks.size, count, sum(widths)
-                shares = query.new_empty(call.ranks.size, *shape, dtype=dtype)
-                chunks = call.shards.chunks_of(shares)
+            for unit in call.units(given):
+                whole, count = unit.wait(), unit.kv_heads.stop - unit.kv_heads.start
+                shape = shards.size, query.shape[1], count, sum(widths)
+                shares = query.new_empty(shape, dtype=dtype)
+                chunks = shards.chunks_of(shares)
                 done = [None if call.recompute else next(graphs) for _ in ctx.calls]
                 # The longest first: its gradients are written, those of others added.
                 for i, (tokens, end, options) in reversed([*enumerate(ctx.calls)]):
@@ -270,30 +265,29 @@ class _Attention(torch.autograd.Function):
                         function = call.local(given, unit, tokens, options)
                         graph = LocalGraph(function, leaves, again)
                         graph.results.clear()
-                    part = do[row : row + 1, tokens, heads].contiguous()
-                    grads = graph.gradients(
-                        leaves, again, part, retain=retain and not call.recompute
-                    )
+                    part = do[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
+                    twice = retain and not call.recompute
+                    grads = graph.gradients(leaves, again, part, retain=twice)
                     for target, grad in zip(own, grads[:mine], strict=True):
-                        target.put(grad, row, tokens, heads)
+                        target.put(grad, unit, tokens)
                     for target, grad in zip(grad_compressed, grads[mine:first], strict=True):
                         if grad is not None:
-                            target[row, : grad.shape[1], unit.heads] += grad[0]
-                    for number, chunk in enumerate(chunks):
-                        keys = slice(
-                            number * call.shards.chunk, (number + 1) * call.shards.chunk
-                        )
+                            target[unit.row, : grad.shape[1], unit.kv_heads] += grad[0]
+                    for begin, chunk in zip(
+                        range(0, shards.length, shards.chunk), chunks, strict=True
+                    ):
                         targets = chunk.split(widths, dim=-1)
                         for target, grad in zip(targets, grads[first:], strict=True):
-                            seen = grad is not None and keys.start < end
+                            seen = grad is not None and begin < end
+                            keys = slice(begin, begin + shards.chunk)
                             if not adds:
                                 target.copy_(grad[0, keys]) if seen else target.zero_()
                             elif seen:
                                 target += grad[0, keys]
-                sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
+                sums.append(shards.ranks.scatter_sum(shares, "gradients of keys and values"))
         if not retain:
             ctx.graphs = []
-        batch = keys_values[0].shape[0]
+        batch = query.shape[0]
         found = [wait() for wait in sums]  # [T, h, W] a unit
         each = len(found) // batch
         rows = [torch.cat(found[i * each : (i + 1) * each], dim=1) for i in range(batch)]
@@ -313,12 +307,12 @@ class Whole:
         self.like, self.shape = like, torch.Size(shape)
         self._found: Tensor | None = None
 
-    def put(self, part: Tensor | None, row: int, tokens: slice, heads: slice) -> None:
-        """`part` `[1, t, h, ..]` of a batch row; None: zeros."""
+    def put(self, part: Tensor | None, unit: Unit, tokens: slice) -> None:
+        """`part` `[1, t, h, ..]` of a unit; None: zeros."""
         if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
             self._found = part
         else:
-            self.found[row, tokens, heads] = 0 if part is None else part[0]
+            self.found[unit.row, tokens, unit.heads] = 0 if part is None else part[0]
 
     @property
     def found(self) -> Tensor:

@@ -7,7 +7,6 @@ reduce-scatters in float32, and the windows are made again. All is one node of t
 every rank must take part in each step, whether or not its own tokens depend on it.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,46 +18,47 @@ from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 from nsa_torch.chunks import wide
 from nsa_torch.compress import compress, used_windows
-from nsa_torch.context_ranks import Ranks
-from nsa_torch.context_shards import Shards
+from nsa_torch.context_ranks import Shards
 from nsa_torch.first_order import first_order
 from nsa_torch.geometry import geometry, window_starts
 
 
-def compressed_tokens(ranks, shards, x, params, config, cu_seqlens) -> Tensor:
+def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
     """`phi` over the windows of the whole sequence `[B, C, Hkv, D]`, of `x` `[B, T, Hkv, D]`."""
-    if cu_seqlens is None:
+    if cu_seqlens is None and shards.chunk % config.compress_stride == 0:
         windows = WholeWindows(shards, config)
     else:
+        if cu_seqlens is None:
+            cu_seqlens = batch_tables.of_one(shards.length, 0, x.device)
         windows = PackedWindows(shards, config, cu_seqlens)
     kind = None if params is None else type(params)
-    return _Compress.apply(ranks, windows, kind, x, *(params or ()))
+    return _Compress.apply(windows, kind, x, *(params or ()))
 
 
 class _Compress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, windows, kind, x, *params):
+    def forward(ctx: Any, windows, kind, x, *params):
         shards = windows.shards
-        following = _halo(ranks, shards, x, windows.halo)
+        following = _halo(shards, x, windows.halo)
         made = windows.make(x, following, kind and kind(*params))
-        found = shards.in_order(ranks.gather(made, "compressed tokens")(), windows.most)
+        found = shards.ranks.gather(made, "compressed tokens")()
         ctx.save_for_backward(x, following, *params)
-        ctx.ranks, ctx.windows, ctx.kind = ranks, windows, kind
-        return windows.joined(found)
+        ctx.windows, ctx.kind = windows, kind
+        return windows.joined(shards.in_order(found, windows.most))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad):
         (x, following, *params), windows = ctx.saved_tensors, ctx.windows
-        shards, ranks = windows.shards, ctx.ranks
-        parts = windows.split(grad.to(wide(grad.dtype)))
-        share = ranks.scatter_sum(shards.by_rank(parts, windows.most), "compressed gradients")()
+        shards, most = windows.shards, windows.most
+        parts = shards.by_rank(windows.split(grad.to(wide(grad.dtype))), most)
+        share = shards.ranks.scatter_sum(parts, "compressed gradients")()
         if ctx.kind is None and isinstance(windows, PackedWindows):
             grads = windows.gradients_of_tokens(share, x.dtype)
         else:
             grads = _again(windows, ctx.kind, [x, following, *params], share)
-        grad_x = grads[0] + _halo_gradient(ranks, shards, grads[1], windows.halo).to(x.dtype)
-        return None, None, None, grad_x, *grads[2:]
+        grad_x = grads[0] + _halo_gradient(shards, grads[1], windows.halo).to(x.dtype)
+        return None, None, grad_x, *grads[2:]
 
 
 def _again(windows, kind, tensors, grad) -> Sequence[Tensor]:
@@ -76,7 +76,7 @@ def _again(windows, kind, tensors, grad) -> Sequence[Tensor]:
 # are shorter than the halo.
 
 
-def _halo(ranks: Ranks, shards: Shards, x, halo: int) -> Tensor:
+def _halo(shards: Shards, x, halo: int) -> Tensor:
     """The `halo` tokens behind each chunk of this rank, zeros behind the last:
     `[B, chunks, halo, Hkv, D]`.
     """
@@ -85,13 +85,13 @@ def _halo(ranks: Ranks, shards: Shards, x, halo: int) -> Tensor:
     if halo == 0:
         return own[:, :, :0]
     heads = own[:, :, :width].flatten(1, 2).transpose(0, 1)
-    found = shards.in_order(ranks.gather(heads, "the halo")(), width)
+    found = shards.in_order(shards.ranks.gather(heads, "the halo")(), width)
     found = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, halo))
     starts = [(number + 1) * width for number in shards.own]
     return torch.stack([found[:, at : at + halo] for at in starts], dim=1)
 
 
-def _halo_gradient(ranks: Ranks, shards: Shards, grad, halo: int) -> Tensor:
+def _halo_gradient(shards: Shards, grad, halo: int) -> Tensor:
     """What the ranks with the chunks before say of `x`, float32 `[B, T, Hkv, D]`."""
     width = min(halo, shards.chunk)
     batch, _, _, *rest = grad.shape
@@ -104,61 +104,49 @@ def _halo_gradient(ranks: Ranks, shards: Shards, grad, halo: int) -> Tensor:
         at = (number + 1) * width
         total[:, at : at + halo] += grad[:, place]
     heads = total[:, : count * width].transpose(0, 1)
-    own = ranks.scatter_sum(shards.by_rank(heads, width), "the halo's gradient")()
+    own = shards.ranks.scatter_sum(shards.by_rank(heads, width), "the halo's gradient")()
     own = own.transpose(0, 1).unflatten(1, (-1, width))
     return F.pad(own, (0, 0, 0, 0, 0, shards.chunk - width)).flatten(1, 2)
 
 
 class WholeWindows(NamedTuple):
-    """The windows of one sequence: one each `d` tokens."""
+    """The windows of one sequence, one each `d` tokens, in chunks of whole strides."""
 
     shards: Shards
     config: NSAConfig
 
     @property
     def most(self) -> int:
-        """Windows of a chunk, at most; every chunk has slots for as many."""
-        return -(-self.shards.chunk // self.config.compress_stride)
+        """Windows of a chunk; behind the last of the sequence they have zeros, and are dropped."""
+        return self.shards.chunk // self.config.compress_stride
 
     @property
     def halo(self) -> int:
-        block, stride = self.config.compress_block, self.config.compress_stride
-        return block - (1 if self.shards.chunk % stride else stride)
+        return self.config.compress_block - self.config.compress_stride
 
     def make(self, x, following, params) -> Tensor:
         """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
         made = []
         for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
             tokens = torch.cat([tokens, following[:, place]], dim=1)
-            begin = self.shards.own[place] * self.shards.chunk
-            offset = -begin % self.config.compress_stride
-            options = {"config": self.config, "first": begin + offset}
-            found = compress(tokens[:, offset:], params, **options)
-            made.append(F.pad(found, (0, 0, 0, 0, 0, self.most - found.shape[1])))
+            first = self.shards.own[place] * self.shards.chunk
+            made.append(compress(tokens, params, config=self.config, first=first))
         return torch.cat(made, dim=1).transpose(0, 1)
 
-    def _counts(self) -> list[int]:
-        """How many windows each chunk has."""
-        length, stride = self.shards.length, self.config.compress_stride
-        ends = range(self.shards.chunk, length + 1, self.shards.chunk)
-        count = self.config.num_compressed(length)
-        ends = [0, *(min(-(-end // stride), count) for end in ends)]
-        return [end - start for start, end in itertools.pairwise(ends)]
-
     def joined(self, found) -> Tensor:
-        """`[B, C, Hkv, D]` from the slots of all chunks."""
-        pairs = zip(found.split(self.most), self._counts(), strict=True)
-        return torch.cat([slots[:count] for slots, count in pairs]).transpose(0, 1).contiguous()
+        """`[B, C, Hkv, D]` from those of all chunks."""
+        count = self.config.num_compressed(self.shards.length)
+        return found[:count].transpose(0, 1).contiguous()
 
     def split(self, grad) -> Tensor:
         """The gradient of `joined`."""
-        parts = grad.transpose(0, 1).split(self._counts())
-        pad = (0, 0) * (grad.ndim - 1)
-        return torch.cat([F.pad(part, (*pad, 0, self.most - len(part))) for part in parts])
+        spare = len(self.shards.order) * self.most - grad.shape[1]
+        return F.pad(grad.transpose(0, 1), (0, 0) * (grad.ndim - 1) + (0, spare))
 
 
 class PackedWindows:
-    """The windows of packed sequences, of which only the device knows where they start.
+    """The windows of packed sequences, of which only the device knows where they start, or of one
+    sequence whose chunks are no whole strides.
 
     Two windows start at least `d` tokens apart, so that a chunk has no more of them than one of
     a single sequence.
@@ -197,12 +185,12 @@ class PackedWindows:
 
     def split(self, grad) -> Tensor:
         """What unused slots have goes to the spare one, which is dropped."""
-        count = self.shards.length // self.shards.chunk * self.most
+        count = len(self.shards.order) * self.most
         total = grad.new_zeros(count + 1, *grad.shape[:1], *grad.shape[2:])
         return total.index_copy_(0, self.at, grad.transpose(0, 1))[:-1]
 
 
-def _packed_windows(ops, cu_seqlens, *, shards: Shards, config: NSAConfig):
+def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
     """Of the `most` slots of each chunk of this rank the tokens `[chunks, most, l]`, of the chunk
     and its halo; whether there is no window `[chunks, most, 1, 1]`; the position of the first
     token `[chunks, most]`. Of each window of the sequence its slot among those of all chunks

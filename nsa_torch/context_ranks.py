@@ -1,10 +1,12 @@
-"""The ranks that share one sequence: collectives of `torch.distributed` along a mesh dimension.
+"""The ranks that share one sequence: collectives of `torch.distributed` along a mesh dimension, and
+where the tokens of each stand.
 
 Nothing here moves data by itself: the process group of the mesh does. What it raises is raised
 again with the name of the step, on every rank that waits; a rank that is gone therefore ends the
 others within the timeout of the process group.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from nsa_core import context_layout as layouts
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -41,9 +45,6 @@ class Ranks:
             )
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self._check_backend(device)
-
-    def _check_backend(self, device):
         try:
             self.group._get_backend(device)
         except RuntimeError as error:
@@ -56,14 +57,13 @@ class Ranks:
         """Starts an all-gather of `x`; the call that waits gives `[R, *x.shape]`."""
         found = x.new_empty(self.size, *x.shape)
         start = lambda: dist.all_gather_into_tensor(
-            found.flatten(0, 1) if x.ndim else found, x.contiguous(), self.group, async_op=True
+            found.flatten(0, 1), x.contiguous(), self.group, async_op=True
         )
         return self._started(start, found, f"the all-gather of {what}")
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Starts a reduce-scatter of `x` `[R, ...]`; the call that waits gives this rank's sum."""
-        found = x.new_empty(x.shape[1:])
-        whole = x.contiguous().flatten(0, 1) if x.ndim > 1 else x
+        found, whole = x.new_empty(x.shape[1:]), x.contiguous().flatten(0, 1)
         start = lambda: dist.reduce_scatter_tensor(
             found, whole, group=self.group, async_op=True
         )
@@ -86,6 +86,42 @@ class Ranks:
             return found
 
         return wait
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards(layouts.Shards):
+    """Where the tokens of this rank and of the others stand."""
+
+    ranks: Ranks = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
+        """Of `local_length` tokens on each rank, which are those of the argument `name`."""
+        chunk = layouts.chunk_length(name, local_length, layout)
+        return cls(layout, ranks.size, ranks.rank, chunk, ranks)
+
+    @property
+    def gap(self) -> int:
+        """Tokens of other ranks between this rank's chunks."""
+        return (self.own[-1] - self.own[0] + 1 - len(self.own)) * self.chunk
+
+    def chunks_of(self, shards: Tensor, chunk: int | None = None) -> list[Tensor]:
+        """Views of the chunks of all ranks' shards `[R, T, ...]`, in the sequence's order.
+
+        Args:
+          chunk: entries of a chunk, where they are not its tokens.
+        """
+        pieces = [x for shard in shards for x in shard.split(chunk or self.chunk)]
+        return [pieces[at] for at in self.places]
+
+    def in_order(self, shards: Tensor, chunk: int | None = None) -> Tensor:
+        """`shards` `[R, T, ...]` as the sequence has them, `[S, ...]`."""
+        return torch.cat(self.chunks_of(shards, chunk))
+
+    def by_rank(self, whole: Tensor, chunk: int) -> Tensor:
+        """The inverse of `in_order`: `[S, ...]` as the shards of all ranks, `[R, T, ...]`."""
+        pieces = whole.split(chunk)
+        return torch.cat([pieces[i] for i in self.order]).unflatten(0, (self.size, -1))
 
 
 def agree(

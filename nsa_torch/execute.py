@@ -5,6 +5,7 @@ A plan is bound to a device once: what no address changes is worked out then. A 
 writes addresses, so only what torch reads too is a tensor.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -30,7 +31,6 @@ from nsa_core.plan.buffers import (
 )
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
-from nsa_torch.recipes import Known, Recipe, followed, recipes_of
 from nsa_torch.shared import SHARED, Kept, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS
 
@@ -56,7 +56,7 @@ class Bundle(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
         """Of the results of a plan behind the first: those that torch does not touch."""
-        by_torch = _touched_by_torch(plan)
+        by_torch = plan.touched_by_torch
         offsets, end = list[int | None](), 0
         for n in (x.buffer for x in plan.results[1:]):
             buffer = plan.buffers[n]
@@ -83,11 +83,6 @@ def _in(bundle: Tensor, offset: int, x: Array | Buffer) -> Tensor:
     return bundle[offset : offset + count].view(dtype).view(x.shape)
 
 
-def _touched_by_torch(plan: Plan) -> set[int]:
-    steps = (x for x in plan.steps if not by_address(x) and not isinstance(x, Join))
-    return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
-
-
 class BoundPlan:
     """A plan on a device; any thread may call it.
 
@@ -106,11 +101,11 @@ class BoundPlan:
       read_arguments: those that kernels read, by number and parts: they lie as kernels want them,
         or are copied.
       in_workspace: slots of what lies there, and where in it.
-      constants, batch: numbers of what no call makes; `constant_parts`, `batch_parts`: their parts.
+      constants: numbers of what no call makes; `constant_parts`: their parts.
       read_by_torch: the constants that a step of torch reads, by place and number.
       known: constants, a list of addresses in which theirs are, and a stream that need not wait
         for them.
-      placed: tables of a batch, and slots and addresses of them.
+      tables: what makes those of a batch; `placed`: by result of it, slots and offsets of them.
     """
 
     def __init__(
@@ -130,12 +125,9 @@ class BoundPlan:
         buffers = plan.buffers
         slots = _Slots(len(buffers))
         read = [x for step in plan.steps for x in step.reads]
-        self.constants, self.batch = (
-            sorted({x.buffer for x in read if buffers[x.buffer].place is place})
-            for place in (Place.CONSTANT, Place.BATCH)
+        self.constants = sorted(
+            {x.buffer for x in read if buffers[x.buffer].place is Place.CONSTANT}
         )
-        self.recipes = recipes_of(plan)
-        self.batch_recipes = [self.recipes[n] for n in self.batch]
         launches = [step for step in plan.steps if isinstance(step, Launch)]
         read_by_kernels = {x.buffer for step in launches for x in step.reads}
         # Gives every part its slot: before any `parts_of`.
@@ -154,14 +146,20 @@ class BoundPlan:
         self.given = None if len(given) == plan.arguments else given
         self.read_arguments = [(n, slots.parts_of(n)) for n in given if n in read_by_kernels]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
-        by_torch = _touched_by_torch(plan)
+        by_torch = plan.touched_by_torch
         self.bundle_views = [
             (n, offset, buffers[n]) for n, offset in lying.items() if n in by_torch
         ]
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
-        self.batch_parts = [slots.parts_of(n) for n in self.batch]
-        self.batch_read_by_torch = [(i, n) for i, n in enumerate(self.batch) if n in by_torch]
-        self.placed: tuple[Any, list[tuple[int, int]]] = lambda: None, []
+        self.tables, batch = batch_tables.of_plan(plan, device)
+        self.tables_read_by_torch = [
+            (n, self.tables.tensor(number)) for n, number in batch.items() if n in by_torch
+        ]
+        self.placed: dict[int, list[tuple[int, int]]] = {}
+        for n, number in batch.items():
+            i, start = self.tables.place(number)
+            pairs = [(slot, start + offset) for slot, offset in ((n, 0), *slots.parts_of(n))]
+            self.placed.setdefault(i, []).extend(pairs)
         self.joins = sum(isinstance(step, Join) for step in plan.steps)
         self.blank = [None] * (len(buffers) - plan.arguments + self.joins)
         self.known: tuple[Any, list[int], int] = lambda: None, [0] * slots.count, -1
@@ -198,14 +196,13 @@ class BoundPlan:
             for slot, offset in parts:
                 addresses[slot] = address + offset
         if borders is not None:
-            found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
-            same, placed = self.placed
-            if same() is not found:
-                self.placed = weakref.ref(found), (placed := self._placed(found))
-            for slot, address in placed:
-                addresses[slot] = address
-            for i, number in self.batch_read_by_torch:
-                tensors[number] = found[i]
+            found = batch_tables.of(borders, self.tables)
+            for i, places in self.placed.items():
+                start = found[i].data_ptr()
+                for slot, offset in places:
+                    addresses[slot] = start + offset
+            for n, i in self.tables_read_by_torch:
+                tensors[n] = found[i]
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
@@ -246,30 +243,34 @@ class BoundPlan:
             self.known = weakref.ref(kept), addresses, stream  # at once: threads share it
         return kept, addresses
 
-    def _placed(self, tables: Kept) -> list[tuple[int, int]]:
-        """Slots of a batch's tables and their parts, and addresses."""
-        found = list[tuple[int, int]]()
-        for number, parts, x in zip(self.batch, self.batch_parts, tables, strict=True):
-            start = x.data_ptr()
-            found += [(slot, start + offset) for slot, offset in ((number, 0), *parts)]
-        return found
-
     def _made(self) -> list[Tensor]:
-        known: Known = {}
-        made = [self.recipes[n] for n in self.constants]
-        return [_constant(recipe, self.device, known)[i] for recipe, i in made]
+        """The constants. Another plan on this device may have made them, or what they read."""
+        known: dict[int, tuple[Any, Tensor]] = {}  # by buffer; the first: what it follows from
+        for step in self.plan.constants:
+            reads = [known[x.buffer] for x in step.reads]
+            shapes = tuple(x.shape for x in step.reads)
+            key = self.device, step.function, step.static, tuple(k for k, _ in reads), shapes
+
+            def make(step=step, reads=reads):
+                arrays = [
+                    y.reshape(x.shape) for x, (_, y) in zip(step.reads, reads, strict=True)
+                ]
+                # A step that reads arrays makes its results on their device. torch's device mode
+                # takes the host as long as an operator.
+                with contextlib.nullcontext() if arrays else self.device:
+                    return step.function(TORCH_OPS, *arrays, **dict(step.static))
+
+            for i, (x, y) in enumerate(
+                zip(step.writes, SHARED.get(key, self.device, make), strict=True)
+            ):
+                known[x.buffer] = (key, i), y
+        return [known[n][1] for n in self.constants]
 
 
 def _places(bundle: Bundle | None, numbers: Sequence[int]) -> dict[int, int]:
     """By number, where in a bundle those of what is kept are."""
     pairs = zip(numbers, bundle.offsets if bundle else (), strict=False)
     return {n: offset for n, offset in pairs if offset is not None}
-
-
-def _constant(recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
-    """What a recipe gives. Another plan on this device may have made it, or what it reads."""
-    make = lambda: followed(recipe, device, known, _constant)
-    return SHARED.get((device, recipe), device, make)
 
 
 def _put(x: Tensor, number: int, parts, addresses: list[int]) -> None:

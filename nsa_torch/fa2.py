@@ -21,6 +21,7 @@ Values of another width than the queries are padded with zeros to the larger of 
 import functools
 import importlib.metadata
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,9 @@ from nsa_torch.geometry import geometry_of
 from nsa_torch.operators import refuse_transforms
 from nsa_torch.packing import (
     gather,
-    pack_selected,
     packed_bytes,
     residue_classes,
+    selected_ranges,
     sliding_bounds,
 )
 from nsa_torch.plain import constant
@@ -248,9 +249,8 @@ def _selected_attention(
     slots = block_indices.shape[-1] * config.select_block
 
     def plan(queries):
-        source, key_bounds = pack_selected(
-            where, block_indices, queries, num_keys, config, handed
-        )
+        packed, key_bounds = selected_ranges(where, block_indices, queries, config, handed)
+        source: Any = packed if block_indices.is_cuda else packed.rows(num_keys)
 
         def attend(query, keys, values):
             part = query.shape[1]

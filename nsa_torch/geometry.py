@@ -98,7 +98,7 @@ def geometry(
     return Geometry(position, key_start, compressed_start, kv_len - num_queries, bounds)
 
 
-def _packed_places(ops, cu_seqlens, *, num_queries, kv_len, config):
+def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
     """`position`, `key_start`, `compressed_start` of a `Geometry`, and its `cu_seqlens`."""
     bounds = cu_seqlens.to(torch.int64)
     token = torch.arange(num_queries, device=bounds.device) + (kv_len - num_queries)
@@ -149,7 +149,7 @@ def packed_windows(
     return tokens, unused, at
 
 
-def _windows(ops, cu_seqlens, *, length, config):
+def _windows(cu_seqlens, *, length, config):
     place = {"config": config, "cu_seqlens": cu_seqlens, "device": cu_seqlens.device}
     where = geometry(1, length, kv_len=length, **place)
     starts = window_starts(where, config)

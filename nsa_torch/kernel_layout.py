@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 
@@ -104,21 +105,17 @@ class KernelLayout:
     def zero_unreachable_tokens(self, x):
         """`x` `[B, S, Hkv, .]` with zeros behind the tokens that there are."""
         if self.packed:
-            if not self.may_be_padded:
-                return x
-            return self.ops.derive(_packed_tokens, x, self.cu_seqlens)[0]
+            return self.ops.derive(_cut, x, self.cu_seqlens)[0] if self.may_be_padded else x
         if self.lengths is not None:
-            return self.ops.derive(_first_tokens, x, self.lengths)[0]
-        if self.kv_len >= x.shape[1]:
-            return x
-        return self.ops.derive(_first_tokens, x, end=self.kv_len)[0]
+            return self.ops.derive(_cut, x, self.lengths)[0]
+        return x if self.kv_len >= x.shape[1] else self.ops.derive(_cut, x, end=self.kv_len)[0]
 
     def zero_unreachable_compressed(self, x):
         """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
         if self.fixed or (self.varlen is not None and not self.may_be_padded):
             return x
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
-        return self.ops.derive(_compressed_tokens, x, bounds[1])[0]
+        return self.ops.derive(_cut, x, bounds[1])[0]
 
     def in_slots(self, *arrays):
         """Compressed tokens that stand without gaps, as kernels want them."""
@@ -154,23 +151,12 @@ def _places(ops, *given, shape, kv_len, packed, config):
     return [ops.to_int32(x) for x in (layout.position, layout.key_start, start)]
 
 
-@derived(lambda x, cu_seqlens: [like(x)])
-def _packed_tokens(ops, x, cu_seqlens):
-    return [_cut(x, cu_seqlens[-1:])]
-
-
-@derived(lambda x, *lengths, end=None: [like(x)])
-def _first_tokens(ops, x, *lengths, end=None):
-    return [_cut(x, lengths[0] if lengths else end)]
-
-
-@derived(lambda x, last: [like(x)])
-def _compressed_tokens(ops, x, last):
-    return [_cut(x, last[:, -1])]
-
-
-def _cut(x, end):
-    """`x` `[B, S, ...]` with zeros from `end` on: an int, or a tensor `[]`, `[1]`, `[B]`."""
+@derived(lambda x, *ends, end=0: [like(x)])
+def _cut(ops, x, *ends, end: Any = 0):
+    """`x` `[B, S, ...]` with zeros from `end` on, or from the last number of `ends`, of all rows or
+    of each.
+    """
     there = torch.arange(x.shape[1], device=x.device)
-    there = there < (end if isinstance(end, int) else end.reshape(-1, 1))
-    return torch.where(there[..., None, None], x, 0)
+    if ends:
+        end = ends[0].reshape(x.shape[0] if ends[0].numel() > 1 else 1, -1)[:, -1:]
+    return [torch.where((there < end)[..., None, None], x, 0)]

@@ -319,22 +319,25 @@ class KernelPath:
     def kind(self, mode: InputMode, keep: str) -> str:
         return f"attention/{self.name}/{mode.name}/{keep}"
 
-    def plans(self, query, key, value, gates, place, gradients: bool, device) -> list[Plan]:
-        """Of a call whose branches share their tokens, and of its gradient.
+    def plans(
+        self, query, key, value, gates, place, gradients: bool, device, shared: bool = True
+    ) -> list[Plan]:
+        """Of a call, and of its gradient.
 
         Args:
           query, key, value, gates: tensors, or `Array`s in their place.
           place: of `operators.arguments`.
+          shared: whether the branches share their tokens.
         """
-        tokens, mode = [key, value], SHARED_KV
+        compressed = None
         if not self.steps.compression:
             config = operators.config_of(*operators.numbers_in(place))
             count = config.num_compressed(key.shape[1])
-            cut = (x._replace(shape=(x.shape[0], count, *x.shape[2:])) for x in tokens)
-            tokens = [
-                x for each, whole in zip(cut, tokens, strict=True) for x in (each, whole, whole)
+            compressed = [
+                x._replace(shape=(x.shape[0], count, *x.shape[2:])) for x in (key, value)
             ]
-            mode = PRECOMPRESSED
+        mode = mode_of(shared, compressed is not None, joined=False)
+        tokens = mode.tokens(Branches.each(key), Branches.each(value), compressed)
         function = self.planned[mode, SAVING if gradients else FORWARD]
         return function.plans([query, *tokens, *gates, None, False, *place], device)
 

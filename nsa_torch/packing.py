@@ -10,7 +10,6 @@ by torch. Which of the two it is follows from the device alone.
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,11 +107,7 @@ class Ranges:
         """The runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
 
         What lies behind the last run is left unwritten.
-
-        Raises:
-          ValueError: `x` has other batch rows or heads than the runs, or is elsewhere.
         """
-        self._check("x", x)
         x = x.resolve_neg()
         packed = x.new_empty(self.capacity, x.shape[-1])
         pack = _kernels()
@@ -128,19 +123,7 @@ class Ranges:
 
         By atomics, whose order is not fixed; where torch.are_deterministic_algorithms_enabled()
         in one fixed order instead, with bitwise the same result every time.
-
-        Raises:
-          ValueError: the shapes or devices do not belong together, or `total` is strided.
         """
-        self._check("total", total)
-        if not total.is_contiguous():
-            raise ValueError(f"total must be contiguous, got strides {total.stride()}")
-        expected = self.capacity, total.shape[-1]
-        if grad.shape != expected or grad.device != total.device:
-            raise ValueError(
-                f"grad must have shape {expected} on {total.device}, "
-                f"got {tuple(grad.shape)} on {grad.device}"
-            )
         pack = _kernels()
         if torch.are_deterministic_algorithms_enabled():
             arrays = (total, grad, *self._inverse)
@@ -180,15 +163,6 @@ class Ranges:
         block, order = block.flatten().sort(stable=True)
         return block, order, torch.searchsorted(block, block, right=True)
 
-    def _check(self, name: str, x: Tensor) -> None:
-        batch, _, heads, _ = self.start.shape
-        fits = x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, heads)
-        if not fits or x.device != self.start.device:
-            raise ValueError(
-                f"{name} must have shape [{batch}, S, {heads}, D] on {self.start.device}, "
-                f"got {list(x.shape)} on {x.device}"
-            )
-
     def _launch(self, kernel, tile, arrays, x, strides) -> None:
         if self.start.numel() == 0 or x.numel() == 0:
             return
@@ -202,81 +176,46 @@ class Ranges:
 
 
 def selected_ranges(
-    where: Geometry, block_indices: Tensor, queries: slice, config
+    where: Geometry,
+    block_indices: Tensor,
+    queries: slice,
+    config,
+    handed: Tensor | None = None,
 ) -> tuple[Ranges, Tensor]:
     """What a chunk of queries sees, packed: one (row, query, key/value head) after the other.
 
     Args:
       block_indices: `[B, T, Hkv, n]`; what is negative or begins behind the query is empty.
+      handed: key ranges of the same selection, which are read in place of the blocks: int32
+        `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots. A range of several
+        blocks is read block by block, so that two runs begin at the same token or have none in
+        common, as `Ranges` asks.
 
     Returns:
       the ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
     """
-    blocks, size = block_indices[:, queries].to(torch.int64), config.select_block
-    first = blocks * size  # in the sequence
-    length = (where.position[:, queries, None, None] + 1 - first).clamp(min=0, max=size)
-    length = length.masked_fill(blocks < 0, 0)
-    return _placed(where, first, length, queries, size)
-
-
-def handed_ranges(
-    where: Geometry, ranges: Tensor, queries: slice, config
-) -> tuple[Ranges, Tensor]:
-    """As `selected_ranges`, of key ranges (`nsa_torch.ranges`) instead of blocks.
-
-    A range of several blocks is read block by block, so that two runs begin at the same token or
-    have none in common, as `Ranges` asks.
-
-    Args:
-      ranges: int32 `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots.
-    """
-    begin, end = ranges[:, queries].to(torch.int64).unbind(-1)
-    size, count = config.select_block, ranges.shape[-2]
-    pieces = _ceil_div(end - begin, size)
-    until = pieces.cumsum(-1)  # pieces of the ranges up to this one
-    slot = torch.arange(count, device=ranges.device)
-    owner = (slot[:, None] >= until[..., None, :]).sum(-1)
-    of = owner.clamp(max=count - 1)
-    within = slot - (until - pieces).gather(-1, of)
-    first = begin.gather(-1, of) + within * size
-    length = (end.gather(-1, of) - first).clamp(min=0, max=size)
-    length = length.masked_fill(owner == count, 0)
-    return _placed(where, first, length, queries, size)
-
-
-def _placed(
-    where: Geometry, first: Tensor, length: Tensor, queries: slice, size: int
-) -> tuple[Ranges, Tensor]:
-    """The ranges that begin at tokens `first` of their sequences, packed in their order."""
+    size = config.select_block
+    if handed is None:
+        blocks = block_indices[:, queries].to(torch.int64)
+        first = blocks * size  # in the sequence
+        length = (where.position[:, queries, None, None] + 1 - first).clamp(min=0, max=size)
+        length = length.masked_fill(blocks < 0, 0)
+    else:
+        begin, end = handed[:, queries].to(torch.int64).unbind(-1)
+        count = handed.shape[-2]
+        pieces = _ceil_div(end - begin, size)
+        until = pieces.cumsum(-1)  # pieces of the ranges up to this one
+        slot = torch.arange(count, device=handed.device)
+        owner = (slot[:, None] >= until[..., None, :]).sum(-1)
+        of = owner.clamp(max=count - 1)
+        within = slot - (until - pieces).gather(-1, of)
+        first = begin.gather(-1, of) + within * size
+        length = (end.gather(-1, of) - first).clamp(min=0, max=size)
+        length = length.masked_fill(owner == count, 0)
     start = first + where.key_start[:, queries, None, None]
     place = length.flatten().cumsum(0).reshape(length.shape) - length
     bounds = _bounds(length.sum(dim=-1).flatten()).to(torch.int32)
     return Ranges(start, length, place, size), bounds
-
-
-def pack_selected(
-    where: Geometry,
-    block_indices: Tensor,
-    queries: slice,
-    num_keys: int,
-    config,
-    handed: Tensor | None = None,
-) -> tuple[Any, Tensor]:
-    """As `selected_ranges`, as the source that the device of `block_indices` asks for.
-
-    Args:
-      handed: key ranges of the same selection, which are read in place of the blocks.
-
-    Returns:
-      source: `source.read(key)` are the packed keys `[B*Q*Hkv * n*l', D]`, as many as there
-        can be, so that the host need not know how many there are; the rest is not read.
-      bounds: `cu_seqlens` of the keys, int32 `[B*Q*Hkv + 1]`.
-    """
-    if handed is None:
-        ranges, bounds = selected_ranges(where, block_indices, queries, config)
-    else:
-        ranges, bounds = handed_ranges(where, handed, queries, config)
-    return (ranges if block_indices.is_cuda else ranges.rows(num_keys)), bounds
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
@@ -289,15 +228,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     """Rows `rows` `[M]` of `x` `[B, S, H, D]`, its first two axes taken as one: `[M, H, D]`.
 
     An index outside `0 .. B*S - 1` is no row and gives 0. `x` may have any strides.
-
-    Raises:
-      ValueError: `x` or `rows` has another number of axes, or they are on two devices.
     """
-    if x.ndim != 4 or rows.ndim != 1 or x.device != rows.device:
-        raise ValueError(
-            "x must have 4 axes and rows 1, on one device, got shapes "
-            f"{list(x.shape)} on {x.device} and {list(rows.shape)} on {rows.device}"
-        )
     if torch.compiler.is_compiling():
         return torch.ops.nsa.gather_rows(x, rows)
     return _gather(x, rows)

@@ -4,6 +4,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,19 +107,15 @@ class Shared:
         self._kept[key] = self.uses, found
         self._kept.move_to_end(key)
 
-    def refill(
-        self, device: torch.device, make: Callable[[Hashable], Iterable[Tensor] | None]
-    ) -> None:
-        """Writes what `make` gives for a key into the tensors of that key, on the current stream;
-        None: they are those of other keys.
-        """
+    def refill(self, device: torch.device, make: Callable[[Any], Iterable[Tensor]]) -> None:
+        """Writes what `make` gives for a key into its tensors, on the current stream."""
         with self._lock:
             kept = {key: found for key, (_, found) in self._kept.items()}
             pinned = dict(self._pinned)
 
         def write():
             for key, (tensors, *_) in (kept | pinned).items():
-                for x, new in zip(tensors, make(key) or (), strict=False):
+                for x, new in zip(tensors, make(key), strict=True):
                     x.copy_(new)
             return ()
 

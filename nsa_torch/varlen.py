@@ -137,7 +137,7 @@ class VarlenMetadata:
         """
         checks.borders_array(cu_seqlens)
         self._write(cu_seqlens, self._numbers(cu_seqlens))
-        self._tables.refill(self.cu_seqlens, self.device)
+        self._tables.refill(self.cu_seqlens)
 
     def tensors(
         self,
@@ -178,9 +178,11 @@ class VarlenMetadata:
             [Array((1, self.total, heads), _name(dtype))] * 3,
         )
         module = importlib.import_module(f"nsa_torch.{implementation}")
-        plans = module.PATH.plans(query, *tokens, gates, place, gradients, self.device)
-        found = [self._tables.of_plan(self.cu_seqlens, plan, self.device) for plan in plans]
-        return list({x.data_ptr(): x for each in found for x in each}.values())
+        given = query, *tokens, gates, place, gradients, self.device
+        plans = [x for shared in (True, False) for x in module.PATH.plans(*given, shared)]
+        makes = dict.fromkeys(batch_tables.of_plan(x, self.device)[0] for x in plans)
+        found = (x for make in makes for x in self._tables.get(self.cu_seqlens, make))
+        return [x for x in found if x.numel()]
 
     def check(self) -> None:
         """Raises ValueError where `cu_seqlens` that were given have been written to since."""

@@ -144,8 +144,7 @@ def test_the_ranges_are_the_tokens_of_the_blocks(case):
     """In plain loops, on the CPU, and the same by torch indexing."""
     queries = slice(1, case.T)
     where, blocks = case.selection("cpu")
-    ranges, _ = case.ranges(queries, "cpu")
-    _, bounds = packing.pack_selected(where, blocks, queries, case.S, case.config)
+    ranges, bounds = packing.selected_ranges(where, blocks, queries, case.config)
     size, wanted, ends = case.config.select_block, [], [0]
     for b in range(case.B):
         for t in range(*queries.indices(case.T)):
@@ -222,24 +221,6 @@ def test_nothing_to_pack():
     no_queries, bounds = packing.selected_ranges(where, blocks, slice(0, 0), none.config)
     assert no_queries.read(x).shape == (0, 16) and bounds.tolist() == [0]
     assert packing.gather_by_kernel(x[:, :0], torch.tensor([-1], device=DEVICE)).sum() == 0
-
-
-@kernel
-def test_bad_operands_are_named():
-    case = CASES[0]
-    ranges, used = case.ranges()
-    x = case.array(torch.float32)
-    with pytest.raises(ValueError, match=r"x must have shape \[2, S, 3, D\].* got \[1, 63"):
-        ranges.read(x[:1])
-    with pytest.raises(ValueError, match="x must have shape"):
-        ranges.read(x.to("meta"))
-    with pytest.raises(ValueError, match=r"grad must have shape .* got \(3, 24\)"):
-        ranges.add(ranges.zeros(x), gradient(ranges, used, case.D)[:3])
-    with pytest.raises(ValueError, match="total must be contiguous"):
-        total = ranges.zeros(x.transpose(1, 2)).transpose(1, 2)
-        ranges.add(total, gradient(ranges, used, case.D))
-    with pytest.raises(ValueError, match="rows 1, on one device"):
-        packing.gather(x, ranges.start)
 
 
 @kernel
@@ -325,15 +306,15 @@ if INTERPRETED:
         """FA-2's stand-in on packed rows; on a GPU the table of all paths has FA-2 itself."""
         calls = []
 
-        def ranges(where, block_indices, queries, num_keys, config, handed):
-            calls.append(queries)
-            return packing.selected_ranges(where, block_indices, queries, config)
+        def rows(self, num_keys):
+            calls.append(self)
+            return self
 
         def gather(x, rows):
             calls.append(rows)
             return packing.gather_by_kernel(x, rows)
 
-        monkeypatch.setattr(fa2, "pack_selected", ranges)
+        monkeypatch.setattr(Ranges, "rows", rows)
         monkeypatch.setattr(fa2, "gather", gather)
         case = Case(25, 25, H=6, documents=(1, 10, 0, 1, 8), config=FEW)
         p = problem(case)

@@ -416,7 +416,7 @@ def test_a_gap_has_tables_of_its_own():
     alone = [batch_tables.of_one(24, size, torch.device("cpu")) for size in (8, 16)]
     sizes = [batch_tables.sizes_of(x) for x in (gap, other, *alone)]
     assert sizes == [(*known, 8), (*known, 16), (24, False, 8), (24, False, 16)]
-    shifted = lambda ops, ends: [ends + 1]
+    shifted = lambda ends: [ends + 1]
     (found,) = batch_tables.made(shifted, gap)
     meta.update(borders(BATCHES["documents"]))
     assert batch_tables.made(shifted, gap)[0] is found

@@ -65,7 +65,9 @@ def test_ranges_are_read_block_by_block():
     handed = ranges.to_ranges(torch.tensor(blocks), of.position, SMALL)
     queries = slice(3, 44)
     one, bounds = packing.selected_ranges(of, torch.tensor(blocks), queries, SMALL)
-    other, same_bounds = packing.handed_ranges(of, handed, queries, SMALL)
+    other, same_bounds = packing.selected_ranges(
+        of, torch.tensor(blocks), queries, SMALL, handed
+    )
     there = one.length > 0
     assert torch.equal(bounds, same_bounds) and torch.equal(one.length, other.length)
     for name in ("start", "place"):

@@ -10,10 +10,10 @@ import nsa_torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
-from nsa_torch import batch_tables, mosaic, table_kernels
+from nsa_torch import batch_tables, mosaic
+from nsa_torch.batch_tables import PlanTables
 from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import SAVING
-from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
 from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, kernel
@@ -33,44 +33,44 @@ CASES = {
 }
 
 
-def recipes(length, numbers, config, layer, queries=None, gap=0):
-    """Of a call with residuals and its gradient, each once; and the borders."""
+def plans(length, ends, config, layer, queries=None, gap=0):
+    """Of a call with residuals and its gradient."""
     mode = SHARED_KV if queries is None else PRECOMPRESSED
     heads, kv_heads, width = layer
-    ends = torch.tensor(numbers, dtype=torch.int32)
-    tables = batch_tables.Tables(None, True)
     sizes = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
     arguments = list(described(mode, 1, length, **sizes, config=config, packed=True))
     if queries is not None:
         for i in (0, 7, 8, 9):  # query, gates
             array = arguments[i]
             arguments[i] = Array((1, queries, *array.shape[2:]), array.dtype)
-    batch_tables.attach(tables, ends)
     arguments[-3] = gap
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        function = mosaic.PATH.planned[mode, SAVING]
-        plans = function.plans(arguments, torch.device("cpu"))
-    found: dict[Recipe, None] = {}
-    for plan in plans:
-        of = recipes_of(plan)
-        found |= dict.fromkeys(of[step.writes[0].buffer][0] for step in plan.batch)
-    return list(found), ends.to(DEVICE)
+        return mosaic.PATH.planned[mode, SAVING].plans(arguments, torch.device("cpu"))
 
 
 @kernel
 @pytest.mark.parametrize("name", CASES)
 def test_tables(name):
-    wanted, ends = recipes(*CASES[name])
-    known = {SHARED_ARGUMENT: [ends]}
-    (launches,) = table_kernels.launches_of(tuple(wanted))
-    found = launches(ends)
-    assert len(found) >= 7
-    for recipe, made in found.items():
-        right = followed(recipe, ends.device, known)
-        for i, (x, y) in enumerate(zip(made, right, strict=True)):
-            assert x.shape == y.shape and x.is_contiguous(), (recipe.function, i)
-            assert torch.equal(x.to(torch.int64), y.to(torch.int64)), (recipe.function, i)
+    length, numbers, *rest = CASES[name]
+    ends = torch.tensor(numbers, dtype=torch.int32)
+    for plan in plans(length, ends, *rest):
+        steps = batch_tables.of_plan(plan, torch.device("cpu"))[0].steps
+        wanted = [x.buffer for step in steps for x in step.writes]
+        device = torch.device(DEVICE)
+        made = [PlanTables(steps, wanted, wanted, device, kernels) for kernels in (True, False)]
+        by_torch = {step.name for i, step in enumerate(steps) if i not in made[0].by_kernels}
+        assert (
+            by_torch <= {"tokens_of_slots", "slots_of_tokens", "chunk_words"}
+            and not made[1].by_kernels
+        )
+        found, right = (tables(ends.to(DEVICE)) for tables in made)
+        for number in wanted:
+            x, y = found[made[0].tensor(number)], right[made[1].tensor(number)]
+            assert x.shape == y.shape and x.is_contiguous(), (number, x.shape, y.shape)
+            assert torch.equal(x.to(torch.int64), y.to(torch.int64)), number
+            i, start = made[0].place(number)
+            assert x.data_ptr() == found[i].data_ptr() + start
 
 
 @pytest.mark.gpu

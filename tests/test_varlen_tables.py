@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_core import varlen
 from nsa_core.config import NSAConfig
-from nsa_core.varlen import Capacity
+from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_torch.torch_ops import TORCH_OPS
 
@@ -87,17 +86,16 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
     capacity = Capacity(1, T, S, room, max(given), CONFIGS[config])
     found, tokens, tiles, ranges = loops(given, spare, capacity)
 
-    sequences = varlen.sequences(ops, array(borders), capacity)
+    tables = Varlen(ops, capacity, array(borders))
     for name, values in found.items():
-        np.testing.assert_array_equal(getattr(sequences, name)[0], values, name)
-    of_tokens = varlen.tokens(ops, sequences, capacity)
+        np.testing.assert_array_equal(getattr(tables.sequences, name)[0], values, name)
+    of_tokens = tables.tokens
     wanted = np.array(tokens[S - T :]).T
     for name, x, values in zip(of_tokens._fields, of_tokens, wanted, strict=True):
         assert "int32" in str(x.dtype)
         np.testing.assert_array_equal(x[0], values, name)
 
-    of_keys = varlen.key_tiles(ops, sequences, capacity)
-    first, end = (np.asarray(x[0]) for x in of_keys)
+    first, end = (np.asarray(x[0]) for x in tables.key_tiles)
     used = {tile: (first, end) for tile, first, end in tiles}
     assert len(first) >= max(used, default=-1) + 1
     for tile, pair in enumerate(zip(first, end, strict=True)):
@@ -107,9 +105,7 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
             assert pair[0] >= pair[1]
 
     for count in (1, 4, 32):
-        first, end = (
-            np.asarray(x[0]) for x in varlen.query_tiles(ops, sequences, capacity, count)
-        )
+        first, end = (np.asarray(x[0]) for x in tables.query_tiles(count))
         pairs = [pair for pair in zip(first, end, strict=True) if pair[0] < pair[1]]
         offset = S - T
         expected = []
@@ -124,11 +120,8 @@ def test_rows_of_a_batch_have_tables_of_their_own():
 
     def made(borders):
         capacity = Capacity(len(borders), 128, 128, 4, 128, config)
-        sequences = varlen.sequences(TORCH_OPS, borders, capacity)
-        tables = [
-            of(TORCH_OPS, sequences, capacity) for of in (varlen.tokens, varlen.key_tiles)
-        ]
-        return [x for table in tables for x in table]
+        tables = Varlen(TORCH_OPS, capacity, borders)
+        return [*tables.tokens, *tables.key_tiles]
 
     alone = [made(row[None]) for row in rows]
     for both, *each in zip(made(rows), *alone, strict=True):
@@ -142,8 +135,9 @@ def test_where_there_is_no_room_all_is_padding(segments, longest, fits):
     """Runs of ids, of which JAX does not know how many there are."""
     ids = torch.tensor([[-1] * 3 + [0] * 33 + [-1] * 2 + [1] * 6], dtype=torch.int32)
     capacity = Capacity(1, 44, 44, segments - 1, longest, NSAConfig(4, 2, 16, 2, 1, 1, 7))
-    sequences = varlen.sequences_of_segments(TORCH_OPS, ids, capacity)
+    sequences = sequences_of_segments(TORCH_OPS, ids, capacity)
+    tables = Varlen(TORCH_OPS, capacity, sequences=sequences)
     position = [*[-1] * 3, *range(33), -1, -1, *range(6)] if fits else [-1] * 44
-    assert varlen.tokens(TORCH_OPS, sequences, capacity).position[0].tolist() == position
-    first, end = varlen.key_tiles(TORCH_OPS, sequences, capacity)
+    assert tables.tokens.position[0].tolist() == position
+    first, end = tables.key_tiles
     assert int((torch.minimum(end, first + 64) - first).clamp(min=0).sum()) == 44

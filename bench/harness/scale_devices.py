@@ -110,7 +110,7 @@ def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
     wide = [x.astype(jnp.float32) for x in whole]
     expected = _call(problem, None, implementation="xla")(*wide, indices=indices)
     alone = _errors(_call(problem, None)(*whole, indices=indices), expected)
-    order = layouts.chunk_order(mesh.size, problem.layout)
+    order = layouts.Shards(problem.layout, mesh.size, 0, 1).order
 
     def moved(x, places):
         return jnp.concatenate([jnp.split(x, len(places), axis=1)[i] for i in places], axis=1)

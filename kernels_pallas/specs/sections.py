@@ -2,27 +2,29 @@
 table, or a part of it, is a section.
 """
 
-import enum
 from typing import NamedTuple
 
 
-class Kind(enum.IntEnum):
+class Kinds(NamedTuple):
     """What a section's numbers are."""
 
     # Of queries, by tiles of neighbouring ones:
-    TOKENS = 0  # `nsa_core.varlen.Tokens`
-    BY_ROW = 1  # `key_bounds.by_row` of one or two columns of `Tokens`
+    tokens: int  # `nsa_core.varlen.Tokens`
+    by_row: int  # `key_bounds.by_row` of one or two columns of `Tokens`
     # by tiles of one sequence each (`nsa_core.varlen.QueryTiles`):
-    CANDIDATE_ROWS = 2  # of `mosaic_forward._candidates_of_tiles` bounds by row,
-    QUERY_TILES = 3
-    CANDIDATE_TOKENS = 4  # own and first blocks,
-    CANDIDATE_SPANS = 5  # and blocks that a tile spans
+    candidate_rows: int  # of `mosaic_forward._candidates_of_tiles` bounds by row,
+    query_tiles: int
+    candidate_tokens: int  # own and first blocks,
+    candidate_spans: int  # and blocks that a tile spans
     # Of keys:
-    KEY_TILES = 6
-    PLACES_OF_KEYS = 7
+    key_tiles: int
+    places_of_keys: int
     # Of intervals:
-    PARTS = 8  # `work_items.PART_COLUMNS` of each 64 keys
-    ITEMS = 9  # `work_items.interval_work_items`
+    parts: int  # `work_items.PART_COLUMNS` of each 64 keys
+    items: int  # `work_items.interval_work_items`
+
+
+KINDS = Kinds(*range(len(Kinds._fields)))
 
 
 class Section(NamedTuple):
@@ -30,7 +32,7 @@ class Section(NamedTuple):
 
     Attributes:
       begin: its first program.
-      kind: a `Kind`.
+      kind: one of `KINDS`.
       out: where it begins; a second array of the kind stands `pitch` numbers behind the first.
       total: numbers of an array, or items.
       tokens, group, rows: of a tile of queries.
@@ -73,6 +75,8 @@ class Section(NamedTuple):
     segment_tiles: int = 1
     streams: int = 0
 
+
+AT = Section(*range(len(Section._fields)))  # where each stands in a row
 
 SECTIONS = 32  # of a launch at most
 INTS = 32  # of a row of the table of sections

@@ -12,34 +12,8 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.specs import sections as specs
-from kernels_pallas.specs.sections import Kind
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, WORK_ITEM_INTS
 
-_FIELDS = specs.Section._fields
-BEGIN, KIND, OUT, TOTAL, PITCH, TOKENS, GROUP, ROWS, FIRST, LAST, RUNS_AT, RATIO, BLOCK = (
-    tl.constexpr(_FIELDS.index(name))
-    for name in ("begin", "kind", "out", "total", "pitch", "tokens", "group", "rows", "first")
-    + ("last", "runs_at", "ratio", "block")
-)
-QUERY_TILES, PARTS_AT, BEFORE_AT, FIRSTS_AT, COUNTS_AT, COLUMNS, TILES, KEYS, HEADS = (
-    tl.constexpr(_FIELDS.index(name))
-    for name in ("query_tiles", "parts_at", "before_at", "firsts_at", "counts_at", "columns")
-    + ("tiles", "keys", "heads")
-)
-PARTIALS, SPAN, SEGMENTS, SEGMENT_TILES, STREAMS = (
-    tl.constexpr(_FIELDS.index(name))
-    for name in ("partials", "span", "segments", "segment_tiles", "streams")
-)
-OF_TOKENS = tl.constexpr(int(Kind.TOKENS))
-FIRST_OF_RUNS = tl.constexpr(int(Kind.CANDIDATE_ROWS))
-OF_CANDIDATE_ROWS = tl.constexpr(int(Kind.CANDIDATE_ROWS))
-OF_QUERY_TILES = tl.constexpr(int(Kind.QUERY_TILES))
-OF_CANDIDATE_TOKENS = tl.constexpr(int(Kind.CANDIDATE_TOKENS))
-OF_CANDIDATE_SPANS = tl.constexpr(int(Kind.CANDIDATE_SPANS))
-LAST_OF_TILES = tl.constexpr(int(Kind.CANDIDATE_SPANS))
-OF_KEY_TILES = tl.constexpr(int(Kind.KEY_TILES))
-OF_PLACES = tl.constexpr(int(Kind.PLACES_OF_KEYS))
-OF_PARTS = tl.constexpr(int(Kind.PARTS))
 INTS = tl.constexpr(specs.INTS)
 MOST = tl.constexpr(specs.SECTIONS)
 PART_KEYS = tl.constexpr(specs.PART_KEYS)
@@ -125,7 +99,19 @@ def _tokens_below(value, column, rows, T, token_steps, inside, c):
 
 @triton.jit(do_not_specialize=["given", "count", "T", "offset", "half", "gap", "S", "pitch"])
 def sequences(
-    borders, sections, out, given, count, T, offset, half, gap, S, pitch, c: tl.constexpr
+    borders,
+    sections,
+    out,
+    given,
+    count,
+    T,
+    offset,
+    half,
+    gap,
+    S,
+    pitch,
+    f: tl.constexpr,
+    c: tl.constexpr,
 ):
     """Program 0: start, length, end, place and first compressed token of `count` sequences, of
     which the last is padding, `[5, pitch]` at the begin of `out`. Others: of tiles of so many
@@ -154,8 +140,8 @@ def sequences(
         tl.store(out + 4 * pitch + i, tl.cumsum(windows, 0) - windows, mask=inside)
     else:
         section = sections + (tl.program_id(0) - 1) * INTS
-        tokens = tl.load(section + TOKENS)
-        runs = out + tl.load(section + RUNS_AT)
+        tokens = tl.load(section + f.tokens)
+        runs = out + tl.load(section + f.runs_at)
         first = _queries_before(start - offset, T, half, gap)
         last = _queries_before(end - offset, T, half, gap)
         tiles = tl.where(inside, (tl.maximum(last - first, 0) + tokens - 1) // tokens, 0)
@@ -169,7 +155,20 @@ def sequences(
     + ["token_steps", "steps"]
 )
 def tables(
-    sections, out, T, offset, half, gap, S, count, pitch, token_steps, steps, c: tl.constexpr
+    sections,
+    out,
+    T,
+    offset,
+    half,
+    gap,
+    S,
+    count,
+    pitch,
+    token_steps,
+    steps,
+    f: tl.constexpr,
+    k: tl.constexpr,
+    c: tl.constexpr,
 ):
     """The numbers of one section.
 
@@ -178,28 +177,29 @@ def tables(
       out: what `sequences` wrote, and behind it what is written.
       offset, half, gap: query t is key `t + offset`, from `half` on `gap` keys further.
       count, pitch: of sequences.
+      f, k: `specs.AT`, `specs.KINDS`.
       token_steps, steps: of a search among tokens, among sequences.
     """
     rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)
-    begins = tl.load(sections + tl.arange(0, MOST) * INTS + BEGIN)
+    begins = tl.load(sections + tl.arange(0, MOST) * INTS + f.begin)
     section = sections + (tl.sum((begins <= program).to(tl.int32), 0) - 1) * INTS
-    kind = tl.load(section + KIND)
-    i = (program - tl.load(section + BEGIN)) * SIZE + tl.arange(0, SIZE)
-    inside = i < tl.load(section + TOTAL)
-    at = out + tl.load(section + OUT) + i
-    second = at + tl.load(section + PITCH)
-    tokens = tl.load(section + TOKENS)
-    first = tl.load(section + FIRST)
-    last = tl.load(section + LAST)
-    if kind <= LAST_OF_TILES:
-        group = tl.load(section + GROUP)
-        rows = tl.load(section + ROWS)
+    kind = tl.load(section + f.kind)
+    i = (program - tl.load(section + f.begin)) * SIZE + tl.arange(0, SIZE)
+    inside = i < tl.load(section + f.total)
+    at = out + tl.load(section + f.out) + i
+    second = at + tl.load(section + f.pitch)
+    tokens = tl.load(section + f.tokens)
+    first = tl.load(section + f.first)
+    last = tl.load(section + f.last)
+    if kind <= k.candidate_spans:
+        group = tl.load(section + f.group)
+        rows = tl.load(section + f.rows)
         tile, row = i // rows, i % rows
         begin = tile * tokens
         end = begin * 0 + T
-        if kind >= FIRST_OF_RUNS:  # tiles of one sequence each
-            runs = out + tl.load(section + RUNS_AT)
+        if kind >= k.candidate_rows:  # tiles of one sequence each
+            runs = out + tl.load(section + f.runs_at)
             at_run = _last_before(runs, tile, inside, count, steps)
             before = tl.load(runs + at_run, mask=inside, other=0)
             begin = tl.load(runs + pitch + at_run, mask=inside, other=0)
@@ -207,34 +207,34 @@ def tables(
             end = tl.load(runs + 2 * pitch + at_run, mask=inside, other=0)
             end = tl.minimum(begin + tokens, end)
         token = begin + tl.minimum(row, tokens * group - 1) // group
-        token = tl.where(kind == OF_CANDIDATE_SPANS, end - 1, token)
+        token = tl.where(kind == k.candidate_spans, end - 1, token)
         near = tl.minimum(tl.maximum(tl.minimum(token, end - 1), 0), T - 1)
         of_token = _of_token(rows_of, near, inside)
         position, start, place = of_token
-        if kind == OF_TOKENS:
+        if kind == k.tokens:
             for column in tl.static_range(7):
                 found = _column(column, of_token, c)
-                tl.store(at + column * tl.load(section + PITCH), found, mask=inside)
-        elif kind == OF_QUERY_TILES:
+                tl.store(at + column * tl.load(section + f.pitch), found, mask=inside)
+        elif kind == k.query_tiles:
             tl.store(at, begin, mask=inside)
             tl.store(second, end, mask=inside)
-        elif kind <= OF_CANDIDATE_ROWS:
+        elif kind <= k.candidate_rows:
             found = _column(first, of_token, c)
             tl.store(at, found, mask=inside)
             found = _column(last, of_token, c)
             tl.store(second, found, mask=inside & (last >= 0))
         else:
-            block = tl.load(section + BLOCK)
+            block = tl.load(section + f.block)
             exists = (row < tokens) & (begin <= token) & (token < end) & (position >= 0)
             own = tl.where(exists, tl.maximum(position, 0) // block, -1)
-            if kind == OF_CANDIDATE_TOKENS:
+            if kind == k.candidate_tokens:
                 tl.store(at, own, mask=inside)
-                base = place // c.STRIDE // tl.load(section + RATIO)
+                base = place // c.STRIDE // tl.load(section + f.ratio)
                 tl.store(second, base, mask=inside)
             else:
                 tl.store(at, own + 1, mask=inside)
-    elif kind <= OF_PLACES:
-        of_tiles = kind == OF_KEY_TILES
+    elif kind <= k.places_of_keys:
+        of_tiles = kind == k.key_tiles
         key = tl.where(of_tiles, i * PART_KEYS, i)
         starts = out + tl.where(of_tiles, 3 * pitch, 0)
         sequence = _last_before(starts, key, inside, count, steps)
@@ -244,9 +244,9 @@ def tables(
         of_tile = tl.minimum(tl.maximum(start + key - place, 0), S)
         tl.store(at, tl.where(of_tiles, of_tile, place + key - start), mask=inside)
         tl.store(second, end, mask=inside & of_tiles)
-    elif kind == OF_PARTS:
-        query_tiles = tl.load(section + QUERY_TILES)
-        at = out + tl.load(section + OUT) + i * 4
+    elif kind == k.parts:
+        query_tiles = tl.load(section + f.query_tiles)
+        at = out + tl.load(section + f.out) + i * 4
         begin = i * 0
         for number in range(4):
             key = i * PART_KEYS + tl.where(number % 2 == 0, 1, PART_KEYS)
@@ -260,14 +260,14 @@ def tables(
                 at + number, tl.where(number == 3, tl.maximum(begin, tile), tile), mask=inside
             )
     else:
-        heads = tl.load(section + HEADS)
-        segments = tl.load(section + SEGMENTS)
-        span = tl.load(section + SPAN)
-        tiles = tl.load(section + TILES)
-        keys = tl.load(section + KEYS)
-        columns = tl.load(section + COLUMNS)
-        in_order = tl.load(section + STREAMS) != 0
-        segment_tiles = tl.load(section + SEGMENT_TILES)
+        heads = tl.load(section + f.heads)
+        segments = tl.load(section + f.segments)
+        span = tl.load(section + f.span)
+        tiles = tl.load(section + f.tiles)
+        keys = tl.load(section + f.keys)
+        columns = tl.load(section + f.columns)
+        in_order = tl.load(section + f.streams) != 0
+        segment_tiles = tl.load(section + f.segment_tiles)
         row, rest = i % heads, i // heads
         segment = tl.where(in_order, rest % segments, segments - 1 - rest // segment_tiles)
         n = tl.where(in_order, rest // segments, rest % segment_tiles)
@@ -276,21 +276,21 @@ def tables(
         tile = _column(first, of_token, c) // keys + n
         exists = tile < tiles
         tile = tl.minimum(tile, tiles - 1)
-        part = out + tl.load(section + PARTS_AT) + tile * columns
+        part = out + tl.load(section + f.parts_at) + tile * columns
         begin = tl.load(part, mask=inside, other=0)
         end = tl.maximum(begin, tl.load(part + columns - 1, mask=inside, other=0))
         lower = tl.maximum(begin, segment * span)
         upper = tl.maximum(lower, tl.minimum(end, (segment + 1) * span))
         own = tl.where(exists & (lower < upper), row, -1)
-        ahead = tl.load(out + tl.load(section + BEFORE_AT) + tile, mask=inside, other=0)
-        at = out + tl.load(section + OUT) + i * ITEM_INTS
+        ahead = tl.load(out + tl.load(section + f.before_at) + tile, mask=inside, other=0)
+        at = out + tl.load(section + f.out) + i * ITEM_INTS
         tl.store(at, own, mask=inside)
         tl.store(at + 1, tile * keys, mask=inside)
         tl.store(at + 2, lower, mask=inside)
         tl.store(at + 3, lower, mask=inside)
         tl.store(at + 4, lower, mask=inside)
         tl.store(at + 5, upper, mask=inside)
-        partial = row * tl.load(section + PARTIALS) + ahead + segment - begin // span
+        partial = row * tl.load(section + f.partials) + ahead + segment - begin // span
         tl.store(at + 6, partial, mask=inside)
         for column in range(7, ITEM_INTS):
             of_part = (column >= FIXED) & (column < FIXED + columns)
@@ -300,25 +300,25 @@ def tables(
 
 
 @triton.jit
-def partials(sections, out, ROOM: tl.constexpr):
+def partials(sections, out, f: tl.constexpr, ROOM: tl.constexpr):
     """Of each tile of keys of an interval its partials before it, and by head the first, and how
     many. A program a section.
     """
     section = sections + tl.program_id(0) * INTS
     tile = tl.arange(0, ROOM)
-    tiles = tl.load(section + TILES)
+    tiles = tl.load(section + f.tiles)
     inside = tile < tiles
-    columns = tl.load(section + COLUMNS)
-    span = tl.load(section + SPAN)
-    part = out + tl.load(section + PARTS_AT) + tile * columns
+    columns = tl.load(section + f.columns)
+    span = tl.load(section + f.span)
+    part = out + tl.load(section + f.parts_at) + tile * columns
     begin = tl.load(part, mask=inside, other=0)
     end = tl.maximum(begin, tl.load(part + columns - 1, mask=inside, other=0))
     count = tl.where(begin < end, (end + span - 1) // span - begin // span, 0)
     ahead = tl.cumsum(count, 0) - count
-    tl.store(out + tl.load(section + BEFORE_AT) + tile, ahead, mask=inside)
-    firsts = out + tl.load(section + FIRSTS_AT) + tile
-    counts = out + tl.load(section + COUNTS_AT) + tile
-    of_head = tl.load(section + PARTIALS)
-    for head in range(tl.load(section + HEADS)):
+    tl.store(out + tl.load(section + f.before_at) + tile, ahead, mask=inside)
+    firsts = out + tl.load(section + f.firsts_at) + tile
+    counts = out + tl.load(section + f.counts_at) + tile
+    of_head = tl.load(section + f.partials)
+    for head in range(tl.load(section + f.heads)):
         tl.store(firsts + head * tiles, head * of_head + ahead, mask=inside)
         tl.store(counts + head * tiles, count, mask=inside)

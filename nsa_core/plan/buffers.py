@@ -174,6 +174,12 @@ class Plan(NamedTuple):
         launches = (x.kernel for x in self.steps if isinstance(x, Launch))
         return list(dict.fromkeys(x for x in launches if isinstance(x, Kernel)))
 
+    @property
+    def touched_by_torch(self) -> set[int]:
+        """Buffers that are tensors."""
+        steps = (x for x in self.steps if not by_address(x) and not isinstance(x, Join))
+        return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
+
     def __str__(self) -> str:
         return "\n".join(f"{type(x).__name__.lower()} {x.name}" for x in self.steps)
 
