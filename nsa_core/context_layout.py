@@ -90,6 +90,32 @@ def chunk_length(name: str, local_length: int, layout: str) -> int:
     return local_length // count
 
 
+def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[list[Any], Any]:
+    """Which windows begin in which chunk.
+
+    Args:
+      ops: `array_ops.ArrayOps`.
+      begin: the first token of each window `[B, C]`, ascending; behind them -1, unused.
+      most: windows of a chunk at most.
+
+    Returns:
+      of each chunk of this rank where in it its windows begin, `[B, most]`; behind its end: no
+      window. Of each window its slot among the `most` of each chunk, `[B, C]`; the one behind all
+      of them where it is unused.
+    """
+    xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
+    begin = xp.where(begin < 0, length, begin)
+    ends = xp.broadcast_to(ops.arange(begin, chunks) * chunk, (begin.shape[0], chunks))
+    first = ops.to_int32(ops.searchsorted(begin, ends, "left"))  # of each chunk
+    padded = ops.pad_end(begin, 1, most, length)
+    slots = [first[:, number, None] + ops.arange(begin, most) for number in shards.own]
+    pairs = zip(slots, shards.own, strict=True)
+    own = [ops.take_rows(padded, each) - number * chunk for each, number in pairs]
+    number = (begin // chunk).clip(0, chunks - 1)
+    slot = ops.arange(begin, begin.shape[1]) - ops.take_rows(first, number)
+    return own, xp.where(begin < length, number * most + slot, chunks * most)
+
+
 def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:
     """Key/value heads that are gathered and attended to together, in equal groups.
 

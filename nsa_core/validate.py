@@ -360,7 +360,7 @@ def even(name: str, value: int) -> None:
 def sizes(**values: int) -> None:
     """Each is an int >= 1."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, kinds.Integral) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
 
 

@@ -213,28 +213,22 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     else:
         begin = geometry.window_starts(segment_ids, config)
         position = geometry.positions(segment_ids, config)
-    used = begin >= 0
-    begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
-    borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
-    borders = jnp.broadcast_to(borders, (begin.shape[0], borders.size))
-    first = JAX_OPS.searchsorted(begin, borders, "left").astype(jnp.int32)  # of each chunk
-    padded = jnp.pad(begin, ((0, 0), (0, most)), constant_values=shard.length)
+    starts, slots = layouts.windows_of_chunks(JAX_OPS, begin, shard, most)
     rows = jax.vmap(lambda row, at: row[at])
     made = []
-    for number, tokens in zip(shard.own, pieces, strict=True):
-        slots = first[:, number, None] + jnp.arange(most, dtype=jnp.int32)
-        start = rows(padded, slots) - number * chunk
-        start = jnp.where(start < chunk, start, -1)
-        at = rows(position, jnp.maximum(start, 0) + number * chunk)
+    for number, tokens, start in zip(shard.own, pieces, starts, strict=True):
+        inside = start < chunk
+        at = rows(position, jnp.where(inside, start, 0) + number * chunk)
+        start = jnp.where(inside, start, -1)
         windows = apply_phi(windows_at(tokens, start, block, stride), params, at)
-        inside = (start >= 0)[..., None, None]
-        made.append(jnp.where(inside, windows, jnp.zeros((), windows.dtype)))
+        made.append(_where(inside, windows))
     found = shard.gather(jnp.concatenate(made, axis=1))
-    number = jnp.minimum(begin // chunk, first.shape[1] - 1)
-    slot = jnp.arange(count, dtype=jnp.int32)
-    at = number * most + slot - rows(first, number)
-    found = rows(found, jnp.where(used, at, 0))
-    return jnp.where(used[..., None, None], found, jnp.zeros((), found.dtype))
+    used = begin >= 0
+    return _where(used, rows(found, jnp.where(used, slots, 0)))
+
+
+def _where(inside, x):
+    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def _with_halo(shard, x, halo):

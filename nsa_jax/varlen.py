@@ -8,7 +8,6 @@ A pytree of arrays `[B, ..]`: made outside of a scan over layers and of `jax.che
 once a step, and no backward pass computes it again.
 """
 
-import numbers
 from typing import Any
 
 import numpy as np
@@ -47,13 +46,9 @@ def varlen_metadata(
       ValueError: an argument contradicts another, or what the host reads.
     """
     validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
-    if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+    validate.configuration(config)
     limits = {"max_segments": max_segments, "max_seqlen": max_seqlen}
-    for name, limit in limits.items():
-        whole = isinstance(limit, numbers.Integral) and not isinstance(limit, bool)
-        if limit is not None and not (whole and limit >= 1):
-            raise ValueError(f"{name} must be an int of at least 1, got {limit!r}")
+    validate.sizes(**{name: x for name, x in limits.items() if x is not None})
     if any(limits.values()) and checks.is_read(segment_ids):
         _check(np.asarray(segment_ids), limits)
     return compiled(_made)(segment_ids, config=config, **limits)

@@ -134,15 +134,14 @@ def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, i
             numbers[x.buffer] = len(numbers)
     of = lambda views: tuple(x._replace(buffer=numbers[x.buffer]) for x in views)
     steps = (x._replace(reads=of(x.reads), writes=of(x.writes)) for x in plan.batch)
-    read = {x.buffer for step in plan.steps for x in step.reads} & numbers.keys()
-    wanted = {n: numbers[n] for n in sorted(read - {plan.shared})}
+    tables = numbers.keys() - {plan.shared}
+    read = {x.buffer for step in plan.steps for x in step.reads} & tables
     kernels = device.type == "cuda" and (
         capability.copies_why_not(capability_of(device.index), torch.float32) is None
     )
-    by_torch = plan.touched_by_torch
-    tensors = tuple(number for n, number in wanted.items() if n in by_torch)
-    given = tuple(steps), tuple(wanted.values()), tensors, device, kernels
-    return _plan_tables(*given), wanted
+    by_torch = tuple(numbers[n] for n in sorted(plan.touched_by_torch & tables))
+    makes = _plan_tables(tuple(steps), by_torch, device, kernels)
+    return makes, {n: numbers[n] for n in sorted(read)}
 
 
 @functools.lru_cache(1024)
@@ -156,14 +155,13 @@ class PlanTables:
 
     Args:
       steps: derived steps. Number 0 are the borders, the others what the steps write, in order.
-      wanted: numbers of the tables that are read; `by_torch`: by steps of torch.
+      by_torch: numbers of the tables that steps of torch read.
       kernels: whether kernels of Triton make what they can.
     """
 
     def __init__(
         self,
         steps: Sequence[Derived],
-        wanted: Sequence[int],
         by_torch: Sequence[int],
         device: torch.device,
         kernels: bool,
@@ -178,7 +176,8 @@ class PlanTables:
             self.capacity: Capacity = first["capacity"]
             if self.capacity.B == 1 and self.capacity.sequences <= MAX_NUMBERS:
                 self._describe()
-        self.tensors = [n for n in wanted if n not in self.views or n in by_torch]
+        written = (x.buffer for step in steps for x in step.writes)
+        self.tensors = [n for n in written if n not in self.views or n in by_torch]
         left = (step for i, step in enumerate(steps) if i not in self.by_kernels)
         read = {x.buffer for step in left for x in step.reads} | {*self.tensors}
         self.read_by_torch = [n for n in self.views if n in read]
@@ -200,7 +199,7 @@ class PlanTables:
         return [out, *(known[n] for n in self.tensors)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Of a table that is wanted: which result it is in, and where it begins, in bytes."""
+        """Which result a table is in, and where it begins, in bytes."""
         if number in self.views:
             return 0, self.views[number][0] * 4
         return self.tensor(number), 0

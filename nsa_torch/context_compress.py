@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_core import context_layout as layouts
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 from nsa_torch.chunks import wide
@@ -21,6 +22,7 @@ from nsa_torch.compress import compress, used_windows
 from nsa_torch.context_ranks import Shards
 from nsa_torch.first_order import first_order
 from nsa_torch.geometry import geometry, window_starts
+from nsa_torch.torch_ops import TORCH_OPS
 
 
 def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
@@ -202,25 +204,13 @@ def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
     where = geometry(
         1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=device
     )
-    begin = window_starts(where, config)
-    used = begin >= 0
-    begin = begin.masked_fill(~used, length)  # ascending: unused slots stand last
-    borders = torch.arange(0, length, chunk, device=device)
-    first = torch.searchsorted(begin, borders)
-    number = begin.div(chunk, rounding_mode="floor").clamp(max=borders.numel() - 1)
-    at = number * most + torch.arange(begin.numel(), device=device) - first[number]
-    at = at.masked_fill(~used, borders.numel() * most)
-    begin = F.pad(begin, (0, most), value=length)
-    # No index of a list: it would come from the host.
-    own = torch.stack([first[i] for i in shards.own])[:, None]
-    start = torch.stack([borders[i] for i in shards.own])[:, None]
-    begin = begin[own + torch.arange(most, device=device)]
-    local = begin - start
-    taps = local.clamp(max=chunk - 1)[..., None] + torch.arange(
-        config.compress_block, device=device
-    )
-    position = where.position[0, begin.clamp(max=length - 1)]
+    begin = window_starts(where, config)[None]
+    own, at = layouts.windows_of_chunks(TORCH_OPS, begin, shards, most)
+    local = torch.cat(own)
     block = config.compress_block
+    taps = local.clamp(max=chunk - 1)[..., None] + torch.arange(block, device=device)
+    tokens = (x + number * chunk for x, number in zip(own, shards.own, strict=True))
+    position = where.position[0, torch.cat([*tokens]).clamp(max=length - 1)]
     token = torch.arange(chunk + block - 1, device=device).expand(len(shards.own), -1)
     last = torch.searchsorted(local, token.contiguous(), right=True) - 1
     covering = []
@@ -230,4 +220,4 @@ def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
         inside = (last >= back) & (token < start + block) & (start < chunk)
         covering.append(torch.where(inside, slot, most))
     unused = (local >= chunk)[..., None, None]
-    return taps, unused, position, at, torch.stack(covering, dim=1)
+    return taps, unused, position, at[0], torch.stack(covering, dim=1)

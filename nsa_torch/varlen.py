@@ -10,7 +10,6 @@ other layers, the backward pass and a recomputation find it there.
 
 import importlib
 import itertools
-import operator
 from typing import Any
 
 import torch
@@ -90,12 +89,10 @@ class VarlenMetadata:
         device: torch.device,
     ):
         sizes = {"max_seqlen": max_seqlen, "total": total, "max_sequences": max_sequences}
-        for name, size in sizes.items():
-            _check_size(name, size)
+        validate.sizes(**{name: x for name, x in sizes.items() if x is not None})
         if padded is not None:
             validate.flag("padded", padded)
-        if not isinstance(config, NSAConfig):
-            raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+        validate.configuration(config)
         count = cu_seqlens.shape[0] - 1
         self.config = config
         self.max_sequences = max_sequences or checks.room(count)
@@ -169,14 +166,12 @@ class VarlenMetadata:
                 f"implementation must be 'mosaic' or 'triton', got {implementation!r}"
             )
         self.check()
-        array = lambda count, width: Array((1, self.total, count, width), _name(dtype))
+        name = str(dtype).removeprefix("torch.")
+        array = lambda *shape: Array((1, self.total, *shape), name)
         place = operators.arguments(self.config, self.total, self.cu_seqlens, None)
         widths = key_width, key_width if value_width is None else value_width
         tokens = [array(kv_heads, width) for width in widths]
-        query, gates = (
-            array(heads, key_width),
-            [Array((1, self.total, heads), _name(dtype))] * 3,
-        )
+        query, gates = array(heads, key_width), [array(heads)] * 3
         module = importlib.import_module(f"nsa_torch.{implementation}")
         given = query, *tokens, gates, place, gradients, self.device
         plans = [x for shared in (True, False) for x in module.PATH.plans(*given, shared)]
@@ -306,14 +301,3 @@ def borders_of(
             f"got {type(varlen).__name__}"
         )
     return varlen.borders(x, name, config, x.shape[1] if length is None else length)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_size(name: str, size: Any) -> None:
-    if size is None:
-        return
-    if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
-        raise ValueError(f"{name} must be an int of at least 1, got {size!r}")

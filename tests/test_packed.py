@@ -562,7 +562,7 @@ CONTRADICTIONS = [
     ([0], {}, r"cu_seqlens must have num_seqs \+ 1 >= 2 entries, got 1"),
     ([0.0, 1.0], {}, "cu_seqlens must have dtype"),
     ([0, 9], {"config": {}}, "config must be an NSAConfig, got dict"),
-    *(([0, 9], {x: y}, f"{x} must be an int of at least 1, got {y!r}") for x, y in SIZES),
+    *(([0, 9], {x: y}, f"{x} must be an int >= 1, got {y!r}") for x, y in SIZES),
 ]
 
 
@@ -645,7 +645,7 @@ def test_what_metadata_of_jax_refuses():
         rows.append((message, lambda x=name, y=least: make(np.asarray(ids), **{x: y - 1})))
         make(**{name: least})
         for wrong in (0, True, 1.5, "8"):
-            message = f"{name} must be an int of at least 1, got {wrong!r}"
+            message = f"{name} must be an int >= 1, got {wrong!r}"
             rows.append((message, lambda x=name, y=wrong: make(**{x: y})))
     for message, refused in rows:
         with pytest.raises(ValueError, match=message):

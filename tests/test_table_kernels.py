@@ -58,7 +58,7 @@ def test_tables(name):
         steps = batch_tables.of_plan(plan, torch.device("cpu"))[0].steps
         wanted = [x.buffer for step in steps for x in step.writes]
         device = torch.device(DEVICE)
-        made = [PlanTables(steps, wanted, wanted, device, kernels) for kernels in (True, False)]
+        made = [PlanTables(steps, wanted, device, kernels) for kernels in (True, False)]
         by_torch = {step.name for i, step in enumerate(steps) if i not in made[0].by_kernels}
         assert (
             by_torch <= {"tokens_of_slots", "slots_of_tokens", "chunk_words"}
