@@ -6,7 +6,6 @@ query; nothing here waits for it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +13,6 @@ from torch import Tensor
 
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
-
-
-class Sequences(NamedTuple):
-    """One entry a sequence (a batch row, or a sequence of the packed row), int64 `[R]`."""
-
-    query_start: Tensor  # row of its first query in the flattened `[B*T]`
-    num_queries: Tensor
-    first_position: Tensor  # position of its first query
-    compressed_start: Tensor  # row of its compressed token 0 in the flattened `[B*C]`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +95,7 @@ def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
     # Counting the ends at or before a token skips the sequences without tokens.
     sequence = torch.searchsorted(bounds[1:], token, right=True)
     start = bounds[sequence]
-    slot = _compressed_bounds(bounds, config)[sequence]
+    slot = compressed_bounds(bounds, config)[sequence]
     position = torch.where(sequence < bounds.numel() - 1, token - start, -1)
     return position[None], start[None], slot[None], bounds
 
@@ -116,24 +106,6 @@ def geometry_of(
     """That of `query` `[B, T, H, D]`."""
     where = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
     return geometry(*query.shape[:2], **where, device=query.device)
-
-
-def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
-    """The runs of queries, with `count` compressed slots in a batch row."""
-    batch, num_queries = where.position.shape
-    bounds = where.cu_seqlens
-    if bounds is not None and where.offset is not None:
-        queries = (bounds - where.offset).clamp(0, num_queries)
-        first = (where.offset - bounds[:-1]).clamp(min=0)
-        slot = _compressed_bounds(bounds, config)[:-1]
-        return Sequences(queries[:-1], queries.diff(), first, slot)
-    row = torch.arange(batch, device=where.position.device)
-    return Sequences(
-        row * num_queries,
-        torch.full_like(row, num_queries),
-        where.position[:, 0],
-        row * count,
-    )
 
 
 def packed_windows(
@@ -174,7 +146,7 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
     return starts.scatter(0, slot, index)[:count]
 
 
-def _compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
+def compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
     """Compressed tokens before each sequence, and of all: none is shared, and no gaps."""
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_torch.chunks import Rows, wide
-from nsa_torch.geometry import Geometry, sequences
+from nsa_torch.geometry import Geometry, compressed_bounds
 from nsa_torch.triton_ops import run
 
 
@@ -31,13 +31,24 @@ def residue_classes(
       key_of: `[B*d*C]`, the compressed row (of `[B*C]`) in each packed key row; `B*C`: none.
       the `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
     """
-    runs, stride = sequences(where, count, config), config.compress_stride
-    device = where.position.device
+    device, stride, borders = where.position.device, config.compress_stride, where.cu_seqlens
     batch, length = where.position.shape
+    # Of the queries of each batch row, or of each sequence of the packed row, `[R]`: the row of the
+    # first one in the flattened `[B*T]`, how many, the position of the first one, and the row of
+    # the sequence's compressed token 0 in the flattened `[B*C]`.
+    if borders is not None and where.offset is not None:
+        queries = (borders - where.offset).clamp(0, length)
+        query_start, num_queries = queries[:-1], queries.diff()
+        first_position = (where.offset - borders[:-1]).clamp(min=0)
+        compressed_start = compressed_bounds(borders, config)[:-1]
+    else:
+        row = torch.arange(batch, device=device)
+        query_start, num_queries = row * length, torch.full_like(row, length)
+        first_position, compressed_start = where.position[:, 0], row * count
     reach = config.compress_block - 1
     # Steps: positions counted from the first that sees a compressed token.
-    begin = (runs.first_position - reach).clamp(min=0)[:, None]
-    end = (runs.first_position + runs.num_queries - reach)[:, None]
+    begin = (first_position - reach).clamp(min=0)[:, None]
+    end = (first_position + num_queries - reach)[:, None]
     residue = torch.arange(stride, device=device)
     first = begin + (residue - begin) % stride  # [R, d]: the class's first step
     queries = _ceil_div((end - first).clamp(min=0), stride)
@@ -45,7 +56,7 @@ def residue_classes(
     query_bounds, key_bounds = _bounds(queries.flatten()), _bounds(keys.flatten())
 
     token = torch.arange(batch * length, device=device)
-    run = torch.searchsorted(runs.query_start, token, right=True) - 1
+    run = torch.searchsorted(query_start, token, right=True) - 1
     step = where.position.flatten() - reach
     own_class = run * stride + step % stride
     order = (step - first.flatten()[own_class]).div(stride, rounding_mode="floor")
@@ -58,7 +69,7 @@ def residue_classes(
     key_class = torch.searchsorted(key_bounds[1:], row, right=True)
     inside = key_class < keys.numel()
     key_class = torch.where(inside, key_class, 0)
-    source = runs.compressed_start[key_class // stride] + row - key_bounds[key_class]
+    source = compressed_start[key_class // stride] + row - key_bounds[key_class]
     key_of = torch.where(inside, source, batch * count)
     query_bounds, key_bounds = query_bounds.to(torch.int32), key_bounds.to(torch.int32)
     return row_of, query_of, key_of, query_bounds, key_bounds

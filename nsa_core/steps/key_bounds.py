@@ -126,12 +126,10 @@ def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
 @derived(lambda *arrays, tile, tiles: [int32(x.shape[0], tiles, tile.rows) for x in arrays])
 def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
     """Each `[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""
-    return [_by_row(ops, x, tile, tiles) for x in arrays]
-
-
-def _by_row(ops, x, tile, tiles):
-    batch = x.shape[0]
-    x = ops.extend(ops.to_int32(x), 1, tiles * tile.tokens)
-    x = x.reshape(batch, tiles, tile.tokens, 1)
-    x = ops.xp.broadcast_to(x, (batch, tiles, tile.tokens, tile.group))
-    return ops.extend(x.reshape(batch, tiles, tile.used), 2, tile.rows)
+    found = []
+    for x in arrays:
+        shape = x.shape[0], tiles, tile.tokens
+        x = ops.extend(ops.to_int32(x), 1, tiles * tile.tokens).reshape(*shape, 1)
+        x = ops.xp.broadcast_to(x, (*shape, tile.group))
+        found.append(ops.extend(x.reshape(*shape[:2], tile.used), 2, tile.rows))
+    return found
