@@ -197,7 +197,7 @@ class Varlen:
     def of_keys(self, x) -> Any:
         """`[B, S, ...]`: what each key has in `x` `[B, places, ...]`."""
         start, _, _, place, _ = self.sequences
-        return self.ops.derive(_taken, x, *self._made(_places_of_keys, start, place))[0]
+        return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
     def in_slots(self, x) -> Any:
         """Compressed tokens `[B, C, ...]` that stand without gaps in their sequences' slots,
@@ -207,7 +207,7 @@ class Varlen:
             return x
         _, length, _, place, window = self.sequences
         sources = self._made(_tokens_of_slots, length, place, window)
-        return self.ops.derive(_taken, x, *sources)[0]
+        return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
         """`[B, count, ...]`: what each compressed token of `in_slots` has in `x`."""
@@ -215,7 +215,7 @@ class Varlen:
             return x
         *_, place, window = self.sequences
         slots = self._made(_slots_of_tokens, place, window, count=count)
-        return self.ops.derive(_taken, x, *slots)[0]
+        return self.ops.derive(taken, x, *slots)[0]
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
@@ -289,7 +289,7 @@ def _key_tiles(ops, start, end, place, *, capacity):
 
 
 @derived(lambda x, at: [like(x, *at.shape, *x.shape[2:])])
-def _taken(ops, x, at):
+def taken(ops, x, at):
     """`x[b, at[b]]`, and zeros where `at` is negative."""
     found = ops.take_rows(x, at.clip(0, None))
     return [ops.xp.where((at >= 0).reshape(*at.shape, *[1] * (x.ndim - 2)), found, 0)]

@@ -45,16 +45,21 @@ def asked() -> str:
     return _mode.get()
 
 
+def way(mode: str, length: int) -> str:
+    """What `mode` comes to for sequences of `length` queries: none, v1 or v2."""
+    if mode == "adaptive":
+        return "v2" if length >= ADAPTIVE_MIN_LEN else "v1"
+    return mode
+
+
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
     """The ranges that `using` asks for; None: the blocks themselves."""
-    mode = asked()
-    if mode == "none":
+    chosen = way(asked(), block_indices.shape[1])
+    if chosen == "none":
         return None
-    if mode == "adaptive":
-        mode = "v2" if block_indices.shape[1] >= ADAPTIVE_MIN_LEN else "v1"
-    make = to_ranges if mode == "v2" else to_ranges_by_row
+    make = to_ranges if chosen == "v2" else to_ranges_by_row
     return make(block_indices, positions(), config)
 
 

@@ -113,24 +113,10 @@ def test_fa2_by_ranges_is_fa2_by_blocks(given, mode, monkeypatch):
         assert torch.equal(one, other)
 
 
-WAYS_OF = {"none": "", "v1": "to_ranges_by_row", "v2": "to_ranges"}
-LEAST = ranges.ADAPTIVE_MIN_LEN
-
-
-@pytest.mark.parametrize(
-    ("mode", "length", "name"),
-    [("adaptive", LEAST - 1, WAYS_OF["v1"]), ("adaptive", LEAST, WAYS_OF["v2"])]
-    + [(mode, 5, name) for mode, name in WAYS_OF.items()],
-)
-def test_which_way(mode, length, name, monkeypatch):
-    for each in filter(None, WAYS_OF.values()):
-        monkeypatch.setattr(ranges, each, lambda *_, each=each: each)
-    with ranges.using(mode):
-        blocks = torch.zeros(1, length, 1, 1)
-        assert ranges.handed(blocks, lambda: blocks, SMALL) == (name or None)
-
-
-def test_no_such_way():
+def test_which_way():
+    least = ranges.ADAPTIVE_MIN_LEN
+    assert [ranges.way("adaptive", x) for x in (least - 1, least)] == ["v1", "v2"]
+    assert [ranges.way(mode, 5) for mode in ("none", "v1", "v2")] == ["none", "v1", "v2"]
     with (
         pytest.raises(ValueError, match=r"ranges must be one of .* got 'v3'"),
         ranges.using("v3"),

@@ -1,8 +1,8 @@
 """Compressed keys of packed rows, moved so that scores can be added up by blocks."""
 
-from kernels_pallas.kernel import Array
 from nsa_core.array_ops import ArrayOps, derived, int32, like
 from nsa_core.config import NSAConfig
+from nsa_core.varlen import taken
 
 
 def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
@@ -17,25 +17,26 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
       block, and the first and the last of the moved keys that it sees `[B, T]`.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
-    if count:
-        sequences = count * config.compress_stride // config.compress_block + 1
-        length = (-(-count // ratio) + min(count, sequences)) * ratio
-        sizes = {"count": count, "length": length, "ratio": ratio}
-        at, filled, base = ops.derive(_aligned_places, start, **sizes)
-        (key,) = ops.derive(_moved, key, at, filled)
-    else:
-        (base,) = ops.derive(zeros_like, start)
-    return key, base, *ops.derive(_moved_bounds, base, first, last, ratio=ratio)
+    if not count:
+        (none,) = ops.derive(zeros_like, start)
+        return key, none, none, none
+    sequences = count * config.compress_stride // config.compress_block + 1
+    length = (-(-count // ratio) + min(count, sequences)) * ratio
+    sizes = {"count": count, "length": length, "ratio": ratio}
+    at, *of_queries = ops.derive(_aligned, start, first, last, **sizes)
+    return ops.derive(taken, key, at)[0], *of_queries
 
 
-def _place_shapes(start, *, count, length, ratio):
-    places = start.shape[0], length
-    return int32(*places), Array(places, "bool"), int32(*start.shape)
-
-
-@derived(_place_shapes)
-def _aligned_places(ops, start, *, count, length, ratio):
-    """Which key goes to each place, whether any does, and the first block of each query."""
+@derived(
+    lambda start, *seen, count, length, ratio: [
+        int32(start.shape[0], length),
+        *[int32(*start.shape)] * 3,
+    ]
+)
+def _aligned(ops, start, first, last, *, count, length, ratio):
+    """Which key goes to each place, -1 where none does; of each query its first block, and the
+    moved keys that it sees.
+    """
     xp, batch = ops.xp, start.shape[0]
     source, target = (
         xp.broadcast_to(ops.arange(start, n), (batch, n)) for n in (count, length)
@@ -49,21 +50,12 @@ def _aligned_places(ops, start, *, count, length, ratio):
     aligned = (opened - 1) * ratio + local % ratio  # where each token goes, ascending
     first_block = xp.concatenate([opened - opens, opened[:, -1:]], axis=1)
     at = ops.searchsorted(aligned, target, "left").clip(0, count - 1)
-    filled = ops.take_rows(aligned, at) == target
-    return at, filled, ops.to_int32(ops.take_rows(first_block, start))
-
-
-@derived(lambda key, at, filled: [like(key, *at.shape, *key.shape[2:])])
-def _moved(ops, key, at, filled):
-    return [ops.xp.where(filled[..., None, None], ops.take_rows(key, at), 0)]
+    at = xp.where(ops.take_rows(aligned, at) == target, at, -1)
+    base = ops.to_int32(ops.take_rows(first_block, start))
+    return ops.to_int32(at), base, base * ratio, base * ratio + (last - first)
 
 
 @derived(lambda x: [like(x)])
 def zeros_like(ops, x):
     """Zeros that no step writes to."""
     return [ops.xp.zeros_like(x)]
-
-
-@derived(lambda base, first, last, *, ratio: [int32(*first.shape)] * 2)
-def _moved_bounds(ops, base, first, last, *, ratio):
-    return base * ratio, base * ratio + (last - first)
