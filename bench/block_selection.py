@@ -339,9 +339,9 @@ class Indexer:
         from transformers import MiniMaxM3VLTextConfig
         from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
-        from nsa_torch.huggingface import block_indexer, block_selection
+        from nsa_torch.huggingface import block_selection
 
-        block_indexer.take_over(block_selection.NAMES)
+        block_selection.take_over()
         config: Any = MiniMaxM3VLTextConfig(
             hidden_size=HIDDEN,
             num_attention_heads=HEADS.value,

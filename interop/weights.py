@@ -78,13 +78,18 @@ def load(path: str | Path, module: Module) -> None:
         tensors = {key: file.get_tensor(key) for key in file.keys()}
     recorded = json.loads(metadata.get(METADATA_KEY, "{}"))
     if METADATA_KEY in metadata:
-        _check_hyper_parameters(path, module.hyper_parameters(), recorded)
+        sentence = "{}: hyper-parameter {} must be {!r} as in the module, got {!r}"
+        _check_same(path, module.hyper_parameters(), recorded, sentence, "no such name")
     for prefix, spec in _layers(module).items():
         stated = take_kind(tensors, prefix)
         if stated or not recorded.keys() >= {*KIND} - {*SILENT}:
             spec.check_kind(stated, f"{path}: {prefix}{KIND_MODULE}")
         tensors |= _kind(prefix, spec)
-    _check_tensors(path, _tensors(module), tensors)
+    expected, got = (
+        {key: f"shape {tuple(x.shape)} of {x.dtype}" for key, x in each.items()}
+        for each in (_tensors(module), tensors)
+    )
+    _check_same(path, expected, got, "{}: {}: expected {}, got {}", "no such key")
     if isinstance(module, torch.nn.Module):
         module.load_state_dict(tensors)
         return
@@ -97,29 +102,11 @@ def load(path: str | Path, module: Module) -> None:
     nnx.update(module, nnx.from_flat_state(loaded))
 
 
-def _check_hyper_parameters(path: str | Path, expected: dict, got: dict) -> None:
+def _check_same(path: str | Path, expected: dict, got: dict, sentence: str, none: str) -> None:
     for name in sorted(expected.keys() | got.keys()):
-        ours, theirs = expected.get(name, "no such name"), got.get(name, "no such name")
+        ours, theirs = expected.get(name, none), got.get(name, none)
         if ours != theirs:
-            raise ValueError(
-                f"{path}: hyper-parameter {name} must be {ours!r} as in the module, "
-                f"got {theirs!r}"
-            )
-
-
-def _check_tensors(
-    path: str | Path, expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]
-) -> None:
-    for key in sorted(expected.keys() | got.keys()):
-        ours, theirs = _describe(expected.get(key)), _describe(got.get(key))
-        if ours != theirs:
-            raise ValueError(f"{path}: {key}: expected {ours}, got {theirs}")
-
-
-def _describe(tensor: torch.Tensor | None) -> str:
-    if tensor is None:
-        return "no such key"
-    return f"shape {tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(sentence.format(path, name, ours, theirs))
 
 
 def _tensors(module: Module) -> dict[str, torch.Tensor]:
@@ -173,16 +160,10 @@ def _key(steps: tuple[Any, ...]) -> str:
     return ".".join([*parents, "weight" if name == "kernel" else name])
 
 
-def _is_matrix(name: str, steps: tuple[Any, ...], array: "np.ndarray | jax.Array") -> bool:
-    return steps[-1] == name and array.ndim == 2
-
-
 def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
     host = np.asarray(array)
-    if _is_matrix("kernel", steps, array):
-        host = host.T
-    elif _is_matrix("weight", steps, array):
-        host = host.T[:, None]
+    if host.ndim == 2 and steps[-1] in ("kernel", "weight"):
+        host = host.T if steps[-1] == "kernel" else host.T[:, None]
     # torch does not know NumPy's bfloat16, so the bits travel as integers.
     bits = np.array(host, order="C").view(f"i{host.dtype.itemsize}")
     return torch.from_numpy(bits).view(getattr(torch, host.dtype.name))
@@ -194,9 +175,7 @@ def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "
 
     bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
     host = bits.view(old.dtype)
-    if _is_matrix("kernel", steps, old):
-        host = host.T
-    elif _is_matrix("weight", steps, old):
-        host = host[:, 0].T
+    if old.ndim == 2 and steps[-1] in ("kernel", "weight"):
+        host = host.T if steps[-1] == "kernel" else host[:, 0].T
     # JAX may share a NumPy array's memory, and the tensor's is the file, mapped.
     return jax.device_put(np.array(host, order="C"), old.sharding)

@@ -104,22 +104,6 @@ def traced(call, device):
 
 
 @torch.no_grad()
-def test_shared_keys_and_values_are_kept_once():
-    """And compressed ones each `d` tokens: 1 + 1/d, in place of 3 + 1/d."""
-    sizes = {}
-    for kv in ("separate", "shared"):
-        made = model("pooled", kv=kv)
-        cache = paged(made, 1)
-        made(tokens(1), cache=cache)
-        sizes[kv] = {name: x.numel() for name, x in cache.layers[0].tensors().items()}
-    kept, separate = sizes["shared"], sizes["separate"]
-    assert {name.partition("_")[0] for name in kept} == {"selected", "compressed"}
-    assert kept["selected_key"] == made.config.compress_stride * kept["compressed_key"]
-    of_keys = sum(n for name, n in separate.items() if name.endswith("key"))
-    assert of_keys == 3 * kept["selected_key"] + kept["compressed_key"]
-
-
-@torch.no_grad()
 def test_what_no_token_wrote_reaches_nothing():
     """NaN wherever pages hold no token, raw or compressed, before each chunk but the first."""
     made, (ids, mask) = model(), left_padded()

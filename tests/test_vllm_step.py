@@ -161,27 +161,14 @@ def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "message"),
-    [
-        ((32, 52), torch.float32, "=64, got 32: pass --block-size 64"),
-        ((128, 52), torch.float32, "block_size must be select_block=64, got 128"),
-        (
-            (64, 48),
-            torch.float32,
-            "49 elements a token and head, those of three branches and of",
-        ),
-        ((64, 52), torch.float8_e4m3fn, "of float16, bfloat16, float32: they have no scales"),
-    ],
-    ids=str,
+    "shape", [(2, 32, 52), (2, 128, 52), (2, 64, 48), (1, 64, 52)], ids=str
 )
-def test_memory_that_does_not_fit(shape, dtype, message):
+def test_memory_that_does_not_fit(shape):
     """Blocks smaller or larger than `select_block`; no room for compressed tokens, where the last
     blocks would be lost; or heads split over devices.
     """
-    with pytest.raises(ValueError, match=message):
-        vllm_step.pages_in(torch.zeros(4, 2, *shape).to(dtype), spec_of())
-    with pytest.raises(ValueError, match="key/value heads of the layer, got 1"):
-        vllm_step.pages_in(torch.zeros(4, 1, 64, 52), spec_of())
+    with pytest.raises(ValueError, match=r"a token \(2, 64, 49\), got"):
+        vllm_step.pages_in(torch.zeros(4, *shape), spec_of())
 
 
 def test_all_blocks_of_the_engine_are_there():

@@ -207,7 +207,7 @@ def test_models_and_devices_that_are_refused():
         (None, {}, "ngram", {}),
         (f"tensor_parallel_size {two}", {}, None, {"tensor_parallel_size": 2}),
         (f"pipeline_parallel_size {two}", {}, None, {"pipeline_parallel_size": 2}),
-        ("guess without a model, .*'draft_model'", {}, "draft_model", {}),
+        ("layers of two models .*'draft_model'", {}, "draft_model", {}),
         ("NSA in every layer", mixed, None, {}),
     ):
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel

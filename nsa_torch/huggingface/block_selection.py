@@ -14,11 +14,12 @@ of theirs reaches the values alone.
 
 Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
 the same name the function that makes its mask. Without the latter transformers drops the
-padding and hands None. Under these names the model's indexer runs on `nsa_torch.index_blocks`
-(`block_indexer`).
+padding and hands None. Under these names the model's indexer runs on `nsa_torch.index_blocks`: its
+own makes scores `[B, index heads, Sq, Sk]` in float32.
 """
 
 import functools
+import sys
 from typing import Any, cast
 
 import torch
@@ -29,11 +30,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 import nsa_torch
-from nsa_torch.huggingface import block_indexer
+from nsa_core.index import Index
 from nsa_torch.huggingface.rows import BORDERS, INDEX
+from nsa_torch.indexer import blocks_at
+from nsa_torch.shared import is_capturing
 
 NAME = "nsa_blocks"
 NAMES: set[str] = set()  # all that were registered
+TAKEN: set[type] = set()  # classes whose `forward` was replaced
+MODEL = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
 # Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are
 # padding and 0 in others: kernels read it with the keys. 16 is what they ask widths to be
 # multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
@@ -88,7 +93,7 @@ def key_states(
         row's first token is left without a key that it may see, and transformers' own paths
         average all keys then, later ones too.
     """
-    block_indexer.take_over(NAMES)  # a model asks for its mask before its layers run
+    take_over()  # a model asks for its mask before its layers run
     if mask_function is not causal_mask_function:
         raise NotImplementedError(
             f"attn_implementation={NAME!r} takes the causal mask alone, got packed rows "
@@ -118,8 +123,7 @@ def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
 
     Where nobody may wait (torch.compile, a CUDA graph) nothing is checked.
     """
-    capturing = real.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or capturing:
+    if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
     starts = (real[:, 1:] & ~real[:, :-1]).sum(dim=1) + real[:, 0]
     left = torch.where(real.any(dim=1), real.int().argmax(dim=1), 0)
@@ -178,32 +182,38 @@ def block_attention(
             )
     if block_indices is None:
         return _dense(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    _check(module, query, key, attention_mask, dropout, block_indices)
+    if dropout:
+        raise NotImplementedError(
+            f"dropout must be 0 with attn_implementation={NAME!r}, got {dropout}"
+        )
+    (batch, heads, length, width), (kv_heads, num_keys) = query.shape, key.shape[1:3]
+    mask, filled, real = attention_mask, None, None
+    if mask is not None:
+        if not _is_key_states(mask) or mask.shape[-1] != num_keys:
+            raise ValueError(
+                f"attention_mask must be [B, slots] of 0 and 1 at the model with "
+                f"attn_implementation={NAME!r}, got {mask.dtype} {tuple(mask.shape)} in a layer"
+            )
+        filled, *padded = mask[:, 0].unbind(1)
+        real = padded[0] != 0 if padded else None
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    batch, heads, length, width = query.shape
-    kv_heads, num_keys = key.shape[1:3]
-    scaling = width**-0.5 if scaling is None else scaling
-    filled, real = None, None
-    if attention_mask is not None:
-        filled, *padded = attention_mask[:, 0].unbind(1)
-        real = padded[0] != 0 if padded else None
     indexer = cast(Any, module.indexer)
     spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)  # one kernel for all lengths
     lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
     if length < num_keys:  # a cache: a head of [B, Hkv, Sk, D] is read without a copy
         lists = lists.repeat_interleave(kv_heads // lists.shape[1], dim=1)
-        query, lists = query.unflatten(1, (kv_heads, -1)).flatten(0, 1), lists.flatten(0, 1)
-        key, value, lists = (
-            x.unsqueeze(1) for x in (key.flatten(0, 1), value.flatten(0, 1), lists)
-        )
+        query = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+        key, value, lists = (x.flatten(0, 1).unsqueeze(1) for x in (key, value, lists))
         filled, real = (
             None if x is None else x.repeat_interleave(kv_heads, dim=0) for x in (filled, real)
         )
     query, key, value, lists = (x.transpose(1, 2) for x in (query, key, value, lists))
-    if real is not None:
-        query, key = _hide(query, key, ~real)
+    if real is not None:  # queries and keys `[.., D + LANES]`: those of padding weigh 0
+        lanes = (~real)[..., None, None].to(key.dtype) * HIDDEN
+        key = torch.cat([key, lanes.expand(-1, -1, key.shape[2], LANES)], dim=-1)
+        query = F.pad(query, (0, LANES), value=1.0)
     kv_len = num_keys if filled is None else filled.sum(dim=1)
     found = nsa_torch.block_attention(
         query.contiguous(),
@@ -212,12 +222,14 @@ def block_attention(
         lists,
         block_size=indexer.block_size,
         kv_len=kv_len,
-        scale=scaling,
+        scale=width**-0.5 if scaling is None else scaling,
         implementation=implementation,
     )
     out = cast(Tensor, found)
     if real is not None:
-        behind = real.cumsum(dim=1).gather(1, _query_slots(length, kv_len, out)) > 0
+        end = kv_len[:, None] if isinstance(kv_len, Tensor) else kv_len
+        slots = torch.arange(length, device=out.device)[None] + (end - length)
+        behind = real.cumsum(dim=1).gather(1, slots) > 0
         mean = value.mean(dim=1, keepdim=True).repeat_interleave(
             out.shape[2] // value.shape[2], dim=2
         )
@@ -227,78 +239,77 @@ def block_attention(
     return out.reshape(batch, length, heads, -1), None
 
 
-def _query_slots(length: int, kv_len: int | Tensor, like: Tensor) -> Tensor:
-    """`[B or 1, length]`, on the device of `like`: the queries end with key `kv_len - 1`."""
-    first = (kv_len[:, None] if isinstance(kv_len, Tensor) else kv_len) - length
-    return torch.arange(length, device=like.device)[None] + first
-
-
-def _hide(query: Tensor, key: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[B, ., ., D + LANES]`, so that `hidden` keys [B, Sk] weigh 0."""
-    lanes = hidden[..., None, None].to(key.dtype) * HIDDEN
-    lanes = lanes.expand(-1, -1, key.shape[2], LANES)
-    return F.pad(query, (0, LANES), value=1.0), torch.cat([key, lanes], dim=-1)
-
-
 def _dense(module, query, key, value, mask, dropout, scaling, rest):
     """transformers' `sdpa`, with the mask that it would have been given.
 
     It aligns its own causal mask with the first key, so that fewer queries than keys need one.
     """
     length, num_keys = query.shape[2], key.shape[2]
+    index = functools.partial(torch.arange, device=query.device)
     causal = rest.get("is_causal", getattr(module, "is_causal", True))
+    end, real = num_keys, None
     if _is_key_states(mask):
-        filled, real = mask[:, :, :1], mask[:, :, -1:] != 0
-        mask = real & _at_or_before(filled.sum(dim=-1, keepdim=True), length, num_keys, query)
-    elif mask is None and causal and 1 < length < num_keys:
-        mask = _at_or_before(num_keys, length, num_keys, query)
+        end, real = mask[:, :, :1].sum(dim=-1, keepdim=True), mask[:, :, -1:] != 0
+    if real is not None or (mask is None and causal and 1 < length < num_keys):
+        at_or_before = index(num_keys) <= end - length + index(length)[:, None]
+        mask = at_or_before[None, None] if real is None else real & at_or_before
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
     )
-
-
-def _at_or_before(end: int | Tensor, length: int, num_keys: int, like: Tensor) -> Tensor:
-    """`[B or 1, 1, length, num_keys]`: causal, the last query at `end - 1`."""
-    query_slot = end - length + torch.arange(length, device=like.device)[:, None]
-    visible = torch.arange(num_keys, device=like.device) <= query_slot
-    return visible if visible.ndim == 4 else visible[None, None]
 
 
 def _is_key_states(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int8 and mask.ndim == 4
 
 
-def _check(module, query, key, mask, dropout, block_indices) -> None:
-    batch, _, length, _ = query.shape
-    kv_heads, num_keys = key.shape[1:3]
-    if dropout:
-        raise NotImplementedError(
-            f"dropout must be 0 with attn_implementation={NAME!r}, got {dropout}"
+def take_over() -> None:
+    """Our indexer in MiniMax-M3, if its code has been imported, where `attn_implementation` is one
+    of `NAMES`; the one that was there under every other name.
+    """
+    module: Any = sys.modules.get(MODEL)
+    if module is None or module.MiniMaxM3VLIndexer in TAKEN:
+        return
+    TAKEN.add(module.MiniMaxM3VLIndexer)
+    theirs = module.MiniMaxM3VLIndexer.forward
+
+    @functools.wraps(theirs)
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        if self.config._attn_implementation not in NAMES:
+            return theirs(self, *given, **named)
+        return chosen_blocks(self, module.apply_rotary_pos_emb, *given, **named)
+
+    module.MiniMaxM3VLIndexer.forward = forward
+
+
+def chosen_blocks(
+    indexer: Any,
+    rotate: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: Any,
+    position_ids: Tensor,
+) -> Tensor:
+    """int32 `[B, index heads, Sq, n]`: ascending, -1 in empty slots at the end.
+
+    Args:
+      indexer: a `MiniMaxM3VLIndexer`; rotate: its `apply_rotary_pos_emb`.
+      hidden_states: `[B, Sq, E]`; position_embeddings: cos and sin `[B, Sq, .]`.
+      cache: None, or what keeps the indexer's keys of each layer.
+      position_ids: `[B, Sq]`; a query sees the key slots up to its own number.
+    """
+    query, key = (
+        norm(projection(hidden_states).unflatten(-1, (-1, indexer.head_dim)))
+        for norm, projection in (
+            (indexer.q_norm, indexer.q_proj),
+            (indexer.k_norm, indexer.k_proj),
         )
-    for name in ("block_size", "topk_blocks"):
-        if not hasattr(getattr(module, "indexer", None), name):
-            raise ValueError(
-                f"{type(module).__name__} must have indexer.{name} where it hands block_indices"
-            )
-    if block_indices.is_floating_point() or block_indices.ndim != 4:
-        raise ValueError(
-            "block_indices must be integers [B, heads, Sq, n], got "
-            f"{block_indices.dtype} {tuple(block_indices.shape)}"
-        )
-    found_batch, found_heads, found_length, _ = block_indices.shape
-    if (found_batch, found_length) != (batch, length):
-        raise ValueError(
-            f"block_indices must have B={batch} and Sq={length}, "
-            f"got shape {tuple(block_indices.shape)}"
-        )
-    if found_heads < 1 or kv_heads % found_heads:
-        raise ValueError(
-            f"block_indices must have a number of heads that divides Hkv={kv_heads}, "
-            f"got {found_heads}"
-        )
-    shapes = [(batch, 1, states, num_keys) for states in (1, 2)]
-    if mask is not None and not (_is_key_states(mask) and tuple(mask.shape) in shapes):
-        raise ValueError(
-            f"attention_mask must be [B, slots] of 0 and 1 at the model with "
-            f"attn_implementation={NAME!r}, got {mask.dtype} {tuple(mask.shape)} in a layer"
-        )
+    )
+    cos, sin = (x[..., : indexer.head_dim] for x in position_embeddings)
+    query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
+    key = key.squeeze(2)
+    if cache is not None:
+        layer = cache.layers[indexer.layer_idx]
+        key = layer.update_index(key[:, None])[:, 0]
+    chosen = indexer.topk_blocks, 0, indexer.local_blocks
+    index = Index(indexer.block_size, *chosen, None, None, 1)
+    return blocks_at(query, key, position_ids, index).transpose(1, 2)

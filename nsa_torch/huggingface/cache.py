@@ -499,8 +499,10 @@ def attend_pages(
       order: as of `Call`; None: tokens stand as they are in `x`.
       at: which rows they are of, arguments of `paged_attention`.
     """
-    take = slice(None) if order is None else order
-    by_token = lambda x: x.flatten(0, 1)[take]
+
+    def by_token(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
+
     query, key, value, gates = attention.project(x, position)
     # One tensor for all branches stays one.
     key, value = (

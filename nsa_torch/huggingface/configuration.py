@@ -2,14 +2,15 @@
 
 import dataclasses
 import difflib
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
-from nsa_core import rotation
+from nsa_core import rotation, validate
 from nsa_core.config import NSAConfig
-from nsa_core.layer import KIND, SILENT, LayerSpec
+from nsa_core.layer import FIELD_OF, KIND, SILENT, LayerSpec
 from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
@@ -36,6 +37,16 @@ FIXED: dict[str, Any] = {
 }
 INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
 NO_SCALING = ("rope_theta", "partial_rotary_factor")  # of rope_parameters
+# A layer's hyper-parameters as attributes of a model's configuration.
+WIDTHS = {
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_groups": "num_key_value_heads",
+    "d_k": "head_dim",
+    "d_v": "v_head_dim",
+}
+SPEC = WIDTHS | FIELD_OF | {"bias": "attention_bias"} | {name: name for name in KIND}
+SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias")}
 REMOTE = "modeling_nsa"  # the module beside config.json
 REMOTE_CODE = """\
 # For transformers' `trust_remote_code=True`; the model's code is in the installed package.
@@ -107,6 +118,7 @@ class NSAModelConfig(SavedConfig):
     """
 
     model_type = "nsa"
+    hidden_act, mlp_bias = "silu", False  # read by LlamaMLP
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     classes = {  # noqa: RUF012
         "AutoConfig": "NSAModelConfig",
@@ -181,28 +193,9 @@ class NSAModelConfig(SavedConfig):
 
     def check(self) -> None:
         """Raises `ValueError` where a rule is broken; names the attribute and the value."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "v_head_dim",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}, got {self.num_attention_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim must be even for the rotary embedding, got {self.head_dim}"
-            )
+        sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
+        validate.sizes(**{name: getattr(self, name) for name in sizes})
+        _ = self.layer_attention, self.layer_spec
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             found = getattr(self, name)
             for token in found if isinstance(found, list) else [found]:
@@ -214,10 +207,10 @@ class NSAModelConfig(SavedConfig):
         for name, fixed in FIXED.items():
             for found in (getattr(self, name, None), rope.get(name)):
                 if found is not None and found != fixed:
-                    rule = f"{fixed!r} in an nsa model"
-                    if name in INSTEAD:
-                        rule = f"{rule}, which has {INSTEAD[name]!r} instead"
-                    raise ValueError(f"{name} must be {rule}, got {found!r}")
+                    has = f", which has {INSTEAD[name]!r} instead" if name in INSTEAD else ""
+                    raise ValueError(
+                        f"{name} must be {fixed!r} in an nsa model{has}, got {found!r}"
+                    )
         rope_type = rope["rope_type"]
         if rope_type not in ROPE_TYPES:
             raise ValueError(
@@ -228,7 +221,6 @@ class NSAModelConfig(SavedConfig):
                 "rope_parameters['factor'] must be 1.0 or None where rope_type is 'default', got "
                 f"{rope['factor']!r}"
             )
-        _ = self.layer_attention, self.layer_spec
 
     @property
     def layer_attention(self) -> tuple[str, ...]:
@@ -250,27 +242,14 @@ class NSAModelConfig(SavedConfig):
         rope, scaling = self.rope_parameters, None
         if rope["rope_type"] in SCALINGS:
             scaling = {k: x for k, x in rope.items() if k not in NO_SCALING}
-        return LayerSpec(
-            dim=self.hidden_size,
-            n_heads=self.num_attention_heads,
-            n_kv_groups=self.num_key_value_heads,
-            d_k=self.head_dim,
-            d_v=self.v_head_dim,
-            l=self.compress_block,
-            d=self.compress_stride,
-            l_sel=self.select_block,
-            n_sel=self.num_selected,
-            w=self.window,
-            **{name: getattr(self, name) for name in KIND},
-            phi_hidden=self.phi_hidden,
-            gate_hidden=self.gate_hidden,
-            gate_temp=self.gate_temp,
-            gate_bias=self.gate_bias,
-            rope_base=rope["rope_theta"],
-            rope_scale=rope["factor"] if rope["rope_type"] == "linear" else 1.0,
-            num_initial=self.num_initial,
-            num_local=self.num_local,
-            bias=self.attention_bias,
-            rope_scaling=rotation.scaling(scaling),
-            qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
-        )
+        try:
+            return LayerSpec(
+                **{name: getattr(self, ours) for name, ours in SPEC.items()},
+                rope_base=rope["rope_theta"],
+                rope_scale=rope["factor"] if rope["rope_type"] == "linear" else 1.0,
+                rope_scaling=rotation.scaling(scaling),
+                qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
+            )
+        except ValueError as error:  # in the words of a configuration
+            names = rf"\b({'|'.join(WIDTHS)})\b"
+            raise ValueError(re.sub(names, lambda x: WIDTHS[x[0]], str(error))) from None

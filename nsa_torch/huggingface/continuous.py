@@ -357,19 +357,12 @@ class ContinuousBatch:
         self.runs, self.read = plan_runs(starts, lengths, self.page), (starts, lengths)
         # Where all requests begin with this step, none is read.
         blocks = read_index[0] if read_index[0].numel() else write_index[0]
-        self.page_table = self._table(blocks, lengths, cache.max_blocks_per_request)
-
-    def _table(self, blocks: Tensor, lengths: list[int], least: int) -> Tensor:
-        """int32 `[B, M]` of the rows' blocks, one after the other; as wide as a block table, so
-        that kernels on pages are those of a decode step.
-        """
-        counts = [-(-length // self.page) for length in lengths]
-        width, at, index = max(*counts, least), 0, []
-        for count in counts:
-            index += [*range(at, at + count), *[at] * (width - count)]
-            at += count
-        index = torch.tensor(index).to(blocks.device, non_blocking=True)
-        return blocks[index].to(torch.int32).view(len(counts), width)
+        # The rows' blocks, one after the other, as int32 `[B, M]`; as wide as a block table, so
+        # that kernels on pages are those of a decode step.
+        counts = torch.tensor([-(-length // self.page) for length in lengths])[:, None]
+        column = torch.arange(max(int(counts.max()), cache.max_blocks_per_request))
+        index = counts.cumsum(dim=0) - counts + torch.where(column < counts, column, 0)
+        self.page_table = blocks[index.to(blocks.device, non_blocking=True)].to(torch.int32)
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
         """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
@@ -380,13 +373,6 @@ class ContinuousBatch:
         at |= {"cu_seqlens_q": self.starts, "runs": self.runs}
         y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, **at))
         return y
-
-    def write(self, pages: tuple[Tensor, ...], *new: Tensor) -> None:
-        """`new` [N, Hkv, .] each, to the pages of the rows' new tokens."""
-        tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
-        at = paged_layout.places(self.page_table, *tokens, self.page, pages[0].shape[0])
-        for kept, x in zip(pages, new, strict=True):
-            OPS.put(kept, at, x)
 
     def even_rows(self) -> Iterator[tuple[slice, slice, int, int | None]]:
         """Rows with the same number of tokens, these tokens, and columns of the rows' page table;
@@ -435,7 +421,10 @@ def dense_attention(
         raise ValueError(f"{NAME} is for generate_batch alone, which sets it: use 'sdpa'")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     pages = batch.allocator.pages[module.layer_idx]
-    batch.write(pages, key, value)
+    tokens = paged_layout.tokens_of(OPS, batch.lengths, batch.starts, batch.x.shape[1])
+    at = paged_layout.places(batch.page_table, *tokens, batch.page, pages[0].shape[0])
+    for kept, x in zip(pages, (key, value), strict=True):
+        OPS.put(kept, at, x)
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     for rows, tokens, columns, length in batch.even_rows():
         table, lengths = batch.page_table[rows, :columns].clamp(min=0), batch.lengths[rows]

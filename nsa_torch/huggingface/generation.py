@@ -106,36 +106,35 @@ class NSAGenerationMixin(GenerationMixin):
         where `goes_on_pages`, else "dynamic". "paged" means `generate_batch` there.
         """
         # transformers would name fewer layers in the configuration, and leave it so after an error.
-        if (left := getattr(generation_config, "assistant_early_exit", None)) is not None:
+        given, rows = generation_config, batch_size * generation_config.num_return_sequences
+        if (left := getattr(given, "assistant_early_exit", None)) is not None:
             raise NotImplementedError(
                 "assistant_early_exit must be None: a model with NSA leaves out no layers, give an "
                 f"assistant_model, got {left}"
             )
-        name, given = generation_config.cache_implementation, model_kwargs.get(CACHE)
-        if given is not None and name is not None:
+        name, cache = given.cache_implementation, model_kwargs.get(CACHE)
+        positions = model_kwargs.get("position_ids")  # a mask of ones is dropped from 5.19 on
+        prompt = 0 if positions is None else positions.shape[-1]
+        if cache is not None and name is not None:
             raise ValueError(
                 f"cache_implementation must be None where a cache is given, got {name!r}"
             )
-        if isinstance(given, NSAModelCache):
-            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
-            _check_given(given, generation_config, batch_size * copies, max_cache_length)
-            _check_prompt_goes_on(given, model_kwargs.get("position_ids"))
-        if given is not None or generation_config.use_cache is False:
+        if isinstance(cache, NSAModelCache):
+            copies = max(given.num_beams, given.num_return_sequences)
+            _check_cache(cache, given, batch_size * copies, max_cache_length, prompt)
+        if cache is not None or given.use_cache is False:
             return
         if name not in (None, "dynamic", "static"):
             raise ValueError(
                 f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
             )
-        rows = batch_size * generation_config.num_return_sequences
-        prompt = model_kwargs.get("position_ids")  # a mask of ones is dropped from 5.19 on
-        new = max_cache_length + 1 - (0 if prompt is None else prompt.shape[-1])
-        sizes = rows, max_cache_length, new
-        if name is None and goes_on_pages(self, generation_config, generation_mode, *sizes):
-            model_kwargs[CACHE] = NSAPagedModelCache(self.config, rows, max_cache_length)
-            return
-        cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
+        sizes = rows, max_cache_length, max_cache_length + 1 - prompt
+        if name is None and goes_on_pages(self, given, generation_mode, *sizes):
+            cache = NSAPagedModelCache(self.config, rows, max_cache_length)
+        else:
+            cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
+            if given.is_assistant:
+                cache.activate_past_recording()
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
@@ -160,7 +159,12 @@ class NSAGenerationMixin(GenerationMixin):
             cache = inputs.get(CACHE)
             if not isinstance(cache, NSAPagedModelCache):
                 return base.get_compiled_call(compile_config)(**inputs)
-            if not _is_step(inputs, model.config):
+            tokens, hidden = inputs.get("input_ids"), inputs.get("output_hidden_states")
+            if hidden is None:
+                hidden = model.config.output_hidden_states
+            # What a `StepGraph` does not give; attentions are refused by the model.
+            more = hidden or inputs.get("output_attentions")
+            if tokens is None or tokens.shape[1] != 1 or more:
                 return model(**inputs)
             if not ready:
                 ready.append(StepGraph(self, cache))
@@ -174,7 +178,8 @@ def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
     """Whether `generate` keeps `rows` of `capacity` tokens on pages where nobody says what to keep:
-    steps are then one CUDA graph.
+    steps are then one CUDA graph. Kernels read the pages, which take at most half of the free
+    memory.
 
     Args:
       given: the `GenerationConfig`; mode: a `GenerationMode`; new_tokens: at most.
@@ -188,11 +193,8 @@ def goes_on_pages(
         and not (given.disable_compile or given.compile_config is not None)
         and getattr(model, "hf_quantizer", None) is None
     )
-    return wanted and why_not(model) is None and _has_kernels_and_room(model, rows, capacity)
-
-
-def _has_kernels_and_room(model: Any, rows: int, capacity: int) -> bool:
-    """Whether kernels read the pages, and these take no more than half of the free memory."""
+    if not wanted or why_not(model) is not None:
+        return False
     config, device = model.config, model.device
     alike = {layer.self_attn.implementation: layer.self_attn for layer in model.model.layers}
     if not all(decodes_on_pages(x, model.dtype, device) for x in alike.values()):
@@ -203,18 +205,11 @@ def _has_kernels_and_room(model: Any, rows: int, capacity: int) -> bool:
     return 2 * blocks * bytes_of_block(config, model.dtype) <= free + kept
 
 
-def _is_step(inputs: dict[str, Any], config: Any) -> bool:
-    """Whether a `StepGraph` gives all that is asked for."""
-    tokens, hidden = inputs.get("input_ids"), inputs.get("output_hidden_states")
-    if tokens is None or tokens.shape[1] != 1 or inputs.get("inputs_embeds") is not None:
-        return False
-    attentions = inputs.get("output_attentions")  # refused by the model
-    return not attentions and not (config.output_hidden_states if hidden is None else hidden)
-
-
-def _check_given(cache: NSAModelCache, generation_config, rows: int, columns: int) -> None:
+def _check_cache(
+    cache: NSAModelCache, given: Any, rows: int, columns: int, prompt: int
+) -> None:
     """Raises ValueError where the caller's cache does not fit what `generate` does."""
-    if generation_config.compile_config is not None and isinstance(cache, NSAPagedModelCache):
+    if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
             "compile_config must be None where cache is an NSAPagedModelCache, whose "
             "steps are a CUDA graph and not compiled"
@@ -224,19 +219,13 @@ def _check_given(cache: NSAModelCache, generation_config, rows: int, columns: in
             f"cache must have batch_size={rows}, a row for each sequence, "
             f"got {cache.batch_size}"
         )
-    limit = cache.get_max_length()
-    if 0 <= limit < columns:
+    if 0 <= (limit := cache.get_max_length()) < columns:
         raise ValueError(
             f"cache must have capacity for {columns} tokens, all of max_length but the "
             f"last, got {limit}"
         )
-
-
-def _check_prompt_goes_on(cache: NSAModelCache, position_ids: Tensor | None) -> None:
-    """Raises ValueError where the prompt has no token that the cache has not seen."""
-    seen = cache.get_seq_length()
-    if position_ids is not None and 0 < position_ids.shape[-1] <= seen:
+    if 0 < prompt <= (seen := cache.get_seq_length()):
         raise ValueError(
             f"input_ids must be longer than the {seen} tokens that cache has seen, which are a "
-            f"part of them, got {position_ids.shape[-1]}"
+            f"part of them, got {prompt}"
         )

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 import nsa_torch
 from nsa_core.config import NSAConfig
@@ -81,20 +81,14 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
         return NSAConfig(block, block, block, self.block_counts, 0, 1, self.window_size)
 
 
-class LlamaNSAAttention(nn.Module):
+class LlamaNSAAttention(LlamaAttention):
     """The attention of a layer, in place of Llama's and under its names."""
 
+    config: LlamaNSAConfig
+
     def __init__(self, config: LlamaNSAConfig, layer_idx: int):
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
-        self.g_proj = nn.Linear(width, heads * 3, bias=False)
+        super().__init__(config, layer_idx)
+        self.g_proj = nn.Linear(config.hidden_size, config.num_attention_heads * 3, bias=False)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.initialization import copy_
@@ -14,16 +13,19 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    eager_attention_forward,
+)
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from nsa_core.layer import EXTRA_STATE
+from nsa_core.layer import EXTRA_STATE, KIND, SILENT
 from nsa_torch import geometry, heads
 from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.geometry import without_padding
-from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import (
     CACHE,
     NSAModelCache,
@@ -102,20 +104,6 @@ class DenseAttention(nn.Module):
         return self.out(out.flatten(2))
 
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, config: NSAModelConfig):
-        super().__init__()
-        width, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class NSADecoderLayer(GradientCheckpointingLayer):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
@@ -127,7 +115,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
             self.self_attn = SelfAttention(**spec.as_dict(), **spec.start())
         else:
             self.self_attn = DenseAttention(config, index)
-        self.mlp = SwiGLU(config)
+        self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(
             config.hidden_size, eps=config.rms_norm_eps
@@ -165,20 +153,59 @@ class NSAPreTrainedModel(PreTrainedModel):
                 module.implementation = name
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
-        """transformers' `from_pretrained`, which here takes a checkpoint that fits, or none.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *args: Any,
+        strict: bool = True,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs: Any,
+    ):
+        """transformers' `from_pretrained`, which here takes a checkpoint that fits, or none, in
+        safetensors: other files of weights are pickles, which may run code.
 
         Args:
-          strict: a keyword; False: weights that are missing are drawn anew and those that are
-            unknown left out, with transformers' warning.
+          strict: False: weights that are missing are drawn anew and those that are unknown left
+            out, with transformers' warning.
 
         Raises:
           OSError: there are no weights in safetensors.
           ValueError: gate or phi differ from the checkpoint's, or weights are missing, unknown
             or of another shape; the message names the first.
         """
-        load = super().from_pretrained
-        return checkpoints.load(cls, load, pretrained_model_name_or_path, args, kwargs)
+        path, stated = pretrained_model_name_or_path, {}
+        if kwargs.pop("use_safetensors", None) is False:
+            raise ValueError(
+                "use_safetensors must be True or not given, got False: weights in pickles are not "
+                "read"
+            )
+        if path is not None:
+            stated, _ = NSAModelConfig.get_config_dict(path, **kwargs)
+            NSAModelConfig.from_dict(stated)  # refuses another model's
+        always = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        load: Any = super().from_pretrained
+        model, info = load(path, *args, use_safetensors=True, **always, **kwargs)
+        for name in KIND if stated else ():
+            ours = getattr(model.config, name)
+            theirs = stated.get(name, SILENT.get(name, "no such name"))
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} must be {theirs!r} as in the checkpoint {path}, got {ours!r}"
+                )
+        if info["mismatched_keys"] and not ignore_mismatched_sizes:
+            key, found, expected = sorted(info["mismatched_keys"])[0]
+            raise ValueError(
+                f"{path}: {key}: expected shape {tuple(expected)}, got {tuple(found)}"
+            )
+        for what in ("missing", "unexpected"):
+            if strict and (keys := sorted(info[f"{what}_keys"])):
+                rest = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                raise ValueError(
+                    f"{path} must have the weights of {cls.__name__}, got {what} {keys[0]}{rest}; "
+                    "strict=False draws anew what is missing and leaves out what is unknown"
+                )
+        return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
         """transformers leaves modules without own weights out in code that is not its own."""
@@ -202,7 +229,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=0.02 if given is None else given)
         elif isinstance(module, NSAAttention | DenseAttention) and given is None:
             _draw(module.out, None, residual)
-        elif isinstance(module, SwiGLU) and given is None:
+        elif isinstance(module, LlamaMLP) and given is None:
             _draw(module.down_proj, None, residual)
         else:
             super()._init_weights(module)
@@ -385,10 +412,9 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
           labels: `[B, T]`, tokens that are predicted one column earlier; -100 counts nothing.
           logits_to_keep: logits of that many last columns only, or of these; 0: of all.
         """
-        others = [name for name in kwargs if name not in READ and name not in LOSS]
-        if others and labels is not None:
-            of_loss = inspect.signature(self.loss_function).parameters
-            others = [name for name in others if name not in of_loss]
+        of_loss = {*LOSS}
+        if labels is not None and kwargs.keys() - READ - of_loss:
+            of_loss |= inspect.signature(self.loss_function).parameters.keys() - READ
         if use_cache is None and labels is not None:
             use_cache = False
         outputs = self.model(
@@ -398,7 +424,7 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **{name: x for name, x in kwargs.items() if name in READ or name in others},
+            **{name: x for name, x in kwargs.items() if name not in of_loss},
         )
         keep = logits_to_keep
         kept = slice(-keep, None) if isinstance(keep, int) else keep

@@ -26,6 +26,7 @@ FIXED = {
 }
 READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
 UNUSED = frozenset(["token_type_ids"])  # tokenizers return it; Llama does not read it either
+MASK, SIDES = "attention_mask must", "be padded on the left or on the right"
 COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
 
@@ -117,74 +118,70 @@ def rows(
         CUDA graph and under `torch.compile` nothing is.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
-    if told:
-        name = next(iter(told))
+    if name := next(iter(told), None):
         if attention_mask is not None or cache is not None:
             raise ValueError(
                 f"{name} must be None where attention_mask or a cache is given, got both"
             )
         if batch != 1:
-            raise ValueError(
-                f"input_ids must be one row where {name} is given, got {batch} rows"
-            )
-    alone = batch == 1 and attention_mask is None and cache is None
-    if alone and position_ids is not None:
+            raise ValueError(f"input_ids must be one row where {name} is given, got {batch}")
+    if batch == 1 and attention_mask is None and cache is None and position_ids is not None:
         told[POSITION] = position_ids
     if told:
-        longest = next((x for n in LONGEST if isinstance(x := call.get(n), int)), None)
-        name, borders = next(iter(told)), _borders(told, length)
-        if name == POSITION and borders.numel() == 2:
+        borders = _borders(told, length)
+        if name is None and borders.numel() == 2:
             return Rows()
-        place = {"total": length, "device": told[name].device}
         if torch.compiler.is_compiling():
             return Rows(cu_seqlens=checks.clamped(borders, length))
-        padded = None if longest is None else False
-        sizes = {"max_seqlen": longest, "padded": padded, "config": config}
-        return Rows(cu_seqlens=varlen_metadata(borders, **place, **sizes).cu_seqlens)
-    past = 0 if cache is None else cache.get_seq_length()
+        longest = next((x for n in LONGEST if isinstance(x := call.get(n), int)), None)
+        padded, device = None if longest is None else False, told[name or POSITION].device
+        sizes: dict[str, Any] = {"total": length, "max_seqlen": longest, "padded": padded}
+        sizes |= {"config": config, "device": device}
+        return Rows(cu_seqlens=varlen_metadata(borders, **sizes).cu_seqlens)
     if attention_mask is None and position_ids is None:
         return Rows()
-    mask, step = attention_mask, length == 1 and isinstance(cache, NSAPagedModelCache)
-    if step and isinstance(mask, Tensor) and tuple(mask.shape) == (batch, 1):
-        return Rows(count=(mask[:, 0] != 0).long())
+    past, mask = 0 if cache is None else cache.get_seq_length(), attention_mask
     if mask is None:
-        mask = torch.ones(batch, past + length, dtype=torch.bool)
-        mask = mask if position_ids is None else mask.to(position_ids.device)
+        assert position_ids is not None
+        mask = torch.ones(batch, past + length, dtype=torch.bool, device=position_ids.device)
+    whole, step = (batch, past + length), length == 1 and isinstance(cache, NSAPagedModelCache)
     found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    if found != (batch, past + length):
+    if found != whole and not (step and found == (batch, 1)):
         raise ValueError(
-            f"attention_mask must have shape {(batch, past + length)}, a number for each column "
-            f"of the cache and of the input, got {found}"
+            f"attention_mask must have shape {whole}, a number for each column of the cache and of "
+            f"the input, got {found}"
         )
-    if step and not free_to_read(mask):
+    if step and (found != whole or not free_to_read(mask)):
         return Rows(count=(mask[:, -1] != 0).long())
-    wrong: list[tuple[Tensor, str | None]] = []  # of each row, [B], with what must hold
+    wrong: list[tuple[Tensor, str]] = []  # of each row, [B], with what must hold
     if mask.dtype != torch.bool:
-        wrong.append((((mask != 0) & (mask != 1)).any(dim=1), "hold 0 and 1 only"))
+        wrong.append((((mask != 0) & (mask != 1)).any(dim=1), f"{MASK} hold 0 and 1 only"))
         mask = mask != 0
     changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
-    wrong.append((changes > 1, "be padded on the left or on the right, zeros in one run"))
+    wrong.append((changes > 1, f"{MASK} {SIDES}, zeros in one run"))
     known = torch.zeros(batch, dtype=torch.int64, device=mask.device)
     if cache is not None and cache.lengths is not None:
         known = cache.lengths.to(mask.device, torch.int64)
         if attention_mask is not None:
             agrees = mask[:, :past].sum(dim=1) == known
-            wrong.append((~agrees, "have as many ones as the cache has tokens of the row"))
+            rule = f"{MASK} have as many ones as the cache has tokens of the row"
+            wrong.append((~agrees, rule))
     new = mask[:, past:]
     count, first = new.sum(dim=1), new.int().argmax(dim=1)
     if position_ids is not None:
         expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
-        other = (position_ids != expected) & new
-        wrong.append((other.any(dim=1), None))
+        other = ((position_ids != expected) & new).any(dim=1)
+        rule = "position_ids must count each row's tokens from its first one, as mask and cache say"
+        wrong.append((other, rule))
     empty = known + count == 0
-    facts = torch.stack([(first > 0).any(), (count < length).any(), empty.any()])
-    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or torch.compiler.is_compiling():
+    if is_capturing(mask.device) or torch.compiler.is_compiling():
         return Rows(first, count, empty=empty)
-    failed = torch.stack([each for each, _ in wrong])
-    shifted, short, without, *bad = torch.cat([facts, failed.any(dim=1)]).tolist()
-    if any(bad):
-        _refuse(wrong[bad.index(True)], mask)
+    facts = [(first > 0).any(), (count < length).any(), empty.any()]
+    read = torch.stack([*facts, *(rows.any() for rows, _ in wrong)]).tolist()
+    for (rows_of, rule), failed in zip(wrong, read[len(facts) :], strict=True):
+        if failed:
+            _refuse(rows_of, rule, mask)
+    shifted, short, without, *_ = read
     return Rows(
         first if shifted else None,
         count if short else None,
@@ -196,7 +193,14 @@ def check_prompt(mask: Tensor) -> None:
     """Raises ValueError where a row of a prompt's mask [B, T] has padding behind its tokens."""
     behind = (mask[:, -1:] == 0).any(dim=1) & (mask != 0).any(dim=1)
     if bool(behind.any()):
-        _refuse((behind, "be padded on the left in generate (padding_side='left')"), mask)
+        rule = f"{MASK} be padded on the left in generate (padding_side='left')"
+        _refuse(behind, rule, mask)
+
+
+def _refuse(failed: Tensor, rule: str, mask: Tensor) -> None:
+    row = int(failed.int().argmax())
+    line = "".join(str(int(x)) for x in mask[row].tolist())
+    raise ValueError(f"{rule}, got {line:.64} in row {row}")
 
 
 def free_to_read(x: Tensor) -> bool:
@@ -254,19 +258,6 @@ def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tenso
             f"{POSITION} must count from 0 in every sequence of the row, got {x.tolist()[:16]}"
         )
     return torch.tensor([*index[x == 0].tolist(), len(x)])
-
-
-def _refuse(found: tuple[Tensor, str | None], mask: Tensor) -> None:
-    failed, rule = found
-    row = int(failed.int().argmax())
-    if rule is None:
-        raise ValueError(
-            "position_ids must count each row's tokens from its first one, as attention_mask and "
-            f"cache say, got others in row {row}"
-        )
-    line = "".join(str(int(x)) for x in mask[row].tolist())
-    shown = line if len(line) <= 64 else f"{line[:64]}..."
-    raise ValueError(f"attention_mask must {rule}, got {shown} in row {row}")
 
 
 def _roll(x: Tensor, shift: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ from typing import Any
 import safetensors
 from torch import nn
 
-from nsa_core import extras
-from nsa_core.config import SIZES
-from nsa_core.layer import LayerSpec
-from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_core.layer import KIND, LayerSpec
+from nsa_interop import weights
+from nsa_torch.huggingface.configuration import SPEC, NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
 
 NORM_EPS = 1e-6  # of nsa_bench.train's models, where they state none
@@ -27,11 +26,10 @@ def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
     """Writes the weights to `path`, all or nothing; tied embeddings twice.
 
     Raises:
-      ModuleNotFoundError: JAX is not installed; the file is one for both frameworks.
       ValueError: `nsa_bench.train` has no such model (nsa and dense layers in one, dense ones with
         biases or norms of heads).
     """
-    _weights().save(path, _TrainingModel(model))
+    weights.save(path, _TrainingModel(model))
 
 
 def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> NSAForCausalLM:
@@ -42,11 +40,9 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
         evaluation mode, as from `from_pretrained`.
 
     Raises:
-      ModuleNotFoundError: as of `to_safetensors`.
       ValueError: the file states no hyper-parameters, or they, gate, phi, vocabulary, keys,
         shapes or dtypes are not the model's, which is then unchanged.
     """
-    weights = _weights()
     if model is None:
         model = NSAForCausalLM(_configuration(path)).eval()
     elif model.config.tie_word_embeddings:
@@ -57,17 +53,8 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     return model
 
 
-def _weights():
-    """`nsa_interop.weights`, which reads and writes the weights of both frameworks."""
-    extras.require("jax", "jax")
-    from nsa_interop import weights
-
-    return weights
-
-
 def _configuration(path: str | Path) -> NSAModelConfig:
     """That of the model in the file."""
-    weights = _weights()
     with safetensors.safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(weights.METADATA_KEY)
     if text is None:
@@ -76,11 +63,8 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         )
     found = json.loads(text)
     fields = {field.name for field in dataclasses.fields(LayerSpec)}
-    missing = [name for name in MODEL if name not in found]
-    if missing:
-        raise ValueError(
-            f"{path}: hyper_parameters must have {missing[0]!r}, got {sorted(found)}"
-        )
+    if missing := [name for name in MODEL if name not in found]:
+        raise ValueError(f"{path}: hyper_parameters must have {missing}, got {sorted(found)}")
     spec = LayerSpec(**{name: value for name, value in found.items() if name in fields})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
     if spec.rope_scale != 1.0:
@@ -90,27 +74,17 @@ def _configuration(path: str | Path) -> NSAModelConfig:
     eps = found.get("norm_eps", NORM_EPS)
     if spec.qk_norm_eps not in (None, eps):
         raise ValueError(f"{path}: qk_norm_eps must be {eps}, got {spec.qk_norm_eps}")
+    made = {ours: getattr(spec, name) for name, ours in SPEC.items()}
+    made |= {name: str(made[name]) for name in KIND}
     return NSAModelConfig(
         vocab_size=found["vocabulary"],
-        hidden_size=spec.dim,
         intermediate_size=found["hidden"],
         num_hidden_layers=found["layers"],
-        num_attention_heads=spec.n_heads,
-        num_key_value_heads=spec.n_kv_groups,
-        head_dim=spec.d_k,
-        v_head_dim=spec.d_v,
-        rope_parameters=rope,
         attention=found["attention"],
-        **{name: getattr(spec.config, name) for name in SIZES},
-        phi=str(spec.phi),
-        phi_hidden=spec.phi_hidden,
-        kv=spec.kv,
-        gate=str(spec.gate),
-        gate_hidden=spec.gate_hidden,
-        gate_temp=spec.gate_temp,
-        attention_bias=spec.bias,
+        rope_parameters=rope,
         qk_norm=spec.qk_norm_eps is not None,
         rms_norm_eps=eps,
+        **made,
     )
 
 
@@ -136,34 +110,23 @@ class _TrainingModel(_Renamed):
                 "attention_bias and qk_norm must be False where all layers are dense, got "
                 f"{config.attention_bias} and {config.qk_norm}"
             )
-        decoder = model.model
+        decoder, head = model.model, model.lm_head
+        if config.tie_word_embeddings:  # a copy: a file holds no tensor twice
+            head = _Renamed(weight=nn.Parameter(head.weight.detach().clone()))
         super().__init__(
             embedding=decoder.embed_tokens.weight,
             blocks=nn.ModuleList(map(_block, decoder.layers)),
             norm=_Renamed(scale=decoder.norm.weight),
-            head=_head(model),
+            head=head,
         )
         self.config, self.kind = config, kinds.pop()
 
     def hyper_parameters(self) -> dict[str, Any]:
-        config = self.config
-        values = (
-            self.kind,
-            config.num_hidden_layers,
-            config.intermediate_size,
-            config.vocab_size,
-        )
-        eps = config.rms_norm_eps
-        stated = {} if eps == NORM_EPS else {"norm_eps": eps}
-        return config.layer_spec.as_dict() | dict(zip(MODEL, values, strict=True)) | stated
-
-
-def _head(model: NSAForCausalLM) -> nn.Module:
-    """A copy where it is the embedding: a file holds no tensor twice."""
-    head = model.lm_head
-    if head.weight is not model.model.embed_tokens.weight:
-        return head
-    return _Renamed(weight=nn.Parameter(head.weight.detach().clone()))
+        config, eps = self.config, self.config.rms_norm_eps
+        sizes = config.num_hidden_layers, config.intermediate_size, config.vocab_size
+        stated = dict(zip(MODEL, (self.kind, *sizes), strict=True))
+        stated |= {} if eps == NORM_EPS else {"norm_eps": eps}
+        return config.layer_spec.as_dict() | stated
 
 
 def _block(layer: NSADecoderLayer) -> nn.Module:

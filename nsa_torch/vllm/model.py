@@ -15,7 +15,7 @@ from nsa_torch.huggingface.model import NSAModel
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
 from nsa_torch.vllm.backend import OP, NSABackend, cache_spec
-from nsa_torch.vllm.step import check_block_size, gathered_elements, pages_in
+from nsa_torch.vllm.step import gathered_elements, pages_in
 
 HEAD = "lm_head.weight"
 GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no layers
@@ -39,22 +39,15 @@ class Pages(nn.Module, AttentionLayerBase):
         self.attention = (attention,)  # no submodule: its weights are the model's
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
-    @property
-    def spec(self) -> Any:
-        return self.attention[0].spec
-
-    def params(self) -> Any:
-        return self.attention[0].compress_params()
-
     def get_attn_backend(self) -> type[NSABackend]:
         return NSABackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
-        return cache_spec(self.spec, vllm_config.model_config.dtype)
+        return cache_spec(self.attention[0].spec, vllm_config.model_config.dtype)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Of `[B, Hkv, N, C]`. Keeps no tensor named `kv_cache`: vLLM would zero blocks in it."""
-        self.pages = pages_in(kv_cache, self.spec)
+        self.pages = pages_in(kv_cache, self.attention[0].spec)
 
 
 @support_torch_compile
@@ -165,34 +158,42 @@ class NSAForCausalLM(nn.Module):
 def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
     """What the plugin cannot do, said before anything is loaded."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(parallel, name)) > 1:
-            raise NotImplementedError(
-                f"{name} must be 1: key/value heads of NSA are not split, got {size}"
-            )
-    if vllm_config.kv_transfer_config is not None:
-        raise NotImplementedError(
-            "kv_transfer_config and kv_offloading_size must be None: the bytes of a block, which "
-            f"they move, do not lie side by side, got {vllm_config.kv_transfer_config}"
+    split = "key/value heads of NSA are not split"
+    guesses = getattr(vllm_config.speculative_config, "method", None)
+    for name, found, known, reason in (
+        ("tensor_parallel_size", parallel.tensor_parallel_size, (1,), split),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,), split),
+        (
+            "kv_transfer_config and kv_offloading_size",
+            vllm_config.kv_transfer_config,
+            (None,),
+            "the bytes of a block, which they move, do not lie side by side",
+        ),
+        (
+            "quantization",
+            vllm_config.quant_config,
+            (None,),
+            "the layers are the library's own, which run as the checkpoint has them",
+        ),
+        (
+            "speculative_config",
+            guesses,
+            (None, *GUESSES),
+            "layers of two models would share blocks and names",
+        ),
+        (
+            "attention",
+            min(config.layer_attention),
+            ("nsa",),
+            "vLLM serves models with NSA in every layer",
+        ),
+        ("kv_cache_dtype", cache.cache_dtype, ("auto",), "pages have no scales"),
+    ):
+        if found not in known:
+            known = " or ".join(map(repr, known))
+            raise NotImplementedError(f"{name} must be {known}: {reason}, got {found!r}")
+    if cache.user_specified_block_size and cache.block_size != config.select_block:
+        raise ValueError(
+            f"block_size must be select_block={config.select_block}, got {cache.block_size}: "
+            f"pass --block-size {config.select_block}"
         )
-    if vllm_config.quant_config is not None:
-        raise NotImplementedError(
-            "quantization must be None: the layers are the library's own, which run as the "
-            f"checkpoint has them, got {vllm_config.quant_config}"
-        )
-    guesses = vllm_config.speculative_config
-    if guesses is not None and guesses.method not in GUESSES:
-        raise NotImplementedError(
-            f"speculative_config must guess without a model, by one of {', '.join(GUESSES)}: "
-            f"layers of two models would share blocks and names, got {guesses.method!r}"
-        )
-    if set(config.layer_attention) != {"nsa"}:
-        raise NotImplementedError(
-            "vLLM serves models with NSA in every layer, got layers with dense attention"
-        )
-    if cache.cache_dtype != "auto":
-        raise NotImplementedError(
-            f"kv_cache_dtype must be 'auto': pages have no scales, got {cache.cache_dtype!r}"
-        )
-    if cache.user_specified_block_size:
-        check_block_size(cache.block_size, config.select_block)

@@ -5,7 +5,6 @@ Nothing of vLLM is imported: metadata that were recorded from it drive the same 
 
 from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
@@ -15,8 +14,6 @@ from nsa_core.paged_runs import GATHERED_KEYS, Run, fills_pages_of_others, plan_
 from nsa_core.types import Branches
 from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import paged_attention
-
-DTYPES = torch.float16, torch.bfloat16, torch.float32  # of blocks
 
 
 class Step(NamedTuple):
@@ -97,23 +94,15 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
     """A layer's cache in an engine's blocks `[B, Hkv, N, C]`.
 
     Raises:
-      ValueError: blocks of another size than `select_block`, of other heads, without room for all
-        that NSA keeps of their tokens, or of a dtype that needs scales.
+      ValueError: blocks of another size than `select_block`, of other heads, or without room for
+        all that NSA stores of their tokens.
     """
-    if memory.dtype not in DTYPES:
-        names = ", ".join(str(x).removeprefix("torch.") for x in DTYPES)
-        raise ValueError(f"blocks must be of {names}: they have no scales, got {memory.dtype}")
-    _, heads, size, elements = memory.shape
-    check_block_size(size, spec.config.select_block)
-    if heads != spec.n_kv_groups:
+    wanted = spec.n_kv_groups, spec.config.select_block, elements_of_token(spec)
+    found = tuple(memory.shape[1:])
+    if found[:2] != wanted[:2] or found[2] < wanted[2]:
         raise ValueError(
-            f"blocks must have all {spec.n_kv_groups} key/value heads of the layer, got {heads}"
-        )
-    if elements < elements_of_token(spec):
-        raise ValueError(
-            f"blocks must have {elements_of_token(spec)} elements a token and head, those of "
-            f"{'three branches' if spec.separate else 'keys and values'} and of compressed "
-            f"tokens, got {elements}"
+            f"blocks must have key/value heads, tokens of select_block and elements a token "
+            f"{wanted}, got {found}"
         )
     widths = spec.n_kv_groups, spec.d_k, spec.d_v
     options = {"config": spec.config, "separate": spec.separate}
@@ -126,12 +115,3 @@ def gathered_elements(spec: LayerSpec, longest: int) -> int:
     keys = max(GATHERED_KEYS, -(-longest // block) * block)
     each = (2 if spec.separate else 1) * keys + keys // spec.config.compress_stride
     return each * spec.n_kv_groups * (spec.d_k + spec.d_v)
-
-
-def check_block_size(size: int, select_block: int) -> None:
-    """Raises ValueError unless blocks have `select_block` tokens."""
-    if size != select_block:
-        raise ValueError(
-            f"block_size must be select_block={select_block}, got {size}: "
-            f"pass --block-size {select_block}"
-        )
