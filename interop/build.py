@@ -112,7 +112,7 @@ def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) ->
 
 
 def _print(store: Store) -> None:
-    entries = store.list()
+    entries = store.entries()
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         print(f"{entry.name:<24} {entry.bytes / 1024:8.1f} KiB  used {used}  {entry.key[:16]}")

@@ -24,7 +24,7 @@ import numpy as np
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
-from kernels_pallas.runtime import description, loaded
+from kernels_pallas.runtime import build, description, loaded
 from nsa_jax import jax_problem, xla_call
 from nsa_jax.xla_call import Call
 
@@ -42,9 +42,9 @@ def serves(kernel: Kernel) -> bool:
     """Whether `call` can run `kernel` on JAX's default device: a Hopper GPU, and a kernel that is
     on disk or can be built here.
     """
-    if capability.interpret.get() or not _is_hopper() or not kernel.source:
+    if capability.interpret.get() or not _is_hopper() or not _registered():
         return False
-    return _registered() and (loaded.on_disk(kernel.for_any_length()) or loaded.can_build())
+    return loaded.on_disk(kernel.for_any_length()) or _can_build()
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
@@ -81,8 +81,6 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
     """
     generic = list(dict.fromkeys(x.for_any_length() for x in kernels))
     loaded.load(generic, device, jobs)
-    if missing := [x.name for x in generic if not loaded.is_loaded(x, device)]:
-        raise RuntimeError(f"no machine code for {', '.join(missing)} (see the log)")
     return len(generic)
 
 
@@ -97,6 +95,14 @@ def _described(kernel: Kernel) -> tuple[str, np.int64]:
 @functools.cache
 def _is_hopper() -> bool:
     return jax.default_backend() == "gpu" and jax_problem.capability() == capability.HOPPER
+
+
+@functools.cache
+def _can_build() -> bool:
+    """Whether kernels for any length can be made; if not, says why, once."""
+    if reason := build.why_not():
+        LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
+    return reason is None
 
 
 @functools.cache
@@ -122,9 +128,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
         key = given.key, given.device
         if key not in _launches:
             kernel = description.described(json.loads(given.text()))
-            found = loaded.bound(kernel, given.device, prefetch=_wanted)
-            if found is None:
-                raise RuntimeError(f"no machine code for {kernel.name} (see the log)")
+            found = loaded.bound(kernel, given.device, _wanted)
             if len(_launches) >= LAUNCHES:
                 _launches.pop(next(iter(_launches)))
             _launches[key] = found.launch

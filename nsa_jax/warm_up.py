@@ -68,4 +68,4 @@ def prepare(
                     packed=packed,
                 )
             )
-    return ffi.prepare([x for x in wanted if x.source], device, jobs)
+    return ffi.prepare(wanted, device, jobs)

@@ -28,8 +28,8 @@ from nsa_torch.plain import constant
 from nsa_torch.torch_ops import device_name
 
 COMPILER = (
-    "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
-    "are built already: python -m nsa_interop.build"
+    "needs a C compiler and the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or "
+    "kernels that are built already: python -m nsa_interop.build"
 )
 
 
@@ -69,7 +69,7 @@ def mosaic_why_not(problem: Problem) -> str | None:
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
-    if problem.platform == "cuda" and not jax_has_cuda():
+    if problem.platform == "cuda" and not loaded.can_build():
         sizes = problem.H, problem.Hkv, problem.D, problem.Dv
         if not on_disk(*sizes, problem.dtype, problem.config):
             return COMPILER

@@ -15,8 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from kernels_pallas.mosaic.capability import HOPPER
-from kernels_pallas.runtime import build, loaded
-from kernels_pallas.runtime.cubin import Cubin
+from kernels_pallas.runtime import build, cubin, loaded
 from kernels_pallas.triton.capability import AMPERE, launcher_why_not
 from nsa_core.extras import version
 
@@ -84,7 +83,7 @@ def gpu() -> Finding:
     if found == HOPPER:
         return Finding("gpu", "ok", f"{shown}: Mosaic and Triton kernels")
     if found >= AMPERE:
-        words = f"Triton kernels; those of the wheel are {Cubin.ARCHITECTURE}, for Hopper alone"
+        words = f"Triton kernels; those of the wheel are {cubin.ARCHITECTURE}, for Hopper alone"
         return Finding("gpu", "note", f"{shown}: {words}")
     return Finding("gpu", "note", f"{shown}: torch's own attention; Triton needs 8.0 or more")
 
@@ -104,7 +103,7 @@ def cuda() -> Iterator[Finding]:
 
 def kernels() -> Finding:
     """Which kernels are on disk, and for what."""
-    entries, layers = loaded.store().list(), loaded.store().layers()
+    entries, layers = loaded.store().entries(), loaded.store().layers()
     if not entries:
         reason = build.why_not()
         state = "note" if reason or not torch.cuda.is_available() else "ok"

@@ -437,8 +437,6 @@ def _in_a_row(launches: list[_Launches]) -> Sequence[_Launches]:
     place = {x: i for i, x in enumerate(dict.fromkeys(itertools.chain(*arguments)))}
     inner = [[place[x] for x in each] for each in arguments]
     start = launch.sequence(kernels, inner, device)
-    if start is None:
-        return launches
     return [_Launches(kernels, arguments, start, [*place], allocated, drops, device)]
 
 

@@ -290,7 +290,7 @@ def _appends(inputs: Inputs, new: NewTokens) -> bool:
     if not new.are_means:
         return False
     there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
-    return dispatch.jax_has_cuda() or there or inputs.query.device.type != "cuda"
+    return loaded.can_build() or there or inputs.query.device.type != "cuda"
 
 
 def explain(
@@ -334,7 +334,7 @@ def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | N
 def _why_not(name: str, problem: Problem) -> str | None:
     reason = paged_dispatch.why_not(name, problem)
     if reason is None and name == "mosaic" and problem.platform == "cuda":
-        there = dispatch.jax_has_cuda() or loaded.on_disk(mosaic_decode.kernel_of(problem))
+        there = loaded.can_build() or loaded.on_disk(mosaic_decode.kernel_of(problem))
         reason = None if there else f"{dispatch.COMPILER} --decode"
     return reason or (problem.strided and f"needs {problem.strided}")
 
@@ -479,4 +479,4 @@ def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
     kernel = mosaic_forward.selected_on_pages(*sizes, cache.config, inputs.scale)
     if kernel is None or debug.stepwise(TORCH, query):
         return False
-    return query.device.type != "cuda" or dispatch.jax_has_cuda() or loaded.on_disk(kernel)
+    return query.device.type != "cuda" or loaded.can_build() or loaded.on_disk(kernel)

@@ -5,8 +5,8 @@ tests on a GPU build hundreds of times.
 """
 
 import atexit
+import contextlib
 import functools
-import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -14,64 +14,39 @@ from pathlib import Path
 from kernels_pallas.runtime import build
 from kernels_pallas.runtime.description import PLACES
 
-_logs = tempfile.TemporaryDirectory()
-_count = itertools.count()
-_idle: dict[tuple[str, ...], list["Kept"]] = {}  # by the places that a process was told
-
-
-class Kept(build._Child):
-    """A process that only the end of a build that is under way ends."""
-
-    busy = False
-
-    def build(self, name, request):
-        self.busy = True
-        try:
-            return super().build(name, request)
-        finally:
-            self.busy = False
-
-    def kill(self):
-        if self.busy:
-            super().kill()
-
-    def __exit__(self, *_):
-        if self._process is not None and not self._killed:
-            _idle.setdefault(tuple(PLACES), []).append(self)
-        else:
-            self.end()
-
-    def end(self):
-        super().kill()
-        self._reap()
+_all = contextlib.ExitStack()
+atexit.register(_all.close)
+_idle: dict[tuple[str, ...], list[build.Child]] = {}  # by the places that a process was told
+started = build.started
 
 
 @functools.cache
 def _recorder():
     """The folder of a recorder that outlives the build which wants it first: a process whose first
-    kernel is refused loads it with a later one, and one that ended starts again.
+    kernel is refused loads it with a later one.
     """
-    folder = Path(_logs.name) / "recorder"
-    folder.mkdir()
+    folder = Path(_all.enter_context(tempfile.TemporaryDirectory()))
     build.environment(folder)
     return folder
 
 
-def child(variables, log):
-    """One that is idle, else a new one."""
-    if idle := _idle.get(tuple(PLACES)):
-        return idle.pop()
-    found = f"{_recorder()}{os.pathsep}{variables['LD_LIBRARY_PATH']}"
-    kept = variables | {"LD_LIBRARY_PATH": found}
-    return Kept(kept, Path(_logs.name) / f"{next(_count)}.log")
-
-
-@atexit.register
-def end():
-    for kept in itertools.chain(*_idle.values()):
-        kept.end()
-    _logs.cleanup()
+@contextlib.contextmanager
+def kept(variables):
+    """One that is idle, else a new one; kept where a build has ended and it has not."""
+    idle = _idle.setdefault(tuple(PLACES), [])
+    if idle:
+        child = idle.pop()
+    else:
+        found = f"{_recorder()}{os.pathsep}{variables['LD_LIBRARY_PATH']}"
+        child = _all.enter_context(started(variables | {"LD_LIBRARY_PATH": found}))
+    try:
+        yield child
+    except BaseException:  # in the middle of a kernel
+        child.process.kill()
+        raise
+    if child.process.poll() is None:
+        idle.append(child)
 
 
 def use():
-    build._Child = child
+    build.started = kept

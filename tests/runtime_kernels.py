@@ -50,6 +50,9 @@ class Copy:
     heads: int = 2
     any_length: bool = False
 
+    def for_any_length(self) -> "Copy":
+        return Copy(2, 128, self.heads, any_length=True)
+
 
 @functools.cache
 def copy(spec: Copy) -> Kernel:

@@ -5,11 +5,8 @@ written down must be the same byte for byte: the recorder's tensor maps hold wha
 of.
 """
 
-from collections.abc import Sequence
-
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import bound_kernel, build_child, cubin, driver
-from kernels_pallas.runtime.build_child import Launched, Map
 
 STREAM = 0x1230
 
@@ -19,54 +16,54 @@ def addresses(count: int) -> list[int]:
     return [0x7E00_0000_0000 - (i * i + 1) * 0x1_2345_6700 for i in range(count)]
 
 
-def plugin(kernel: Kernel) -> Launched:
+def plugin(kernel: Kernel) -> dict:
     """What the plugin's launcher does with a kernel of fixed sizes."""
     compiled = build_child.compile_kernel(kernel)
     count = len(kernel.inputs) + len(kernel.outputs)
     return build_child.launch(compiled, addresses(count), STREAM)
 
 
-def ours(
-    built: tuple[cubin.Cubin, bytes], kernel: Kernel, grid: Sequence[int] = ()
-) -> Launched:
+def expect(built: cubin.Cubin) -> None:
+    """Tells the recorder the parameters of the launches to come."""
+    sizes = [len(x) * cubin.MAP_BYTES if isinstance(x, tuple) else 8 for x in built.parameters]
+    build_child.expect(sizes)
+
+
+def ours(built: tuple[cubin.Cubin, bytes], kernel: Kernel) -> dict:
     """What our launcher does with a cubin for the sizes of `kernel`."""
     shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
     function = driver.load(*built, 0)
-    launch = bound_kernel.BoundKernel.of(
-        built[0], function, shapes, kernel.sizes, grid or kernel.grid
-    )
-    build_child.expect([(x.offset, x.bytes) for x in built[0].parameters])
+    bound = bound_kernel.BoundKernel(built[0], function, shapes, kernel.sizes, kernel.grid)
+    expect(built[0])
     build_child.recorder().recorder_clear()
-    launch.launch(STREAM, addresses(len(shapes)))
-    launch.launch(STREAM, addresses(len(shapes)))
-    first, second = build_child.launches()
+    bound.launch(STREAM, addresses(len(shapes)))
+    bound.launch(STREAM, addresses(len(shapes)))
+    first, second = build_child.recorded("cuLaunchKernelEx")
     assert first == second
     return first
 
 
-def assert_same(found: Launched, wanted: Launched) -> None:
-    """All but the handles and what maps do not hold: parameters of an any-length kernel are its
-    own.
-    """
-    assert found.parameters == wanted.parameters, (found, wanted)
-    assert_launched_alike(found, wanted)
+def assert_launched_alike(found: dict, wanted: dict) -> None:
+    """All but the handles and the parameters: those of an any-length kernel are its own."""
+    own = "function", "parameters"
+    assert [found[x] for x in found if x not in own] == [
+        wanted[x] for x in wanted if x not in own
+    ]
 
 
-def assert_launched_alike(found: Launched, wanted: Launched) -> None:
-    for name in ("stream", "context", "grid", "block", "shared_bytes", "attributes"):
-        assert getattr(found, name) == getattr(wanted, name), (name, found, wanted)
+def numbers(launched: dict) -> list[int]:
+    """The parameters of a word, smallest first."""
+    words = [bytes.fromhex(x) for x in launched["parameters"]]
+    return sorted(int.from_bytes(x, "little") for x in words if len(x) == 8)
 
 
-def maps(launched: Launched) -> list[tuple]:
+def maps(launched: dict) -> list[tuple]:
     """The tensor maps of a launch, in an order that does not depend on the parameters', without
     dimensions of size 1: the plugin leaves out the batch where a kernel is compiled for one.
     """
     found = []
-    for packed in (x for x in launched.parameters if len(x) % cubin.MAP_BYTES == 0):
-        for i in range(0, len(packed), cubin.MAP_BYTES):
-            x = Map.unpack(packed[i:])
-            first = cubin.ITEM_BYTES["bfloat16"]
-            dims = zip(x.dims, (first, *x.strides), x.box, x.steps, strict=True)
-            kept = tuple(dim for dim in dims if dim[0] > 1)
-            found.append((x.base, kept, x.type, x.interleave, x.swizzle, x.l2, x.oob))
+    for packed in map(bytes.fromhex, launched["parameters"]):
+        for x in build_child.unpacked(packed) if len(packed) > 8 else ():
+            dims = zip(x.dims, (2, *x.strides), x.box, x.steps, strict=True)  # of bfloat16
+            found.append((x.base, tuple(dim for dim in dims if dim[0] > 1), x.enums))
     return sorted(found)

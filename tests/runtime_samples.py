@@ -7,7 +7,7 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import store
 from kernels_pallas.runtime.build import Built
-from kernels_pallas.runtime.cubin import Argument, Cubin, Parameter, Pointer
+from kernels_pallas.runtime.cubin import Cubin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,25 +24,12 @@ def kernel(width, name="sample"):
 
 def built_of(kernel, image=b"\x7fELF image"):
     """As if it had been compiled."""
-    parameters = tuple(Parameter(8 * i, 8, Pointer(i)) for i in range(2))
-    width = str(kernel.spec.D).encode()
-    cubin = Cubin(
-        name=kernel.name,
-        entry="body",
-        block=(128, 1, 1),
-        cluster=1,
-        shared_bytes=0,
-        attributes=(),
-        parameters=parameters,
-        arguments=(Argument(1, "float32"),) * 2,
-        registers=8,
-        stack_bytes=0,
-        spill_store_bytes=0,
-        spill_load_bytes=0,
-        remarks=(),
-        versions={"jax": store._jax_version() or ""},
+    head, versions = (
+        (kernel.name, "body", (128, 1, 1), 1, 0),
+        {"jax": store._jax_version() or ""},
     )
-    return Built(cubin, image + width)
+    cubin = Cubin(*head, (), (0, 1), 8, 0, 0, 0, (), versions)
+    return Built(cubin, image + str(kernel.spec.D).encode())
 
 
 def fetch(folder):

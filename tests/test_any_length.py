@@ -14,9 +14,8 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering, sequence
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
-from nsa_interop import launch
 from nsa_torch import input_modes, mosaic, plans
-from tests import planned, pretend
+from tests import planned
 from tests.planned import Eager
 
 LAYERS = {
@@ -145,18 +144,6 @@ def test_rows_of_a_batch_on_gpu(group):
         for x, y in zip(together, alone, strict=True):
             far = (x[i].float() - y[0].float()).norm() / y.float().norm()
             assert far < 2e-3  # work items of dk and dv may be cut elsewhere
-
-
-@pytest.mark.gpu
-@by_layer
-def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
-    """Output and gradients of code for any length and of code compiled for the length."""
-    (*tensors, do), bounds = on_a_gpu(9001, **LAYERS[name])
-    found = with_gradients(tensors, do, bounds)
-    monkeypatch.setattr(launch, "_launchers", {})
-    pretend.machine(monkeypatch, bound_kernel=None)
-    for x, y in zip(found, with_gradients(tensors, do, bounds), strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.gpu

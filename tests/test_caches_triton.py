@@ -182,7 +182,7 @@ def test_choice_on_posed_devices(changes, name, found, monkeypatch):
     """Mosaic on Hopper, Triton for what it cannot do there and on others, which ask for no
     threshold: what stands behind gathers all pages.
     """
-    pretend.machine(monkeypatch, jax_has_cuda=True)
+    pretend.machine(monkeypatch, can_build=True)
     choose, posed = paged_attend.REGISTRY.choose, problem(**changes)
     if found in ("mosaic", "triton", "gathered"):
         assert choose(posed, name).implementation == found
@@ -194,7 +194,7 @@ def test_choice_on_posed_devices(changes, name, found, monkeypatch):
 @once
 @pytest.mark.parametrize(("on_disk", "found"), [(False, "triton"), (True, "mosaic")])
 def test_without_jax_a_kernel_must_be_on_disk(on_disk, found, monkeypatch):
-    pretend.machine(monkeypatch, jax_has_cuda=False, on_disk=on_disk)
+    pretend.machine(monkeypatch, can_build=False, on_disk=on_disk)
     assert paged_attend.REGISTRY.choose(problem(**HOPPER)).implementation == found
 
 

@@ -246,18 +246,13 @@ def test_empty_misaligned_and_pinned_tensors():
     base = torch.arange(100, dtype=torch.float32, device="cuda")
     sixteen, four = base[4:], base[1:]
     assert torch.equal(to_torch(_step(to_jax(sixteen))), 2 * sixteen + 1)
-    with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        to_jax(four)
     assert torch.equal(call_jax(_step, four)[0], 2 * four + 1)
-    with pytest.raises(ValueError, match="pinned"):
-        to_jax(torch.zeros(16).pin_memory())
+    assert to_jax(torch.zeros(16).pin_memory()).device.platform == "cpu"
 
 
-def test_devices_are_kept_and_not_mixed():
+def test_devices_are_kept():
     outputs = call_jax(lambda x: (x + 1, jnp.zeros(3)), torch.ones(16))
     assert [output.device.type for output in outputs] == ["cpu", "cpu"]
-    with pytest.raises(ValueError, match=r"on one device, got \['cpu', 'cuda:0'\]"):
-        call_jax(jnp.add, torch.ones(16), torch.ones(16, device="cuda"))
 
 
 def test_gradient_on_a_side_stream():

@@ -610,9 +610,9 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     problem = dispatch.problem_of(*inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False)
     hopper = {"platform": "cuda", "capability": (9, 0), "step": "selected"}
     problem = problem._replace(**hopper)
-    missing = "needs the compiler in JAX's CUDA plugin"
+    missing = "needs a C compiler and the compiler in JAX's CUDA plugin"
     for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
-        pretend.machine(monkeypatch, jax_has_cuda=compiler)
+        pretend.machine(monkeypatch, can_build=compiler)
         monkeypatch.setattr(dispatch, "on_disk", lambda *layer, there=on_disk: there)
         assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
 

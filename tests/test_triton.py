@@ -560,7 +560,7 @@ def test_refusals(change, reason):
 @pytest.mark.parametrize("device", CAPABILITIES)
 def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
-    pretend.machine(monkeypatch, jax_has_cuda=True)
+    pretend.machine(monkeypatch, can_build=True)
     plan = registry.choices(pose(device, registry.framework))
     names = {choice.step: choice.implementation for choice in plan}
     if device == H100:

@@ -72,7 +72,7 @@ def in_a_row(call: Callable[[], Any], calls: int, wait: Callable[[Any], Any]) ->
 
 def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
     """Of a launch of `of_torch` or `of_jax`."""
-    launch.prepare(kernel(), 0)
+    launch.prepare([kernel()], 0)
 
     def wait(result: Any) -> None:
         if row is of_torch:

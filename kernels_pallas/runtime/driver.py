@@ -6,17 +6,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kernels_pallas.runtime.cubin import CLUSTER, Cubin
+from kernels_pallas.runtime.cubin import Cubin
 
 DRIVER = "libcuda.so.1"
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-# What a driver says of machine code that a later ptxas made.
-TOO_NEW = (
-    "CUDA_ERROR_INVALID_IMAGE",
-    "CUDA_ERROR_NO_BINARY_FOR_GPU",
-    "CUDA_ERROR_INVALID_SOURCE",
-    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
-)
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -27,14 +20,6 @@ class LaunchAttribute(ctypes.Structure):
         ("padding", ctypes.c_uint),
         ("value", ctypes.c_uint * 16),
     )
-
-
-def cluster_attributes(cluster: int) -> ctypes.Array:
-    """The attributes of a launch in clusters of so many neighbours; none for 1."""
-    if cluster == 1:
-        return (LaunchAttribute * 0)()
-    value = (ctypes.c_uint * 16)(cluster, 1, 1)
-    return (LaunchAttribute * 1)(LaunchAttribute(CLUSTER, 0, value))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -92,14 +77,15 @@ def quick() -> ctypes.PyDLL:
     return ctypes.PyDLL(DRIVER)
 
 
-def words(error: int) -> str:
-    """CUDA's name for an error, and its words."""
-    found = []
-    for function in (library().cuGetErrorName, library().cuGetErrorString):
-        text = ctypes.c_char_p()
-        function(error, ctypes.byref(text))
-        found.append(text.value.decode() if text.value else "unknown")
-    return f"CUDA error {error}, {found[0]}: {found[1]}"
+def check(error: int, what: str) -> None:
+    """Raises RuntimeError with CUDA's name for an error, and its words; 0 is none."""
+    if error:
+        found = []
+        for function in (library().cuGetErrorName, library().cuGetErrorString):
+            text = ctypes.c_char_p()
+            function(error, ctypes.byref(text))
+            found.append(text.value.decode() if text.value else "unknown")
+        raise RuntimeError(f"{what} failed with CUDA error {error}, {': '.join(found)}")
 
 
 def call(name: str, *arguments: Any, of: str = "") -> None:
@@ -108,12 +94,12 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     Raises:
       RuntimeError: it returned an error; `of` says what the call was for.
     """
-    if error := getattr(library(), name)(*arguments):
-        raise RuntimeError(f"{of}{': ' if of else ''}{name} failed with {words(error)}")
+    check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 
 
 def load(cubin: Cubin, image: bytes, device: int) -> Function:
-    """Loads machine code into the primary context of a GPU, which is the frameworks' too.
+    """Loads machine code into the primary context of a GPU, which is the frameworks' too, although
+    another thread may capture a CUDA graph.
 
     What is loaded stays loaded until the process ends: CUDA graphs and queued launches refer to
     it, and nothing says when the last one is gone.
@@ -123,33 +109,35 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
         what to do.
     """
     of = f"{cubin.name} on device {device}"
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    with loading(device, of) as context:
-        try:
-            call("cuModuleLoadData", ctypes.byref(module), image, of=of)
-            entry = cubin.entry.encode()
-            call("cuModuleGetFunction", ctypes.byref(function), module, entry, of=of)
-            for number, value in ((x.number, x.value) for x in cubin.attributes):
-                call("cuFuncSetAttribute", function, number, value, of=of)
-            load_now(function, of)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}{_advice(str(error), cubin)}") from error
-    assert function.value
-    return Function(function.value, context)
-
-
-@contextlib.contextmanager
-def loading(device: int, of: str) -> Iterator[int]:
-    """The primary context of a GPU, which is current within; code may be loaded there although
-    another thread captures a CUDA graph. `of` says what is loaded.
-    """
-    number, context = ctypes.c_int(), ctypes.c_void_p()
+    module, function, context = (ctypes.c_void_p() for _ in range(3))
+    number, release = ctypes.c_int(), ctypes.c_int()
     call("cuInit", 0, of=of)
     call("cuDeviceGet", ctypes.byref(number), device, of=of)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number, of=of)
     assert context.value
     with current(context.value, of), relaxed(of):
-        yield context.value
+        try:
+            call("cuModuleLoadData", ctypes.byref(module), image, of=of)
+        except RuntimeError as error:
+            call("cuDriverGetVersion", ctypes.byref(release))
+            have = release.value // 1000, release.value % 1000 // 10
+            ptxas = cubin.versions["ptxas"]
+            if tuple(map(int, ptxas.split(".")[:2])) <= have:
+                raise
+            of = ".".join(map(str, have))
+            raise RuntimeError(
+                f"{error} (the driver is for CUDA {of}, the kernel was compiled by that of CUDA "
+                f"{ptxas}: update the driver, or build the kernels with the compiler of CUDA "
+                f"{of}: pip install 'native-sparse-attention[cuda{have[0]}]')"
+            ) from error
+        call("cuModuleGetFunction", ctypes.byref(function), module, cubin.entry.encode(), of=of)
+        for attribute in cubin.attributes:
+            call("cuFuncSetAttribute", function, *attribute, of=of)
+        # The driver may put off loading until the first launch, which may be in a capture.
+        if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
+            call("cuFuncLoad", function, of=of)
+    assert function.value
+    return Function(function.value, context.value)
 
 
 @contextlib.contextmanager
@@ -171,67 +159,3 @@ def relaxed(of: str) -> Iterator[None]:
         yield
     finally:
         call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
-
-
-@contextlib.contextmanager
-def graph(of: str) -> Iterator[ctypes.c_void_p]:
-    """A graph without nodes, destroyed at the end; for the current context."""
-    found = ctypes.c_void_p()
-    call("cuGraphCreate", ctypes.byref(found), 0, of=of)
-    try:
-        yield found
-    finally:
-        call("cuGraphDestroy", found, of=of)
-
-
-def add_kernel(
-    graph: ctypes.c_void_p,
-    after: ctypes.c_void_p | None,
-    node: KernelNode,
-    attributes: ctypes.Array,
-    of: str,
-) -> ctypes.c_void_p:
-    """Adds a launch to a graph, which copies its parameters; `after`: a node of it."""
-    found, given = ctypes.c_void_p(), ctypes.byref(node)
-    before = (ctypes.byref(after), ctypes.c_size_t(1)) if after else (None, ctypes.c_size_t(0))
-    call("cuGraphAddKernelNode_v2", ctypes.byref(found), graph, *before, given, of=of)
-    for each in attributes:
-        value = ctypes.byref(each, LaunchAttribute.value.offset)
-        call("cuGraphKernelNodeSetAttribute", found, each.number, value, of=of)
-    return found
-
-
-def executable(graph: ctypes.c_void_p, of: str) -> ctypes.c_void_p:
-    """What `cuGraphLaunch` takes."""
-    found, flags = ctypes.c_void_p(), ctypes.c_ulonglong(0)
-    call("cuGraphInstantiateWithFlags", ctypes.byref(found), graph, flags, of=of)
-    return found
-
-
-def load_now(function: ctypes.c_void_p, of: str) -> None:
-    """Loads a function that the driver may put off loading until its first launch, which may be
-    in a capture.
-    """
-    if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
-        call("cuFuncLoad", function, of=of)
-
-
-def version() -> tuple[int, int]:
-    """Of the CUDA that the driver is for."""
-    found = ctypes.c_int()
-    call("cuDriverGetVersion", ctypes.byref(found))
-    return found.value // 1000, found.value % 1000 // 10
-
-
-def _advice(error: str, cubin: Cubin) -> str:
-    """What to do where the driver is older than the ptxas that made a cubin; else nothing."""
-    compiler = cubin.versions.get("ptxas", "")
-    numbers = tuple(int(x) for x in compiler.split(".")[:2] if x.isdecimal())
-    if numbers <= version() or not any(name in error for name in TOO_NEW):
-        return ""
-    of, needed = ".".join(map(str, version())), ".".join(map(str, numbers))
-    return (
-        f" (the driver is for CUDA {of}, the kernel was compiled by that of CUDA {needed}: "
-        f"update the driver, or build the kernels with the compiler of CUDA {of}: "
-        f"pip install 'native-sparse-attention[cuda{version()[0]}]')"
-    )

@@ -12,7 +12,6 @@ wait for the device. To make one costs what several launches of it save. Where a
 come again, few are made.
 """
 
-import collections
 import ctypes
 import logging
 import operator
@@ -27,13 +26,10 @@ from kernels_pallas.runtime.bound_kernel import BoundKernel
 LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER: int = 3  # runs with the same addresses before there is a graph
 COUNTED = 256  # addresses of a sequence whose runs are counted
-GRAPHS = 1024  # of the process at most, the oldest dropped first
+GRAPHS = 64  # of a sequence at most, the oldest dropped first
 # A sequence with FREE_GRAPHS graphs makes another one where those beyond them were worth it, each
 # used USES_OF_A_GRAPH times, or where the same addresses have come MANY_RUNS times.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
-
-_graphs: "collections.deque[weakref.ref[_Graph]]" = collections.deque()  # the oldest first
-_lock = threading.Lock()
 
 
 class LaunchSequence:
@@ -50,7 +46,6 @@ class LaunchSequence:
             for kernel, numbers in zip(kernels, arguments, strict=True)
         ]
         self.name = ", ".join(kernel.cubin.name for kernel in kernels)
-        self.context = kernels[0].context
         self.graphs: dict[Sequence[int], _Graph] = {}
         self._runs: dict[Sequence[int], int] = {}
         self._graphs_made = self._graph_uses = 0
@@ -82,50 +77,60 @@ class LaunchSequence:
             runs = self._runs.pop(addresses, 0) + 1
             wanted = USES_OF_A_GRAPH * (self._graphs_made - FREE_GRAPHS)
             worth = self._graph_uses >= wanted or runs >= MANY_RUNS
-            if runs >= GRAPH_AFTER and worth:
-                self._make(addresses)
+            if runs < GRAPH_AFTER or not worth:
+                if len(self._runs) >= COUNTED:
+                    self._runs.pop(next(iter(self._runs)))
+                self._runs[addresses] = runs
                 return
-            if len(self._runs) >= COUNTED:
-                self._runs.pop(next(iter(self._runs)))
-            self._runs[addresses] = runs
-
-    def _make(self, addresses: tuple[int, ...]) -> None:
-        try:
-            graph = _Graph(self, addresses)
-        except RuntimeError as error:  # launches do as well
-            LOG.warning("no CUDA graph of %s: %s", self.name, error)
-            self._off = True
-            return
-        self.graphs[addresses] = graph
-        self._graphs_made += 1
-        with _lock:
-            _graphs.append(weakref.ref(graph))
-            oldest = _graphs.popleft()() if len(_graphs) > GRAPHS else None
-        if oldest is not None:
-            oldest.drop()
+            try:
+                graph = _Graph(self, addresses)
+            except RuntimeError as error:  # launches do as well
+                LOG.warning("no CUDA graph of %s: %s", self.name, error)
+                self._off = True
+                return
+            if len(self.graphs) >= GRAPHS:
+                self.graphs.pop(next(iter(self.graphs)))
+            self.graphs[addresses] = graph
+            self._graphs_made += 1
 
 
 class _Graph:
     """The launches of a sequence with certain addresses, as the driver runs them at once."""
 
     def __init__(self, sequence: LaunchSequence, addresses: tuple[int, ...]):
-        self.of, self.addresses = sequence.name, addresses
-        self._sequence = weakref.ref(sequence)
-        self._context = ctypes.c_void_p(sequence.context)
-        library = driver.library()
+        self.of, context = sequence.name, sequence.kernels[0][0].context
+        self._context = ctypes.c_void_p(context)
         quick = driver.quick()
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
-        self._start, self._asked = library.cuGraphLaunch, quick.cuStreamIsCapturing
+        self._start, self._asked = driver.library().cuGraphLaunch, quick.cuStreamIsCapturing
         self._lock = threading.Lock()  # the driver takes one call at a time of such a graph
-        with driver.current(sequence.context, self.of), driver.relaxed(self.of):
-            with driver.graph(self.of) as graph:
-                node = None
-                for kernel, pick in sequence.kernels:
-                    node = kernel.add_to(graph, node, pick(addresses))
-                self._handle = driver.executable(graph, self.of)
-        end: Any = weakref.finalize(self, _destroy, self._handle, sequence.context)
+        graph, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
+        with driver.current(context, self.of), driver.relaxed(self.of):
+            driver.call("cuGraphCreate", ctypes.byref(graph), 0, of=self.of)
+            try:
+                self._add(graph, sequence, addresses)
+                out, flags = ctypes.byref(self._handle), ctypes.c_ulonglong(0)
+                driver.call("cuGraphInstantiateWithFlags", out, graph, flags, of=self.of)
+            finally:
+                driver.call("cuGraphDestroy", graph, of=self.of)
+        end: Any = weakref.finalize(self, _destroy, self._handle, context)
         end.atexit = False  # the context may be gone then
+
+    def _add(self, graph: ctypes.c_void_p, sequence: LaunchSequence, addresses) -> None:
+        """The launches, each after the one before; the graph copies their parameters."""
+        before, count = ctypes.c_void_p(), 0
+        for kernel, pick in sequence.kernels:
+            given, _kept = kernel.node(pick(addresses))
+            node = ctypes.c_void_p()
+            after = ctypes.byref(before), ctypes.c_size_t(count)
+            out, given = ctypes.byref(node), ctypes.byref(given)
+            driver.call("cuGraphAddKernelNode_v2", out, graph, *after, given, of=self.of)
+            for each in kernel.attributes:
+                value = ctypes.byref(each, driver.LaunchAttribute.value.offset)
+                name = "cuGraphKernelNodeSetAttribute"
+                driver.call(name, node, each.number, value, of=self.of)
+            before, count = node, 1
 
     def launch(self, stream: int) -> bool:
         """Queues it; False, and nothing is queued, on a stream that is being captured, where it
@@ -134,7 +139,7 @@ class _Graph:
         status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:
             if error := self._push(self._context):
-                raise RuntimeError(f"{self.of}: cuCtxPushCurrent: {driver.words(error)}")
+                driver.check(error, f"{self.of}: cuCtxPushCurrent")
             try:
                 # An error: the default stream, while another one is captured.
                 if self._asked(handle, ctypes.byref(status)) or status.value:
@@ -143,14 +148,8 @@ class _Graph:
             finally:
                 self._pop(self._popped)
         if error:
-            raise RuntimeError(f"{self.of}: cuGraphLaunch failed with {driver.words(error)}")
+            driver.check(error, f"{self.of}: cuGraphLaunch")
         return True
-
-    def drop(self) -> None:
-        """Its sequence launches kernel by kernel again."""
-        sequence = self._sequence()
-        if sequence is not None:
-            sequence.graphs.pop(self.addresses, None)
 
 
 def _destroy(handle: ctypes.c_void_p, context: int) -> None:

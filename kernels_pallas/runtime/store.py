@@ -1,19 +1,17 @@
 """Machine code of kernels on disk, so that each is compiled once on a machine.
 
-A file holds one kernel: a line with the checksum of the rest, a line of JSON (the manifest), the
-image. It is named by a key: the hash of what the kernel is (source and spec), of the code that its
-machine code follows from (`sources`), and of the architecture. Whatever changes in that code, a
-comment too, all kernels are built anew. A file that is damaged counts as
-missing, so that the worst that a folder can do is cost a compilation. So does one that another
-version of JAX made, where this one can make it anew; what comes with the package was made by
-whichever JAX packed it, and runs beside any or none.
+A file holds one kernel: a line with a checksum, a line of JSON (the `Cubin`), the image. It is
+named by a key: the hash of what the kernel is (source and spec), of the code that its machine code
+follows from, and of the architecture. Whatever changes in that code, a comment too, all kernels are
+built anew. A file that is damaged counts as missing, so that the worst that a folder can do is cost
+a compilation. So does one that another version of JAX made, where this one can make it anew; what
+comes with the package was made by whichever JAX packed it, and runs beside any or none.
 
 A folder that others may write to, or that belongs to another user, is refused, since what lies
-in it is run; so is a link in it. Where the folder cannot be used, kernels stay in memory.
+in it is run. Where the folder cannot be used, kernels stay in memory.
 """
 
 import contextlib
-import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -22,8 +20,6 @@ import os
 import re
 import stat
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,37 +29,17 @@ import platformdirs
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import build as building
-from kernels_pallas.runtime import sources
+from kernels_pallas.runtime import cubin
 from kernels_pallas.runtime.build import LOG, Built, Progress
-from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.description import canonical, describe
 
-FORMAT = 2
+FORMAT = 3
 PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is absent
-LIMIT_BYTES = 1 << 30
+LIMIT_BYTES = 1 << 30  # of a folder; past it those go that were not used for longest
 SUFFIX = ".kernel"
 LAYERS = "layers.json"  # beside kernels: the layers that all kernels are there of
-LEFT_SECONDS = 3600.0  # after which a file that was not finished is thrown away
-WAIT_SECONDS = 10.0  # after which is said what is waited for
-
-_folder: Path | None = None
-_in_use: set[Path] = set()  # what this process read or wrote: never removed for room
-
-
-def use(folder: str | os.PathLike[str] | None) -> None:
-    """Makes `folder` that of stores that are made without one; None: the user's cache again."""
-    global _folder
-    _folder = None if folder is None else Path(folder)
-
-
-def default_folder() -> Path:
-    """That of `use`, else one in the user's cache directory."""
-    if _folder is not None:
-        return _folder
-    return (
-        Path(platformdirs.user_cache_dir("native-sparse-attention", appauthor=False))
-        / "kernels"
-    )
+SOURCES = Path(__file__).parents[1]
+IN_MEMORY = "kernels built here are kept in memory"
 
 
 def key_of(kernel: Kernel) -> str:
@@ -76,18 +52,25 @@ def key_of(kernel: Kernel) -> str:
         raise ValueError(
             f"a kernel's name must be letters, digits, '_', '.' and '-', got {kernel.name!r}"
         )
-    parts = {
-        "architecture": Cubin.ARCHITECTURE,
-        "format": FORMAT,
-        "kernel": describe(kernel),
-        "sources": sources.digest(),
-    }
+    parts = cubin.ARCHITECTURE, FORMAT, describe(kernel), sources(SOURCES)
     return hashlib.sha256(canonical(parts).encode()).hexdigest()
+
+
+@functools.cache
+def sources(folder: Path) -> str:
+    """SHA-256 of the names and contents of all sources of a package but those for Triton."""
+    found = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
+        name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+        if not name.startswith("triton/"):
+            found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 class Entry(NamedTuple):
     """A file of a store; `used`: seconds since the epoch."""
 
+    path: Path
     name: str
     key: str
     bytes: int
@@ -96,38 +79,54 @@ class Entry(NamedTuple):
 
 
 class Store:
-    """A folder of kernels. Any thread and any number of processes may use it at once."""
+    """A folder of kernels. Any thread and any number of processes may use it at once.
+
+    Args:
+      folder: default: one in the user's cache directory; it is made at the first `put`.
+      presets: a folder that is only read, and looked at first.
+    """
 
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
-        limit_bytes: int = LIMIT_BYTES,
         presets: str | os.PathLike[str] | None = PRESETS,
     ):
-        """
-        Args:
-          folder: default: `default_folder()`; it is made at the first `put`.
-          limit_bytes: of all files; past it those that were not used for longest go first, but
-            none that this process uses.
-          presets: a folder that is only read, and looked at first.
-        """
-        self.folder = default_folder() if folder is None else Path(folder)
-        self.limit_bytes = limit_bytes
+        cache = platformdirs.user_cache_path("native-sparse-attention", appauthor=False)
+        self.folder = cache / "kernels" if folder is None else Path(folder)
         self._presets = None if presets is None else Path(presets)
         self._memory: dict[str, Built] = {}
-        self._lock = threading.RLock()
-        self._warned: set[str] = set()
 
     def get(self, kernel: Kernel) -> Built | None:
         """The machine code of `kernel`, as it is compiled: for any length where it can be.
 
         None where there is none, or none that may be used.
         """
-        return self._get(key_of(kernel), kernel.name)
+        key = key_of(kernel)
+        if built := self._memory.get(key):
+            return built
+        name = f"{kernel.name}-{key}{SUFFIX}"
+        if self._presets and (built := _read(self._presets / name, key, preset=True)):
+            return built
+        return _read(self.folder / name, key) if self._is_trusted() else None
 
     def put(self, kernel: Kernel, built: Built) -> None:
         """Keeps the machine code of `kernel`, in memory where the folder cannot be used."""
-        self._put(key_of(kernel), kernel, built)
+        key = key_of(kernel)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._is_trusted():
+                rest = canonical(built.cubin._asdict()).encode() + b"\n" + built.image
+                path = self.folder / f"{kernel.name}-{key}{SUFFIX}"
+                _write_whole(path, _checksum(key, rest) + b"\n" + rest)
+                kept = 0
+                for entry in self._files(self.folder, False):
+                    kept += entry.bytes
+                    if kept > LIMIT_BYTES:
+                        entry.path.unlink(missing_ok=True)
+                return
+        except OSError as error:
+            _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
+        self._memory[key] = built
 
     def fetch(
         self,
@@ -141,45 +140,33 @@ class Store:
           ValueError: as `description.describe`.
           RuntimeError: some could not be built; the others were, and are kept.
         """
-        keys = [key_of(kernel) for kernel in kernels]
-        wanted = dict(zip(keys, kernels, strict=True))
-        found = {key: self._get(key, kernel.name) for key, kernel in wanted.items()}
-        missing = sorted(key for key, built in found.items() if built is None)
-        errors: dict[str, RuntimeError] = {}
-        with contextlib.ExitStack() as stack:
-            locks = {}
-            # All processes take locks in the order of the keys, so that none waits in a circle.
-            for key in missing:
-                lock = stack.enter_context(self._locked(key, wanted[key].name))
-                found[key] = self._get(key, wanted[key].name, again=True)
-                if found[key] is None:
-                    locks[key] = lock
-                elif lock:
-                    lock.release()
-            rest = [key for key in wanted if key in locks]
-            results = building.build([wanted[key] for key in rest], jobs, progress)
-            for i, result in results:
-                key = rest[i]
-                if isinstance(result, RuntimeError):
-                    errors[key] = result
-                else:
-                    self._put(key, wanted[key], result)
-                    found[key] = result
-                if lock := locks[key]:
-                    lock.release()
+        wanted = {key_of(kernel): kernel for kernel in kernels}
+        found = {key: self.get(kernel) for key, kernel in wanted.items()}
+        errors = {}
+        if None in found.values():
+            with self._locked():
+                missing = [key for key, built in found.items() if built is None]
+                found |= {key: self.get(wanted[key]) for key in missing}
+                missing = [key for key in missing if found[key] is None]
+                for i, built in building.build([wanted[x] for x in missing], jobs, progress):
+                    kernel = wanted[missing[i]]
+                    if isinstance(built, RuntimeError):
+                        errors[kernel.name] = built
+                    else:
+                        found[missing[i]] = built
+                        self.put(kernel, built)
         if errors:
-            first = next(error for key in wanted if (error := errors.get(key)))
-            names = ", ".join(wanted[key].name for key in errors)
-            more = f"{len(errors)} of {len(wanted)} kernels ({names}); the first: "
-            raise RuntimeError(f"{more if len(errors) > 1 else ''}{first}") from first
-        return [built for key in keys if (built := found[key])]
+            first, *others = errors.values()
+            more = f"{len(errors)} of {len(wanted)} kernels ({', '.join(errors)}); the first: "
+            raise RuntimeError(f"{more if others else ''}{first}") from first
+        return [built for kernel in kernels if (built := found[key_of(kernel)])]
 
-    def layers(self) -> "list[dict[str, Any]]":
+    def layers(self) -> list[dict[str, Any]]:
         """The layers that `add_layers` was told of, presets first."""
         found = [_layers(x) for x in (self._presets, self.folder) if x is not None]
         return [layer for layers in found for layer in layers]
 
-    def add_layers(self, layers: "Sequence[dict[str, Any]]") -> None:
+    def add_layers(self, layers: Sequence[dict[str, Any]]) -> None:
         """Notes that all kernels of these layers are there: descriptions that JSON holds."""
         known = _layers(self.folder)
         known += [layer for layer in layers if layer not in known]
@@ -188,78 +175,30 @@ class Store:
     def serves(self, layer: dict[str, Any]) -> bool:
         """Whether kernels of a layer are there; of a folder where no layer was noted that is not
         known, and they may be."""
-        there = self._is_trusted()
-        notes = [self._presets, *[self.folder] * there]
-        if any(layer in _layers(x) for x in notes if x is not None):
+        if self._presets is not None and layer in _layers(self._presets):
             return True
-        return there and not _layers(self.folder) and any(self._files(self.folder, False))
+        if not self._is_trusted():
+            return False
+        noted = _layers(self.folder)
+        return layer in noted or (not noted and bool(self._files(self.folder, False)))
 
-    def list(self) -> "list[Entry]":
+    def entries(self) -> list[Entry]:
         """The files, presets first, then those used last."""
-        found = [*self._files(self._presets, True), *self._files(self.folder, False)]
-        return sorted(found, key=lambda entry: (not entry.preset, -entry.used))
+        presets = self._files(self._presets, True) if self._presets else []
+        return [*presets, *self._files(self.folder, False)]
 
     def clear(self) -> int:
-        """Removes all files but presets, and forgets what is in memory; how many files."""
-        count = 0
-        with self._lock:
-            self._memory.clear()
+        """Removes all files but presets, and forgets what is in memory; how many kernels."""
+        self._memory.clear()
+        found = self._files(self.folder, False)
+        for path in (
+            self.folder / LAYERS,
+            *self.folder.glob("*.tmp"),
+            *[x.path for x in found],
+        ):
             with contextlib.suppress(OSError):
-                (self.folder / LAYERS).unlink()
-            for entry in self._files(self.folder, False):
-                with contextlib.suppress(OSError):
-                    self._path(self.folder, entry.key, entry.name).unlink()
-                    count += 1
-            self._sweep(0.0)
-        return count
-
-    # Files.
-
-    @staticmethod
-    def _path(folder: Path, key: str, name: str) -> Path:
-        return folder / f"{name}-{key}{SUFFIX}"
-
-    def _files(self, folder: Path | None, preset: bool) -> Iterator[Entry]:
-        if folder is None or not folder.is_dir():
-            return
-        for path in folder.glob(f"*{SUFFIX}"):
-            name, _, key = path.stem.rpartition("-")
-            with contextlib.suppress(OSError):  # another process removed it
-                status = path.stat() if preset else path.lstat()
-                if stat.S_ISREG(status.st_mode):
-                    yield Entry(name, key, status.st_size, status.st_mtime, preset)
-
-    def _get(self, key: str, name: str, *, again: bool = False) -> Built | None:
-        """`again`: why a file does not count was said before."""
-        with self._lock:
-            if built := self._memory.get(key):
-                return built
-        if self._presets is not None:
-            if built := _read(self._path(self._presets, key, name), key, again, preset=True):
-                return built
-        if not self._is_trusted():
-            return None
-        path = self._path(self.folder, key, name)
-        built = _read(path, key, again)
-        if built:
-            _in_use.add(path)
-            with contextlib.suppress(OSError):
-                os.utime(path)
-        return built
-
-    def _put(self, key: str, kernel: Kernel, built: Built) -> None:
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._refused():
-                path = self._path(self.folder, key, kernel.name)
-                _write(path, key, kernel, built)
-                _in_use.add(path)
-                self._evict()
-                return
-        except OSError as error:
-            self._warn(f"{self.folder} cannot keep kernels: {error}")
-        with self._lock:
-            self._memory[key] = built
+                path.unlink()
+        return len(found)
 
     def refusal(self) -> str | None:
         """Why the folder, which is there, may not be trusted, or None."""
@@ -277,143 +216,89 @@ class Store:
         return None
 
     def _is_trusted(self) -> bool:
-        """Whether the folder is there, and may be trusted."""
-        return self.folder.is_dir() and not self._refused()
+        """Whether the folder is there, and may be trusted; why not is said once."""
+        if not self.folder.is_dir():
+            return False
+        if reason := self.refusal():
+            _warn(f"{reason}; {IN_MEMORY}")
+        return reason is None
 
-    def _refused(self) -> bool:
-        """Whether the folder may not be trusted; why is said once."""
-        reason = self.refusal()
-        if reason:
-            self._warn(reason)
-        return reason is not None
-
-    def _warn(self, message: str) -> None:
-        with self._lock:
-            if message in self._warned:
-                return
-            self._warned.add(message)
-        LOG.warning("%s; kernels built here are kept in memory", message)
-
-    def _evict(self) -> None:
-        """Removes what was not used for longest until all is within the limit."""
-        self._sweep(LEFT_SECONDS)
-        files = sorted(self._files(self.folder, False), key=lambda entry: entry.used)
-        excess = sum(entry.bytes for entry in files) - self.limit_bytes
-        for entry in files:
-            path = self._path(self.folder, entry.key, entry.name)
-            if excess > 0 and path not in _in_use:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    LOG.info("removed %s, which was not used for longest", path)
-                excess -= entry.bytes
-
-    def _sweep(self, seconds: float) -> None:
-        """Removes what processes that ended left unfinished so many seconds ago."""
-        for path in self.folder.glob("*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime >= seconds:
-                    path.unlink()
+    @staticmethod
+    def _files(folder: Path, preset: bool) -> list[Entry]:
+        """Those used last first."""
+        found = []
+        for path in folder.glob(f"*{SUFFIX}"):
+            name, _, key = path.stem.rpartition("-")
+            with contextlib.suppress(OSError):  # another process removed it
+                status = path.stat()
+                found.append(Entry(path, name, key, status.st_size, status.st_mtime, preset))
+        return sorted(found, key=lambda entry: -entry.used)
 
     @contextlib.contextmanager
-    def _locked(self, key: str, name: str) -> Iterator[filelock.BaseFileLock | None]:
-        """While no other process builds this kernel; None: the folder holds no locks."""
-        lock = None
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._refused():
-                (self.folder / "locks").mkdir(mode=0o700, exist_ok=True)
-                lock = filelock.FileLock(self.folder / "locks" / key)
-                try:
-                    lock.acquire(timeout=WAIT_SECONDS)
-                except filelock.Timeout:
-                    LOG.info("waiting for another process that builds %s", name)
-                    lock.acquire()
-        except (OSError, NotImplementedError) as error:
-            lock = None
-            self._warn(f"{self.folder} cannot keep kernels: {error}")
-        try:
-            yield lock
-        finally:
-            if lock is not None:
-                lock.release()
+    def _locked(self) -> Iterator[None]:
+        """While no other process builds, where the folder can hold a lock."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if self._is_trusted():
+                    stack.enter_context(filelock.FileLock(self.folder / "lock"))
+            except (OSError, NotImplementedError) as error:
+                _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
+            yield
 
 
-def _read(path: Path, key: str, again: bool, preset: bool = False) -> Built | None:
-    """What `_write` wrote; None where it is missing, damaged, a link or to be made anew."""
+@functools.cache
+def _warn(message: str) -> None:
+    """Once."""
+    LOG.warning("%s", message)
+
+
+def _read(path: Path, key: str, preset: bool = False) -> Built | None:
+    """What `Store.put` wrote; None where it is missing, damaged, or to be made anew."""
     try:
-        head, _, rest = _content(path, trusted=preset).partition(b"\n")
-        if head != _checksum(rest):
+        head, _, rest = path.read_bytes().partition(b"\n")
+        if head != _checksum(key, rest):
             raise ValueError("it is damaged")
         line, _, image = rest.partition(b"\n")
-        manifest = json.loads(line)
-        if manifest["format"] != FORMAT or manifest["key"] != key:
-            raise ValueError(f"it is {manifest['key']} of format {manifest['format']}")
-        cubin = Cubin.from_json(manifest["cubin"])
-        made, here = cubin.versions.get("jax"), _jax_version()
-        if not preset and here not in (None, made) and building.why_not() is None:
-            raise ValueError(f"it was made by jax {made}, and jax {here} is here")
-        return Built(cubin, image)
+        found = cubin.Cubin.from_json(json.loads(line))
+        if not preset:
+            made, here = found.versions["jax"], _jax_version()
+            if here not in (None, made) and building.why_not() is None:
+                raise ValueError(f"it was made by jax {made}, and jax {here} is here")
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return Built(found, image)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if not again:
-            LOG.warning("%s does not count, its kernel is built anew: %s", path, error)
+    except (OSError, ValueError) as error:
+        _warn(f"{path} does not count, its kernel is built anew: {error}")
         return None
-
-
-def _content(path: Path, trusted: bool) -> bytes:
-    """`trusted`: it may be a link."""
-    with open(path, "rb", opener=None if trusted else _open_no_link) as file:
-        return file.read()
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """Package managers link what comes with a package, as its modules; nothing else is linked."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a symbolic link") from error
-        raise
-
-
-def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "key": key,
-        "kernel": describe(kernel),
-        "cubin": built.cubin.to_json(),
-    }
-    rest = canonical(manifest).encode() + b"\n" + built.image
-    _write_whole(path, _checksum(rest) + b"\n" + rest)
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
     """Those noted in a folder; none where the note is missing or damaged."""
     try:
-        found = json.loads((folder / LAYERS).read_bytes())
+        return json.loads((folder / LAYERS).read_bytes())
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
 
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Writes a file that is there as a whole or not at all."""
-    number, name = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
+    with tempfile.NamedTemporaryFile(suffix=".tmp", dir=path.parent, delete=False) as file:
+        try:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
-def _checksum(content: bytes) -> bytes:
-    return b"sha256 " + hashlib.sha256(content).hexdigest().encode()
+def _checksum(key: str, content: bytes) -> bytes:
+    """Of a file of this key alone."""
+    return b"sha256 " + hashlib.sha256(key.encode() + content).hexdigest().encode()
 
 
 @functools.cache
