@@ -46,7 +46,6 @@ PYTHONS = {
 # frameworks once, what transformers asks for, what kernels are keyed by.
 TESTS = (
     "canaries",
-    "test_sources.py",
     "test_runtime.py",
     "test_runtime_store.py",
     "test_launch.py",
