@@ -87,13 +87,11 @@ class Implementation:
     Attributes:
       target: `module:function`, imported when it is called.
       why_not: why it cannot run a problem, or None.
-      compresses: of the step `attention`: whether it makes compressed tokens that are None.
     """
 
     name: str
     target: str
     why_not: Callable[[Problem], str | None] = lambda problem: None
-    compresses: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it does not run a problem, or None."""

@@ -14,14 +14,7 @@ import nsa_jax
 from nsa_core.types import Branches
 from nsa_interop import dlpack
 from nsa_torch import operators
-from nsa_torch.input_modes import (
-    PRECOMPRESSED,
-    SEPARATE_KV,
-    SHARED_KV,
-    InputMode,
-    are_shared,
-    mode_of,
-)
+from nsa_torch.input_modes import MODES, InputMode, arranged
 
 type Static = tuple[tuple[str, Any], ...]
 
@@ -136,14 +129,7 @@ def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
 
         operators.define(kind, *functions, backward, floats=3, returned=2)
 
-    def call(*given, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        if selects:
-            return operators.call(kind, *(x.detach() for x in given), False, *place)[0]
-        out, lse = operators.call(kind, *given, False, *place)
-        return out, lse
-
-    return call
+    return operators.one_step(kind)
 
 
 compressed_attention = _define_branch(
@@ -177,7 +163,7 @@ def _kind(mode: InputMode) -> str:
     return f"attention/jax/{mode.name}"
 
 
-for _mode in (PRECOMPRESSED, SEPARATE_KV, SHARED_KV):
+for _mode in MODES:
     _define_whole(_mode)
 
 
@@ -200,6 +186,5 @@ def attention(
     the forward pass again.
     """
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    mode = mode_of(are_shared(key, value), compressed is not None)
-    given = query, *mode.tokens(key, value, compressed), *gates, block_indices
-    return operators.call(_kind(mode), *given, assume_finite, *place)[0]
+    mode, tensors = arranged(query, key, value, gates, compressed)
+    return operators.call(_kind(mode), *tensors, block_indices, assume_finite, *place)[0]

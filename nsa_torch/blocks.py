@@ -102,7 +102,7 @@ def block_attention(
     config = block_lists.config_of(block_size // parts, entries * parts)
     memory = {"query": query, "key": key, "value": value}
     place = config, kv_len, cu_seqlens, scale
-    out, lse = one_step("selected", implementation, memory, value.shape[-1], place, found)
+    out, lse = one_step("selected", implementation, memory, *place, found)
     return (out, lse) if return_residual else out
 
 

@@ -2,12 +2,13 @@
 
     Call       the record: everything that any of this follows from. It is the key
     Program    what runs calls with one record: a bound plan forward, and one of the gradient
-    PROGRAMS   programs by record: the only cache between a public call and its launches
 
-A call in which a mode, a tracer or a transform has a say has no record. torch's dispatcher takes
-it to an operator (`operators.py`).
+`plans.PROGRAMS` has programs by record, the only cache between a public call and its launches. A
+call in which a mode, a tracer or a transform has a say has no record: torch's dispatcher takes it
+to an operator (`operators.py`).
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,8 +22,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, operators, plans
-from nsa_torch.compress import compress
-from nsa_torch.input_modes import mode_of
+from nsa_torch.input_modes import arranged
 from nsa_torch.plain import TENSORS, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
@@ -131,7 +131,7 @@ def describe(
     return call, flat
 
 
-class Program:
+class Program(operators.Program):
     """Runs calls of all steps on kernels that have one record.
 
     Args:
@@ -140,118 +140,44 @@ class Program:
       tensors: of the first such call; none is kept.
 
     Attributes:
-      order: of the operator's tensors among the call's, and behind them those that `more` makes.
+      order: of the operator's tensors among the call's.
       run: the plan forward: the output, what is kept for a gradient behind it.
-      alone, returned: that is its node's alone; results that a caller wants.
-      kind: of operator that the same call is (`operators.Call`).
     """
 
-    __slots__ = (
-        *(
-            "_after",
-            "_before",
-            "_function",
-            "_gradient",
-            "_phi",
-            "_places",
-            "_unbound",
-            "alone",
-        ),
-        *("keeps", "kind", "order", "returned", "run"),
-    )
-
     def __init__(self, path, call: Call, config: NSAConfig, tensors: list[Tensor]):
-        ends, places = 0, []
-        for n in (1 if n == ONE else abs(n) for n in call.form):
-            places.append(tuple(range(ends, ends + n)))
-            ends += n
-        query, key, value, gates, compressed, indices, borders = places
-        stacked = call.form[3] == 1  # `[B, T, H, 3]`
-        gates *= 3 if call.form[3] == ONE else 1
-        self.keeps = call.gradient
-        keep = path.keep(call.gradient, call.recompute)
-        self._phi = self._unbound = None
-        if not compressed and not path.steps.compression and self.keeps:
-            self._phi = (key[0], value[0]), borders, config
-            compressed, ends = (ends, ends + 1), ends + 2
-        one_pair = len(key) == len(value) == 1
-        mode = mode_of(one_pair, bool(compressed), joined=stacked and path.joins)
-        if stacked and not path.joins:
-            self._unbound, gates, ends = gates[0], range(ends, ends + 3), ends + 3
-        keys, values = (
-            Branches.each(x[0]) if len(x) == 1 else Branches(*x) for x in (key, value)
+        numbers = iter(range(len(tensors)))
+        query, key, value, gates, compressed, indices, borders = (
+            tuple(itertools.islice(numbers, 1 if n == ONE else abs(n))) for n in call.form
         )
-        tokens = mode.tokens(keys, values, compressed or None)
-        order = [*query, *tokens, *gates, *indices, *borders]
-        self.order = operator.itemgetter(*order)
-        # The operator's arguments: tensors by place, None, and numbers.
-        n = mode.count
-        found: list[int | None] = [*range(n), n if indices else None]
-        self._places = found, (n + len(indices) if borders else None)
+        gates *= 3 if call.form[3] == ONE else 1  # one tensor is `[B, T, H, 3]`
+        keys, values = (Branches(*(x * 3 if len(x) == 1 else x)) for x in (key, value))
+        mode, order = arranged(query[0], keys, values, gates, compressed or None)
+        self.order = operator.itemgetter(*order, *indices, *borders)
+        given = self.order(tensors)
+        row = tensors[borders[0]] if borders else None
         length = tensors[key[-1]].shape[1]
-        place = operators.arguments(
-            config, length, tensors[borders[0]] if borders else None, call.scale
-        )
-        self._before, self._after = (False, *place[:2]), place[3:]
-        self.kind = path.kind(mode, keep)
-        self.alone, self.returned = not call.hooked, 1
-        self._function, self._gradient = path.function(mode, keep), None
-        given = self.order(self.more(tensors))
-        self.run = self._function.bind(
-            self.arguments(given), given, bundles=self.keeps and self.alone
-        )
-
-    def arguments(self, tensors) -> list[Any]:
-        """Those of the operator, from its tensors."""
-        places, borders = self._places
-        own = [None if i is None else tensors[i] for i in places]
-        row = None if borders is None else tensors[borders]
-        return [*own, *self._before, row, *self._after]
-
-    def more(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of a call, and what is made of them where kernels do not."""
-        if self._phi is not None:
-            pair, borders, config = self._phi
-            row = tensors[borders[0]] if borders else None
-            means = [compress(tensors[i], config=config, cu_seqlens=row) for i in pair]
-            tensors = [*tensors, *means]
-        if self._unbound is not None:
-            tensors = [*tensors, *tensors[self._unbound].unbind(-1)]
-        return tensors
+        place = operators.arguments(config, length, row, call.scale)
+        chosen = given[mode.count] if indices else None
+        arguments = [*given[: mode.count], chosen, False, *place]
+        keep = path.keep(call.gradient, call.recompute)
+        super().__init__(operators.call_of(path.kind(mode, keep)), arguments)
+        self._planned, self._gradient = path.planned[mode, keep], None
+        bundles = call.gradient and self.alone
+        self.run = self._planned.bind(arguments, given, bundles=bundles)
 
     def __call__(self, tensors: list[Tensor]) -> Tensor:
-        if self._phi is not None or self._unbound is not None:
-            tensors = self.more(tensors)
         given = self.order(tensors)
-        if self.keeps:
+        if self.call.backward is not None:
             return operators.Eager.apply(self, *given)[0]
         return self.run(given)[0]
 
-    def gradients(self, grads, kept, tensors, direct: bool) -> Sequence[Tensor]:
-        """From the output's, what was kept, and the tensors of the call; `direct`: nothing else has
-        a say in the pass.
-        """
-        (grad,), bundle = grads, self.run.bundled
+    def gradients(self, grads, kept, tensors, direct, gives_back) -> Sequence[Tensor]:
+        bundle, results = self.run.bundled, self.run.plan.results[1:]
         if plans.instead is not None or not direct:
-            arguments = self.apart(kept), self.arguments(tensors)
-            return operators.call_backward(self.kind, grad, *arguments)
+            kept = bundle.apart(kept, results) if bundle else kept
+            return super().gradients(grads, kept, tensors, direct, gives_back)
         if self._gradient is None:
-            offsets = bundle.offsets if bundle else [None] * len(kept)
-            pairs = zip(self.apart(kept), offsets, strict=True)
-            each = [x if offset is None else plans.array_of(x) for x, offset in pairs]
-            arguments = grad, *each, *self.arguments(tensors)
-            self._gradient = self._function.backward.bind(arguments, [grad], bundle)
+            arguments = grads[0], *results, *self.arguments(tensors)
+            self._gradient = self._planned.backward.bind(arguments, grads, bundle)
         own, last = (kept[:-1], kept[-1]) if bundle else (kept, None)
-        return self._gradient((grad, *own, *tensors), last)
-
-    def apart(self, kept):
-        """Each thing that is kept as an operator returns it."""
-        bundle = self.run.bundled
-        return bundle.apart(kept, self.run.plan.results[1:]) if bundle else kept
-
-    def outputs(self, tensors) -> list[Tensor]:
-        """Like the results, unwritten."""
-        return [*operators.call_of(self.kind).shapes(*self.arguments(tensors))]
-
-
-PROGRAMS: plans.Cache[Program] = plans.Cache()
+        return self._gradient((*grads, *own, *tensors), last, gives_back)

@@ -85,6 +85,38 @@ def packed_keys(cu_seqlens, query, key, length=None):
     packed(cu_seqlens, query, "query", length)
 
 
+def attention(
+    query,
+    key,
+    value,
+    gates,
+    compressed_tokens,
+    block_indices,
+    cu_seqlens,
+    config,
+    scale,
+    length=None,
+):
+    """The tensors of `functional.attention`, keys, values and gates by branch; `length`: as of
+    `tokens`.
+    """
+    for *names, k, v in validate.named(key, value):
+        tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
+        if length is not None and k.shape[1] != query.shape[1]:
+            raise ValueError(
+                f"{names[0]} must have the tokens of query where context_mesh is given, "
+                f"got {k.shape[1]} and {query.shape[1]}"
+            )
+    validate.same_in_branches(key, value)
+    devices(query, {f"gates.{b}": x for b, x in zip(Branches._fields, gates, strict=False)})
+    if compressed_tokens is not None:
+        pair = validate.pair(compressed_tokens)
+        count = key.selected.shape[1] if length is None else length
+        compressed(query, *pair, config, count, value.selected)
+    if block_indices is not None:
+        indices(block_indices, query, key.selected, config)
+
+
 def gates(gates, query) -> Branches:
     """`validate.gates`. The gradient of `unbind` is one stack; but what is compiled keeps its views
     beside the gates, and Inductor's backward pass then writes over gates that it still reads.

@@ -57,6 +57,31 @@ def compress(
     return used_windows(x, taps, unused, params, at)
 
 
+def gradient_of_means(
+    grad: Tensor, length: int, *, config: NSAConfig, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """That of `length` tokens, from that of the means of their windows, as autograd has it."""
+    batch, count, kv_heads, width = grad.shape
+    block, stride = config.compress_block, config.compress_stride
+    dtype, shape = grad.dtype, (batch, length, kv_heads, width)
+    if grad.numel() == 0:
+        return grad.new_zeros(shape)
+    if cu_seqlens is None:
+        # A stride block is in as many windows.
+        shifts = block // stride
+        windows = F.pad(
+            grad.reshape(batch, count, -1).to(wide(dtype)), (0, 0, *[shifts - 1] * 2)
+        )
+        sums = F.avg_pool2d(windows, (shifts, 1), 1, divisor_override=block).to(dtype)
+        tokens = sums[:, :, None].expand(-1, -1, stride, -1).reshape(batch, -1, kv_heads, width)
+        return F.pad(tokens, (0, 0, 0, 0, 0, length - tokens.shape[1]))
+    taps, unused, _ = packed_windows(cu_seqlens, length, config)
+    each = (grad.masked_fill(unused, 0).to(wide(dtype)) / block).to(dtype)[0, :, None]
+    # As the gradient of a look-up, in a fixed order.
+    found = grad.new_zeros(shape[1:])
+    return found.index_put_((taps,), each.expand(*taps.shape, -1, -1), accumulate=True)[None]
+
+
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
     """`apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is `unused`
     `[C, 1, 1]`: what padding holds there reaches no gradient of parameters either.

@@ -29,13 +29,12 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.steps.mosaic_gather import max_heads
 from nsa_core.types import Branches
-from nsa_torch import call, checks, context_ranks
+from nsa_torch import call, checks, context_ranks, plans
 from nsa_torch.context_compress import compressed_tokens
 from nsa_torch.context_ranks import Ranks, Shards
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import geometry
 from nsa_torch.plain import as_given
-from nsa_torch.plans import Cache
 from nsa_torch.varlen import borders_of
 
 
@@ -196,10 +195,6 @@ class _Decided(NamedTuple):
     gaps: bool
 
 
-# By signature, process group, layout, and whether branches have keys of their own.
-_calls: Cache[_Decided] = Cache()
-
-
 def attention(
     query,
     key: Tensor | Branches,
@@ -242,9 +237,8 @@ def attention(
         validate.queries(query)
         each = validate.gates(gates, query)
         shards = Shards.of(ranks, "query", query.shape[1], context_layout)
-        _check(query, key, value, each, config, compressed, cu_seqlens, scale, shards)
-        if block_indices is not None:
-            checks.indices(block_indices, query, key.selected, config)
+        rest = each, compressed, block_indices, cu_seqlens, config, scale
+        checks.attention(query, key, value, *rest, shards.length)
         validate.in_dtype_of_query(config, "context parallelism")
         named = {"query": query}
         for *names, k, v in validate.named(key, value):
@@ -263,7 +257,7 @@ def attention(
             "on_mosaic": _on_mosaic(query, key, value, each, config, shards, implementation),
         }
 
-    decided = None if known is None else _calls.get(known)
+    decided = None if known is None else plans.PROGRAMS.get(known)
     if decided is not None:
         context_ranks.say(ranks, decided.row)
     else:
@@ -276,7 +270,7 @@ def attention(
         gaps = whole_tiles and (packed or group > max_heads(config.select_block))
         decided = _Decided(shards, row, words["on_mosaic"], words["on_mosaic"] and gaps)
         if known is not None:
-            _calls.keep(known, decided)
+            plans.keep(known, decided)
     shards, _, on_mosaic, gaps = decided
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     one_pair = key.compressed is key.selected and value.compressed is value.selected
@@ -305,21 +299,6 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
     batch, length, _, *others = sizes
     problem = place, dtype, (batch, length, shards.length, *others), *rest, None
     return not debug.on and choose(problem, implementation).attention == "mosaic"
-
-
-def _check(query, key, value, gates, config, compressed, cu_seqlens, scale, shards):
-    for *names, k, v in validate.named(key, value):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, *names, length=shards.length)
-        if k.shape[1] != query.shape[1]:
-            raise ValueError(
-                f"{names[0]} must have the tokens of query where context_mesh is given, "
-                f"got {k.shape[1]} and {query.shape[1]}"
-            )
-    validate.same_in_branches(key, value)
-    checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
-    if compressed is not None:
-        k_cmp, v_cmp = validate.pair(compressed)
-        checks.compressed(query, k_cmp, v_cmp, config, shards.length, value.selected)
 
 
 def _wanted(**tensors: Any) -> str:

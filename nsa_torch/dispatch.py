@@ -21,7 +21,7 @@ from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import FUNCTIONS, WHOLE, Implementation, Problem, Registry, layer_note
 from nsa_core.types import Branches
-from nsa_torch import fa2, operators
+from nsa_torch import fa2, operators, plans
 from nsa_torch.debug import TORCH
 from nsa_torch.operators import config_of, requires_grad
 from nsa_torch.plain import constant
@@ -35,6 +35,8 @@ COMPILER = (
 
 def jax_why_not(problem: Problem) -> str | None:
     """Why JAX cannot take the tensors; asks without starting JAX's backends."""
+    if problem.step == WHOLE and problem.cached:
+        return "JAX runs all steps of whole sequences only, got a cache"
     if importlib.util.find_spec("jax") is None:
         return "JAX is not installed: pip install 'native-sparse-attention[jax]'"
     import jax
@@ -85,47 +87,25 @@ def triton_why_not(problem: Problem) -> str | None:
 def _table(step: str) -> tuple[Implementation, ...]:
     function = FUNCTIONS[step]
     # FA-2 and SDPA return no probabilities: under both names scores are torch products.
-    scores = step == "scores"
-    return (
-        Implementation("mosaic", f"nsa_torch.mosaic:{function}", mosaic_why_not),  # Hopper
-        # NVIDIA GPUs from Ampere on
-        Implementation("triton", f"nsa_torch.triton:{function}", triton_why_not),
-        Implementation(  # tensor cores, but no kernel of its own for blocks
-            "fa2", f"nsa_torch.{'select' if scores else 'fa2'}:{function}", fa2.why_not
-        ),
-        Implementation(  # any device, memory bounded
-            "sdpa", f"nsa_torch.{'select' if scores else 'sdpa'}:{function}"
-        ),
+    products = "select" if step == "scores" else None
+    rows = [
+        ("mosaic", "mosaic", mosaic_why_not),  # Hopper
+        ("triton", "triton", triton_why_not),  # NVIDIA GPUs from Ampere on
+        # tensor cores, but no kernel of its own for blocks
+        ("fa2", products or "fa2", fa2.why_not),
+        ("sdpa", products or "sdpa"),  # any device, memory bounded
         # a second framework in the process: only where torch has nothing
-        Implementation("jax", f"nsa_torch.autograd:{function}", jax_why_not),
-        Implementation("reference", f"nsa_torch.reference:{function}"),  # dense
+        ("jax", "autograd", jax_why_not),
+        ("reference", "reference"),  # dense
+    ]
+    return tuple(
+        Implementation(name, f"nsa_torch.{module}:{function}", *why_not)
+        for name, module, *why_not in rows
+        if step != WHOLE or name in ("mosaic", "triton", "jax")
     )
 
 
-def jax_attention_why_not(problem: Problem) -> str | None:
-    """Why JAX cannot run all steps in one call."""
-    if problem.cached:
-        return "JAX runs all steps of whole sequences only, got a cache"
-    return jax_why_not(problem)
-
-
-TABLE = {step: _table(step) for step in FUNCTIONS if step != WHOLE}
-TABLE[WHOLE] = (
-    Implementation(
-        "mosaic",
-        "nsa_torch.mosaic:PATH",
-        mosaic_why_not,
-        compresses=True,
-    ),
-    Implementation("triton", "nsa_torch.triton:PATH", triton_why_not),
-    Implementation(
-        "jax",
-        "nsa_torch.autograd:attention",
-        jax_attention_why_not,
-        compresses=True,
-    ),
-)
-REGISTRY = Registry("torch", TABLE)
+REGISTRY = Registry("torch", {step: _table(step) for step in FUNCTIONS})
 
 
 class Chosen(NamedTuple):
@@ -135,8 +115,7 @@ class Chosen(NamedTuple):
     scores: str
     selected: str
     sliding: str
-    attention: str | None  # what runs all steps at once; None: nothing does
-    compresses: bool  # whether that makes the compressed tokens too
+    attention: str | None  # what runs all steps at once, phi by means too; None: nothing does
 
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
@@ -173,23 +152,16 @@ def problem_of(
 
 
 @constant
-def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
+def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     names = implementation if isinstance(implementation, tuple) else (implementation,)
     known = all(name is None or isinstance(name, str) for name in names)  # else refused
-    if debug.on or problem[0][0] != "cuda" or not known:
-        return _choose(implementation, step, problem)
-    # What else decides. A choice takes as long as the launches of a short sequence.
-    state = policy.in_force(), capability.interpret.get() is not False
-    return _chosen_before(implementation, step, problem, state)
-
-
-@functools.lru_cache(1024)
-def _chosen_before(implementation, step, problem, state):
-    """`_choose`, once for calls of one signature."""
-    return _choose(implementation, step, problem)
-
-
-def _choose(implementation, step, problem) -> tuple[str | bool | None, ...]:
+    key = None
+    if not debug.on and problem[0][0] == "cuda" and known:
+        # What else decides. A choice takes as long as the launches of a short sequence.
+        state = policy.in_force(), capability.interpret.get() is not False
+        key = implementation, step, problem, state
+        if (found := plans.PROGRAMS.get(key)) is not None:
+            return found
     asked = _problem(*problem)
     if isinstance(implementation, tuple):
         implementation = Branches(*implementation)
@@ -198,12 +170,9 @@ def _choose(implementation, step, problem) -> tuple[str | bool | None, ...]:
         debug.choices(TORCH, asked, chosen)
     for choice in chosen:
         choice.load()  # imports, here where torch.compile does not look
-    names = tuple(choice.implementation for choice in chosen)
-    if chosen.attention is None:
-        return *names, None, False
-    whole = REGISTRY.entry(WHOLE, chosen.attention.implementation)
-    assert whole
-    return *names, whole.name, whole.compresses
+    whole = chosen.attention
+    found = *(x.implementation for x in chosen), None if whole is None else whole.implementation
+    return found if key is None else plans.keep(key, found)
 
 
 def description(

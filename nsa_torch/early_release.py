@@ -9,14 +9,11 @@ look at what was saved: a hook may keep it, or bring it back from another stream
 node itself (`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_local = threading.local()
 # torch has no public names for these.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -32,26 +29,10 @@ def has_hooks() -> bool:
     return _hooks(True) is not None
 
 
-@contextlib.contextmanager
-def allowed(yes: bool) -> Iterator[None]:
-    """Within, if `yes`, `release` gives memory back."""
-    before = getattr(_local, "allowed", False)
-    _local.allowed = yes
-    try:
-        yield
-    finally:
-        _local.allowed = before
-
-
-def worth_it(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have their memory for themselves."""
-    return [x for x in tensors if x.untyped_storage().nbytes() == x.nbytes]
-
-
 def release(tensors: Sequence[Tensor]) -> None:
     """Gives the memory of tensors back that are read no more; they are empty afterwards. Work
     that is queued on the current stream may still read them.
     """
-    if getattr(_local, "allowed", False):
-        for x in worth_it(tensors):
+    for x in tensors:
+        if x.untyped_storage().nbytes() == x.nbytes:  # it has its memory for itself
             x.untyped_storage().resize_(0)

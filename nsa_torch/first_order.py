@@ -41,35 +41,27 @@ def check_first_order() -> None:
 
 def once(x: Tensor) -> Tensor:
     """`x`, through which there is no second derivative: for what others' kernels return."""
-    transformed = not torch.compiler.is_compiling() and under_transforms()
-    return (_OnceTransformed if transformed else _Once).apply(x)
+    return _Once.apply(x)
 
 
 class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        return grad
-
-
-class _OnceTransformed(torch.autograd.Function):
-    """The same under torch.func, which records every backward pass."""
-
     @staticmethod
     def forward(x):
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+        # torch.func records every backward pass.
+        ctx.transformed = not torch.compiler.is_compiling() and under_transforms()
+        if ctx.transformed:
+            ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
-        return Refused.apply(grad, *ctx.saved_tensors)
+        if ctx.transformed:
+            return Refused.apply(grad, *ctx.saved_tensors)
+        check_first_order()
+        return grad
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:

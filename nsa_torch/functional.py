@@ -42,8 +42,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
-from nsa_torch import checks
-from nsa_torch.call import KERNELS, PROGRAMS, Program, describe
+from nsa_torch import checks, plans
+from nsa_torch.call import KERNELS, Program, describe
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
@@ -138,80 +138,34 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
     call, tensors = None, []
     if not torch.compiler.is_compiling():
         call, tensors = describe(arguments, implementation, config, scale, recompute, checked)
-        if call is not None and (known := PROGRAMS.get(call)) is not None:
+        if call is not None and (known := plans.PROGRAMS.get(call)) is not None:
             if torch.is_autocast_enabled(tensors[0].device.type):
                 with as_given(arguments[0]):
                     return known(tensors)
             return known(tensors)
     query, key, value, gates, compressed, block_indices, cu_seqlens = arguments
-    if not checked:
-        validate.flag("recompute", recompute)
     key, value = Branches.each(key), Branches.each(value)
     if checked:
         gates = validate.gates(gates, query)
     else:
-        gates = _checked(arguments, key, value, config, scale)
+        validate.flag("recompute", recompute)
+        checks.tensors(query=query, gates=gates)
+        gates = checks.gates(gates, query)
+        rest = gates, compressed, block_indices, cu_seqlens
+        checks.attention(query, key, value, *rest, config, scale)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     chosen = choose(description(*problem, gates), implementation)
-    if call is not None and chosen.attention in KERNELS:
-        with as_given(query):
-            path: Any = chosen.load("attention")
-            return PROGRAMS.keep(call, Program(path, call, config, tensors))(tensors)
-    packed = {"config": config, "cu_seqlens": cu_seqlens, "compressed": compressed}
-    options = {"block_indices": block_indices, "scale": scale, "recompute": recompute}
-    return _run(query, key, value, gates, chosen=chosen, **packed, **options)
-
-
-def _checked(arguments, key, value, config, scale) -> Branches:
-    """The gates by branch, where all fit."""
-    query, *_, gates, compressed, block_indices, cu_seqlens = arguments
-    checks.tensors(query=query, gates=gates)
-    gates = checks.gates(gates, query)
-    _check(query, key, value, gates, config, cu_seqlens, scale)
-    if compressed is not None:
-        _check_compressed(query, compressed, config, value.selected)
-    if block_indices is not None:
-        checks.indices(block_indices, query, key.selected, config)
-    return gates
-
-
-def _check(query, key, value, gates, config, cu_seqlens, scale):
-    for *names, k, v in validate.named(key, value):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
-    validate.same_in_branches(key, value)
-    names = (f"gates.{branch}" for branch in Branches._fields)
-    checks.devices(query, dict(zip(names, gates, strict=False)))
-
-
-def _check_compressed(query, compressed, config, value):
-    compressed_key, compressed_value = validate.pair(compressed)
-    checks.compressed(query, compressed_key, compressed_value, config, value.shape[1], value)
-
-
-def _run(
-    query,
-    key,
-    value,
-    gates,
-    *,
-    config,
-    compressed,
-    block_indices,
-    cu_seqlens,
-    scale,
-    recompute,
-    chosen,
-):
-    """`attention` as `chosen`."""
-    packed = {"config": config, "cu_seqlens": cu_seqlens}
     with as_given(query):
-        fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
-        if compressed is None and not (fused and chosen.compresses):
+        if call is not None and chosen.attention in KERNELS:
+            path: Any = chosen.load("attention")
+            return plans.keep(call, Program(path, call, config, tensors))(tensors)
+        lengths = {"config": config, "kv_len": key.selected.shape[1], "cu_seqlens": cu_seqlens}
+        if compressed is None and (chosen.attention is None or debug.stepwise(TORCH, query)):
             phi = debug.watch(TORCH, "compress", "torch", compress_windows)
+            packed = {"config": config, "cu_seqlens": cu_seqlens}
             compressed = phi(key.compressed, **packed), phi(value.compressed, **packed)
-        lengths = packed | {"kv_len": key.selected.shape[1], "scale": scale}
         tensors = query, key, value, gates, compressed, block_indices
-        return attend(*tensors, chosen, lengths, recompute=recompute)
+        return attend(*tensors, chosen, lengths | {"scale": scale}, recompute=recompute)
 
 
 def attend(
@@ -230,51 +184,42 @@ def attend(
 
     Args:
       query .. block_indices: as of `attention`, `key`, `value` and `gates` as `Branches`.
-      compressed: None only where `chosen` runs all steps at once and `compresses`.
+      compressed: None, the means, only where `chosen` runs all steps at once.
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
       assume_finite: keys and values that no query may look at are finite.
 
     Returns:
       `[B, T, H, Dv]`.
     """
+
+    def by_branch(query, block_indices, cu_seqlens, *rest):
+        key, value, gates = (Branches(*rest[i : i + 3]) for i in (0, 3, 6))
+        place = lengths | {"cu_seqlens": cu_seqlens}
+        options = place | {"with_lse": False}
+        selected = key.selected, value.selected, block_indices
+        outputs = Branches(
+            chosen.load("compressed")(query, *rest[9:], **options)[0],
+            chosen.load("selected")(query, *selected, **options)[0],
+            chosen.load("sliding")(query, key.sliding, value.sliding, **options)[0],
+        )
+        place.pop("scale")
+        gates = Branches(*zero_padding(torch, geometry_of(query, **place), *gates))
+        return debug.watch(TORCH, "combine", "torch", combine)(outputs, gates)
+
     with as_given(query):
-        tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
+            tensors = query, key, value, gates, compressed, block_indices
             whole = chosen.load("attention")
             return whole(*tensors, **lengths, assume_finite=assume_finite, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
-        by_branch = _recomputing if recompute and torch.is_grad_enabled() else _by_branch
-        tensors = query, key, value, gates, compressed, block_indices
-        return by_branch(*tensors, chosen, lengths)
-
-
-def _recomputing(query, key, value, gates, compressed, block_indices, chosen, lengths):
-    """`_by_branch`, again in the backward pass. Of tensors that are its arguments, not of those in
-    tuples, a checkpoint knows whether they were written to since, and tells hooks.
-    """
-
-    def run(query, block_indices, cu_seqlens, *rest):
-        key, value, gates = (Branches(*rest[i : i + 3]) for i in (0, 3, 6))
-        place = lengths | {"cu_seqlens": cu_seqlens}
-        return _by_branch(query, key, value, gates, rest[9:], block_indices, chosen, place)
-
-    tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(run, query, *tensors, **options)
-
-
-def _by_branch(query, key, value, gates, compressed, block_indices, chosen, lengths):
-    rest = lengths | {"with_lse": False}
-    selected = key.selected, value.selected, block_indices
-    outputs = Branches(
-        chosen.load("compressed")(query, *compressed, **rest)[0],
-        chosen.load("selected")(query, *selected, **rest)[0],
-        chosen.load("sliding")(query, key.sliding, value.sliding, **rest)[0],
-    )
-    place = [lengths[name] for name in ("config", "kv_len", "cu_seqlens")]
-    gates = Branches(*zero_padding(torch, geometry_of(query, *place), *gates))
-    return debug.watch(TORCH, "combine", "torch", combine)(outputs, gates)
+        # Of tensors that are its arguments, not of those in tuples, a checkpoint knows whether they
+        # were written to since, and tells hooks.
+        tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
+        if not (recompute and torch.is_grad_enabled()):
+            return by_branch(query, *tensors)
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(by_branch, query, *tensors, **options)
 
 
 def compress(
@@ -348,8 +293,7 @@ def select_blocks(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     memory = {"query": query, "compressed_key": compressed_key}
-    place = config, kv_len, cu_seqlens, scale
-    return one_step("scores", implementation, memory, query.shape[-1], place)
+    return one_step("scores", implementation, memory, config, kv_len, cu_seqlens, scale)
 
 
 def compressed_attention(
@@ -377,8 +321,7 @@ def compressed_attention(
     checks.compressed(query, compressed_key, compressed_value, config, kv_len)
     memory = {"query": query, "compressed_key": compressed_key}
     memory["compressed_value"] = compressed_value
-    place = config, kv_len, cu_seqlens, scale
-    return one_step("compressed", implementation, memory, compressed_value.shape[-1], place)
+    return one_step("compressed", implementation, memory, config, kv_len, cu_seqlens, scale)
 
 
 def selected_attention(
@@ -413,8 +356,7 @@ def selected_attention(
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     memory = {"query": query, "key": key, "value": value}
     place = config, kv_len, cu_seqlens, scale
-    width = value.shape[-1]
-    return one_step("selected", implementation, memory, width, place, block_indices)
+    return one_step("selected", implementation, memory, *place, block_indices)
 
 
 def sliding_attention(
@@ -439,21 +381,19 @@ def sliding_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     memory = {"query": query, "key": key, "value": value}
-    place = config, kv_len, cu_seqlens, scale
-    return one_step("sliding", implementation, memory, value.shape[-1], place)
+    return one_step("sliding", implementation, memory, config, kv_len, cu_seqlens, scale)
 
 
-def one_step(step, implementation, memory, value_width, place, *lists):
+def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *lists):
     """One step alone, chosen and run.
 
     Args:
       memory: the query, the keys and the values by name.
-      place: `config`, `kv_len`, `cu_seqlens`, `scale`.
       lists: block indices, if the step reads them.
     """
-    config, kv_len, cu_seqlens, scale = place
-    query, key, *_ = memory.values()
-    problem = description(query, key, value_width, config, cu_seqlens is not None, memory)
+    query, key, *_ = tensors = [*memory.values()]
+    width, packed = tensors[-1].shape[-1], cu_seqlens is not None
+    problem = description(query, key, width, config, packed, memory)
     run = choose(problem, implementation, step).load(step)
     borders = checks.clamped(cu_seqlens, query.shape[1])
     lengths = dict(config=config, kv_len=kv_len, cu_seqlens=borders, scale=scale)
@@ -490,9 +430,7 @@ def explain(
         checks.tensors(query=query, gates=gates)
         each = checks.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
-    _check(query, key, value, each, config, cu_seqlens, None)
-    if compressed is not None:
-        _check_compressed(query, compressed, config, value.selected)
+    checks.attention(query, key, value, each, compressed, None, cu_seqlens, config, None)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     return REGISTRY.choices(problem_of(*problem, gates=each), implementation)
 

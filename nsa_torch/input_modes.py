@@ -1,19 +1,15 @@
 """In which form the tokens of a call come (`kernel_path.py`).
 
 PRECOMPRESSED    query, compressed keys and values, and those of the other branches
-SEPARATE_KV      query, tokens of each branch: the kernels take the means of the compressed one's
+SEPARATE_KV      query, tokens of each branch: the means of the compressed one's are taken
 SHARED_KV        query, tokens that all branches look at
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from nsa_core.steps.fused import Inputs
 from nsa_core.types import Branches
-from nsa_core.varlen import Capacity
-from nsa_torch import operators
 
 
 class InputMode(NamedTuple):
@@ -41,26 +37,16 @@ class InputMode(NamedTuple):
         """Tensors that have a gradient."""
         return (3 if self.shared else 7) + (1 if self.joined else 3)
 
-    def tokens(self, key, value, compressed) -> Sequence[Tensor]:
-        """Keys and values of a call, in order."""
-        if self.shared:
-            return key[0], value[0]
-        if compressed is None:
-            return *key, *value
-        return compressed[0], *key[1:], compressed[1], *value[1:]
-
-    def inputs(self, arguments) -> Inputs:
+    def inputs(self, arguments: Sequence[Any]) -> Inputs:
         """Tensors by branch, but for gates that are one."""
-        query, *tokens = arguments[: 3 if self.shared else 7]
-        gates = arguments[len(tokens) + 1 : self.count]
-        half = len(tokens) // 2
-        key, value = (
-            Branches.each(x[0]) if self.shared else Branches(*x)
-            for x in (tokens[:half], tokens[half:])
-        )
-        return Inputs(query, key, value, gates[0] if self.joined else Branches(*gates))
+        half = 1 if self.shared else 3
+        pairs = arguments[1 : half + 1], arguments[half + 1 : 2 * half + 1]
+        key, value = (Branches.each(x[0]) if self.shared else Branches(*x) for x in pairs)
+        gates = arguments[2 * half + 1 : self.count]
+        each = gates[0] if self.joined else Branches(*gates)
+        return Inputs(arguments[0], key, value, each)
 
-    def gradients(self, found: Inputs) -> list[Tensor]:
+    def gradients(self, found: Inputs) -> list[Any]:
         """Those of the tensors, in order."""
         gates: Any = [found.gates] if self.joined else found.gates
         listed = found.query, *found.key, *found.value, *gates
@@ -70,32 +56,24 @@ class InputMode(NamedTuple):
 PRECOMPRESSED = InputMode("precompressed")
 SEPARATE_KV = InputMode("separate_kv", compresses=True)
 SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
+MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 
 
-def mode_of(shared: bool, compressed: bool, joined: bool = False) -> InputMode:
-    """The mode of a call.
+def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]]:
+    """The mode of a call, and its tensors in order.
 
     Args:
-      shared: the tokens of all branches are the same.
-      compressed: compressed keys and values are given.
-      joined: the gates are one tensor.
+      key, value: by branch.
+      gates: by branch, or one alone in which all are.
+      compressed: keys and values in place of the compressed field; None: its tokens.
     """
-    mode = PRECOMPRESSED if compressed else SHARED_KV if shared else SEPARATE_KV
-    return mode.with_joined_gates() if joined else mode
-
-
-def are_shared(key: Branches[Tensor], value: Branches[Tensor]) -> bool:
-    """Whether all branches have the same tensors."""
-    return key[0] is key[1] is key[2] and value[0] is value[1] is value[2]
-
-
-def mean_shapes(key, value, place):
-    """The means of a call, unwritten; `place`: `operators.LAYOUT_ARGS`."""
-    config = operators.config_of(*operators.numbers_in(place))
-    borders, length = place[2], key.compressed.shape[1]
-    multiple = config.select_block // config.compress_stride
-    count = -(-config.num_compressed(length) // multiple) * multiple
-    if borders is not None and count:
-        count = Capacity(1, length, length, borders.shape[0] - 1, length, config).slots
-    for x in (key.compressed, value.compressed):
-        yield x.new_empty(x.shape[0], count, *x.shape[2:])
+    if compressed is not None:
+        mode = PRECOMPRESSED
+        tokens = compressed[0], *key[1:], compressed[1], *value[1:]
+    elif key[0] is key[1] is key[2] and value[0] is value[1] is value[2]:
+        mode, tokens = SHARED_KV, (key[0], value[0])
+    else:
+        mode, tokens = SEPARATE_KV, (*key, *value)
+    if len(gates) == 1:
+        mode = mode.with_joined_gates()
+    return mode, [query, *tokens, *gates]

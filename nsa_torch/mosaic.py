@@ -8,7 +8,6 @@ from kernels_pallas.specs.tile_block_lists import list_arrays
 from nsa_core.steps import mosaic_attention
 from nsa_core.steps.mosaic_forward import sizes_of
 from nsa_core.steps.params import Qkv
-from nsa_torch import first_call
 from nsa_torch.kernel_path import KernelPath
 
 
@@ -18,13 +17,7 @@ def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     return [array.shape for array in list_arrays(spec).values()]
 
 
-PATH = KernelPath(
-    "mosaic",
-    mosaic_attention.STEPS,
-    masks=False,
-    before=first_call.before,
-    list_shapes=_list_shapes,
-)
+PATH = KernelPath("mosaic", mosaic_attention.STEPS, masks=False, list_shapes=_list_shapes)
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention

@@ -12,9 +12,7 @@ torch's dispatcher needs longer for such a call than a launch takes. Where it wo
 but find the function (`plain`), `call` does without it.
 """
 
-import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +42,6 @@ REST_COUNT = REST.count(",") + 1
 FORWARD = "(str kind, Tensor?[] tensors, {}) -> Tensor[]"
 BACKWARD = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {}) -> Tensor[]"
 DEVICES = ("cpu", "cuda")
-FIELDS = *SIZES, "compute_dtype"
 
 NO_JVP = (
     "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers): use reverse mode "
@@ -85,26 +82,40 @@ _calls: dict[str, Call] = {}
 call_of = _calls.__getitem__
 
 
-def define(kind: str, run, shapes, backward=None, **attributes) -> Call:
+def define(kind: str, run, shapes, backward=None, **attributes) -> None:
     """Makes a kind of call known; its name begins with that of its operator."""
     _calls[kind] = Call(kind, run, shapes, backward, **attributes)
-    return _calls[kind]
+
+
+def one_step(kind: str) -> Callable[..., Any]:
+    """The function that `dispatch.py` names, of a kind of call of one step."""
+    selects = kind.startswith("select_blocks")
+
+    def step(*tensors, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
+        place = arguments(config, kv_len, cu_seqlens, scale)
+        if selects:
+            return call(kind, *(x.detach() for x in tensors), False, *place)[0]
+        out, lse = call(kind, *tensors, False, *place)
+        return out, lse
+
+    return step
 
 
 def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
     """What the operator gives; where it has a gradient, perhaps without what is kept for it."""
     if torch.compiler.is_compiling():
-        return _dispatched(kind, *arguments)
+        return _dispatched(kind, arguments)
     if under_transforms():
         refuse_transforms(*_tensors(arguments))
-        differentiable = _calls[kind].backward is not None
-        return (Dispatched.apply if differentiable else _dispatched)(kind, *arguments)
+        if _calls[kind].backward is None:
+            return _dispatched(kind, arguments)
+        return Dispatched.apply(kind, *arguments)
     found, given = _calls[kind], _alive(arguments)
     if not _direct(found, given):
-        return _dispatched(kind, *given)
+        return _dispatched(kind, given)
     if found.backward is None:
         return list(found.run(*given))
-    return Eager.apply(Unplanned(found, given), *_tensors(given))
+    return Eager.apply(Program(found, given), *_tensors(given))
 
 
 def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
@@ -113,27 +124,18 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
         refuse_transforms(*_tensors([grad, *kept, *arguments]))
         return Gradient.apply(kind, len(kept), grad, *kept, *arguments)
     grad, *flat = _alive([grad, *kept, *arguments])
-    kept, arguments = flat[: len(kept)], flat[len(kept) :]
     found = _calls[kind]
     if torch.compiler.is_compiling() or not _direct(found, [grad, *flat]):
-        return _backward_dispatched(kind, grad, kept, arguments)
+        return _dispatched(kind, flat[len(kept) :], grad, flat[: len(kept)])
     assert found.backward is not None
-    return list(found.backward(grad, *kept, *arguments))
+    return list(found.backward(grad, *flat))
 
 
-def _operator(kind: str) -> str:
-    return kind.partition("/")[0]
-
-
-def _dispatched(kind: str, *arguments: Any) -> list[Tensor]:
+def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Tensor]:
+    """By torch's dispatcher; `gradient`: that of the output, and what was kept."""
+    name = kind.partition("/")[0] + ("_backward" if gradient else "")
     tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
-    return getattr(torch.ops.nsa, _operator(kind))(kind, tensors, *rest)
-
-
-def _backward_dispatched(kind: str, grad, kept, arguments) -> list[Tensor]:
-    tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
-    gradient = getattr(torch.ops.nsa, f"{_operator(kind)}_backward")
-    return gradient(kind, grad, kept, tensors, *rest)
+    return getattr(torch.ops.nsa, name)(kind, *gradient, tensors, *rest)
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
@@ -173,8 +175,8 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """In the order of `FIELDS`; constants to `torch.compile`, to which lengths alone vary."""
-    sizes = (operator.index(getattr(config, name)) for name in SIZES)
+    """Constants to `torch.compile`, to which lengths alone vary."""
+    sizes = (getattr(config, name) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 
@@ -213,11 +215,6 @@ def lengths(
     }
 
 
-def numbers_in(place: Sequence[Any]) -> Sequence[int]:
-    """Those of `NSAConfig`."""
-    return place[-2]
-
-
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is made of those tensors that there are."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -231,7 +228,7 @@ def branch_shapes(query, key, value, *rest):
 
 def index_shapes(query, key, *rest):
     """Selected blocks, unwritten."""
-    shape = *query.shape[:2], key.shape[2], numbers_in(rest)[FIELDS.index("num_selected")]
+    shape = *query.shape[:2], key.shape[2], config_of(*rest[-2]).num_selected
     return (query.new_empty(shape, dtype=torch.int32),)
 
 
@@ -246,25 +243,20 @@ def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Seq
     return (flat[0] if given else None), flat[given:]
 
 
-def _refuse_empty(kind: str, saved: Sequence[Any]) -> None:
-    """Raises where memory of what was saved is gone (`early_release`)."""
-    if any(x.numel() and not x.is_meta and not x.data_ptr() for x in _tensors(saved)):
-        raise RuntimeError(
-            f"the last backward pass of {kind} did not end, and has given back memory of what it "
-            "needs: run the forward pass again, or pass retain_graph=True"
-        )
+class Program:
+    """What `Eager` runs: a kind of call, and those of its arguments that are no tensors.
 
-
-class Unplanned:
-    """What `Eager` runs where a call has no `nsa_torch.call.Program`: a kind of call, and those of
-    its arguments that are no tensors.
+    Attributes:
+      alone: whether what is kept is its node's alone.
+      run: from the tensors, what is returned, and what is kept behind it.
     """
 
     def __init__(self, call: Call, arguments: Sequence[Any]):
-        self.call, self.kind, self.returned = call, call.kind, call.returned
+        self.call, self.returned = call, call.returned
         self._others = [None if isinstance(x, Tensor) else x for x in arguments]
         self._places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
         self.alone = call.returned <= (call.kept.start or 0) and not early_release.has_hooks()
+        self.run: Any = self._run
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Those of the operator, from its tensors."""
@@ -273,20 +265,23 @@ class Unplanned:
             found[i] = x
         return found
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is returned, and what is kept behind it; what is both stands there twice."""
+    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What is both returned and kept stands there twice."""
         found = [*self.call.run(*self.arguments(tensors))]
         return found[: self.returned] + found[self.call.kept]
 
-    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Like the results, unwritten."""
-        return [*self.call.shapes(*self.arguments(tensors))]
+    def gradients(
+        self, grads, kept, tensors, direct: bool, gives_back: bool
+    ) -> Sequence[Tensor]:
+        """From those of what is returned, what was kept, and the tensors of the call.
 
-    def gradients(self, grads, kept, tensors, direct: bool) -> Sequence[Tensor]:
-        """From those of what is returned, what was kept, and the tensors of the call."""
+        Args:
+          direct: nothing else has a say in the pass.
+          gives_back: memory of what was kept may be given back once it was read.
+        """
         first, *second = grads
         second = [x.contiguous() for x in second if x is not None]
-        return call_backward(self.kind, first, [*kept, *second], self.arguments(tensors))
+        return call_backward(self.call.kind, first, [*kept, *second], self.arguments(tensors))
 
 
 class Eager(torch.autograd.Function):
@@ -296,7 +291,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, program, *tensors):
-        """`program`: a `nsa_torch.call.Program`, or `Unplanned`."""
+        """`program`: a `Program`."""
         with torch._C._AutoDispatchBelowAutograd():
             found = program.run(tensors)
         count = program.returned
@@ -315,22 +310,18 @@ class Eager(torch.autograd.Function):
         program, saved = ctx.program, ctx.saved_tensors
         kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
         if grads[0] is None:
-            grads = program.outputs(tensors)[0].zero_(), *grads[1:]
+            like = next(iter(program.call.shapes(*program.arguments(tensors))))
+            grads = like.zero_(), *grads[1:]
         if not program.alone and len(devices := {x.device for x in (*grads[:1], *saved)}) > 1:
             raise ValueError(f"all that was saved must be on one device, got {devices}")
-        direct, nothing_goes = plain(grads[:1]), contextlib.nullcontext()
-        with (
-            _releasing(program.kind, grads[0], saved, program.alone) if direct else nothing_goes
-        ):
-            found = program.gradients(grads, kept, tensors, direct)
+        direct = plain(grads[:1])
+        gives_back = direct and _may_give_back(program, grads[0], saved)
+        found = program.gradients(grads, kept, tensors, direct, gives_back)
         return None, *found, *[None] * (len(tensors) - len(found))
 
 
-def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
-    """Within, memory of what was saved may be given back where nothing needs it any more.
-
-    Args:
-      alone: what was kept is this node's alone.
+def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> bool:
+    """Whether nothing needs what was saved any more.
 
     Raises:
       RuntimeError: it was given back before.
@@ -338,12 +329,15 @@ def _releasing(kind: str, grad: Tensor, saved: Sequence[Any], alone: bool):
     """
     if is_legacy_batchedtensor(grad):
         raise NotImplementedError(NO_VMAP)
-    addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)]
-    if 0 in addresses:
-        _refuse_empty(kind, saved)
-    last = alone and early_release.is_last_pass()
+    addresses = [x.data_ptr() for x in saved]
+    if 0 in addresses and any(x.numel() and not x.is_meta and not x.data_ptr() for x in saved):
+        raise RuntimeError(
+            f"the last backward pass of {program.call.kind} did not end, and has given back memory "
+            "of what it needs: run the forward pass again, or pass retain_graph=True"
+        )
+    last = program.alone and early_release.is_last_pass()
     # The gradient that comes in may lie in what was kept, which then stays.
-    return early_release.allowed(last and grad.untyped_storage().data_ptr() not in addresses)
+    return last and grad.untyped_storage().data_ptr() not in addresses
 
 
 class Dispatched(torch.autograd.Function):
@@ -354,7 +348,7 @@ class Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(kind, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            return tuple(_dispatched(kind, *inputs))
+            return tuple(_dispatched(kind, inputs))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -390,7 +384,7 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(kind, count, grad, *inputs):
-        return tuple(_backward_dispatched(kind, grad, inputs[:count], inputs[count:]))
+        return tuple(_dispatched(kind, inputs[count:], grad, inputs[:count]))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -419,7 +413,7 @@ def _differentiable(kind, tensors, *rest):
     found = _calls[kind]
     if found.backward is None:
         with torch._C._AutoDispatchBelowAutograd():
-            return _dispatched(kind, *tensors, *rest)
+            return _dispatched(kind, [*tensors, *rest])
     return list(Dispatched.apply(kind, *tensors, *rest))
 
 

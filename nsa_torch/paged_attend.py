@@ -24,12 +24,11 @@ from nsa_core.steps.fused import Pages
 from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 from nsa_interop import launch
-from nsa_torch import call, checks, dispatch, functional
+from nsa_torch import call, checks, dispatch, functional, plans
 from nsa_torch.debug import TORCH
 from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
-from nsa_torch.plans import Cache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
@@ -220,9 +219,6 @@ class _Launch(NamedTuple):
     contents: Contents  # of the cache, after it
 
 
-_LAUNCHES: Cache[_Launch] = Cache()
-
-
 class _Step:
     """A decode step as the host sees it: on one kernel, whose launch follows from shapes alone.
 
@@ -244,7 +240,7 @@ class _Step:
         if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
         try:
-            found = _LAUNCHES.get(self._key(implementation))
+            found = plans.PROGRAMS.get(self._key(implementation))
         except TypeError:  # `made_with` without a hash
             return None
         if found is None:
@@ -281,7 +277,7 @@ class _Step:
                 kernel = mosaic_decode.step_kernel(*arrays, inputs.scale, self.new is not None)
                 outputs = [(x.shape, getattr(torch, x.dtype)) for x in kernel.outputs]
                 start = launch.launcher(kernel, inputs.query.device)
-                _LAUNCHES.keep(key, _Launch(start, outputs, self.cache.contents))
+                plans.keep(key, _Launch(start, outputs, self.cache.contents))
         return out
 
 
@@ -450,8 +446,9 @@ def gathering(
             )
             key, value = map(Branches, compressed, selected, sliding)
             options = {"config": config, "kv_len": lengths, "scale": inputs.scale}
-            path: Any = chosen.load("attention")
-            return path.on_pages(queries, key, value, gates, pages, **options).flatten(0, 1)
+            tensors = queries, key, value, gates, compressed, None
+            out = chosen.load("attention")(*tensors, assume_finite=True, pages=pages, **options)
+            return out.flatten(0, 1)
         key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
         rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
         out = functional.attend(

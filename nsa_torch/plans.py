@@ -7,7 +7,7 @@ device. Strides, addresses and which arguments are one tensor are not in it.
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,32 @@ from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
 from nsa_core.plan.buffers import Plan, View
 from nsa_core.plan.planner import PlanOps
+from nsa_interop import launch
 from nsa_torch.execute import BoundPlan, Bundle
 from nsa_torch.torch_ops import INTERPRETED, capability_of
 
-KEPT = 256  # plans of a function at most
+KEPT = 1024  # programs at most
+# What runs calls by what it follows from: the only cache between a public call and its launches.
+# To look one up is all that most calls do.
+PROGRAMS: dict[Hashable, Any] = {}
+_lock = threading.Lock()
+_prepared: set[Hashable] = set()  # layers on a GPU whose kernels were made ready
 
 instead: ArrayOps | None = None  # of plans: on what steps run as they are asked for
+
+
+def keep[Value](key: Hashable, value: Value) -> Value:
+    """Puts it into `PROGRAMS`, from which the oldest ones are dropped."""
+    with _lock:
+        PROGRAMS[key] = value
+        while len(PROGRAMS) > KEPT:
+            PROGRAMS.pop(next(iter(PROGRAMS)))
+    return value
+
+
+def forget() -> None:
+    """Forgets all plans and calls: what they follow from has changed (tests, tuners)."""
+    PROGRAMS.clear()
 
 
 @contextlib.contextmanager
@@ -36,47 +56,28 @@ def unplanned(ops: ArrayOps) -> Iterator[None]:
         instead = before
 
 
-_caches: "list[Cache]" = []
-
-
-def forget() -> None:
-    """Forgets all plans and calls: what they follow from has changed (tests, tuners)."""
-    for each in _caches:
-        each.clear()
-
-
-def nothing_before(planned, plan, arguments, device) -> None:
-    """Before a plan is bound there is nothing to do."""
-
-
-class Planned:
+class Planned(NamedTuple):
     """A function that is traced once for all calls of one signature.
 
-    Args:
+    Attributes:
       function: of an `ArrayOps` and of an operator's arguments, tensors among them; returns arrays.
       backward: of its gradient: takes a gradient like the first result, the other results, and the
         arguments.
-      before: called with this object, a plan of it, the arguments and the device before the plan
-        is bound to it.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Iterable[Any]],
-        backward: "Planned | None" = None,
-        before: Callable[..., None] = nothing_before,
-    ):
-        self.function, self.backward, self.before = function, backward, before
-        self.__name__ = getattr(function, "__name__", "planned")
-        self._known: Cache[BoundPlan] = Cache()
+    function: Callable[..., Iterable[Any]]
+    backward: "Planned | None" = None
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         if instead is not None:
             return list(self.function(instead, *arguments))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        key = tensors[0].device, capability.interpret.get() is not False
-        key += tuple(map(_part_of_key, arguments))
-        bound = self._known.get(key) or self._known.keep(key, self.bind(arguments, tensors))
+        key: tuple = self.function, tensors[0].device, capability.interpret.get() is not False
+        for x in arguments:
+            if isinstance(x, Tensor):
+                x = x.shape, x.dtype, x.get_device()
+            key += (tuple(x) if isinstance(x, list) else x,)
+        bound = PROGRAMS.get(key) or keep(key, self.bind(arguments, tensors))
         return bound(tensors)
 
     def bind(
@@ -97,19 +98,43 @@ class Planned:
         if elsewhere := {x.device for x in tensors} - {device}:
             raise ValueError(f"all tensors must be on {device}, got one on {elsewhere.pop()}")
         plan = self.plan(arguments, device)
-        self.before(self, plan, arguments, device)
+        if device.type == "cuda" and plan.kernels and not capability.interpret.get():
+            self.prepare(plan, arguments, device)
         return BoundPlan(plan, device, bundle, bundles)
+
+    def prepare(self, plan: Plan, arguments: Sequence[Any], device: torch.device) -> None:
+        """Compiles and loads what a layer needs, in parallel, at its first call. Other lengths may
+        need others of its kernels: each is loaded when its plan is bound; where one was never
+        built, all are that the call needs.
+        """
+        described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
+        # Lengths are axes of tensors, and among the first numbers of `operators.LAYOUT_ARGS`.
+        sizes = [(x.shape[2:], x.dtype) if isinstance(x, Array) else None for x in described]
+        layer = self.function, device, *sizes, str(described[-2:])
+        made = lambda: self.plans(described, device, plan)  # holds no tensor
+        kernels = lambda: [*dict.fromkeys(x for each in made() for x in each.kernels)]
+        if layer in _prepared:
+            launch.prefetch(kernels)
+        elif not torch.cuda.is_current_stream_capturing():
+            launch.prepare(kernels(), device)
+            _prepared.add(layer)
 
     def plan(self, arguments: Sequence[Any], device: torch.device | None) -> Plan:
         """The plan of a call.
 
         Args:
-          arguments: tensors, or `Array`s in their place.
+          arguments: tensors, or arrays in their place.
           device: None: of no GPU, whose tiles were never measured.
         """
-        ops = plan_ops(device)
+        ops = PlanOps(
+            capability_of(device.index) if device and device.type == "cuda" else INTERPRETED
+        )
+        views = [
+            ops.argument(*array_of(x)) if isinstance(x, Tensor | View | Array) else x
+            for x in arguments
+        ]
         with torch.inference_mode(False), torch.no_grad():
-            return ops.plan(self.function(ops, *_views(ops, arguments)))
+            return ops.plan(self.function(ops, *views))
 
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
@@ -120,50 +145,9 @@ class Planned:
         plan = plan or self.plan(arguments, device)
         if self.backward is None:
             return [plan]
-        results = (Array(x.shape, x.dtype) for x in plan.results)
-        return [plan, self.backward.plan([*results, *arguments], device)]
-
-
-def plan_ops(device: torch.device | None) -> PlanOps:
-    """What traces steps for a device."""
-    if device is None or device.type != "cuda":
-        return PlanOps(INTERPRETED)
-    return PlanOps(capability_of(device.index))
-
-
-def _views(ops: PlanOps, arguments: Sequence[Any]) -> list[Any]:
-    found = []
-    for x in arguments:
-        if isinstance(x, Tensor | View | Array):
-            x = ops.argument(*array_of(x))
-        found.append(x)
-    return found
+        return [plan, self.backward.plan([*plan.results, *arguments], device)]
 
 
 def array_of(x: Any) -> Array:
     """Shape and dtype of a tensor, or of what stands for one."""
     return Array(tuple(x.shape), str(x.dtype).removeprefix("torch."))
-
-
-def _part_of_key(x: Any) -> Hashable:
-    if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.get_device()
-    return tuple(x) if isinstance(x, list) else x
-
-
-class Cache[Value]:
-    """Values by key, the oldest ones dropped first. To look one up is all that most calls do."""
-
-    def __init__(self):
-        self._values: dict[Hashable, Value] = {}
-        self._lock = threading.Lock()
-        self.get = self._values.get
-        self.clear = self._values.clear
-        _caches.append(self)
-
-    def keep(self, key: Hashable, value: Value) -> Value:
-        with self._lock:
-            self._values[key] = value
-            while len(self._values) > KEPT:
-                self._values.pop(next(iter(self._values)))
-        return value

@@ -22,14 +22,6 @@ from nsa_torch.plain import as_given, plain
 LEAST_EXACT = 2.0**36
 
 
-def select_blocks(
-    query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
-) -> Tensor:
-    """The selected blocks, int32 `[B, T, Hkv, n]`; scores never exist for all queries."""
-    place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    return operators.call(KIND, query.detach(), compressed_key.detach(), False, *place)[0]
-
-
 def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
     place = operators.lengths(*place)
 
@@ -67,8 +59,9 @@ def blocks_by(
     return indices
 
 
-KIND = "select_blocks/sdpa"
-operators.define(KIND, _select_blocks, operators.index_shapes, composed=True)
+operators.define("select_blocks/sdpa", _select_blocks, operators.index_shapes, composed=True)
+# int32 `[B, T, Hkv, n]`; scores never exist for all queries.
+select_blocks = operators.one_step("select_blocks/sdpa")
 
 
 @torch.no_grad()

@@ -1,12 +1,59 @@
 """The steps on Triton kernels on torch tensors (implementation `triton`): GPUs from Ampere on.
 
-No length compiles anything. A CUDA graph can capture a call whose layer has run before.
+No length compiles anything. A CUDA graph can capture a call whose layer has run before. Compressed
+tokens are means that torch takes.
 """
 
+import types
+
+from nsa_core.array_ops import derived, like
 from nsa_core.steps import triton_attention
+from nsa_torch.compress import compress, gradient_of_means
 from nsa_torch.kernel_path import KernelPath
 
-PATH = KernelPath("triton", triton_attention.STEPS, masks=True)
+
+def _means_of(ops, key, value, params):
+    borders, config = _borders(params), params.config
+    return [ops.derive(_means, x, *borders, config=config)[0] for x in (key, value)]
+
+
+def _gradients(ops, compressed, others, length, params):
+    """As of `nsa_core.steps.mosaic_compress`."""
+    borders, found = _borders(params), []
+    static = {"length": length, "config": params.config, "packed": bool(borders)}
+    for i, grad in enumerate(compressed):
+        arrays = grad, *borders, *(pair[i] for pair in others)
+        found += ops.derive(_of_tokens, *arrays, **static)
+    return found
+
+
+def _borders(params):
+    borders = params.layout.cu_seqlens
+    return () if borders is None else (borders,)
+
+
+@derived(
+    lambda x, *borders, config: [
+        like(x, x.shape[0], config.num_compressed(x.shape[1]), *x.shape[2:])
+    ]
+)
+def _means(ops, x, *borders, config):
+    return [compress(x, config=config, cu_seqlens=borders[0] if borders else None)]
+
+
+@derived(lambda x, *rest, length, **static: [like(x, x.shape[0], length, *x.shape[2:])])
+def _of_tokens(ops, x, *rest, length, config, packed):
+    """From the gradients of means, and of the same tokens in other branches."""
+    borders = rest[0] if packed else None
+    others = rest[packed:]
+    means = gradient_of_means(x, length, config=config, cu_seqlens=borders)
+    return [sum([*others[1:], means], others[0]) if others else means]
+
+
+COMPRESSION = types.SimpleNamespace(means=_means_of, gradients=_gradients)
+PATH = KernelPath(
+    "triton", triton_attention.STEPS._replace(compression=COMPRESSION), masks=True
+)
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention

@@ -181,7 +181,8 @@ def _shown(plan: Plan) -> str:
                 what += f" {kernels.setdefault(repr(step.kernel), len(kernels))} {step.beside}"
             reads, writes = (" ".join(map(view, x)) for x in (step.reads, step.writes))
             lines.append(f"{kind} {number} {what}: {reads} -> {writes}  # {step.name}")
-    return "\n".join([*lines, f"results {' '.join(map(view, plan.results))}"])
+    lines.append(f"results {' '.join(map(view, plan.results))}; released {[*plan.released]}")
+    return "\n".join(lines)
 
 
 PARTS = {"mosaic": mosaic, "triton": triton, "plans": plans}

@@ -3,7 +3,7 @@
 import torch
 
 from kernels_pallas.kernel import ALIGNMENT, Kernel
-from nsa_core.plan.buffers import Derived, Join, Launch, Place, Release
+from nsa_core.plan.buffers import Derived, Join, Launch, Place
 from nsa_torch.torch_ops import TORCH_OPS
 
 POISON = 0xFF  # bytes of which every float is NaN, and every integer is no index
@@ -52,12 +52,12 @@ def check(plan):
 
 
 def _check_lifetimes(plan, touched, results):
-    released = {n for step in plan.steps if isinstance(step, Release) for n in step.arguments}
+    assert all(plan.buffers[n].place is Place.ARGUMENT for n in plan.released)
     for i, (begins, ends) in enumerate(zip(plan.begins, plan.ends, strict=True)):
         for n in begins:
             assert plan.buffers[n].place is Place.ALONE and touched[n][0] == i
         for n in ends:
-            assert touched[n][1] == i and n not in results and n not in released
+            assert touched[n][1] == i and n not in results
     alone = {n for n in touched if plan.buffers[n].place is Place.ALONE}
     assert {n for each in plan.begins for n in each} == alone
     assert alone - {*results} <= {n for each in plan.ends for n in each}

@@ -33,7 +33,7 @@ from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax import Branches, NSAConfig, jax_problem, paged_attend
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
-from nsa_torch import operators, torch_ops
+from nsa_torch import operators, plans, torch_ops
 from nsa_torch import paged_attend as torch_paged_attend
 from tests import pretend, test_mosaic_compiled
 from tests.paths import in_jax, to_jax
@@ -432,9 +432,18 @@ def test_a_problem_names_its_device(monkeypatch):
 
 def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
     """On a GPU calls alike are decided once, until what decides changes."""
-    asked, found = [], ("sdpa",) * 4 + (None, False)
-    monkeypatch.setattr(torch_dispatch, "_choose", lambda *given: asked.append(given) or found)
-    torch_dispatch._chosen_before.cache_clear()
+    rest = (
+        "float32",
+        (1, 8, 8, 2, 1, 4, 4),
+        operators.numbers_of(NSAConfig()),
+        (False,) * 3,
+        None,
+    )
+    asked, problem = [], torch_dispatch._problem(("cpu", None), *rest)
+    monkeypatch.setattr(
+        torch_dispatch, "_problem", lambda *given: asked.append(given) or problem
+    )
+    plans.forget()
     other = policy.overridden(policy.Thresholds(sel_min_len=3), "a test")
     inside = [
         contextlib.nullcontext(),
@@ -444,9 +453,8 @@ def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
     ]
     for count, each in zip((1, 1, 2, 2), inside, strict=True):
         with each:
-            assert torch_dispatch._chosen(None, None, ("cuda", 0), "bfloat16") == found
+            assert torch_dispatch._chosen(None, None, ("cuda", 0), *rest)[-1] is None
         assert len(asked) == count
-    torch_dispatch._chosen_before.cache_clear()
 
 
 # What Mosaic kernels can do

@@ -10,8 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
 from nsa_core.plan.buffers import Launch, Place
 from nsa_interop import launch
-from nsa_torch import execute, first_call, mosaic, operators, plans, triton
-from nsa_torch.compress import compress
+from nsa_torch import execute, mosaic, operators, plans, triton
 from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.plans import Planned
@@ -42,6 +41,9 @@ WHERE = {
     "a length": {"kv_len": torch.tensor(19)},
 }
 MODES = {"shared": SHARED_KV, "apart": SEPARATE_KV, "given": PRECOMPRESSED}
+
+
+PATHS = "mosaic", "triton"
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -84,7 +86,7 @@ def both_ways(function: Planned, arguments):
     return list(bound)
 
 
-@pytest.fixture(params=["mosaic", "triton"])
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, ds_chunk_bytes=1)
     monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
@@ -105,9 +107,7 @@ def check_all(path, mode, arguments):
         assert len(grads) == mode.count
 
 
-OF_PATHS = {f"mosaic-{name}": ("mosaic", mode) for name, mode in MODES.items()} | {
-    "triton": ("triton", PRECOMPRESSED)
-}
+OF_PATHS = {f"{path}-{name}": (path, MODES[name]) for path in PATHS for name in MODES}
 
 
 @pytest.mark.parametrize(("path", "mode"), OF_PATHS.values(), ids=OF_PATHS, indirect=["path"])
@@ -130,16 +130,17 @@ def test_a_workspace_of_any_size(most, path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["rows", "packed"])
-@pytest.mark.parametrize("path", ["mosaic"], indirect=True)
 def test_gates_in_one_tensor(dtype, where, path):
     arguments = call(PRECOMPRESSED, ROWS, gate_dtype=dtype, **WHERE[where])
     check_all(path, PRECOMPRESSED, arguments)
     *before, a, b, c = arguments[: PRECOMPRESSED.count]
     joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
     mode = PRECOMPRESSED.with_joined_gates()
-    (out,) = both_ways(path.alone[mode], joined)
-    assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*arguments)[0])
     check_all(path, mode, joined)
+    outs = path.planned[mode, FORWARD](*joined) + path.planned[PRECOMPRESSED, FORWARD](
+        *arguments
+    )
+    assert torch.equal(*outs)
     for keep in SAVING, RECOMPUTING:
         apart, together = path.planned[PRECOMPRESSED, keep], path.planned[mode, keep]
         out, *kept = together(*joined)
@@ -169,24 +170,6 @@ def test_launches_of_a_short_pass_come_before_what_torch_computes():
     for row in slice(2, 11), slice(13, 17):
         ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
         assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)
-
-
-@pytest.mark.parametrize("where", ["rows", "packed"])
-@pytest.mark.parametrize("mode", [SEPARATE_KV, SHARED_KV], ids=["apart", "shared"])
-@pytest.mark.parametrize("path", ["triton"], indirect=True)
-def test_means_of_a_call_that_keeps_nothing_end_with_their_last_use(mode, where, path):
-    arguments = call(mode, ROWS, **WHERE[where])
-    function = path.alone[mode]
-    out, _ = both_ways(function, arguments)
-    query, key, value, _ = mode.inputs(arguments)
-    options = {"config": SMALL, "cu_seqlens": WHERE[where].get("cu_seqlens")}
-    pair = [compress(x.compressed, **options) for x in (key, value)]
-    tokens = PRECOMPRESSED.tokens(key, value, pair)
-    given = query, *tokens, *arguments[mode.count - 3 :]
-    assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*given)[0])
-    plan = function.plan(arguments, None)
-    means = {x.buffer for s in plan.steps if s.name == "means" for x in s.writes}
-    assert len(means) == 2 and means <= {n for ends in plan.ends[:-1] for n in ends}
 
 
 @pytest.mark.parametrize(
@@ -236,14 +219,14 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
     monkeypatch.setattr(launch, "prepare", lambda kernels, device: prepared.append(kernels))
     monkeypatch.setattr(launch, "prefetch", announced.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(first_call, "_prepared", set())
+    monkeypatch.setattr(plans, "_prepared", set())
     monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))
     function, device = mosaic.PATH.planned[PRECOMPRESSED, SAVING], torch.device("cuda", 0)
     gone = []
     for length in (24, 40):
         arguments = call(PRECOMPRESSED, (1, length, length, *ROWS[3:]))
         plan = function.plan(arguments, device)
-        first_call.before(function, plan, arguments, device)
+        function.prepare(plan, arguments, device)
         gone.append(weakref.ref(arguments[0]))
         del arguments
     assert len(prepared) == len(announced) == 1 and [x() for x in gone] == [None, None]

@@ -211,12 +211,6 @@ class Stream:
         return self.events[-1]
 
 
-class Device(str):
-    """Memory is there; whether kernels run beside others is asked of `type`."""
-
-    type = "cuda"
-
-
 def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
     """Its memory goes with it, to which kernels on the other stream still write."""
     plan = plan_of_backward(monkeypatch)
@@ -231,14 +225,15 @@ def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
         return start
 
     monkeypatch.setattr(execute.launch, "launcher", launcher)
-    monkeypatch.setattr(execute.launch, "sequence", lambda *_: None)
-    monkeypatch.setattr(execute, "_beside", lambda *_: stream)
+    sequence = lambda kernels, arguments, device: (
+        lambda *given: [launcher(kernel, device)(*given) for kernel in kernels]
+    )
+    monkeypatch.setattr(execute.launch, "sequence", sequence)
+    monkeypatch.setattr(execute.launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(execute, "_stream_beside", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     bound = execute.BoundPlan(plan, torch.device("cpu"))
-    bound.has_mosaic = False  # it asks for torch's stream
-    for step in bound.steps:
-        if isinstance(step, execute._Beside):
-            step.launch.device = Device("cpu")
+    bound.on_gpu = True
     given = [
         torch.zeros(x.shape, dtype=getattr(torch, x.dtype))
         for x in plan.buffers[: plan.arguments]

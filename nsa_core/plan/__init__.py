@@ -1,6 +1,6 @@
 """What a call does, known before it is made: its steps on numbered buffers.
 
-    buffers    Buffer, View, Launch, Derived, Release, Plan
+    buffers    Buffer, View, Launch, Derived, Join, Plan
     planner    PlanOps, the `ArrayOps` of the steps that notes what they ask
     workspace  where buffers lie that kernels alone read
 

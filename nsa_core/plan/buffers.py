@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeGuard
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Kernel
 from kernels_pallas.triton.kernel import TritonKernel
 
 BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16": 2} | {
@@ -116,16 +116,6 @@ class Derived(NamedTuple):
         return bool(self.reads) and self.writes == self.reads[:1]
 
 
-class Release(NamedTuple):
-    """Arguments that no later step reads, whose memory may be given back."""
-
-    arguments: tuple[int, ...]
-
-    name = "release"
-    reads: tuple[View, ...] = ()
-    writes: tuple[View, ...] = ()
-
-
 class Join(NamedTuple):
     """The end of a launch that ran `beside`, whose buffers are free for others from here on."""
 
@@ -136,7 +126,7 @@ class Join(NamedTuple):
     name = "join"
 
 
-type Step = Launch | Derived | Release | Join
+type Step = Launch | Derived | Join
 
 
 def by_address(step: Step) -> TypeGuard[Launch]:
@@ -155,6 +145,7 @@ class Plan(NamedTuple):
       results: whole buffers, each an allocation of its own.
       begins: of each step, the buffers `ALONE` that it is the first to write.
       ends: of each step, those and the arguments that nothing after it has to do with.
+      released: arguments whose memory may be given back when they end.
     """
 
     arguments: int
@@ -167,6 +158,7 @@ class Plan(NamedTuple):
     workspace_bytes: int
     begins: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
+    released: frozenset[int]
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -182,17 +174,3 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join(f"{type(x).__name__.lower()} {x.name}" for x in self.steps)
-
-
-__all__ = [
-    "Array",
-    "Buffer",
-    "Derived",
-    "Join",
-    "Launch",
-    "Place",
-    "Plan",
-    "Release",
-    "Step",
-    "View",
-]

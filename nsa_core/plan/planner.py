@@ -16,7 +16,6 @@ from nsa_core.plan.buffers import (
     Launch,
     Place,
     Plan,
-    Release,
     View,
     by_address,
 )
@@ -50,17 +49,13 @@ class PlanOps(ArrayOps):
         self._batch: list[Derived] = []
         self._shared: int | None = None
         self._steps: list[Any] = []
-        self._released: list[int] = []
+        self._released: set[int] = set()
         self._known: dict[Hashable, tuple[View, ...]] = {}
         self._written: dict[int, int] = {}  # how often a buffer was written over
         self._own: set[int] = set()  # what no other name stands for: these may be written
 
-    @property
-    def xp(self):
-        raise TypeError("steps compute with arrays in derived steps only (nsa_core.array_ops)")
-
     def _refused(self, *arguments, **options):
-        return self.xp
+        raise TypeError("steps compute with arrays in derived steps only (nsa_core.array_ops)")
 
     arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 
@@ -98,22 +93,25 @@ class PlanOps(ArrayOps):
         return writes
 
     def derive(self, function, *arrays, **static):
-        named = tuple(sorted(static.items()))
         versions = tuple(self._written.get(x.buffer, 0) for x in arrays)
-        key = function, named, arrays, versions
+        key = function, tuple(sorted(static.items())), arrays, versions
         if key not in self._known:
-            self._known[key] = self._derived(function, arrays, named)
+            place = self._place_of_derived(arrays)
+            self._known[key] = self._derived(function, arrays, static, place)
         return self._known[key]
 
-    def _derived(self, function, arrays, named, own=False) -> tuple[View, ...]:
-        found = function.shapes(*arrays, **dict(named))
-        place = Place.ALONE if own else self._place_of_derived(arrays)
+    def _derived(self, function, arrays, static, place, own=False) -> tuple[View, ...]:
+        found = function.shapes(*arrays, **static)
         writes = tuple(self._new(x, place, own) for x in found)
-        steps = self._steps
-        if place is Place.CONSTANT or place is Place.BATCH:
-            steps = self._constants if place is Place.CONSTANT else self._batch
+        made_once = {Place.CONSTANT: self._constants, Place.BATCH: self._batch}
+        named = tuple(sorted(static.items()))
+        steps = made_once.get(place, self._steps)
         steps.append(Derived(function, named, tuple(arrays), writes))
         return writes
+
+    def _made(self, function, *arrays, **static) -> View:
+        """A new array of its own, which may be written."""
+        return self._derived(function, arrays, static, Place.ALONE, own=True)[0]
 
     def _place_of_derived(self, arrays) -> Place:
         """Of what follows from `arrays` alone."""
@@ -130,25 +128,24 @@ class PlanOps(ArrayOps):
         found = _view_at(x, index)
         if found is not None:
             return found
-        return self.derive(_cut, x, index=_numbers(index))[0]
+        return self.derive(_cut, x, index=index)[0]
 
     def write(self, x, index, part):
         place = _view_at(x, index)
         if place is not None and place[:2] == part[:2] and place.bytes == part.bytes:
             return x  # the kernel has written it there
         x = self._writable(x)
-        static = (("index", _numbers(index)),)
-        self._steps.append(Derived(_assign, static, (x, part), (x,)))
+        self._steps.append(Derived(_assign, (("index", index),), (x, part), (x,)))
         self._write_over(x)
         return x
 
     def zeros(self, like, shape):
-        return self._derived(_zeros, (like,), (("shape", shape),), own=True)[0]
+        return self._made(_zeros, like, shape=shape)
 
     def copied(self, x, dtype):
         if str(dtype) == x.dtype:
             return x  # no result is another one, an argument or a constant: see `plan`
-        return self._derived(_copied, (x,), (("dtype", str(dtype)),), own=True)[0]
+        return self._made(_copied, x, dtype=str(dtype))
 
     def side_by_side(self, arrays):
         return arrays[0] if len(arrays) == 1 else self.derive(_side_by_side, *arrays)[0]
@@ -184,11 +181,10 @@ class PlanOps(ArrayOps):
         first = arrays[0]
         length = _row_length(first.shape, first.dtype)
         rows = View(first.buffer, 0, (len(arrays), length), first.dtype)
-        static = (("dtype", str(dtype).removeprefix("torch.")),)
+        name = str(dtype).removeprefix("torch.")
         if [*arrays] == [*_rows_in(rows, first.shape)]:
-            static += (("shape", first.shape),)
-            return self._derived(_bound_rows, (rows,), static, own=True)[0]
-        return self._derived(_bound, tuple(arrays), static, own=True)[0]
+            return self._made(_bound_rows, rows, dtype=name, shape=first.shape)
+        return self._made(_bound, *arrays, dtype=name)
 
     def writes_in_place(self, kernel):
         return bool(kernel.in_place)
@@ -206,7 +202,8 @@ class PlanOps(ArrayOps):
         return x
 
     def release(self, arrays):
-        self._released += [x.buffer for x in arrays if x.bytes >= LEAST_RELEASED]
+        large = (x.buffer for x in arrays if x.bytes >= LEAST_RELEASED)
+        self._released |= {n for n in large if self._buffers[n].place is Place.ARGUMENT}
 
     # Buffers
 
@@ -225,7 +222,7 @@ class PlanOps(ArrayOps):
         return x if x.buffer in self._own else self._copy(x)
 
     def _copy(self, x: View) -> View:
-        return self._derived(_copied, (x,), (("dtype", x.dtype),), own=True)[0]
+        return self._made(_copied, x, dtype=x.dtype)
 
     def _write_over(self, x: View) -> None:
         self._written[x.buffer] = self._written.get(x.buffer, 0) + 1
@@ -236,7 +233,7 @@ class PlanOps(ArrayOps):
         """What was noted and leads to these results."""
         final = self._apart(results)
         kept = {x.buffer for x in final}
-        steps = self._with_releases(self._in_order(_needed(self._steps, kept)))
+        steps = self._in_order(_needed(self._steps, kept))
         read = {x.buffer for step in steps for x in step.reads}
         batch = _needed(self._batch, read)
         read |= {x.buffer for step in batch for x in step.reads}
@@ -250,7 +247,6 @@ class PlanOps(ArrayOps):
                 begins[i].append(n)
         workspace_bytes = self._fill_workspace(steps, begins, last, kept)
         begins = [[n for n in each if self._buffers[n].place is Place.ALONE] for each in begins]
-        kept |= {n for step in steps if isinstance(step, Release) for n in step.arguments}
         ends: list[list[int]] = [[] for _ in steps]
         for n, i in last.items():
             # Arguments too: where one lay anyhow, it is a copy.
@@ -267,6 +263,7 @@ class PlanOps(ArrayOps):
             workspace_bytes,
             tuple(map(tuple, begins)),
             tuple(map(tuple, ends)),
+            frozenset(self._released),
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
@@ -341,19 +338,6 @@ class PlanOps(ArrayOps):
         at = len(before) if moved >= BUSY_BYTES and all(map(by_address, before)) else 0
         return rest[:at] + first + rest[at:]
 
-    def _with_releases(self, steps: list[Any]) -> list[Any]:
-        read = {x.buffer: i for i, step in enumerate(steps) for x in step.reads}
-        ends: dict[int, list[int]] = {}
-        for n in dict.fromkeys(self._released):
-            if self._buffers[n].place is Place.ARGUMENT and n in read:
-                ends.setdefault(read[n], []).append(n)
-        found = []
-        for i, step in enumerate(steps):
-            found.append(step)
-            if i in ends:
-                found.append(Release(tuple(ends[i])))
-        return found
-
 
 def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
     got = [(math.prod(x.shape), x.dtype) for x in arrays]
@@ -400,26 +384,22 @@ def _rows_in(rows: View, shape: Sequence[int]) -> tuple[View, ...]:
     return tuple(View(rows.buffer, i * row, tuple(shape), rows.dtype) for i in range(count))
 
 
-def _numbers(index: Slices) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((each.start, each.stop) for each in index)
-
-
 # Derived steps
 
 
 def _cut_shape(x, *, index):
-    bounds = (slice(*each).indices(n) for each, n in zip(index, x.shape, strict=False))
+    bounds = (each.indices(n) for each, n in zip(index, x.shape, strict=False))
     shape = [end - start for start, end, _ in bounds]
     return [like(x, *shape, *x.shape[len(shape) :])]
 
 
 @derived(_cut_shape)
 def _cut(ops, x, *, index):
-    return [x[tuple(slice(*each) for each in index)]]
+    return [x[index]]
 
 
 def _assign(ops, x, part, *, index):
-    x[tuple(slice(*each) for each in index)] = part
+    x[index] = part
     return []
 
 
