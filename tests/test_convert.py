@@ -14,7 +14,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
@@ -520,18 +519,6 @@ def test_a_source_that_is_not_there(name, tmp_path, capsys):
     message = "must be a folder, or owner/name on the Hugging Face Hub; there is no such"
     assert f"{source} {message}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_that_the_hub_has_not(tmp_path, monkeypatch):
-    """The Hub is not asked in a test: `AutoConfig` fails as it does there."""
-
-    def from_pretrained(source):
-        raise OSError(f"{source} is not a valid\nmodel identifier")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    message = "no/model must be a folder, .*, got no config.json: .* valid model id"
-    with pytest.raises(OSError, match=message):
-        convert("no/model", tmp_path / "target")
 
 
 def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):

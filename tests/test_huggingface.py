@@ -699,8 +699,6 @@ CONFIGURATIONS = [
     ("head_dim", 7, "head_dim must be even"),
     ("hidden_size", 0, "hidden_size must be an int >= 1, got 0"),
     ("vocab_size", "64", "vocab_size must be an int >= 1, got '64'"),
-    ("pad_token_id", 64, r"pad_token_id must be in 0..63 \(vocab_size\), got 64"),
-    ("eos_token_id", [3, 70], "eos_token_id must be in 0..63"),
     ("attention", "full", "attention must be one of .*, got 'full'"),
     ("attention", ["nsa"] * 3, "attention must be one word or num_hidden_layers=2"),
     ("compress_block", 6, "compress_block must be a multiple of compress_stride=4"),
@@ -711,11 +709,6 @@ CONFIGURATIONS = [
     ("attention_dropout", 0.1, "attention_dropout must be 0.0 in an nsa model, got 0.1"),
     ("sliding_window", 64, "must be None in an nsa model, which has 'window' instead"),
     ("layer_types", ["full_attention"] * 2, "layer_types must be None .*'attention' inst"),
-    (
-        "rope_parameters",
-        ROPE | {"rope_type": "default"},
-        "'factor'. must be 1.0 or None where rope_type is 'default', got 2.0",
-    ),
     (
         "rope_parameters",
         {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -864,8 +857,6 @@ CALLS = [
     ),
     ("both or neither", "input_ids", None),
     ("must have a row and a column, got shape .1, 0.", "input_ids", ONES[:, :0]),
-    ("input_ids must be in 0..63.*got 64", "input_ids", 64 * ONES),
-    ("input_ids must be in 0..63.*got -1", "input_ids", -ONES),
     (
         "input_ids must be one row where cu_seq_lens_q",
         "input_ids",

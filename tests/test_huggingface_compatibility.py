@@ -60,7 +60,6 @@ OVERRIDDEN: dict[type, tuple[str, ...]] = {
         "get_seq_length",
         "is_compileable",
         "is_initialized",
-        "is_sliding",
         "reorder_cache",
         "reset",
         "update",

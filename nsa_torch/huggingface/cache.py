@@ -249,10 +249,6 @@ class NSAModelCache(Cache):
     def is_initialized(self) -> bool:
         return self.lengths is not None
 
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.layers)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""
         return self.columns

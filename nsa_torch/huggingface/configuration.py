@@ -196,13 +196,6 @@ class NSAModelConfig(SavedConfig):
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})
         _ = self.layer_attention, self.layer_spec
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            found = getattr(self, name)
-            for token in found if isinstance(found, list) else [found]:
-                if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(
-                        f"{name} must be in 0..{self.vocab_size - 1} (vocab_size), got {token}"
-                    )
         rope = self.rope_parameters
         for name, fixed in FIXED.items():
             for found in (getattr(self, name, None), rope.get(name)):
@@ -215,11 +208,6 @@ class NSAModelConfig(SavedConfig):
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}"
-            )
-        if rope_type == "default" and rope.get("factor", 1.0) != 1.0:
-            raise ValueError(
-                "rope_parameters['factor'] must be 1.0 or None where rope_type is 'default', got "
-                f"{rope['factor']!r}"
             )
 
     @property

@@ -238,10 +238,10 @@ def convert(
         raise FileNotFoundError(f"{source} {SOURCES}; there is no such folder")
     try:
         theirs = transformers.AutoConfig.from_pretrained(source)
+    except OSError:
+        raise
     except Exception as error:  # of its checks some raise other kinds than ValueError
         text = " ".join(str(error).split())
-        if isinstance(error, OSError):
-            raise OSError(f"{source} {SOURCES}, got no config.json: {text}") from error
         raise ValueError(
             f"{source} must have a config.json that transformers reads, got "
             f"{type(error).__name__}: {text}"
@@ -271,7 +271,7 @@ def convert(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=there) as scratch:
         made = Path(scratch) / target.name
         made.mkdir()
-        _write(made, folder, files, config, start, dtype)
+        _write(made, files, config, start, dtype)
         config.save_pretrained(made)
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
             if path.is_file():
@@ -285,15 +285,15 @@ def convert(
     return config
 
 
-def _files(folder: Path) -> list[str]:
-    """The files of weights: those that transformers reads, one before several.
+def _files(folder: Path) -> dict[str, Any]:
+    """The files of weights, opened: those that transformers reads, one before several.
 
     Raises:
       FileNotFoundError: there is none of safetensors, or one of several is missing.
       ValueError: the index of several does not name them.
     """
     if (folder / SINGLE).is_file():
-        return [SINGLE]
+        return _opened(folder, [SINGLE])
     index = folder / INDEX
     if not index.exists():
         raise FileNotFoundError(
@@ -307,41 +307,44 @@ def _files(folder: Path) -> list[str]:
     for name in found:
         if Path(name).name != name or not (folder / name).is_file():
             raise FileNotFoundError(f"{index} must name files beside it, got no {name}")
-    return found
+    return _opened(folder, found)
 
 
-def _checked(folder: Path, files: Sequence[str], theirs: Any) -> torch.dtype:
+def _opened(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    files = {}
+    for name in names:
+        try:
+            files[name] = safetensors.safe_open(folder / name, framework="pt")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{folder / name} must be a whole file, got {error}") from None
+    return files
+
+
+def _checked(folder: Path, files: dict[str, Any], theirs: Any) -> torch.dtype:
     """That the weights are those of the model; returns their dtype. Reads headers, and the head of
     a tied model: transformers reads another one than the embedding, and does not tie it.
     """
     with torch.device("meta"):
         dense = transformers.AutoModelForCausalLM.from_config(theirs)
     expected = {name: list(x.shape) for name, x in dense.state_dict().items()}
-    found: dict[str, Any] = {}
-    tied: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safetensors.safe_open(folder / file, framework="pt") as weights:
-                names = {*weights.keys()}
-                found |= {name: weights.get_slice(name) for name in names}
-                if theirs.tie_word_embeddings:
-                    tied |= {x: weights.get_tensor(x) for x in {HEAD, EMBEDDING} & names}
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{folder / file} must be a whole file, got {error}") from None
+    found = {name: weights for weights in files.values() for name in weights.keys()}
+    dtypes = {name: weights.get_slice(name).get_dtype() for name, weights in found.items()}
     for name in sorted(expected.keys() | found.keys()):
         if _is_left_out(name, theirs):
             continue
-        shape = found[name].get_shape() if name in found else "no such weight"
+        shape = found[name].get_slice(name).get_shape() if name in found else "no such weight"
         if shape != (wanted := expected.get(name, "no such weight")):
             raise ValueError(f"{folder}: {name}: expected shape {wanted}, got {shape}")
-        if (dtype := found[name].get_dtype()) not in DTYPES:
-            raise ValueError(f"{folder}: {name} must be of {tuple(DTYPES)}, got {dtype}")
-    if HEAD in tied and not torch.equal(tied[HEAD].to(tied[EMBEDDING]), tied[EMBEDDING]):
-        raise ValueError(
-            f"{folder}: {HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got another "
-            "one: say tie_word_embeddings=false in config.json"
-        )
-    return DTYPES[found[EMBEDDING].get_dtype()]
+        if dtypes[name] not in DTYPES:
+            raise ValueError(f"{folder}: {name} must be of {tuple(DTYPES)}, got {dtypes[name]}")
+    if theirs.tie_word_embeddings and HEAD in found:
+        head, embedding = (found[name].get_tensor(name) for name in (HEAD, EMBEDDING))
+        if not torch.equal(head.to(embedding), embedding):
+            raise ValueError(
+                f"{folder}: {HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got "
+                "another one: say tie_word_embeddings=false in config.json"
+            )
+    return DTYPES[dtypes[EMBEDDING]]
 
 
 def _is_left_out(name: str, config: Any) -> bool:
@@ -365,29 +368,26 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _write(
     target: Path,
-    folder: Path,
-    files: Sequence[str],
+    files: dict[str, Any],
     config: NSAModelConfig,
     start: str,
     dtype: torch.dtype | None,
 ) -> None:
     """The weights of `files`, a file for each; what is added stands in the last."""
+    source = {name for weights in files.values() for name in weights.keys()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of what does not start as a constant
+        extra = added(config, source, start)
     places: dict[str, str] = {}
-    names: set[str] = set()
     size = 0
-    for file in files:
+    for file, weights in files.items():
         made: dict[str, Tensor] = {}
-        with safetensors.safe_open(folder / file, framework="pt") as weights:
-            for name in weights.keys():
-                if not _is_left_out(name, config):
-                    names.add(name)
-                    x = weights.get_tensor(name)
-                    each = converted(name, x, config, start)
-                    made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
-        if file == files[-1]:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # of what does not start as a constant
-                extra = added(config, names, start)
+        for name in weights.keys():
+            if not _is_left_out(name, config):
+                x = weights.get_tensor(name)
+                each = converted(name, x, config, start)
+                made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
+        if file == [*files][-1]:
             made |= {name: x.to(config.dtype) for name, x in extra.items()}
         for name, x in made.items():
             if not x.isfinite().all():
@@ -395,7 +395,7 @@ def _write(
         safetensors.torch.save_file(made, target / file, {"format": "pt"})
         places |= dict.fromkeys(made, file)
         size += sum(x.nbytes for x in made.values())
-    if files != [SINGLE]:
+    if SINGLE not in files:
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -281,12 +281,11 @@ class NSAModel(NSAPreTrainedModel):
         Raises:
           TypeError: a keyword that the model does not read.
           ValueError: as `rows.rows` says; a cache where gradient checkpointing trains, or in which
-            a call did not end; a token that is not in the vocabulary (on the CPU,
-            where it is not compiled).
+            a call did not end.
         """
         x = inputs_embeds
         if input_ids is not None and x is None:
-            x = self._embed(input_ids)
+            x = self.embed_tokens(input_ids)
         elif x is None or input_ids is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
         if not x.shape[0] * x.shape[1]:
@@ -335,17 +334,6 @@ class NSAModel(NSAPreTrainedModel):
         for layer in self.layers:
             x = layer(x, batch)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        size = self.embed_tokens.num_embeddings
-        readable = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and tokens.numel():
-            for found in (int(tokens.min()), int(tokens.max())):
-                if not 0 <= found < size:
-                    raise ValueError(
-                        f"input_ids must be in 0..{size - 1} (vocab_size), got {found}"
-                    )
-        return self.embed_tokens(tokens)
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
         """With the positions and mask that dense layers read, if there are any."""

@@ -26,7 +26,7 @@ FIXED = {
 }
 READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
 UNUSED = frozenset(["token_type_ids"])  # tokenizers return it; Llama does not read it either
-MASK, SIDES = "attention_mask must", "be padded on the left or on the right"
+MASK = "attention_mask must"
 COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
 
@@ -158,7 +158,8 @@ def rows(
         wrong.append((((mask != 0) & (mask != 1)).any(dim=1), f"{MASK} hold 0 and 1 only"))
         mask = mask != 0
     changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
-    wrong.append((changes > 1, f"{MASK} {SIDES}, zeros in one run"))
+    rule = f"{MASK} be padded on the left or on the right, zeros in one run"
+    wrong.append((changes > 1, rule))
     known = torch.zeros(batch, dtype=torch.int64, device=mask.device)
     if cache is not None and cache.lengths is not None:
         known = cache.lengths.to(mask.device, torch.int64)
@@ -177,11 +178,10 @@ def rows(
     if is_capturing(mask.device) or torch.compiler.is_compiling():
         return Rows(first, count, empty=empty)
     facts = [(first > 0).any(), (count < length).any(), empty.any()]
-    read = torch.stack([*facts, *(rows.any() for rows, _ in wrong)]).tolist()
-    for (rows_of, rule), failed in zip(wrong, read[len(facts) :], strict=True):
-        if failed:
-            _refuse(rows_of, rule, mask)
-    shifted, short, without, *_ = read
+    failed = torch.stack([each for each, _ in wrong]).any(dim=1)
+    shifted, short, without, *bad = torch.cat([torch.stack(facts), failed]).tolist()
+    if any(bad):
+        _refuse(*wrong[bad.index(True)], mask)
     return Rows(
         first if shifted else None,
         count if short else None,
