@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.mosaic import bwd_preprocess
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
 from tests.devices import needs_gpu
-from tests.oracles.list_kernels import Warps, emulated, interpreted
+from tests.oracles.list_kernels import emulated, interpreted
 
 SPECS = {
     "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
@@ -86,35 +85,6 @@ def test_warps(name):
 def test_a_gated_branch_has_no_gradient_of_its_lse():
     with pytest.raises(ValueError, match="log-sum-exp"):
         RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True)
-
-
-MUTANTS = {
-    "statistics of what sees nothing": ("different", lambda self, a, b: self.same(a, a)),
-    "no end of the tokens": ("where", lambda self, condition, a, b: self.word(a)),
-    "no logarithm": ("log2", lambda self, x: x),
-    "the lane is the warp": ("lane", lambda self: self.word(0)),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_caught(monkeypatch, mutant):
-    spec = SPECS["tiles with rows of none"]
-    arrays = draw(spec)
-    monkeypatch.setattr(Warps, *MUTANTS[mutant])
-    (found,) = emulated(row_stats, interpreted(spec), *arrays)
-    with pytest.raises(AssertionError):
-        check(spec, found, arrays)
-
-
-def test_a_lost_sign_is_caught(monkeypatch):
-    spec = SPECS["tiles"]
-    arrays = draw(spec)
-    signed = bwd_preprocess.WriteRow._gated
-    lost = lambda self, warp, lse, gate: signed(self, warp, lse, gate & 0x7FFFFFFF)
-    monkeypatch.setattr(bwd_preprocess.WriteRow, "_gated", lost)
-    (found,) = emulated(row_stats, interpreted(spec), *arrays)
-    with pytest.raises(AssertionError):
-        check(spec, found, arrays)
 
 
 @pytest.mark.gpu

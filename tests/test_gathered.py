@@ -14,7 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic.gathered_walk import GatheredWalk
+from kernels_pallas.mosaic.gathered import staged_columns
 from kernels_pallas.specs import dkv, gathered
 from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
@@ -101,8 +101,7 @@ def test_gradients_of_the_branch(interpreted, leaving):
     """Of which a slab is staged at a time."""
     check_step(left(G3, Dv=128), "selected_attention")
     specs = [kernel.spec for kernel in leaving if kernel.name == "gathered_dq"]
-    walks = [GatheredWalk(x, {"query_tile": x.D, "do_tile": x.Dv}, x.D) for x in specs]
-    assert {(x.staged_columns, x.out_width) for x in walks} == {(64, 128)}
+    assert {(staged_columns(x, x.D + x.Dv, x.D), x.D) for x in specs} == {(64, 128)}
 
 
 def test_gradients(interpreted, leaving, monkeypatch):

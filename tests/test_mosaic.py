@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 import nsa_jax
-from kernels_pallas.mosaic import capability, operands, tile_steps
+from kernels_pallas.mosaic import capability, operands, mainloop
 from kernels_pallas.specs import scores
 from kernels_pallas.specs import selected as selected_spec
 from nsa_core.config import NSAConfig
@@ -292,7 +292,7 @@ def test_registers_that_no_multiprocessor_has_are_refused():
 
 def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
     """Which the fixture `interpreted` would report of any kernel."""
-    waits, plgpu = [], tile_steps.plgpu
+    waits, plgpu = [], mainloop.plgpu
 
     def barrier_wait(barrier):
         if waits:
@@ -300,7 +300,7 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
         waits.append(barrier)
 
     wrong = types.SimpleNamespace(**vars(plgpu) | {"barrier_wait": barrier_wait})
-    monkeypatch.setattr(tile_steps, "plgpu", wrong)
+    monkeypatch.setattr(mainloop, "plgpu", wrong)
     # After the wait that was left out it may stop at the next one: the race is noted by then.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         run("sliding_attention", *tokens_of(problem(TINY))[:3], config=SMALL)

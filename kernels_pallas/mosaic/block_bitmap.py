@@ -38,7 +38,8 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockBitmap:
-    """Of `tokens` neighbours, 64 at most, of a selection `indices` `[B, T, Hkv, n]`.
+    """Of `tokens` neighbours, 64 at most, of a selection: `refs` has `indices` `[B, T, Hkv, n]`,
+    `position` and `key_start` `[B, T]`, int32, and the row `b` and the head `g`.
 
     `warp`: the instructions that the program runs on; `T`: an integer or a word; `first`: blocks
     before it do not count.
@@ -57,17 +58,17 @@ class BlockBitmap:
         """Words a block."""
         return -(-self.tokens // LANES)
 
-    def load(self, position, key_start, b: Word, token0: Word, most_of=None) -> Tokens:
-        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `most_of`: of a
-        token, how many blocks it may select at most.
+    def load(self, refs, token0: Word, most_of=None) -> Tokens:
+        """The tokens from `token0` on; `most_of`: of a token, how many blocks it may select at
+        most.
         """
         warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
             token = warp.lane() + LANES * word
             exists = warp.smaller(token0 + token, self.T - 1)
-            at = b * self.T + exists, 4
-            last = warp.fetch(warp.element(position, at))
-            first_key = warp.fetch(warp.element(key_start, at))
+            at = refs.b * self.T + exists, 4
+            last = warp.fetch(warp.element(refs.position, at))
+            first_key = warp.fetch(warp.element(refs.key_start, at))
             selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
             selects = selects & (last >= 0)
             last = warp.larger(last, 0)
@@ -116,7 +117,7 @@ class BlockBitmap:
 
         warp.repeat(rows, clear_row, [])
 
-    def join(self, bits, window: int, low, indices, b, g, token0, own, also=None, state=()):
+    def join(self, bits, window: int, low, refs, token0, own, also=None, state=()):
         """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
         `own` selected. Returns the last `state = also(entry, token, block, selected, state)` of
         all entries of their selection, of any window (`each`).
@@ -133,22 +134,27 @@ class BlockBitmap:
             )
             return also(entry, token, block, selected, state) if also else state
 
-        return self.each(indices, b, g, token0, visit, list(state))
+        return self.each(refs, token0, visit, list(state))
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
         """Whether a token with these bounds may select the block."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
-    def each(self, indices, b, g, token0, visit, state):
+    def each(self, refs, token0, visit, state):
         """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
         selection, an entry a lane, some at a time; `exists`: whether the lane has one.
         """
         warp = self.warp
 
+        def fetch(entry):
+            token = refs.b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
+            at = (token, 4 * self.Hkv * self.n), (refs.g, 4 * self.n), (entry % self.n, 4)
+            return warp.fetch(warp.element(refs.indices, *at))
+
         def some(step, state):
             entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
-            blocks = [self._fetch(indices, b, g, token0, entry) for entry in entries]
+            blocks = [fetch(entry) for entry in entries]
             for entry, block in zip(entries, blocks, strict=True):
                 exists = warp.below(entry, self.tokens * self.n)
                 state = visit(entry, self._token(entry), block, exists, state)
@@ -160,12 +166,6 @@ class BlockBitmap:
 
     def _token(self, entry: Word) -> Word:
         return self.warp.smaller(entry // self.n, self.tokens - 1)
-
-    def _fetch(self, indices, b, g, token0, entry) -> Word:
-        warp = self.warp
-        token = b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
-        at = (token, 4 * self.Hkv * self.n), (g, 4 * self.n), (entry % self.n, 4)
-        return warp.fetch(warp.element(indices, *at))
 
     def bound(self, values: list[Word], token: Word) -> Word:
         """The value of a token, of `Tokens.bound` or alike."""

@@ -8,77 +8,61 @@ Tile: 128 rows a CTA of four warps; no shared memory.
 Bandwidth bound: 12 to 20 bytes in and 16 out a row.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
 
 
-@dataclasses.dataclass(frozen=True)
-class WriteRow:
-    """The program of a warp: a lane writes the statistics of one row."""
+def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
+    """A lane writes the statistics of one row; `refs.row`: of `[B, Hkv]`."""
+    head = refs.row
+    place = (refs.group * WARPS + warp.warp()) * LANES + warp.lane()
+    exists = place < sizes.tiles * spec.rows
+    tile, row = place // spec.rows, place % spec.rows
+    token = tile * spec.tokens + row // spec.group
+    is_query = (row < spec.tokens * spec.group) & (token < sizes.T)
+    token = warp.smaller(token, sizes.T - 1)
+    b, g = head // spec.Hkv, head % spec.Hkv
+    query_head = g * spec.group + row % spec.group
 
-    spec: RowStats
+    def of_head(source):
+        """The float32 of this row in `source` `[B, T, H]`."""
+        at = warp.element(source, (b * sizes.T + token, 4 * spec.H), (query_head, 4))
+        return warp.real(warp.fetch(at))
 
-    def __call__(self, warp: Any, sizes, lse, delta, key_end, *refs) -> None:
-        """Arrays as the description has them, then the row of `[B, Hkv]` and the CTA."""
-        spec = self.spec
-        *extra, row_stats, head, cta = refs
-        place = (cta * WARPS + warp.warp()) * LANES + warp.lane()
-        exists = place < sizes.tiles * spec.rows
-        tile, row = place // spec.rows, place % spec.rows
-        token = tile * spec.tokens + row // spec.group
-        is_query = (row < spec.tokens * spec.group) & (token < sizes.T)
-        token = warp.smaller(token, sizes.T - 1)
-        b, g = head // spec.Hkv, head % spec.Hkv
-        query_head = g * spec.group + row % spec.group
+    lse, delta = of_head(refs.lse), of_head(refs.delta)
 
-        def of_head(source):
-            """The float32 of this row in `source` `[B, T, H]`."""
-            at = warp.element(source, (b * sizes.T + token, 4 * spec.H), (query_head, 4))
-            return warp.real(warp.fetch(at))
+    def key_of(source):
+        """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
+        key = warp.fetch(warp.element(source, (b * sizes.T + token, 4)))
+        return warp.bits(warp.floating(key))
 
-        lse, delta = of_head(lse), of_head(delta)
-
-        def key_of(source):
-            """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
-            key = warp.fetch(warp.element(source, (b * sizes.T + token, 4)))
-            return warp.bits(warp.floating(key))
-
-        key_end = key_of(key_end)
-        first_key = key_of(extra.pop(0)) if spec.interval else warp.word(0)
-        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E))))
-        if spec.gated:
-            shift = self._gated(warp, shift, warp.bits(of_head(extra[0])))
-        else:
-            shift = shift & ~1
-        if spec.lse_grad:
-            delta = delta - of_head(extra[-1])  # d lse / dS = P, so P * dlse is added to dS
-        # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
-        sees = is_query & warp.different(warp.bits(lse), warp.integer(-math.inf))
-        shift_of_none = warp.where(is_query, warp.integer(math.inf), 0)
-        columns = shift, warp.bits(delta), first_key, key_end
-        lead = head * (sizes.tiles * spec.rows) + place, ROW_STATS * 4
-        for i, x in enumerate(columns):
-            x = warp.where(sees, x, 0 if i else shift_of_none)
-            warp.put(warp.element(row_stats, lead, (warp.word(i), 4)), x, exists)
-
-    def _gated(self, warp, lse_log2, gate):
-        """lse_log2 - log2|gate| with the gate's sign as its last bit; bits of float32, all."""
+    key_end = key_of(refs.key_end)
+    first_key = key_of(refs.first_key) if spec.interval else warp.word(0)
+    shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E))))
+    if spec.gated:
+        gate = warp.bits(of_head(refs.gate))
         size = warp.log2(warp.real(gate & 0x7FFFFFFF))
-        shift = warp.bits(warp.real(lse_log2) - size)
+        shift = warp.bits(warp.real(shift) - size)
         signed = (shift & ~1) | warp.number(gate < 0)
         # The last bit would make NaN of what is infinite, where the gate is 0. (Of a gate that is
         # not finite gradients are not finite.)
-        return warp.where(warp.same(shift, warp.integer(math.inf)), shift, signed)
+        shift = warp.where(warp.same(shift, warp.integer(math.inf)), shift, signed)
+    else:
+        shift = shift & ~1
+    if spec.lse_grad:
+        delta = delta - of_head(refs.dlse)  # d lse / dS = P, so P * dlse is added to dS
+    # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
+    sees = is_query & warp.different(warp.bits(lse), warp.integer(-math.inf))
+    shift_of_none = warp.where(is_query, warp.integer(math.inf), 0)
+    columns = shift, warp.bits(delta), first_key, key_end
+    lead = head * (sizes.tiles * spec.rows) + place, ROW_STATS * 4
+    for i, x in enumerate(columns):
+        x = warp.where(sees, x, 0 if i else shift_of_none)
+        warp.put(warp.element(refs.row_stats, lead, (warp.word(i), 4)), x, exists)
 
 
-def row_stats(kernel: Kernel) -> Callable:
-    """The body of `specs.bwd_preprocess.row_stats`."""
-    spec: RowStats = kernel.spec
-    return warp_kernel(kernel, WriteRow(spec), interpret=spec.interpret)
+row_stats = warp_kernel(write_row)  # the body of `specs.bwd_preprocess.row_stats`

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.compress import Means
 from kernels_pallas.specs.tile import LANES, ROWS
@@ -50,13 +49,12 @@ class Side:
         word = self.warp.fetch(address, tokens * 4 * self.words)
         return self.warp.unpack(word, self.spec.dtype)
 
-    def keys_of_slot(self, sizes, slot, first, end) -> tuple:
-        """The key at the place of a slot of packed rows, and the end of its sequence's keys, where
-        `first` and `end` are those of tiles of places.
-        """
+    def keys_of_slot(self, sizes, slot, refs) -> tuple:
+        """The key at the place of a slot of packed rows, and the end of its sequence's keys."""
         place = slot * self.spec.stride
         at = (self.row * sizes.key_tiles + place // ROWS, 4)
-        first, end = (self.warp.fetch(self.warp.element(x, at)) for x in (first, end))
+        tiles = refs.tile_first, refs.tile_end
+        first, end = (self.warp.fetch(self.warp.element(x, at)) for x in tiles)
         return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
@@ -68,11 +66,11 @@ def plus(a: Sequence, b: Sequence) -> list:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def on_each_side(warp, spec: Any, row, cta, body: Callable[[Side, int, Any], None]) -> None:
+def on_each_side(warp, spec: Any, refs, body: Callable[[Side, int, Any], None]) -> None:
     """`body(side, i, part)` for what the warp has: keys (`i` 0) or values (1), and the number of
-    its part of the sequence.
+    its part of the sequence `refs.row`.
     """
-    index = cta * WARPS + warp.warp()
+    index = refs.group * WARPS + warp.warp()
     column, part = index % sum(spec.columns), index // sum(spec.columns)
     first = 0
     for i, (words, columns) in enumerate(zip(spec.words, spec.columns, strict=True)):
@@ -80,7 +78,7 @@ def on_each_side(warp, spec: Any, row, cta, body: Callable[[Side, int, Any], Non
         def run(i=i, words=words, first=first):
             word = (column - first) * LANES + warp.lane()
             own = warp.smaller(word, words - 1)
-            body(Side(warp, spec, words, row, own, word < words), i, part)
+            body(Side(warp, spec, words, refs.row, own, word < words), i, part)
 
         warp.when(warp.below(column - first, columns), run)
         first += columns
@@ -90,29 +88,18 @@ def largest_divisor(number: int, most: int) -> int:
     return next(i for i in range(min(number, most), 0, -1) if number % i == 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Average:
+def average(warp: Any, spec: Means, sizes, refs) -> None:
     """The program of `specs.compress.compress_means`."""
 
-    spec: Means
-
-    def __call__(self, warp: Any, sizes, *refs) -> None:
-        *arrays, row, cta = refs
-        inputs, tiles, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
-
-        def run(side, i, part):
-            first = part * self.spec.windows
-            self._windows(warp, sizes, side, inputs[i], tiles, outputs[i], first)
-
-        on_each_side(warp, self.spec, row, cta, run)
-
-    def _windows(self, warp, sizes, side, tokens, tiles, means, first) -> None:
-        """The windows from `first` on."""
-        spec = self.spec
+    def windows(side, i, part):
+        """The windows of a part."""
+        first = part * spec.windows
+        tokens = (refs.key, refs.value)[i]
+        means = (refs.compressed_key, refs.compressed_value)[i]
         first_key, end = first * spec.stride, sizes.S
         if spec.packed:
             near = warp.smaller(first, sizes.rows - 1)
-            first_key, end = side.keys_of_slot(sizes, near, *tiles)
+            first_key, end = side.keys_of_slot(sizes, near, refs)
         loads = largest_divisor(spec.stride, LOADS)
         nothing = [warp.word(0.0)] * 2
 
@@ -145,36 +132,23 @@ class Average:
             mean = [warp.where(exists, x * (1 / spec.block), 0.0) for x in total]
             side.store(address, mean, index < sizes.rows)
 
+    on_each_side(warp, spec, refs, windows)
 
-@dataclasses.dataclass(frozen=True)
-class Merge:
+
+def merge(warp: Any, spec: Means, sizes, refs) -> None:
     """The program of `specs.compress.merge_key_gradients`."""
 
-    spec: Means
-
-    def __call__(self, warp: Any, sizes, *refs) -> None:
-        *arrays, row, cta = refs
-        others = self.spec.others
-        compressed, arrays, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
-        added, tiles = arrays[: 2 * others], arrays[2 * others :]
-
-        def run(side, i, part):
-            own = added[i * others : (i + 1) * others]
-            self._stride_block(warp, sizes, side, compressed[i], own, tiles, outputs[i], part)
-
-        on_each_side(warp, self.spec, row, cta, run)
-
-    def _stride_block(
-        self, warp, sizes, side, compressed, others, tiles, output, block
-    ) -> None:
+    def stride_block(side, i, block):
         """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`, of
         which those of the sequence before have no keys, and so a gradient of 0.
         """
-        spec = self.spec
+        name = ("dk", "dv")[i]
+        compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))
+        others = [getattr(refs, f"{name}_{j}") for j in range(spec.others)]
         first_key, end = block * spec.stride, sizes.S
         if spec.packed:
             near = warp.smaller(block, sizes.rows - 1)
-            first_key, end = side.keys_of_slot(sizes, near, *tiles)
+            first_key, end = side.keys_of_slot(sizes, near, refs)
             end = warp.where(block < sizes.rows, end, 0)
         count = sizes.rows if spec.packed else sizes.C
         nothing = [warp.word(0.0)] * 2
@@ -213,14 +187,8 @@ class Merge:
 
         warp.repeat(spec.stride // each_time, write, [])
 
-
-def compress_means(kernel: Kernel) -> Callable:
-    """The body of `specs.compress.compress_means`."""
-    spec: Means = kernel.spec
-    return warp_kernel(kernel, Average(spec), interpret=spec.interpret)
+    on_each_side(warp, spec, refs, stride_block)
 
 
-def merge_key_gradients(kernel: Kernel) -> Callable:
-    """The body of `specs.compress.merge_key_gradients`."""
-    spec: Means = kernel.spec
-    return warp_kernel(kernel, Merge(spec), interpret=spec.interpret)
+compress_means = warp_kernel(average)
+merge_key_gradients = warp_kernel(merge)

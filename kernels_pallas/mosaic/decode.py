@@ -24,15 +24,11 @@ byte. Short or alone, bound by latency: three round trips to memory and four exc
 the other (`docs/kernels/decode.md`).
 """
 
-import dataclasses
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import decode_exchange as exchange
-from kernels_pallas.mosaic import decode_topn, warp_cluster
-from kernels_pallas.mosaic.decode_append import NewTokens
+from kernels_pallas.mosaic import decode_topn
+from kernels_pallas.mosaic.decode_append import put_new_tokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.mosaic.decode_streams import HalfQuery, Queue, inverse, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
@@ -42,124 +38,97 @@ from kernels_pallas.specs.tile import LANES
 FIRST_UNIT = 2.0**120  # that sums are multiplied by before the first strip (`add_rounded`)
 
 
-def decode(kernel: Kernel) -> Callable:
-    """`specs.decode.decode`."""
-    spec: Decode = kernel.spec
-    return warp_kernel(
-        kernel,
-        DecodeStep(spec, kernel.names[len(kernel.scalars) :]),
-        shared=[(spec.offsets["end"] // 4,)],
-        kv_heads=spec.Hkv,
-        interpret=spec.interpret,
-        warps=spec.variant.warps,
-        instructions=warp_cluster,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeStep:
-    """The program of a warp; `names` of the arrays, as the description has them."""
-
-    spec: Decode
-    names: tuple[str, ...]
-
-    def __call__(self, m: Any, sizes: Any, *arguments: Any) -> None:
-        *refs, shared, token, kv_head, rank = arguments
-        spec, arrays = self.spec, SimpleNamespace(**dict(zip(self.names, refs, strict=True)))
-        lane = Lane.of(m, spec, rank, shared)
-        seen = self._load_table(lane, sizes, arrays, token)
-        query = query_fragments(lane, arrays.query, token, kv_head)
-        gates = self._gates(lane, arrays, token, kv_head)
-        work = Work.of(lane, seen)
-        queue = Queue(lane, work, arrays, kv_head)
-        m.sync_cta()  # the page table
-        if spec.append:
-            NewTokens(lane, sizes, arrays, token, kv_head).put()
-        queue.fill_before_meeting()
-        m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work), spec.append)
-        queue.fill()
-        step = _Step(lane, work, queue, query, gates)
-        step.score_compressed()
-        step.score_sliding()
-        step.rank_blocks()
-        block = decode_topn.select(lane, work)
-        first_warp = m.same(lane.number, 0)
-        m.when(
-            first_warp,
-            lambda: decode_topn.put_ascending(lane, block, arrays.indices, token, kv_head),
-        )
-        step.choose(block)
-        acc = step.add_compressed_and_sliding()
-        step.score_selected()
-        acc = step.add_selected(acc)
-        for total, at, mine in exchange.sum_up(lane, acc):
-            self._put(lane, work, arrays.out, token, kv_head, total, at, mine)
-
-    def _load_table(self, lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
-        """Copies the row of the page table to shared memory, with the nearest page that exists
-        where none does; and as they are the entries of the pages of new tokens.
-
-        Returns:
-          How many tokens the query sees: none if its position is negative.
-        """
-        m, spec, capacity = lane.m, self.spec, self.spec.variant.capacity
-        b, columns = token // spec.q_len, m.word(sizes.table_pages)
-        length = m.fetch(m.element(arrays.lengths, (b, 4)))
-        first_new = m.larger(length - spec.q_len, 0) // spec.block
-        for first in range(0, capacity, spec.variant.warps * LANES):
-            i = lane.thread + first
-            entry = b * columns + m.smaller(i, columns - 1)
-            page = m.fetch(m.element(arrays.page_table, (entry, 4)))
-            if spec.append:
-                at = i - first_new
-                new = m.below(at, NEW_PAGES) & (i < columns)
-                m.write(lane.place("new_pages") + at * 4, page, only=new)
-            page = m.smaller(m.larger(page, 0), m.word(sizes.pages) - 1)
-            m.write(lane.place("table") + i * 4, page, only=i < capacity)
-        length = m.smaller(length, m.smaller(columns, capacity) * spec.block)
-        return m.larger(length - (spec.q_len - 1) + token % spec.q_len, 0)
-
-    def _gates(self, lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
-        """Of each branch, of the lane's two rows."""
-        m, spec = lane.m, self.spec
-        whole = spec.gate_dtype == "float32"
-        size, found = 4 if whole else 2, []
-        head = 3 * size
-        for branch in range(3):
-            token_at = (token, spec.H * head), (kv_head, spec.G * head), (m.word(branch), size)
-            places = [m.element(arrays.gates, *token_at, (row, head)) for row in lane.rows()]
-            found.append(
-                [
-                    m.real(m.fetch(place)) if whole else m.fetch_half(place, spec.gate_dtype)
-                    for place in places
-                ]
-            )
-        return found
-
-    def _put(
-        self,
-        lane: Lane,
-        work: Work,
-        out: Any,
-        token: Any,
-        kv_head: Any,
-        total: Words,
-        at: Any,
-        mine: Any,
-    ) -> None:
-        """Writes four neighbours of the output `[16, Dv]`; zeros for a row without tokens."""
-        m, spec = lane.m, self.spec
-        total = [m.where(work.seen > 0, x, 0.0) for x in total]
+def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
+    """The program of a warp."""
+    token, kv_head = refs.b, refs.g
+    lane = Lane.of(m, spec, refs.group, refs.shared)
+    seen = _load_table(lane, sizes, refs, token)
+    query = query_fragments(lane, refs.query, token, kv_head)
+    gates = _gates(lane, refs, token, kv_head)
+    work = Work.of(lane, seen)
+    queue = Queue(lane, work, refs, kv_head)
+    m.sync_cta()  # the page table
+    if spec.append:
+        put_new_tokens(lane, sizes, refs)
+    queue.fill_before_meeting()
+    m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work), spec.append)
+    queue.fill()
+    step = _Step(lane, work, queue, query, gates)
+    step.score_compressed()
+    step.score_sliding()
+    step.rank_blocks()
+    block = decode_topn.select(lane, work)
+    put_list = lambda: decode_topn.put_ascending(lane, block, refs.indices, token, kv_head)
+    m.when(m.same(lane.number, 0), put_list)
+    step.choose(block)
+    acc = step.add_compressed_and_sliding()
+    step.score_selected()
+    acc = step.add_selected(acc)
+    for total, at, mine in exchange.sum_up(lane, acc):
+        # Four neighbours of the output `[16, Dv]`; zeros for a row without tokens.
+        total = [m.where(seen > 0, x, 0.0) for x in total]
         words = [m.pack(total[i], total[i + 1], spec.dtype) for i in (0, 2)]
         head, row_bytes = at // spec.Dv, 2 * spec.Dv
         place = m.element(
-            out,
+            refs.out,
             (token, spec.H * row_bytes),
             (kv_head, spec.G * row_bytes),
             (m.smaller(head, spec.G - 1), row_bytes),
             (at % spec.Dv, 2),
         )
         m.put_words(place, words, mine & (head < spec.G))
+
+
+decode = warp_kernel(
+    decode_step,
+    lambda spec: {"shared": (spec.offsets["end"] // 4,)},
+    by_head=True,
+    in_clusters=True,
+    warps=lambda spec: spec.variant.warps,
+)
+
+
+def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
+    """Copies the row of the page table to shared memory, with the nearest page that exists
+    where none does; and as they are the entries of the pages of new tokens.
+
+    Returns:
+      How many tokens the query sees: none if its position is negative.
+    """
+    m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
+    b, columns = token // spec.q_len, m.word(sizes.table_pages)
+    length = m.fetch(m.element(arrays.lengths, (b, 4)))
+    first_new = m.larger(length - spec.q_len, 0) // spec.block
+    for first in range(0, capacity, spec.variant.warps * LANES):
+        i = lane.thread + first
+        entry = b * columns + m.smaller(i, columns - 1)
+        page = m.fetch(m.element(arrays.page_table, (entry, 4)))
+        if spec.append:
+            at = i - first_new
+            new = m.below(at, NEW_PAGES) & (i < columns)
+            m.write(lane.place("new_pages") + at * 4, page, only=new)
+        page = m.smaller(m.larger(page, 0), m.word(sizes.pages) - 1)
+        m.write(lane.place("table") + i * 4, page, only=i < capacity)
+    length = m.smaller(length, m.smaller(columns, capacity) * spec.block)
+    return m.larger(length - (spec.q_len - 1) + token % spec.q_len, 0)
+
+
+def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
+    """Of each branch, of the lane's two rows."""
+    m, spec = lane.m, lane.spec
+    whole = spec.gate_dtype == "float32"
+    size, found = 4 if whole else 2, []
+    head = 3 * size
+    for branch in range(3):
+        token_at = (token, spec.H * head), (kv_head, spec.G * head), (m.word(branch), size)
+        places = [m.element(arrays.gates, *token_at, (row, head)) for row in lane.rows()]
+        found.append(
+            [
+                m.real(m.fetch(place)) if whole else m.fetch_half(place, spec.gate_dtype)
+                for place in places
+            ]
+        )
+    return found
 
 
 class _Step:

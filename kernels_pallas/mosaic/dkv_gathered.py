@@ -28,7 +28,7 @@ from kernels_pallas.mosaic.dkv_step import (
     key_index,
     scratch,
 )
-from kernels_pallas.mosaic.operands import PER_COLUMN
+from kernels_pallas.mosaic.operands import PER_COLUMN, div
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_copies import RowCopies
 from kernels_pallas.mosaic.row_io import GatheredRows
@@ -60,7 +60,7 @@ class Entries:
 
     def token(self, entry):
         """Of an entry that is a place in the selection."""
-        return lax.div(entry, jnp.int32(self.spec.Hkv * self.spec.selection_entries))
+        return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
         """The places in ds of the tokens of step `i`; past the last one nowhere."""
@@ -126,7 +126,7 @@ class Entries:
         """The tokens of eight columns of a query tile, the first of which is `row`."""
         column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
         column = plgpu.layout_cast(column, PER_COLUMN)
-        return lax.div(column + row, jnp.int32(self.group))
+        return div(column + row, self.group)
 
     def selected(self, token_bits, j):
         """Whether the token of a column selected the block of its entry, `[8]`."""

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import MATRIX, ROWS
+from kernels_pallas.mosaic.operands import MATRIX, ROWS, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
@@ -24,13 +24,13 @@ def merge(kernel: Kernel):
     slab, slabs = buffers.slab, spec.merged_slabs
 
     def body(refs):
-        row, tile = refs.cta.bg, lax.div(refs.cta.tile, jnp.int32(slabs))
-        column = lax.rem(refs.cta.tile, jnp.int32(slabs))
+        row, tile = refs.cta.bg, div(refs.cta.tile, slabs)
+        column = rem(refs.cta.tile, slabs)
         if spec.stored_rows:
             row += refs.ds_chunk[FIRST_ROW]
-        b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
+        b, g = div_rem(row, spec.Hkv)
         # Which work items' tile these 64 keys belong to, and which half of it they are.
-        key_tile = lax.div(tile, jnp.int32(spec.consumers))
+        key_tile = div(tile, spec.consumers)
         keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
         mine = row * refs.sizes.key_tiles + key_tile
         first, count = refs.first[mine] + 0, refs.count[mine] + 0
@@ -52,7 +52,7 @@ def merge(kernel: Kernel):
                         total = total + part
                     return total
 
-                turns = lax.div(count - done, jnp.int32(at_once))
+                turns = div(count - done, at_once)
                 total = lax.fori_loop(0, turns, add, total)
                 done += turns * at_once
             buffers.write_keys(refs.staged, 0, total)

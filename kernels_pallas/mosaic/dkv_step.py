@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, ROW_STATS, ROWS
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, ROW_STATS, ROWS, div, div_rem, rem
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import FIRST_PARTIAL
 
@@ -87,13 +87,13 @@ class KeyTile:
     def of_cta(cls, spec: Dkv, buffers: operands.Buffers, refs: Any) -> "KeyTile":
         item, per_step = refs.cta.item, spec.tiles_per_step
         row = jnp.maximum(refs.work_items[item, 0], 0)
-        b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
+        b, g = div_rem(row, spec.Hkv)
         first_key, begin, _, _, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
         if spec.selection_entries:
             partial -= refs.ds_chunk[FIRST_PARTIAL]
-        steps = lax.div(end - begin + (per_step - 1), jnp.int32(per_step))
+        steps = div(end - begin + (per_step - 1), per_step)
         return cls(spec, buffers, refs, row, b, g, first_key, begin, end, partial, steps)
 
     def exists(self):
@@ -110,14 +110,14 @@ class KeyTile:
     def unmasked(self, begin, end, first, last) -> tuple:
         """The steps, from `first` to `last - 1`, of the query tiles `begin .. end - 1` alone."""
         per_step = self.spec.tiles_per_step
-        unmasked_first = lax.div(begin + (per_step - 1), jnp.int32(per_step))
+        unmasked_first = div(begin + (per_step - 1), per_step)
         unmasked_first = jnp.clip(unmasked_first, first, last)
-        unmasked_last = lax.div(end, jnp.int32(per_step))
+        unmasked_last = div(end, per_step)
         return unmasked_first, jnp.clip(unmasked_last, unmasked_first, last)
 
     def stage(self, i):
         """Of the ring buffer, that of step `i`."""
-        return lax.rem(i, jnp.int32(self.spec.stages))
+        return rem(i, self.spec.stages)
 
     def load_query_tile(self, i, t, tile) -> None:
         """Starts the copies of query tile `tile`, the `t`-th of step `i`."""

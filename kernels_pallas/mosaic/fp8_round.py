@@ -8,11 +8,8 @@ Tile: 32 words a warp, four warps a CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.compress import on_each_side, plus
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.fp8 import CHUNKS, GROUP, LOADS, TILES, Rounding
@@ -27,105 +24,96 @@ BATCH = 8  # chunks that are asked for together
 HALF = (1 << 16) - 1  # of a word
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
+def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
     """The program of `specs.fp8.sum_tokens`."""
 
-    spec: Rounding
+    def run(side, i, part):
+        tokens_of_side = (refs.key, refs.value)[i]
+        first = part * sizes.chunk
+        last = _last(warp, sizes, refs)
 
-    def __call__(self, warp: Any, sizes, *refs) -> None:
-        *arrays, row, cta = refs
-        inputs, end, outputs = arrays[:2], arrays[2], arrays[3:]
+        def add(turn, found):
+            tokens = [first + turn * LOADS + each for each in range(LOADS)]
+            near = [warp.smaller(token, sizes.S - 1) for token in tokens]
+            loaded = [side.load(side.at(tokens_of_side, sizes.S, token)) for token in near]
+            sums, largest = found
+            for token, pair in zip(tokens, loaded, strict=True):
+                there = token < last
+                pair = [warp.where(there & (warp.size(x) < FINITE), x, 0.0) for x in pair]
+                sums = plus(sums, pair)
+                both = zip(largest, pair, strict=True)
+                largest = [warp.larger(a, warp.size(b)) for a, b in both]
+            return [sums, largest]
 
-        def run(side, i, part):
-            first = part * sizes.chunk
-            last = warp.smaller(sizes.S, warp.fetch(warp.element(end, (row, 4))))
+        nothing = [warp.word(0.0)] * 2
+        sums, largest = warp.repeat(sizes.chunk // LOADS, add, [nothing, nothing])
+        address = warp.element(
+            (refs.key_sums, refs.value_sums)[i],
+            (refs.row * CHUNKS + part, SUMS * side.words),
+            (side.column, SUMS),
+        )
+        exists = side.exists & (part < CHUNKS)
+        warp.put_several(address, [warp.bits(x) for x in (*sums, *largest)], exists)
 
-            def add(turn, found):
-                tokens = [first + turn * LOADS + each for each in range(LOADS)]
-                near = [warp.smaller(token, sizes.S - 1) for token in tokens]
-                loaded = [side.load(side.at(inputs[i], sizes.S, token)) for token in near]
-                sums, sizes_ = found
-                for token, pair in zip(tokens, loaded, strict=True):
-                    there = token < last
-                    pair = [warp.where(there & (warp.size(x) < FINITE), x, 0.0) for x in pair]
-                    sums = plus(sums, pair)
-                    sizes_ = [
-                        warp.larger(a, warp.size(b)) for a, b in zip(sizes_, pair, strict=True)
-                    ]
-                return [sums, sizes_]
-
-            nothing = [warp.word(0.0)] * 2
-            sums, largest = warp.repeat(sizes.chunk // LOADS, add, [nothing, nothing])
-            address = warp.element(
-                outputs[i], (row * CHUNKS + part, SUMS * side.words), (side.column, SUMS)
-            )
-            exists = side.exists & (part < CHUNKS)
-            warp.put_several(address, [warp.bits(x) for x in (*sums, *largest)], exists)
-
-        on_each_side(warp, self.spec, row, cta, run)
+    on_each_side(warp, spec, refs, run)
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
+def _last(warp: Any, sizes, refs) -> Any:
+    """Where the tokens of a row end."""
+    return warp.smaller(sizes.S, warp.fetch(warp.element(refs.end, (refs.row, 4))))
+
+
+def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
     """The program of `specs.fp8.round_tokens`."""
 
-    spec: Rounding
+    def run(side, i, part):
+        tokens, sums = (refs.key, refs.value)[i], (refs.key_sums, refs.value_sums)[i]
+        last = _last(warp, sizes, refs)
+        mean, scale = statistics(side, sums, last)
+        if i:
+            mean = [warp.word(0.0)] * 2
+        first = warp.same(part, 0)
+        given = [((refs.key_scale, refs.value_scale)[i], scale)]
+        given += [] if i else [(refs.key_mean, [warp.bits(x) for x in mean])]
+        for output, pair in given:
+            for column, x in enumerate(pair):
+                at = warp.element(output, (refs.row * side.words + side.column, 8), (column, 4))
+                warp.put(at, x, first & side.exists)
+        inverse = [warp.real((254 << EXPONENT) - x) for x in scale]
+        write = write_values if i else write_keys
 
-    def __call__(self, warp: Any, sizes, *refs) -> None:
-        *arrays, row, cta = refs
-        tokens, end, sums, outputs = arrays[:2], arrays[2], arrays[3:5], arrays[-5:]
-        tiles = arrays[5:-5]
+        def tile(number, state):
+            index = part * TILES + number
+            begin, stop = index * ROWS, last
+            if spec.packed:
+                near = warp.smaller(index, sizes.places // ROWS - 1)
+                at = (refs.row * (sizes.places // ROWS) + near, 4)
+                tiles = refs.tile_first, refs.tile_end
+                begin, stop = (warp.fetch(warp.element(x, at)) for x in tiles)
+                stop = warp.smaller(stop, last)
 
-        def run(side, i, part):
-            last = warp.smaller(sizes.S, warp.fetch(warp.element(end, (row, 4))))
-            mean, scale = self._statistics(warp, side, sums[i], last)
-            if i:
-                mean = [warp.word(0.0)] * 2
-            first = warp.same(part, 0)
-            given = [(outputs[2 + i], scale)]
-            given += [] if i else [(outputs[4], [warp.bits(x) for x in mean])]
-            for output, pair in given:
-                for column, x in enumerate(pair):
-                    at = warp.element(output, (row * side.words + side.column, 8), (column, 4))
-                    warp.put(at, x, first & side.exists)
-            inverse = [warp.real((254 << EXPONENT) - x) for x in scale]
-            write = self._write_values if i else self._write_keys
+            def group(number, state):
+                key = begin + number * GROUP
+                near = [warp.smaller(key + each, sizes.S - 1) for each in range(GROUP)]
+                loaded = [side.load(side.at(tokens, sizes.S, each)) for each in near]
+                scaled = []
+                for each, pair in enumerate(loaded):
+                    there = key + each < stop
+                    # What is infinite becomes NaN, else it would be rounded to a number.
+                    pair = [
+                        warp.where(there, (x - m + (x - x)) * s, 0.0)
+                        for x, m, s in zip(pair, mean, inverse, strict=True)
+                    ]
+                    scaled.append(pair)
+                place = index * ROWS + number * GROUP
+                write(side, place, scaled, side.exists & (place < sizes.places))
+                return state
 
-            def tile(number, state):
-                index = part * TILES + number
-                begin, stop = index * ROWS, last
-                if self.spec.packed:
-                    near = warp.smaller(index, sizes.places // ROWS - 1)
-                    at = (row * (sizes.places // ROWS) + near, 4)
-                    begin, stop = (warp.fetch(warp.element(x, at)) for x in tiles)
-                    stop = warp.smaller(stop, last)
+            return warp.repeat(ROWS // GROUP, group, state)
 
-                def group(number, state):
-                    key = begin + number * GROUP
-                    near = [warp.smaller(key + each, sizes.S - 1) for each in range(GROUP)]
-                    loaded = [side.load(side.at(tokens[i], sizes.S, each)) for each in near]
-                    scaled = []
-                    for each, pair in enumerate(loaded):
-                        there = key + each < stop
-                        # What is infinite becomes NaN, else it would be rounded to a number.
-                        pair = [
-                            warp.where(there, (x - m + (x - x)) * s, 0.0)
-                            for x, m, s in zip(pair, mean, inverse, strict=True)
-                        ]
-                        scaled.append(pair)
-                    place = index * ROWS + number * GROUP
-                    exists = side.exists & (place < sizes.places)
-                    write(warp, sizes, side, outputs[i], place, scaled, exists)
-                    return state
+        warp.repeat(TILES, tile, [])
 
-                return warp.repeat(ROWS // GROUP, group, state)
-
-            warp.repeat(TILES, tile, [])
-
-        on_each_side(warp, self.spec, row, cta, run)
-
-    def _statistics(self, warp, side, sums, count) -> tuple[list, list]:
+    def statistics(side, sums, count) -> tuple[list, list]:
         """Of the lane's columns the mean, and the bits of the scale."""
 
         def add(turn, found):
@@ -133,9 +121,8 @@ class Round:
             for each in range(BATCH):
                 chunk = side.row * CHUNKS + turn * BATCH + each
                 address = warp.element(sums, (chunk, SUMS * side.words), (side.column, SUMS))
-                loaded.append(
-                    [warp.real(x) for x in warp.fetch_several(address, 4, side.exists)]
-                )
+                four = warp.fetch_several(address, 4, side.exists)
+                loaded.append([warp.real(x) for x in four])
             total, largest = found
             for x in loaded:
                 total = plus(total, x[:2])
@@ -152,8 +139,7 @@ class Round:
             scale.append(warp.larger(bits - (AT_MOST << EXPONENT), LEAST))
         return mean, scale
 
-    @staticmethod
-    def _write_keys(warp, sizes, side, output, place, scaled, exists) -> None:
+    def write_keys(side, place, scaled, exists) -> None:
         """Lane 4 j + t of eight has columns 8 j + 2 t and the next one; the word at 4 t has those
         of both j.
         """
@@ -168,10 +154,9 @@ class Round:
             is_second = warp.same(high, 1)
             word = warp.where(is_second, of_second, of_first)
             token = side.row * sizes.places + place + each + high
-            warp.put(warp.element(output, (token, 4 * words), (at, 4)), word, exists)
+            warp.put(warp.element(refs.key8, (token, 4 * words), (at, 4)), word, exists)
 
-    @staticmethod
-    def _write_values(warp, sizes, side, output, place, scaled, exists) -> None:
+    def write_values(side, place, scaled, exists) -> None:
         for column in range(2):
             x = [pair[column] for pair in scaled]
             words = [
@@ -180,14 +165,10 @@ class Round:
             ]
             index = side.row * 2 * side.words + 2 * side.column + column
             group = index * (sizes.places // GROUP) + place // GROUP
-            warp.put_several(warp.element(output, (group, GROUP)), words, exists)
+            warp.put_several(warp.element(refs.value8, (group, GROUP)), words, exists)
+
+    on_each_side(warp, spec, refs, run)
 
 
-def sum_tokens(kernel: Kernel) -> Callable:
-    """The body of `specs.fp8.sum_tokens`."""
-    return warp_kernel(kernel, Sums(kernel.spec), interpret=kernel.spec.interpret)
-
-
-def round_tokens(kernel: Kernel) -> Callable:
-    """The body of `specs.fp8.round_tokens`."""
-    return warp_kernel(kernel, Round(kernel.spec), interpret=kernel.spec.interpret)
+sum_tokens = warp_kernel(add_up)
+round_tokens = warp_kernel(round_all)

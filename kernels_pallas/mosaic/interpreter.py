@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Machine(Protocol):
-    """Runs programs on the functions of `warp.py`, of `warp_cluster.py` in clusters of CTAs."""
+    """Runs programs on the functions of `warp.py`, of `warp.py` in clusters of CTAs."""
 
     def run(
         self,

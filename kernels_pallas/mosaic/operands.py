@@ -13,7 +13,7 @@ Interpret mode has no such aliases: there each operand is only its box, and prod
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -56,6 +56,11 @@ class Buffers:
     dtype: jnp.dtype
     tile: Tile
     interpret: bool = False
+
+    @classmethod
+    def of(cls, spec: Any, tile: Tile, dtype: str | None = None) -> Self:
+        """Of a kernel with this spec."""
+        return cls(jnp.dtype(dtype or spec.dtype), tile, bool(spec.interpret))
 
     @property
     def slab(self) -> int:
@@ -487,6 +492,21 @@ def by_warps(count: int, function, varies: bool) -> None:
                 function(i + warp)
             else:
                 pl.when(i + warp < count)(functools.partial(function, i + warp))
+
+
+def div(x, n):
+    """`x // n` of int32 from 0."""
+    return lax.div(x, jnp.int32(n))
+
+
+def rem(x, n):
+    """`x % n`, as `div`."""
+    return lax.rem(x, jnp.int32(n))
+
+
+def div_rem(x, n) -> tuple:
+    """`divmod(x, n)`, as `div`."""
+    return div(x, n), rem(x, n)
 
 
 def row_index():

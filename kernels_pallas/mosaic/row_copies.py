@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import warp_cluster
+from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
 from kernels_pallas.mosaic.warp import SCALAR
 
@@ -130,8 +130,8 @@ class RowCopies:
         @plgpu.inline_mgpu(arg_types=types, return_type=())
         def call(_, *arguments):
             rest = arguments[len(refs) :]
-            words = [warp_cluster.scalar(x) for x in rest[len(operands) :]]
-            function(warp_cluster, arguments[: len(refs)], rest[: len(operands)], words)
+            words = [warp.scalar(x) for x in rest[len(operands) :]]
+            function(warp, arguments[: len(refs)], rest[: len(operands)], words)
             return ()
 
         call(*refs, *operands, *numbers)

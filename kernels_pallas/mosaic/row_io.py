@@ -13,7 +13,6 @@ import dataclasses
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -24,6 +23,8 @@ from kernels_pallas.mosaic.operands import (
     PER_ROW,
     ROW_STATS,
     ROWS,
+    div,
+    rem,
     row_index,
     with_sign_bit,
 )
@@ -82,9 +83,9 @@ class GatheredRows:
             stats = []
             for i in range(self.tokens):
                 own = token[i * self.group]
-                first = lax.rem(own, jnp.int32(stats_tile)) * self.group
+                first = rem(own, stats_tile) * self.group
                 rows = pl.ds(first, self.group)
-                own = row_stats.at[b, kv_head, lax.div(own, jnp.int32(stats_tile)), rows]
+                own = row_stats.at[b, kv_head, div(own, stats_tile), rows]
                 stats.append(own[...])
             stats = jnp.concatenate(stats)
             stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
@@ -141,7 +142,7 @@ class GatheredRows:
             near = first_near(position[b, first], ROWS, jnp.maximum)
             for i in range(self.tokens):
                 token = jnp.minimum(first + i, length - 1)
-                own = lax.div(jnp.maximum(position[b, token], 0), jnp.int32(ROWS))
+                own = div(jnp.maximum(position[b, token], 0), ROWS)
                 slots = [indices[b, token, kv_head, j] for j in range(n)]
                 bits = [
                     jnp.where((x > 0) & (x < near) & (x <= own), 1 << j, 0)
@@ -172,15 +173,6 @@ class GatheredRows:
 
         arrays, words = [indices, position], [b, kv_head, first, length]
         return _by_row(far, arrays, words, [], [jnp.int32])[0]
-
-    def in_step(self, first, end):
-        """Of each row, whether its entry, from `first` on, comes before `end`."""
-        token = lax.div(row_index(), jnp.int32(self.group))
-        return (token < self.tokens) & (first + token < end)
-
-    def head(self):
-        """Of each row, which head of the group it is."""
-        return lax.rem(row_index(), jnp.int32(self.group))
 
     def _token(self, row):
         return warp.smaller(row // self.group, self.tokens - 1)
@@ -255,7 +247,7 @@ class TileRows:
 
     def token(self, first, length):
         """Of each row its token, from `first` on; past the last one, that one."""
-        return jnp.minimum(first + lax.div(row_index(), jnp.int32(self.heads)), length - 1)
+        return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 
 def _by_row(function, refs, scalars, rows, dtypes):

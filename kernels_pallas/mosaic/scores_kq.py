@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import vector
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROWS
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROWS, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.scores_common import (
     NO_BLOCK,
@@ -54,8 +54,7 @@ def best_blocks(kernel: Kernel):
     fours = [pl.ds(first, KQ_WARPS) for first in range(0, score_rows, KQ_WARPS)]
 
     def body(refs):
-        b = lax.div(refs.cta.bg, jnp.int32(spec.Hkv))
-        g = lax.rem(refs.cta.bg, jnp.int32(spec.Hkv))
+        b, g = div_rem(refs.cta.bg, spec.Hkv)
         tiles = refs.sizes.tiles
         tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
@@ -74,7 +73,7 @@ def best_blocks(kernel: Kernel):
         first_end = refs.key_end[mine, 0]
         last_end = refs.key_end[mine, rows - 1]
         keys = jnp.maximum(last_end - base * r, 0)
-        steps = lax.div(keys + step_keys - 1, jnp.int32(step_keys))
+        steps = div(keys + step_keys - 1, step_keys)
         products = jnp.maximum(steps * r, 1)  # the first is made in any case
 
         def load(q):
@@ -82,9 +81,9 @@ def best_blocks(kernel: Kernel):
 
             @pl.when(q < products)
             def _():
-                stage = lax.rem(q, jnp.int32(stages))
-                blocks = pl.ds(base + lax.div(q, jnp.int32(r)) * ROWS, ROWS)
-                phase = lax.rem(q, jnp.int32(r))
+                stage = rem(q, stages)
+                blocks = pl.ds(base + div(q, r) * ROWS, ROWS)
+                phase = rem(q, r)
                 buffers.load_keys(
                     lambda columns: refs.key.at[b, blocks, phase, g, columns],
                     refs.key_s,
@@ -96,7 +95,7 @@ def best_blocks(kernel: Kernel):
             """Logits K Q^T `[64, rows]` of product `q`, and what `meanwhile` returns: it runs
             beside it.
             """
-            stage = lax.rem(q, jnp.int32(stages))
+            stage = rem(q, stages)
 
             @pl.when(q < products)
             def _():
@@ -292,7 +291,7 @@ def best_blocks(kernel: Kernel):
         if several_chunks:
             refs.value_s[...] = jnp.full((score_rows, winners), -1.0, jnp.float32)
             plgpu.commit_smem()
-            chunks = lax.div(refs.span[mine] + chunk - 1, jnp.int32(chunk))
+            chunks = div(refs.span[mine] + chunk - 1, chunk)
             lax.fori_loop(0, chunks, take, ahead)
             plgpu.commit_smem()
             best_of_all()

@@ -35,7 +35,16 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import interpreter, operands, warp
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.operands import (
+    LOG2E,
+    MATRIX,
+    PER_ROW,
+    ROWS,
+    across,
+    div,
+    div_rem,
+    rem,
+)
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.scores_common import (
     lse_log2_of_rows,
@@ -71,15 +80,14 @@ def best_blocks(kernel: Kernel):
 
     def body(refs):
         wg = lax.axis_index("wg")
-        b = lax.div(refs.cta.bg, jnp.int32(spec.Hkv))
-        g = lax.rem(refs.cta.bg, jnp.int32(spec.Hkv))
+        b, g = div_rem(refs.cta.bg, spec.Hkv)
         tiles = refs.sizes.tiles
         tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
         first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
         base = refs.base_block[mine, 0]
         end = refs.key_end[mine, tile.rows - 1]
-        steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
+        steps = div(jnp.maximum(end - base * r, 0) + step_keys - 1, step_keys)
         if topk.takes_all_of_few and not spec.packed:
             last_token = jnp.minimum(tile.tokens, last_of_tile - first_of_tile) - 1
             if spec.query_tiles:
@@ -91,9 +99,9 @@ def best_blocks(kernel: Kernel):
 
         def load(q):
             """Starts the copies of the keys of product `q`."""
-            stage = lax.rem(q, jnp.int32(stages))
-            blocks = pl.ds(base + lax.div(q, jnp.int32(r)) * KEYS, KEYS)
-            phase = lax.rem(q, jnp.int32(r))
+            stage = rem(q, stages)
+            blocks = pl.ds(base + div(q, r) * KEYS, KEYS)
+            phase = rem(q, r)
             buffers.load_keys(
                 lambda columns: refs.key.at[b, blocks, phase, g, columns],
                 refs.key_s,
@@ -123,8 +131,8 @@ def best_blocks(kernel: Kernel):
 
         def refill(q):
             """Loads what follows product `q` in its stage, once all are done with it."""
-            stage = lax.rem(jnp.maximum(q, 0), jnp.int32(stages))
-            turn = lax.rem(stage, jnp.int32(warpgroups)) == wg
+            stage = rem(jnp.maximum(q, 0), stages)
+            turn = rem(stage, warpgroups) == wg
 
             @pl.when((q >= 0) & (q + stages < products) & turn)
             def _():
@@ -137,7 +145,7 @@ def best_blocks(kernel: Kernel):
         def probabilities(under_mask, i, phase):
             """Of 64 keys of one phase, `[64, 64]`, or folded to `sums_shape`."""
             q = i * r + phase
-            stage = lax.rem(q, jnp.int32(stages))
+            stage = rem(q, stages)
             plgpu.barrier_wait(refs.key_full.at[stage])
             s = _product(buffers, queries, refs.key_s, stage)  # S = Q K^T
             plgpu.barrier_arrive(refs.key_free.at[stage])
@@ -145,10 +153,10 @@ def best_blocks(kernel: Kernel):
             if under_mask:  # a row sees blocks [low, high) of this phase
                 column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=MATRIX)
                 edge = base + i * KEYS
-                high = lax.div(key_end + (r - 1 - phase), jnp.int32(r)) - edge
+                high = div(key_end + (r - 1 - phase), r) - edge
                 seen = column < across(high, (ROWS, KEYS))
                 if key_begin is not None:
-                    low = lax.div(key_begin + (r - 1 - phase), jnp.int32(r)) - edge
+                    low = div(key_begin + (r - 1 - phase), r) - edge
                     seen &= column >= across(low, (ROWS, KEYS))
                 p = jnp.where(seen, p, 0.0)
             return _fold(p, interpret) if heads == 16 else p
@@ -198,7 +206,7 @@ def best_blocks(kernel: Kernel):
             return carry
 
         if topk.several_chunks:
-            chunks = lax.div(refs.span[mine] + chunk - 1, jnp.int32(chunk))
+            chunks = div(refs.span[mine] + chunk - 1, chunk)
             lax.fori_loop(0, jnp.maximum(chunks, 1), take, jnp.int32(0))
         else:
             take(jnp.int32(0), jnp.int32(0))
@@ -207,8 +215,8 @@ def best_blocks(kernel: Kernel):
             key_free = refs.key_free
 
             def drain(q, _):  # the interpreter wants every completed phase waited for
-                stage = lax.rem(q, jnp.int32(stages))
-                turn = lax.rem(stage, jnp.int32(warpgroups)) == wg
+                stage = rem(q, stages)
+                turn = rem(stage, warpgroups) == wg
                 pl.when(turn)(lambda: plgpu.barrier_wait(key_free.at[stage]))
 
             lax.fori_loop(jnp.maximum(products - stages, 0), products, drain, None)

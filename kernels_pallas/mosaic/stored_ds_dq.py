@@ -20,9 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import MATRIX
+from kernels_pallas.mosaic.operands import MATRIX, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.selected_walk import list_counts
+from kernels_pallas.mosaic.selected import list_counts
 from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
 from kernels_pallas.specs.selected import LIST_CHUNK
 from kernels_pallas.specs.stored_ds import FIRST_ROW, KEYS, StoredDsQuery
@@ -42,7 +42,7 @@ def build(kernel: Kernel):
 
     def body(refs):
         row = refs.ds_chunk[FIRST_ROW] + refs.cta.row
-        b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
+        b, kv_head = div_rem(row, spec.Hkv)
         index = refs.cta.tile
         first, length = index * tokens, refs.sizes.T
         for i in range(0, spec.entries, LIST_CHUNK):
@@ -70,7 +70,7 @@ def build(kernel: Kernel):
 
             @pl.when(i < count)
             def _():
-                stage, keys = lax.rem(i, jnp.int32(STAGES)), pl.ds(refs.starts[i], KEYS)
+                stage, keys = rem(i, STAGES), pl.ds(refs.starts[i], KEYS)
                 buffers.load_keys(
                     lambda columns: refs.key.at[b, keys, kv_head, columns],
                     refs.key_ring,
@@ -82,7 +82,7 @@ def build(kernel: Kernel):
             """dS of block `i`, zeros past the last one: `[64, 64]`."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
             if not spec.packed:
-                start = lax.div(start, jnp.int32(KEYS))
+                start = div(start, KEYS)
             block = jnp.where(i < count, start, NO_ENTRY - 1)
             token = refs.cta.row * length + first
             return stored.read(refs.ds, blocks, block, token)
@@ -93,7 +93,7 @@ def build(kernel: Kernel):
         def step(i, state):
             acc, ds, *following = state
             following.append(ds_of(i + AHEAD))
-            stage = lax.rem(i, jnp.int32(STAGES))
+            stage = rem(i, STAGES)
             plgpu.barrier_wait(refs.key_ready.at[stage])
             acc = buffers.start_sum(acc, ds, (refs.key_ring, stage))
             (acc,) = buffers.finish(acc)

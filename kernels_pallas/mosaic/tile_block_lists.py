@@ -21,12 +21,9 @@ for `FETCHES` entries of the selection at a time, then for shared memory; the wo
 the blocks of the sequence, not with those selected.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention, first_near
@@ -35,142 +32,115 @@ from kernels_pallas.specs.tile import LANES
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class MakeList:
-    """The program of a warp: the block list of tile `WARPS * group + warp`."""
+def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
+    """The block list of tile `WARPS * group + warp`."""
+    lane = warp.lane()
+    size, words = spec.block, spec.words
+    bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+    tile = refs.group * WARPS + warp.warp()
+    token0 = tile * spec.tile.tokens
+    bits = warp.shared(refs.bits) + warp.warp() * (4 * words * WINDOW)
+    tokens = bitmap.load(refs, token0)
+    # The first block that ends after the token's last key.
+    cut = [(last + 1) // size for last in tokens.position]
+    parts = spec.parts
+    position0 = warp.shuffle(tokens.position[0], 0)
+    near = first_near(position0, size * parts, warp.larger) * parts
 
-    spec: SelectedAttention
+    mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
 
-    def __call__(
-        self,
-        warp: Any,
-        sizes,
-        indices,
-        position,
-        key_start,
-        starts,
-        members,
-        counts,
-        bits,
-        b,
-        g,
-        group,
-    ) -> None:
-        """Arrays as the description has them, then `bits` `[WARPS, words, WINDOW]`."""
-        spec, lane = self.spec, warp.lane()
-        size, words = spec.block, spec.words
-        bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, size, spec.tile.tokens)
-        tile = group * WARPS + warp.warp()
-        token0 = tile * spec.tile.tokens
-        bits = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
-        tokens = bitmap.load(position, key_start, b, token0)
-        # The first block that ends after the token's last key.
-        cut = [(last + 1) // size for last in tokens.position]
-        parts = spec.parts
-        position0 = warp.shuffle(tokens.position[0], 0)
-        near = first_near(position0, size * parts, warp.larger) * parts
+    def address(array, entry, words=1, word=0):
+        """Of an entry of this tile's list in `starts` or `members`."""
+        row = 4 * spec.entries
+        lead = (mine, words * row), (warp.word(word), row)
+        return warp.element(array, *lead, (entry, 4))
 
-        mine = (b * spec.Hkv + g) * sizes.tiles + tile
+    def visit(entry, token, block, selected, state):
+        first_cut, slot, slot_end = state
+        is_cut = selected & (block >= bitmap.bound(cut, token))
+        first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
+        far = selected & (block >= parts) & (block < near)
+        place = entry % spec.n // parts
+        slot = warp.smaller(slot, warp.where(far, place, spec.n))
+        slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
+        return [first_cut, slot, slot_end]
 
-        def address(array, entry, words=1, word=0):
-            """Of an entry of this tile's list in `starts` or `members`."""
-            row = 4 * spec.entries
-            lead = (mine, words * row), (warp.word(word), row)
-            return warp.element(array, *lead, (entry, 4))
+    def each_sequence(_, state):
+        before, ended, *counted = state
+        first_key, own, blocks = bitmap.next_sequence(tokens, before)
 
-        def visit(entry, token, block, selected, state):
-            first_cut, slot, slot_end = state
-            is_cut = selected & (block >= bitmap.bound(cut, token))
-            first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
-            far = selected & (block >= parts) & (block < near)
-            place = entry % spec.n // parts
-            slot = warp.smaller(slot, warp.where(far, place, spec.n))
-            slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
-            return [first_cut, slot, slot_end]
+        def window(i, state):
+            _, *counted, slot, slot_end = state
+            low = i * WINDOW
+            rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
+            bitmap.clear(bits, WINDOW, rows)
+            warp.sync()
+            of_lane = warp.word(NOWHERE), slot, slot_end
+            joined = refs, token0, own, visit, of_lane
+            first_cut, *slots = bitmap.join(bits, WINDOW, low, *joined)
+            first_cut = warp.smallest(first_cut)
+            warp.sync()
 
-        def each_sequence(_, state):
-            before, ended, *counted = state
-            first_key, own, blocks = bitmap.next_sequence(tokens, before)
+            def compact(row, state):
+                whole, count, far_begin, far_end = state
+                block = row * LANES + lane
+                member = [
+                    warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
+                ]
+                listed = warp.different(functools.reduce(lambda x, y: x | y, member), 0)
+                votes = warp.votes(listed)
+                entry = count + warp.ones(votes & (warp.bit(lane) - 1))
+                start = first_key + (low + block) * size
+                warp.put(address(refs.starts, entry), start, listed)
+                for word, x in enumerate(member):
+                    warp.put(address(refs.members, entry, words, word), x, listed)
+                full = listed & (low + block < first_cut) & warp.same(ended, 0)
+                before_near = listed & (low + block < near)
+                first = before_near & (low + block < parts)
+                return [
+                    whole + warp.ones(warp.votes(full)),
+                    count + warp.ones(votes),
+                    far_begin + warp.ones(warp.votes(first)),
+                    far_end + warp.ones(warp.votes(before_near)),
+                ]
 
-            def window(i, state):
-                _, *counted, slot, slot_end = state
-                low = i * WINDOW
-                rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
-                bitmap.clear(bits, WINDOW, rows)
-                warp.sync()
-                of_lane = warp.word(NOWHERE), slot, slot_end
-                selection = indices, b, g, token0, own
-                first_cut, *slots = bitmap.join(bits, WINDOW, low, *selection, visit, of_lane)
-                first_cut = warp.smallest(first_cut)
-                warp.sync()
+            counted = warp.repeat(rows, compact, counted)
+            warp.sync()
+            return [first_cut, *counted, *slots]
 
-                def compact(row, state):
-                    whole, count, far_begin, far_end = state
-                    block = row * LANES + lane
-                    member = [
-                        warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
-                    ]
-                    listed = warp.different(functools.reduce(lambda x, y: x | y, member), 0)
-                    votes = warp.votes(listed)
-                    entry = count + warp.ones(votes & (warp.bit(lane) - 1))
-                    start = first_key + (low + block) * size
-                    warp.put(address(starts, entry), start, listed)
-                    for word, x in enumerate(member):
-                        warp.put(address(members, entry, words, word), x, listed)
-                    full = listed & (low + block < first_cut) & warp.same(ended, 0)
-                    before_near = listed & (low + block < near)
-                    first = before_near & (low + block < parts)
-                    return [
-                        whole + warp.ones(warp.votes(full)),
-                        count + warp.ones(votes),
-                        far_begin + warp.ones(warp.votes(first)),
-                        far_end + warp.ones(warp.votes(before_near)),
-                    ]
+        windows = (blocks + (WINDOW - 1)) // WINDOW
+        state = [warp.word(NOWHERE), *counted]
+        first_cut, *counted = warp.repeat(windows, window, state)
+        ended = ended | warp.number(first_cut < NOWHERE)
+        return [first_key, ended, *counted]
 
-                counted = warp.repeat(rows, compact, counted)
-                warp.sync()
-                return [first_cut, *counted, *slots]
-
-            windows = (blocks + (WINDOW - 1)) // WINDOW
-            state = [warp.word(NOWHERE), *counted]
-            first_cut, *counted = warp.repeat(windows, window, state)
-            ended = ended | warp.number(first_cut < NOWHERE)
-            return [first_key, ended, *counted]
-
-        none = BlockCounts(0, 0, 0, 0, far_slot=spec.n, far_slot_end=0)
-        state = [warp.word(-1), warp.word(0), *map(warp.word, none)]
-        _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
-        found = BlockCounts(*counted)
-        found = found._replace(
-            far_slot=warp.smallest(found.far_slot),
-            far_slot_end=warp.largest(found.far_slot_end),
-        )
-        count = found.blocks
-
-        def clear_entries(row, nothing):
-            entry = row * LANES + lane
-            past = (entry >= count) & (entry < spec.entries) & (tile < sizes.tiles)
-            warp.put(address(starts, entry), 0, past)
-            for word in range(words):
-                warp.put(address(members, entry, words, word), 0, past)
-            return nothing
-
-        warp.repeat(-(-spec.entries // LANES), clear_entries, [])
-        of_tile = warp.element(counts, (mine, 4 * COUNTS), (lane, 4))
-        exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
-        own_count = found[0]
-        for i, x in enumerate(found[1:], 1):
-            own_count = warp.where(warp.same(lane, i), x, own_count)
-        warp.put(of_tile, own_count, exists)
-
-
-def tile_block_lists(kernel: Kernel) -> Callable:
-    """`specs.tile_block_lists.tile_block_lists`."""
-    spec = kernel.spec
-    return warp_kernel(
-        kernel,
-        MakeList(spec),
-        shared=[(WARPS, spec.words, WINDOW)],
-        kv_heads=spec.Hkv,
-        interpret=spec.interpret,
+    none = BlockCounts(0, 0, 0, 0, far_slot=spec.n, far_slot_end=0)
+    state = [warp.word(-1), warp.word(0), *map(warp.word, none)]
+    _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
+    found = BlockCounts(*counted)
+    found = found._replace(
+        far_slot=warp.smallest(found.far_slot),
+        far_slot_end=warp.largest(found.far_slot_end),
     )
+    count = found.blocks
+
+    def clear_entries(row, nothing):
+        entry = row * LANES + lane
+        past = (entry >= count) & (entry < spec.entries) & (tile < sizes.tiles)
+        warp.put(address(refs.starts, entry), 0, past)
+        for word in range(words):
+            warp.put(address(refs.members, entry, words, word), 0, past)
+        return nothing
+
+    warp.repeat(-(-spec.entries // LANES), clear_entries, [])
+    of_tile = warp.element(refs.counts, (mine, 4 * COUNTS), (lane, 4))
+    exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
+    own_count = found[0]
+    for i, x in enumerate(found[1:], 1):
+        own_count = warp.where(warp.same(lane, i), x, own_count)
+    warp.put(of_tile, own_count, exists)
+
+
+tile_block_lists = warp_kernel(
+    make_list, lambda spec: {"bits": (WARPS, spec.words, WINDOW)}, by_head=True
+)

@@ -1,8 +1,15 @@
-"""What a warp does by itself: a 32-bit word a lane, and the instructions on words.
+"""What a warp does: a 32-bit word a lane, and the instructions on words.
 
 For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
 bytes. A program that takes its instructions as an argument also runs where kernels are interpreted,
 on an object with the same functions (`interpreter.py`).
+
+In clusters of CTAs there are also copies that a lane waits for itself, products of 16 rows, and
+stores to a neighbour's shared memory:
+
+    copy      cp.async of 16 bytes; a lane reads what it copied, so a warp needs no barrier
+    multiply  mma.m16n8k16, sums in float32
+    push      st.async: a store to a CTA of the cluster, whose barrier counts the bytes
 """
 
 from collections.abc import Sequence
@@ -212,11 +219,26 @@ def warp_of_cta() -> Word:
     return Word(utils.warp_idx())
 
 
-def _ptx(text: str, *operands: Number, result=None, together=False, reads=False) -> Word:
-    """One instruction; `together`: all lanes take part; `reads`: memory, or what others do."""
-    values = [word(x).value for x in operands]
+def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads=False) -> Any:
+    """An instruction: a word, or a list of words where `result` is a list of types; `together`: all
+    lanes take part; `reads`: memory, or what others do.
+    """
+    values, several = [word(x).value for x in operands], isinstance(result, list)
     options = {"has_side_effects": reads, "convergent": together}
-    return Word(utils.inline_ptx(text, *values, result_types=result or _i32(), **options))
+    found: Any = utils.inline_ptx(text, *values, result_types=result or _i32(), **options)
+    return list(map(Word, found)) if several else Word(found)
+
+
+def _do(text: str, *operands: Number, only: "Word | None" = None, together=False) -> None:
+    """An instruction without a result, where `only` holds."""
+    values = [word(x).value for x in operands]
+    predicate = None if only is None else only.value
+    utils.inline_ptx(text, *values, predicate=predicate, convergent=together)
+
+
+def _listed(first: int, count: int) -> str:
+    """The operands `first` and after of an instruction, as a vector."""
+    return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
 
 
 def exchange(x: Word, distance: int) -> Word:
@@ -260,7 +282,7 @@ def _ballot(kind: str, a: Number, b: Number) -> Word:
 
 def sync() -> None:
     """What lanes wrote before, all lanes read after."""
-    utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    _do("bar.warp.sync 0xffffffff;", together=True)
 
 
 def shared(ref) -> Word:
@@ -275,21 +297,17 @@ def read(address: Word, offset: int = 0) -> Word:
 
 def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -> None:
     """Puts an integer in shared memory, where `only` holds."""
-    text = f"st.shared.b32 [$0+{offset}], $1;"
-    condition = None if only is None else only.value
-    utils.inline_ptx(text, address.value, word(x).value, predicate=condition)
+    _do(f"st.shared.b32 [$0+{offset}], $1;", address, x, only=only)
 
 
 def join(address: Word, x: Word, only: Word) -> None:
     """Sets the bits of `x` in shared memory, where `only` holds; lanes may meet there."""
-    text = "red.shared.or.b32 [$0], $1;"
-    utils.inline_ptx(text, address.value, x.value, predicate=only.value)
+    _do("red.shared.or.b32 [$0], $1;", address, x, only=only)
 
 
 def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
     """Puts two float32 beside each other in shared memory, at a multiple of 8."""
-    text = f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};"
-    utils.inline_ptx(text, address.value, x.value, y.value)
+    _do(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", address, x, y)
 
 
 def element(ref, *places: tuple[Number, int]):
@@ -309,33 +327,25 @@ def fetch(address: Word, offset: int = 0) -> Word:
 
 def prefetch(address: Word) -> None:
     """Asks for the line of global memory with this address, into the cache next to the warp."""
-    utils.inline_ptx("prefetch.global.L1 [$0];", address.value, has_side_effects=True)
+    _do("prefetch.global.L1 [$0];", address)
 
 
 def put(address: Word, x: Number, only: Word) -> None:
     """Puts an integer in global memory, where `only` holds."""
-    utils.inline_ptx(
-        "st.global.b32 [$0], $1;", address.value, word(x).value, predicate=only.value
-    )
+    _do("st.global.b32 [$0], $1;", address, x, only=only)
 
 
 def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
     """Puts 2 or 4 integers in global memory, from a multiple of their bytes, where `only` holds."""
-    listed = ", ".join(f"${i + 1}" for i in range(len(values)))
-    utils.inline_ptx(
-        f"st.global.v{len(values)}.b32 [$0], {{{listed}}};",
-        address.value,
-        *(x.value for x in values),
-        predicate=only.value,
-    )
+    text = f"st.global.v{len(values)}.b32 [$0], {_listed(1, len(values))};"
+    _do(text, address, *values, only=only)
 
 
 def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
     """2 or 4 integers from global memory that is read once and not written, from a multiple of
     their bytes; zeros where `only` does not hold.
     """
-    listed = ", ".join(f"${i}" for i in range(count))
-    load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {{{listed}}}, [${count}];"
+    load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
     result = llvm.StructType.get_literal([_i32()] * count)
@@ -378,11 +388,177 @@ def repeat(times: Number, body, state, *, unrolled: bool = True):
 
     def step(i, inner):
         if not unrolled:
-            utils.inline_ptx('.pragma "nounroll";', has_side_effects=True)  # for ptxas
+            _do('.pragma "nounroll";')  # for ptxas
         return values(body(Word(i), jax.tree.map(Word, inner)))
 
     found = utils.fori(word(times).value, values(state))(step).results
     return jax.tree.map(Word, found)
+
+
+# Of clusters.
+
+
+def exp2(x: Word) -> Word:
+    return _ptx("ex2.approx.ftz.f32 $0, $1;", x, result=ir.F32Type.get())
+
+
+def quotient(a: Number, b: Number) -> Word:
+    return _ptx("div.approx.ftz.f32 $0, $1, $2;", a, b, result=ir.F32Type.get())
+
+
+def multiply_add(a: Number, b: Number, c: Number) -> Word:
+    """`a * b + c`, rounded once."""
+    return _ptx("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c, result=ir.F32Type.get())
+
+
+def widened(codes: Word) -> list[Word]:
+    """Four numbers of e4m3 as float16, two in a word."""
+    halves = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.rn.f16x2.e4m3x2 $0, h%d; }"
+    return [_ptx(halves % i, codes) for i in range(2)]
+
+
+def even_and_odd(x: Word) -> Word:
+    """Bytes 0 and 2 of a word, then 1 and 3."""
+    return _ptx("prmt.b32 $0, $1, $1, 0x3120;", x)
+
+
+def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
+    """`acc + A B` of A `[16, 16]` and B `[16, 8]`.
+
+    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has of A the pairs of columns
+    2 c and 2 c + 8 in rows r and r + 8, of B the pairs of rows 2 c and 2 c + 8 in column r, of
+    the result columns 2 c and 2 c + 1 in rows r and r + 8.
+    """
+    kind = TYPES[dtype]
+    names = [_listed(*each) for each in ((0, 4), (4, 4), (8, 2), (10, 4))]
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {', '.join(names)};"
+    return _ptx(text, *a, *b, *acc, result=[ir.F32Type.get()] * 4, together=True)
+
+
+def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
+    """2 or 4 neighbours in shared memory, at a multiple of their bytes."""
+    text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
+    return _ptx(text, address, result=[_i32()] * count, reads=True)
+
+
+def read_transposed(address: Word, offset: int = 0) -> list[Word]:
+    """Four matrices of 8 rows of 16 bytes in shared memory, transposed: lane `l` has the address of
+    row `l % 8` of matrix `l // 8`, and gets of each the 16-bit column `l // 4` of rows `2 (l % 4)`
+    and the next one.
+    """
+    load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+    text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
+    return _ptx(text, address, result=[_i32()] * 4, together=True, reads=True)
+
+
+def write_words(
+    address: Word, words: Sequence[Word], offset: int = 0, only: Word | None = None
+) -> None:
+    """Puts 2 or 4 neighbours in shared memory, where `only` holds."""
+    text = f"st.shared.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
+    _do(text, address, *map(_integer, words), only=only)
+
+
+def _integer(x: Word) -> Word:
+    return bits(x) if x.real else x
+
+
+def fetch_words(address: Word) -> list[Word]:
+    """4 neighbours of global memory, which the kernel never writes."""
+    text = f"ld.global.nc.v4.b32 {_listed(0, 4)}, [$4];"
+    return _ptx(text, address, result=[_i32()] * 4, reads=True)
+
+
+def fetch_half(address: Word, dtype: str) -> Word:
+    """A number of 16 bits of global memory, which the kernel never writes, as float32."""
+    load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
+    return _ptx(f"{{ .reg .b16 h; {load} }}", address, result=ir.F32Type.get())
+
+
+def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
+    """Puts 2 or 4 neighbours in global memory, where `only` holds."""
+    text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
+    _do(text, address, *words, only=only)
+
+
+def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:
+    """The address in global memory `steps * size + more` bytes on."""
+    text, values = "mad.wide.s32 $0, $2, $3, $1;", [address, steps, size]
+    if more is not None:
+        text = "{ .reg .b64 t, u; mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; "
+        text, values = text + "add.s64 $0, u, t; }", [*values, more]
+    return _ptx(text, *values, result=ir.IntegerType.get_signless(64))
+
+
+def copy(
+    to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
+) -> None:
+    """Starts a copy of 16 bytes of global memory to shared memory, where `only` holds; past the L1
+    cache, so that what another multiprocessor has put there is read.
+    """
+    text = "cp.async.cg.shared.global.L2::128B"
+    _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address, only=only)
+
+
+def end_copies() -> None:
+    """The copies started since the last call are a group, which may be empty."""
+    _do("cp.async.commit_group;")
+
+
+def wait_for_copies(left: int) -> None:
+    """All of a lane's groups but the last `left` have arrived."""
+    _do(f"cp.async.wait_group {left};")
+
+
+def sync_cta() -> None:
+    """What warps wrote before, all warps of the CTA read after."""
+    _do("bar.sync 0;", together=True)
+
+
+def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
+    """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came.
+
+    `publish`: what this lane has put in global memory is there for every warp of the cluster that
+    has called `wait_for_cluster`.
+    """
+    first = same(warp_of_cta() * 32 + lane(), 0)
+    for i, _ in enumerate(bytes_):
+        _do(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;", address, only=first)
+    _do("fence.mbarrier_init.release.cluster;")
+    for i, count in enumerate(bytes_):
+        text = "mbarrier.arrive.expect_tx.shared::cta.b64"
+        _do(f"{text} _, [$0+{8 * i}], $1;", address, count, only=first)
+    order = "release" if publish else "relaxed"
+    _do(f"barrier.cluster.arrive.{order}.aligned;", together=True)
+
+
+def wait_for_cluster() -> None:
+    """All CTAs have opened their barriers: from here on a warp may push."""
+    _do("barrier.cluster.wait.aligned;", together=True)
+
+
+def push(
+    barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
+) -> None:
+    """Puts 2 or 4 neighbours in the shared memory of CTA `cta` of the cluster, where `only`
+    holds; its barrier counts them. `barrier` and `address` are this CTA's.
+    """
+    to, its_barrier = (
+        _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)
+    )
+    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+    text = f"{text}.v{len(words)}.b32 [$0], {_listed(2, len(words))}, [$1];"
+    _do(text, to, its_barrier, *map(_integer, words), only=only)
+
+
+def wait_for_bytes(barrier: Word) -> None:
+    """All bytes of a barrier of this CTA have come."""
+    wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], 0;"
+    lines = "AGAIN${:uid}: " + wait + " @!p bra AGAIN${:uid};"
+    _do("{ .reg .pred p; " + lines + " }", barrier, together=True)
+
+
+# Programs in Pallas kernels.
 
 
 def scalar(number) -> Word:

@@ -1,17 +1,18 @@
 """Kernels whose warps each run a program, on a grid of rows and CTAs of a row.
 
-    program(instructions, sizes, *inputs, *outputs, *shared, row, group)
-    program(instructions, sizes, *inputs, *outputs, *shared, b, g, group)   rows [B, kv_heads]
+    program(instructions, spec, sizes, refs)
 
 `instructions` is the module `warp`, which emits PTX, or in interpret mode an object with the
 same functions (`interpreter.py`): one text of a program, two machines. `sizes` has the numbers
-of `Kernel.sizes`: integers, or words that the kernel learns at its launch.
+of `Kernel.sizes`: integers, or words that the kernel learns at its launch. `refs` has the arrays of
+the kernel and those in shared memory by name, and where the CTA is: `group` of the CTAs of `row`,
+or of head `g` of `[B, kv_heads]` in `b`.
 Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,80 +26,89 @@ from kernels_pallas.specs.tile import WARPS
 
 
 def warp_kernel(
-    kernel: Kernel,
-    program: Callable[..., None],
+    program: Callable[[Any, Any, Any, Any], None],
+    shared: Callable[[Any], dict[str, tuple[int, ...]]] = lambda spec: {},
     *,
-    shared: Sequence[tuple[int, ...]] = (),
-    kv_heads: int | None = None,
-    interpret: object = False,
-    warps: int = WARPS,
-    instructions: ModuleType = warp,
-) -> Callable:
-    """`program` in every warp of the kernel's grid, rows and CTAs of a row.
+    by_head: bool = False,
+    in_clusters: bool = False,
+    warps: Callable[[Any], int] = lambda spec: WARPS,
+) -> Callable[[Kernel], Callable]:
+    """The body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
+
+    The kernel states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; in clusters rows
+    times cluster). If its spec says `interpret`, `interpreter.machine` runs the warps on the host,
+    from NumPy or JAX arrays, in `jit` too.
 
     Args:
-      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; of a kernel
-        in clusters rows times cluster).
       program: as above; lanes that have nothing to do must not write.
-      shared: shapes of the int32 arrays in shared memory, for the whole CTA.
-      kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
-      interpret: whether `interpreter.machine` runs the warps on the host, from NumPy or JAX
-        arrays, in `jit` too; any value that is true.
-      warps: of a CTA, a multiple of 4.
-      instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
+      shared: of a spec, names and shapes of the int32 arrays in shared memory, for the whole CTA.
+      by_head: whether rows are those of `[B, spec.Hkv]`.
+      in_clusters: whether it has the instructions of clusters; `group` is the number in one.
+      warps: of a spec, how many a CTA has, a multiple of 4.
     """
-    cluster = kernel.cluster
-    in_clusters = cluster > 1
-    grid = (kernel.grid[0] // cluster, cluster) if in_clusters else kernel.grid
-    outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
-    if interpret:
-        emulated = functools.partial(
-            interpreter.machine().run,
-            program,
-            SimpleNamespace(**kernel.sizes),
-            outputs=kernel.outputs,
-            grid=grid,
-            warps=warps,
-            shared=shared,
-            kv_heads=kv_heads,
-            cluster=None if instructions is warp else cluster,
-        )
+
+    def build(kernel: Kernel) -> Callable:
+        spec, cluster = kernel.spec, kernel.cluster
+        rooms, kv_heads = shared(spec), spec.Hkv if by_head else None
+        places = ("b", "g", "group") if by_head else ("row", "group")
+        names = (*kernel.names[len(kernel.scalars) :], *rooms, *places)
+        grid = (kernel.grid[0] // cluster, cluster) if cluster > 1 else kernel.grid
+        outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
+
+        def run(instructions, sizes, *arguments):
+            named = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+            program(instructions, spec, sizes, named)
+
+        def emulated(*arrays):
+            return interpreter.machine().run(
+                run,
+                SimpleNamespace(**kernel.sizes),
+                arrays,
+                kernel.outputs,
+                grid=grid,
+                warps=warps(spec),
+                shared=tuple(rooms.values()),
+                kv_heads=kv_heads,
+                cluster=cluster if in_clusters else None,
+            )
 
         def call(*arrays):
             if all(isinstance(x, np.ndarray) for x in arrays):
-                return emulated(arrays)
-            return jax.pure_callback(lambda *x: emulated(x), outputs, *arrays)
+                return emulated(*arrays)
+            return jax.pure_callback(emulated, outputs, *arrays)
 
-        return call
+        def body(*arrays):
+            scalars, arrays = arrays[: len(kernel.scalars)], arrays[len(kernel.scalars) :]
+            sizes = vars(refs.sizes_of(kernel, scalars))
+            at = [refs.cta_index(kernel, "row")]
+            if by_head:
+                at = [*operands.div_rem(at[0], kv_heads)]
+            # A cluster has as many CTAs at any length.
+            at += [lax.axis_index("rank") if cluster > 1 else refs.cta_index(kernel, "group")]
+            traced = kernel.any_length  # else integers of the program's text
 
-    def body(*arrays):
-        scalars, arrays = arrays[: len(kernel.scalars)], arrays[len(kernel.scalars) :]
-        sizes = vars(refs.sizes_of(kernel, scalars))
-        places = [refs.cta_index(kernel, "row")]
-        if kv_heads is not None:
-            places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        # A cluster has as many CTAs at any length.
-        places += [lax.axis_index("rank") if in_clusters else refs.cta_index(kernel, "group")]
-        traced = kernel.any_length  # else integers of the program's text
+            def with_sizes(*arguments):
+                words = arguments[len(names) :] if traced else sizes.values()
+                named = SimpleNamespace(**dict(zip(sizes, words, strict=True)))
+                run(warp, named, *arguments[: len(names)])
 
-        def run(*arguments):
-            words = arguments[len(arrays) + len(places) :] if traced else sizes.values()
-            named = SimpleNamespace(**dict(zip(sizes, words, strict=True)))
-            program(instructions, named, *arguments[: len(arrays) + len(places)])
+            warp.each(with_sizes, arrays, [*at, *(sizes.values() if traced else ())])
 
-        warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
+        if spec.interpret:
+            return call
+        body.__name__ = kernel.name  # in profiles
+        warpgroups = warps(spec) // WARPS
+        return plgpu.kernel(
+            body,
+            out_type=outputs,
+            grid=grid[:1] if cluster > 1 else grid,
+            grid_names=("row",) if cluster > 1 else ("row", "group"),
+            cluster=(cluster,) if cluster > 1 else (),
+            cluster_names=("rank",) if cluster > 1 else (),
+            num_threads=warpgroups if warpgroups > 1 else None,
+            thread_name="warpgroup" if warpgroups > 1 else None,
+            scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in rooms.values()],
+            compiler_params=operands.PARAMS,
+        )
 
-    body.__name__ = kernel.name  # in profiles
-    warpgroups = warps // WARPS
-    return plgpu.kernel(
-        body,
-        out_type=outputs,
-        grid=grid[:1] if in_clusters else grid,
-        grid_names=("row",) if in_clusters else ("row", "group"),
-        cluster=(cluster,) if in_clusters else (),
-        cluster_names=("rank",) if in_clusters else (),
-        num_threads=warpgroups if warpgroups > 1 else None,
-        thread_name="warpgroup" if warpgroups > 1 else None,
-        scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
-        compiler_params=operands.PARAMS,
-    )
+    return build

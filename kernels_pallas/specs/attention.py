@@ -78,7 +78,7 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
     return Kernel.named(
         f"{branch}_forward",
         spec,
-        f"kernels_pallas.mosaic.{branch}_forward:build",
+        f"kernels_pallas.mosaic.{branch}:forward",
         inputs,
         {"out": out, "lse": spec.by_head(), **more},
         in_place=spec.added,
@@ -88,19 +88,13 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
     )
 
 
-def dq(
-    branch: str,
-    spec: Any,
-    inputs: dict[str, Array],
-    stats_tokens: int,
-    rows: int,
-    before: bool = False,
-) -> Kernel:
-    """dq for `inputs`, dO, the statistics of query rows in tiles of `stats_tokens` tokens and
-    `rows` rows, and the sum if `added`; `before`: written into an array that is there.
+def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
+    """dq for `inputs`, dO, the statistics of query rows in tiles as `spec.stats_tile`, and the sum
+    if `added`; `before`: written into an array that is there.
     """
-    out, row_stats = spec.rows(spec.D), tile.row_stats(spec, stats_tokens, rows)
-    inputs = inputs | {"do": spec.rows(spec.Dv), "row_stats": row_stats}
+    out = spec.rows(spec.D)
+    inputs = inputs | {"do": spec.rows(spec.Dv)}
+    inputs["row_stats"] = tile.row_stats(spec, *spec.stats_tile)
     if spec.added:
         inputs["added"] = out
     if before:
@@ -108,11 +102,11 @@ def dq(
     return Kernel.named(
         f"{branch}_dq",
         spec,
-        f"kernels_pallas.mosaic.{branch}_dq:build",
+        f"kernels_pallas.mosaic.{branch}:dq",
         inputs,
         {"dq": out},
         in_place=spec.added or before,
-        sizes=spec.sizes | {"stats_tiles": tile.cdiv(spec.T, stats_tokens)},
+        sizes=spec.sizes | {"stats_tiles": tile.cdiv(spec.T, spec.stats_tile[0])},
         grid=spec.grid,
         source=f"kernels_pallas.specs.{branch}:dq",
     )

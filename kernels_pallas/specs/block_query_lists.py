@@ -41,7 +41,7 @@ class BlockQueryLists:
         are like those of keys of one sequence.
       tile, limit: with `limit` only tokens of gathered tiles have entries, of blocks that are far
         from their tile (`specs/selected.py`): `tile` is the tokens of a tile, `limit` the
-        `gather_limit` (`selected_walk.tile_is_gathered`).
+        `gather_limit` (`selected.tile_is_gathered`).
     """
 
     B: int

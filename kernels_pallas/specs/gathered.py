@@ -1,6 +1,6 @@
 """Selected attention block by block: of each block, the queries that selected it are gathered.
 
-For tiles whose neighbours chose other blocks (`selected_walk.tile_is_gathered`), so that the
+For tiles whose neighbours chose other blocks (`mosaic.selected.tile_is_gathered`), so that the
 block list of a tile would be long. Blocks near the tile, which its tokens share, are walked over
 (`specs/selected.py`); a block that is far is gathered. Two kernels, forward (`partials`, `merge`)
 and for the query's gradient (`partial_dq`, `merge_dq`):
@@ -9,7 +9,7 @@ and for the query's gradient (`partial_dq`, `merge_dq`):
     merge      one for each token: the walk's and those of its far blocks, in a fixed order
 
 Partials take memory, so the tokens are taken in segments, one after the other.
-Bodies: `mosaic/gathered_forward.py`, `mosaic/gathered_dq.py`, `mosaic/gathered_merge.py`.
+Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def partials(spec: GatheredAttention) -> Kernel:
     return Kernel.named(
         "gathered_forward",
         spec,
-        "kernels_pallas.mosaic.gathered_forward:build",
+        "kernels_pallas.mosaic.gathered:forward",
         spec._partial_inputs,
         outputs,
         sizes=spec.sizes,
@@ -188,7 +188,7 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
     return Kernel.named(
         "gathered_dq",
         spec,
-        "kernels_pallas.mosaic.gathered_dq:build",
+        "kernels_pallas.mosaic.gathered:dq",
         inputs,
         {"partials": spec.partial_rows(spec.D)},
         sizes=spec.sizes | {"stats_tiles": cdiv(spec.T, spec.stats_tile[0])},
@@ -232,7 +232,7 @@ def merge(spec: GatheredAttention) -> Kernel:
     return Kernel.named(
         "gathered_merge",
         spec,
-        "kernels_pallas.mosaic.gathered_merge:build_forward",
+        "kernels_pallas.mosaic.gathered:merge",
         inputs,
         {"out": out, "lse": spec.by_head(tokens)},
         in_place=2,
@@ -260,7 +260,7 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
     return Kernel.named(
         "gathered_merge_dq",
         spec,
-        "kernels_pallas.mosaic.gathered_merge:build_dq",
+        "kernels_pallas.mosaic.gathered:merge",
         inputs,
         {"dq": out},
         in_place=1,

@@ -1,7 +1,7 @@
 """Attention of every query to one interval of keys: the compressed and the sliding branch.
 
 Token `t` sees the keys `first_key[t] <= i < key_end[t]`; neither bound decreases along `t`.
-Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py` over `mosaic/interval_walk.py`.
+Bodies: `mosaic/interval.py`.
 """
 
 import dataclasses
@@ -53,6 +53,11 @@ class IntervalAttention(AttentionSizes):
     @functools.cached_property
     def tile(self) -> Tile:
         return Tile(self.group, slab_width(self.D, self.Dv))
+
+    @property
+    def stats_tile(self) -> tuple[int, int]:
+        """Tokens and rows of a tile of the statistics of dq."""
+        return self.tile.tokens, ROWS
 
     @property
     def consumers(self) -> int:
@@ -129,7 +134,7 @@ class IntervalAttention(AttentionSizes):
             return {}
         second = dataclasses.replace(self, S=self.second_keys, second_keys=None)
         arrays = {"key": second.keys(self.D), "value": second.keys(self.Dv), **self._bounds}
-        arrays["row_stats"] = row_stats(self, self.tile.tokens, ROWS)
+        arrays["row_stats"] = row_stats(self, *self.stats_tile)
         return {SECOND + name: x for name, x in arrays.items()}
 
 
@@ -214,4 +219,4 @@ def dq(spec: IntervalAttention) -> Kernel:
       dq: `[B, T, H, D]`, plus `added`.
     """
     inputs = spec._inputs | spec._second_inputs
-    return attention.dq("interval", spec, inputs, spec.tile.tokens, ROWS, spec.before)
+    return attention.dq("interval", spec, inputs, spec.before)

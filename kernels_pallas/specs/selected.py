@@ -6,7 +6,7 @@ over the blocks near them, which their tokens share, and `specs/gathered.py` add
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
 
-Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/selected_walk.py`.
+Bodies: `mosaic/selected.py`.
 """
 
 import dataclasses
@@ -237,4 +237,4 @@ def dq(spec: SelectedAttention) -> Kernel:
       dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles what their
         near blocks give.
     """
-    return attention.dq("selected", spec, spec._inputs, *spec.stats_tile)
+    return attention.dq("selected", spec, spec._inputs)

@@ -271,6 +271,10 @@ class WorkItems:
     def any_length(self) -> bool:
         return self.lists.any_length
 
+    @property
+    def interpret(self) -> Any:
+        return self.lists.interpret
+
     def for_any_length(self) -> Self:
         """The same of lists with nominal lengths; `segment` and `longest` are sizes too."""
         lists = self.lists.for_any_length()

@@ -1,4 +1,4 @@
-"""Warp programs of clusters on NumPy: the instructions of `warp_cluster.py`.
+"""Warp programs of clusters on NumPy: the instructions of `warp.py`.
 
 All warps take each instruction together, so a program never waits here. What it forgets to
 wait for shows all the same:

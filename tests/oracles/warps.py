@@ -274,7 +274,7 @@ def run(
       warps: of a CTA.
       shared: shapes of int32 arrays in shared memory.
       kv_heads: as `warp_kernel.warp_kernel`.
-      cluster: CTAs of a cluster, for the instructions of `warp_cluster.py`; None: of `warp.py`.
+      cluster: CTAs of a cluster, for the instructions of `warp.py`; None: of `warp.py`.
     """
     machine: Callable[..., Warps] = Warps
     if cluster is not None:

@@ -1,0 +1,490 @@
+"""Selected attention block by block: queries that selected a block are gathered, then merged.
+
+Algorithm: of each token and far block j a softmax of one block with its lse_log2, or the query's
+gradient by the statistics of the whole row (formulas: `softmax.py`):
+
+    forward   S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l
+    dq        S = Q K_j^T, dP = dO V_j^T,  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
+
+Loop order: key-stationary. A CTA is one warpgroup with one work item, a selection block of 64 or
+128 keys, which stays in shared memory, and some of the entries (token, slot) that chose it. A step
+gathers the query heads of as many tokens as 64 rows have room for, so that no product is wasted,
+and scatters as many results:
+
+    load(0)
+    for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
+                      compute;  store(i), all columns or an atom at a time
+
+A far block ends before the first token of its tile, so its tokens see all of it. The entries of
+the next step are read one step ahead, so that its copies find them in the cache.
+Tiles: 64 // G tokens x G heads, and one block.
+
+The merge: (O, m, l) begins as the output of the walk over a tile's near blocks (`selected.py`), its
+log-sum-exp in log2, and 1. Then, per slot j of a token's selection that has a far block, in the
+order of slots,
+
+    forward   m'  = max(m, lse_j)                        lse_j in log2
+              O'  = O 2^(m - m') + O_j 2^(lse_j - m')
+              l'  = l 2^(m - m') + 2^(lse_j - m')
+              result O / l,  lse = (m + log2 l) ln 2
+    dq        dQ' = dQ + dQ_j
+
+Tiles that are not gathered have the walk's. Slots without a far block are passed over: what their
+partials hold is undefined. Those before the first and after the last one that a token of the tile
+has are not read. Loop order: query-stationary, some tiles of 64 rows a CTA, one after the other;
+the partials of the next slots are in flight. Where a row of a segment has no work items, nothing
+else is read.
+
+Bound: HBM, which writes the partials, and reads them once. Floors at B=1 H=32 Hkv=8 D=Dv=128
+T=32768, 13 far blocks a token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq 0.67 TFLOP = 0.67 ms;
+partials are 3.5 GB, written and read 2.1 ms.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, Buffers, across, div, div_rem, rem
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_copies import RowCopies
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
+from kernels_pallas.mosaic.selected import list_counts, tile_is_gathered
+from kernels_pallas.specs.gathered import MERGE_STAGES, TILES_OF_CTA, GatheredAttention
+from kernels_pallas.specs.tile import ROWS, SMEM_THIRD
+from kernels_pallas.specs.work_items import WorkItem
+
+
+class Rows(NamedTuple):
+    """The 64 rows of a step."""
+
+    b: Any
+    kv_head: Any
+    token: Any  # [64]
+    entry: Any  # [64], `(token * Hkv + kv_head) * n + slot`
+    segment_token: Any  # the first one of the segment
+    first: Any  # the place of the first row's entry among `entries`
+    end: Any  # where the entries of the work item end
+
+
+def forward(kernel: Kernel) -> Callable:
+    """The body of `specs.gathered.partials`."""
+    spec = kernel.spec
+    buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
+    c, dtype = spec.scale * LOG2E, buffers.dtype
+
+    def store_lse(refs, rows, lse_log2):
+        """To `[slot, tile, row of the tile]`, where the row's token stands."""
+        slot, tile_tokens = rem(rows.entry, spec.n), spec.tile.tokens
+        token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
+        index = (slot * tiles + div(token, tile_tokens)) * ROWS
+        index += rem(token, tile_tokens) * spec.group + rem(operands.row_index(), spec.group)
+        place = div(operands.row_index(), spec.group)
+        exists = (place < gathered_rows.tokens) & (rows.first + place < rows.end)
+        of_head = rows.b, rows.kv_head, spec.n * tiles * ROWS
+        gathered_rows.put(refs.partial_lse, lse_log2, *of_head, index, exists)
+
+    def work(refs, rows):
+        def compute(scores):
+            acc, *state = softmax.initial_state(spec.Dv)
+            state = softmax.SoftmaxState(None, *state)
+            p, (_, row_max, row_sum) = softmax.online_softmax(state, scores, c)
+            acc = buffers.add_product(acc, p.astype(dtype), (refs.value_tile, 0))
+            acc *= across(1 / row_sum, acc.shape)  # [64, Dv]
+            store_lse(refs, rows, row_max + jnp.log2(row_sum))
+            return acc
+
+        return compute
+
+    return _build(kernel, {"query": spec.D}, spec.Dv, work)
+
+
+def dq(kernel: Kernel) -> Callable:
+    """The body of `specs.gathered.partial_dq`."""
+    spec = kernel.spec
+    buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
+
+    def work(refs, rows):
+        of_rows = refs.row_stats, rows.b, rows.kv_head, rows.token
+        stats_tiles = spec.stats_tile[0], refs.sizes.stats_tiles
+        stats = gathered_rows.softmax_stats(*of_rows, stats_tiles)
+
+        def compute(scores, dp):
+            acc = softmax.zeros(spec.D)
+            ds = softmax.softmax_backward(scores, dp, spec.scale * LOG2E, stats)  # [64, block]
+            acc = buffers.add_product(acc, ds.astype(buffers.dtype), (refs.key_tile, 0))
+            return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]
+
+        return compute
+
+    return _build(kernel, {"query": spec.D, "do": spec.Dv}, spec.D, work)
+
+
+def _token_buffers(spec: GatheredAttention) -> Buffers:
+    return Buffers.of(spec, spec.token_tile)
+
+
+def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
+    return GatheredRows(spec.group, bool(spec.interpret))
+
+
+def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
+    """Columns of the result that are in shared memory at a time: all, or an atom where an SM then
+    has room for three CTAs; `loaded`: columns of query rows.
+    """
+    slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
+    fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
+    return slab if fits(slab) and not fits(out_width) else out_width
+
+
+def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable) -> Callable:
+    """A kernel of partials.
+
+    Args:
+      rows: widths of the arrays `[B, T, H, .]` that are gathered, to be multiplied with the keys
+        and, if there are two, with the values.
+      work: `work(refs, rows)` starts what a step needs besides and returns a function of its
+        products `[64, block]` whose result, float32 `[64, out_width]`, is scattered to
+        `refs.partials`.
+    """
+    spec: GatheredAttention = kernel.spec
+    buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
+    group, tokens, slab = spec.group, gathered_rows.tokens, spec.token_tile.slab
+    staged = staged_columns(spec, sum(rows.values()), out_width)
+
+    def body(refs):
+        loads = [
+            (getattr(refs, name), getattr(refs, f"{name}_tile"), width)
+            for name, width in rows.items()
+        ]
+        keys_and_values = refs.key_tile, refs.value_tile
+        pairs = [((x[1], 0), (y, 0)) for x, y in zip(loads, keys_and_values, strict=False)]
+        typed = refs.query, refs.key, refs.items
+        varies = any(jax.typeof(x).manual_axis_type.varying for x in typed)
+        copies = None
+        if spec.copied_by_lanes and not spec.interpret:
+            copies = RowCopies(buffers, group, spec.Hkv * spec.n)
+
+        # Sums, not loads: under `shard_map` only they have the type of what varies.
+        segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
+        columns = refs.items.at[segment * refs.sizes.items + refs.cta.item]
+        item = WorkItem(*(columns[i] + 0 for i in range(len(WorkItem._fields))))
+        exists, row = item.row >= 0, jnp.maximum(item.row, 0)
+        b, kv_head = div_rem(row, spec.Hkv)
+        begin, end = item.begin, item.end
+        steps = div(end - begin + (tokens - 1), tokens)
+        steps = jnp.where(exists, steps, 0)
+
+        def load(i):
+            if copies is not None:
+
+                def load_by_lanes():
+                    first, place = begin + i * tokens, (b, kv_head, refs.sizes.T)
+                    targets = [(source, (tile, 0)) for source, tile, _ in loads]
+                    copies.load(refs.entries, first, end, place, targets)
+
+                pl.when(i < steps)(load_by_lanes)
+                copies.commit()
+                return
+
+            def load_token(t):
+                index = jnp.minimum(begin + i * tokens + t, end - 1)
+                token = div(refs.entries[index] + 0, spec.Hkv * spec.n)
+                for source, tile, width in loads:
+                    heads = functools.partial(_heads, source, b, token, kv_head * group, group)
+                    buffers.load_rows(heads, tile, 0, width, refs.rows_ready, t)
+
+            pl.when(i < steps)(lambda: operands.by_warps(tokens, load_token, varies))
+
+        def store(i, column):
+            """Starts the copies of what is staged, the columns from `column` on."""
+            if copies is not None:
+                all_before = segment_token * (spec.Hkv * spec.n)
+                count = refs.sizes.segment_tokens * (spec.Hkv * spec.n)
+                place, source = (b, count, all_before), (refs.out_tile, 0, staged)
+                at = refs.entries, begin + i * tokens, end
+                copies.store(*at, place, refs.partials, source, column)
+                return
+
+            def store_token(t):
+                index = begin + i * tokens + t
+
+                @pl.when(index < end)
+                def _():
+                    place = refs.entries[index] - segment_token * (spec.Hkv * spec.n)
+                    heads = functools.partial(_heads, refs.partials, b, place, 0, group)
+                    shifted = lambda x: heads(pl.ds(column + x.start, x.size))
+                    buffers.store_rows(refs.out_tile, 0, staged, shifted, t)
+
+            operands.by_warps(tokens, store_token, varies)
+
+        def entries_of(i):
+            return gathered_rows.load_entries(refs.entries, begin + i * tokens, end)
+
+        def step(i, entry):
+            first = begin + i * tokens
+            following = entries_of(i + 1)
+            token = div(entry, spec.Hkv * spec.n)  # [64]
+            compute = work(refs, Rows(b, kv_head, token, entry, segment_token, first, end))
+            if copies is None:
+                plgpu.barrier_wait(refs.rows_ready)
+            else:
+                copies.wait(0)
+                plgpu.commit_smem()
+            *products, _ = buffers.products(*pairs)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # all four warps are done with these rows and the last output
+            load(i + 1)
+            result = compute(*products)
+            for column in range(0, out_width, staged):
+                if column:
+                    # Each warp waits for the copies of the columns before that it started.
+                    done = lambda _: plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    operands.by_warps(4, done, varies)
+                    plgpu.commit_smem()
+                buffers.write_rows(refs.out_tile, 0, result[:, column : column + staged])
+                plgpu.commit_smem()
+                store(i, column)
+            return following
+
+        @pl.when(steps > 0)
+        def _():
+            keys = pl.ds(item.first_key * spec.parts, spec.block)
+            for source, tile in ((refs.key, refs.key_tile), (refs.value, refs.value_tile)):
+
+                def block(columns, source=source):
+                    return source.at[b, keys, kv_head, columns]
+
+                buffers.load_keys(block, tile, 0, refs.keys_ready)
+            load(jnp.int32(0))
+            plgpu.barrier_wait(refs.keys_ready)
+            lax.fori_loop(0, steps, step, entries_of(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    tiles = rows | {"out": staged}
+    return build_kernel(
+        kernel,
+        body,
+        scratch={
+            "key_tile": buffers.ring(1, spec.block, spec.D),
+            "value_tile": buffers.ring(1, spec.block, spec.Dv),
+            **{f"{name}_tile": buffers.rows(1, x, tokens) for name, x in tiles.items()},
+            "keys_ready": plgpu.Barrier(num_arrivals=(spec.D + spec.Dv) // slab),
+            "rows_ready": plgpu.Barrier(num_arrivals=tokens * (sum(rows.values()) // slab)),
+        },
+        grid_names=("item",),
+        interpret=spec.interpret,
+    )
+
+
+def _heads(array, b, index, head, group, columns):
+    return array.at[b, pl.ds(index, 1), pl.ds(head, group), columns]
+
+
+def merge(kernel: Kernel) -> Callable:
+    """The body of `specs.gathered.merge` and `specs.gathered.merge_dq`."""
+    spec: GatheredAttention = kernel.spec
+    forward = "partial_lse" in kernel.names
+    width = kernel.outputs[0].shape[-1]
+    stages, buffers, slabs = _stages(spec), _tile_buffers(spec), width // spec.tile.slab
+
+    def body(refs):
+        def of_tile(i, nothing):
+            tile = refs.cta.tiles * TILES_OF_CTA + i
+            out = refs.out if forward else refs.dq
+            pl.when(tile < refs.sizes.tiles)(MergeTile(spec, refs, tile, out, forward).run)
+            return nothing
+
+        count = jnp.int32(TILES_OF_CTA)
+        if spec.stays:  # empty work items are the last of a row
+            item = refs.segment[0] * refs.sizes.items + refs.cta.row * refs.sizes.row_items
+            count = jnp.where(refs.items[item, 0] + 0 >= 0, count, 0)
+        lax.fori_loop(0, count, of_tile, None)
+
+    lse = {"lse_ring": plgpu.SMEM((stages, ROWS), jnp.float32)} if forward else {}
+    added = {"added_tile": buffers.rows(1, width)} if spec.added else {}
+    return build_kernel(
+        kernel,
+        body,
+        scratch={
+            **lse,
+            **added,
+            "partial_ring": buffers.rows(stages, width),
+            "out_tile": buffers.rows(1, width),
+            "partial_ready": plgpu.Barrier(num_arrivals=slabs + len(lse), num_barriers=stages),
+            "rows_ready": plgpu.Barrier(num_arrivals=slabs * (1 + len(added))),
+        },
+        grid_names=("row", "tiles"),
+        interpret=spec.interpret,
+    )
+
+
+def _stages(spec: GatheredAttention) -> int:
+    return min(MERGE_STAGES, spec.n)
+
+
+def _tile_buffers(spec: GatheredAttention) -> Buffers:
+    return Buffers.of(spec, spec.tile)
+
+
+class MergeTile:
+    """Merges a tile; a result is a list of slabs, float32 `[64, slab]` each."""
+
+    def __init__(self, spec: GatheredAttention, refs, tile, out, forward: bool):
+        self.spec, self.refs, self.tile, self.out, self.forward = spec, refs, tile, out, forward
+        self.width, self.buffers, self.stages = (
+            out.shape[-1],
+            _tile_buffers(spec),
+            _stages(spec),
+        )
+        self.b, self.kv_head = div_rem(refs.cta.row, spec.Hkv)
+        self.tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
+        self.all_tile = refs.segment[2] + tile  # of all tokens
+        size, interpret = spec.tile, bool(spec.interpret)
+        self.rows = TileRows(size.tokens, size.group, size.group, interpret)
+
+    def run(self):
+        spec, refs = self.spec, self.refs
+        index = refs.cta.row * refs.sizes.all_tiles + self.all_tile
+        gathered = tile_is_gathered(refs.block_counts, self.all_tile, index, spec.gather_limit)
+        counts = list_counts(refs.block_counts, index)
+        far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
+
+        def rewrite(merged):
+            """Writes the walk's rows, after `merged` changed them."""
+            load = functools.partial(self.buffers.load_rows, copy=0, width=self.width)
+            load(self._heads(refs.walked), refs.out_tile, barrier=refs.rows_ready)
+            if self.forward and spec.added:
+                load(self._heads(refs.added), refs.added_tile, barrier=refs.rows_ready)
+            for i in range(self.stages):
+                self._load(*far_slots, i)
+            plgpu.barrier_wait(refs.rows_ready)
+            merged()
+            plgpu.commit_smem()
+            self.buffers.store_rows(refs.out_tile, 0, self.width, self._heads(self.out))
+            plgpu.wait_smem_to_gmem(0)
+
+        def merge_or_keep():
+            pl.when(gathered)(functools.partial(self._merge, *far_slots))
+            pl.when(~gathered)(self._keep)
+
+        if not spec.stays:
+            rewrite(merge_or_keep)
+            return
+        pl.when(gathered)(lambda: rewrite(lambda: self._merge(*far_slots)))
+
+    def _keep(self):
+        """What is left to do in a tile that is not gathered, whose rows are the walk's."""
+        if not self.forward:
+            return
+        self._store_lse(self._walked_lse())
+        if self.spec.gated or self.spec.added:
+            one = operands.full((ROWS,), 1.0, PER_ROW)
+            self._write(self._gated_and_added(self._walked(), one))
+
+    def _walked(self):
+        """The walk's result."""
+        rows = self.buffers.read_rows(self.refs.out_tile, 0, self.width)
+        return [x.astype(jnp.float32) for x in rows]
+
+    def _write(self, result):
+        """Puts a result where the copy to `out` reads it."""
+        for i, x in enumerate(result):
+            self.buffers.write_slab(self.refs.out_tile, 0, i, x)
+
+    def _merge(self, first, end):
+        """The walk's result, with those of the slots `first .. end - 1`; with it is carried
+        (row_max, row_sum).
+        """
+        spec, refs = self.spec, self.refs
+        token = self.all_tile * spec.tile.tokens
+        slots = _gathered_rows(spec).far_slots(
+            refs.indices, refs.position, self.b, self.kv_head, token, refs.sizes.T
+        )  # [64], a bit a slot
+        count, acc, carry = end - first, self._walked(), None
+        if self.forward:
+            lse = self._walked_lse() * LOG2E
+            seen = lse > softmax.EMPTY
+            carry = [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
+        step = functools.partial(self._add, slots, first, end)
+        acc, carry = lax.fori_loop(0, count, step, (acc, carry))
+        if carry is not None:
+            inverse, lse = softmax.normalizer(softmax.SoftmaxState(acc, *carry))
+            self._store_lse(lse)
+            acc = self._gated_and_added(acc, inverse)
+        self._write(acc)
+
+    def _load(self, first, end, i):
+        """Starts the copies of slot `first + i`, if there is one."""
+
+        @pl.when(first + i < end)
+        def _():
+            refs, heads = self.refs, pl.ds(0, self.spec.group)
+            stage, slot = rem(jnp.int32(i), self.stages), first + i
+            ready, column = refs.partial_ready.at[stage], self.kv_head * self.spec.n + slot
+
+            def rows(columns):
+                return refs.partials.at[self.b, self.tokens, column, heads, columns]
+
+            self.buffers.load_rows(rows, refs.partial_ring, stage, self.width, ready)
+            if self.forward:
+                rows = pl.ds((slot * refs.sizes.tiles + self.tile) * ROWS, ROWS)
+                source = refs.partial_lse.at[self.b, self.kv_head, rows]
+                plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
+
+    def _add(self, slots, first, end, i, state):
+        refs, (acc, carry) = self.refs, state
+        stage = rem(i, self.stages)
+        exists = lax.shift_right_logical(slots, first + i) & 1 == 1  # [64]
+        plgpu.barrier_wait(refs.partial_ready.at[stage])
+        partial = self.buffers.read_rows(refs.partial_ring, stage, self.width)
+        partial = [x.astype(jnp.float32) for x in partial]
+        if carry is not None:
+            row_max, row_sum = carry
+            lse = plgpu.load(refs.lse_ring.at[stage], layout=PER_ROW, optimized=False)
+            lse = jnp.where(exists, lse, softmax.MASKED)
+            new_max = jnp.maximum(row_max, lse)
+            decay, weight = jnp.exp2(row_max - new_max), jnp.exp2(lse - new_max)  # [64]
+            carry = [new_max, row_sum * decay + jnp.where(exists, weight, 0.0)]
+            acc = [x * across(decay, x.shape) for x in acc]
+            partial = [x * across(weight, x.shape) for x in partial]
+        # What no entry wrote may be anything.
+        partial = [jnp.where(across(exists, x.shape), x, 0.0) for x in partial]
+        plgpu.commit_smem()  # all four warps are done with this stage
+        self._load(first, end, i + self.stages)
+        return [x + y for x, y in zip(acc, partial, strict=True)], carry
+
+    def _heads(self, array):
+        """The tile of `[B, segment_tokens, H, width]`, by columns."""
+        group = self.spec.group
+        heads = pl.ds(self.kv_head * group, group)
+        return lambda columns: array.at[self.b, self.tokens, heads, columns]
+
+    def _gated_and_added(self, rows, factor):
+        """`added + gate * factor * rows`; `factor`: `[64]`."""
+        spec, refs = self.spec, self.refs
+        if spec.gated:
+            first, head = self.all_tile * spec.tile.tokens, self.kv_head * spec.group
+            factor *= self.rows.values(refs.gate, self.b, first, head, refs.sizes.T)
+        rows = [x * across(factor, x.shape) for x in rows]
+        if not spec.added:
+            return rows
+        added = self.buffers.read_rows(refs.added_tile, 0, self.width)
+        return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
+
+    def _walked_lse(self):
+        return self.rows.values(self.refs.walked_lse, *self._in_segment())
+
+    def _store_lse(self, lse):
+        self.rows.put(self.refs.lse, lse, *self._in_segment())
+
+    def _in_segment(self):
+        first, group = self.tile * self.spec.tile.tokens, self.spec.group
+        return self.b, first, self.kv_head * group, self.refs.sizes.segment_tokens

@@ -1,0 +1,331 @@
+"""A tile of queries goes from block to block of keys: what forward and dq do, on either list.
+
+    interval.py   blocks of an interval of keys, which neighbouring tiles share
+    selected.py   blocks of a tile's list
+
+Per block of keys, formulas as in `softmax.py`:
+
+    forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
+    dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
+
+in which P = 0 for keys that a row must not see and for rows that do not have the block. At the
+end out = gate * O / l + added, and dQ is scaled and takes the gate's sign.
+
+A block's matrix (P forward, dS in dq) is multiplied with its values or keys at once, or, with
+`overlap_pv`, beside the work by element on the next block:
+
+    at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
+    overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
+                                     softmax(i+1)          S(i+2), P(i+1) V(i+1)   ...
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import fp8, softmax
+from kernels_pallas.mosaic.operands import (
+    LOG2E,
+    ROWS,
+    Buffers,
+    across,
+    by_column,
+    div,
+    side_by_side,
+)
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
+from kernels_pallas.specs.fp8 import GROUP, LARGEST, OFFSET, SMALLEST
+from kernels_pallas.specs.interval import IntervalAttention
+from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.tile import Tile, slab_width
+
+type Spec = IntervalAttention | SelectedAttention
+
+
+class TilePlace(NamedTuple):
+    """Where the tile of a warpgroup is."""
+
+    b: Any
+    kv_head: Any
+    index: Any  # along the tokens
+    slot: Any  # which of the scratch's tiles is its own
+
+
+def rows_of(size: Tile, array, at: TilePlace):
+    """The tile of `[B, T, H, .]`, by columns."""
+    tokens = pl.ds(at.index * size.tokens, size.tokens)
+    heads = pl.ds(at.kv_head * size.group, size.group)
+    return lambda columns: array.at[at.b, tokens, heads, columns]
+
+
+class Block(NamedTuple):
+    """A block of keys and values, at these stages of the ring buffers.
+
+    `free_key` and `free_value` give a stage back, once: it is no more read, and the block that
+    takes it next may be copied.
+    """
+
+    key_stage: Any
+    value_stage: Any
+    row_mask: Any  # [64], the rows that have this block at all; None: all
+    visible: Callable[[], Any]  # [64, block], or None where its rows see all of it
+    free_key: Callable[[], None]
+    free_value: Callable[[], None]
+
+
+type Factor = tuple[Block, Any]  # to be multiplied: P or dS, `[64, block]`, 16 bits
+
+
+class Mainloop(NamedTuple):
+    """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
+    `value_ready` of a block's stages, and frees both.
+
+    `attend(block, before, state)` returns the next state and the matrix of the block's factor;
+    `multiply(factor, state)` adds the product to the state. With `overlap_pv` the product
+    of the factor `before` is `attend`'s, so that it runs beside the work by element; otherwise,
+    and for the first block, `before` is None. `finish(state)` is the result, float32
+    `[64, width]`.
+    """
+
+    state: Any
+    attend: Callable[[Block, Factor | None, Any], tuple[Any, Any]]
+    multiply: Callable[[Factor, Any], Any]
+    finish: Callable[[Any], Any]
+
+
+def over_blocks(
+    mainloop: Mainloop,
+    block_at: Callable[[bool, Any], Block],
+    border: Any,
+    blocks: Any,
+    masked_first: bool,
+    overlap_pv: bool,
+) -> Any:
+    """The last state of `mainloop` on a tile.
+
+    Args:
+      block_at: gives a block by whether some of its keys are masked, and by its number.
+      border: of the `blocks` blocks, those before this number are masked and the others not, or
+        the other way round.
+      masked_first: whether it is those before it.
+      overlap_pv: whether a factor is multiplied beside the next block. There must be a block
+        then, and the first one is masked.
+    """
+
+    def step(under_mask, i, carried):
+        state, matrix = carried
+        before = block_at(False, i - 1), matrix
+        return mainloop.attend(block_at(under_mask, i), before, state)
+
+    def step_alone(under_mask, i, state):
+        block = block_at(under_mask, i)
+        state, matrix = mainloop.attend(block, None, state)
+        return mainloop.multiply((block, matrix), state)
+
+    def walk(first, body, carried):
+        middle = jnp.maximum(border, first)
+        body_before, body_after = (
+            functools.partial(body, under_mask)
+            for under_mask in (masked_first, not masked_first)
+        )
+        carried = lax.fori_loop(first, middle, body_before, carried)
+        return lax.fori_loop(middle, blocks, body_after, carried)
+
+    if not overlap_pv:
+        return walk(0, step_alone, mainloop.state)
+    carried = mainloop.attend(block_at(True, jnp.int32(0)), None, mainloop.state)
+    state, matrix = walk(1, step, carried)
+    return mainloop.multiply((block_at(False, blocks - 1), matrix), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Blocks of `rows` rows and `width` columns.
+
+    Attributes:
+      buffers: make and multiply them.
+      by_column: whether a row is a column of values, and a column a pair of keys.
+    """
+
+    buffers: Buffers
+    rows: int
+    width: int
+    by_column: bool = False
+
+    def scratch(self, stages: int):
+        """Of the ring."""
+        return self.buffers.ring(stages, self.rows, self.width)
+
+    @property
+    def copies(self) -> int:
+        """Of a block."""
+        return self.width // self.buffers.slab
+
+    def load(self, array, b, kv_head, first, ref, stage, barrier) -> None:
+        """Starts copies of the block of `array` whose first key is `first`, by columns a multiple
+        of `GROUP`.
+        """
+
+        def by_token(columns):
+            return array.at[b, pl.ds(first, self.rows), kv_head, columns]
+
+        def by_column(columns):
+            pair = div(first, 2) + columns.start
+            if not self.buffers.interpret:
+                pair = pl.multiple_of(pair, GROUP // 2)
+            return array.at[b, kv_head, pl.ds(0, self.rows), pl.ds(pair, columns.size)]
+
+        source: Callable[[Any], Any] = by_column if self.by_column else by_token
+        self.buffers.load_keys(source, ref, stage, barrier)
+
+
+def rings(spec: Any) -> tuple[Ring, Ring]:
+    """Of the keys and the values that a kernel reads; `spec`: an `AttentionSizes` with `tile` and
+    `block`.
+    """
+    if not spec.fp8:
+        buffers = Buffers.of(spec, spec.tile)
+        return Ring(buffers, spec.block, spec.D), Ring(buffers, spec.block, spec.Dv)
+    keys, values = (
+        Buffers.of(spec, Tile(spec.tile.group, slab_width(pairs)), "int16")
+        for pairs in (spec.D // 2, spec.block // 2)
+    )
+    return (
+        Ring(keys, spec.block, spec.D // 2),
+        Ring(values, spec.Dv, spec.block // 2, by_column=True),
+    )
+
+
+def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
+    """What forward does with the tile `at`."""
+    buffers = Buffers.of(spec, spec.tile)
+    tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
+    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    keys, values = (ring.buffers for ring in rings(spec))
+    query, offset = (refs.query_tile, at.slot), 0.0
+    if spec.fp8:
+        query, divisor = _rounded_query(spec, buffers, refs, at)
+        c, offset = c * divisor, OFFSET
+
+    def attend(block, before, state):
+        acc = state.acc
+        plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
+        key = refs.key_ring, block.key_stage
+        scores = keys.start_product(query, key)
+        if before is not None:
+            acc = start_multiply(before, acc)
+        (scores,) = buffers.finish(scores, running=0 if before is None else 1)
+        block.free_key()
+        visible = block.visible()
+        p, row_max = softmax.block_softmax(
+            state.row_max, scores, c, visible, block.row_mask, offset
+        )
+        if before is not None:
+            acc = finish_multiply(before, acc)
+        state = softmax.rescaled(state._replace(acc=acc), row_max, p)
+        # Converted before the wait, P would serialize the products (`wgmma.py`).
+        return state, fp8.pairs(p, interpret) if spec.fp8 else p.astype(values.dtype)
+
+    def start_multiply(before, acc):
+        stage = before[0].value_stage
+        plgpu.barrier_wait(refs.value_ready.at[stage])
+        return values.start_sum(acc, before[1], (refs.value_ring, stage))
+
+    def finish_multiply(before, acc):
+        (acc,) = buffers.finish(acc)
+        before[0].free_value()
+        return acc  # [64, Dv]
+
+    def multiply(factor, state):
+        acc = finish_multiply(factor, start_multiply(factor, state.acc))
+        return state._replace(acc=acc)
+
+    def finish(state):
+        inverse, lse = softmax.normalizer(state, offset)  # [64]
+        if spec.fp8 and not spec.added:  # a branch alone, whose keys have their mean again
+            lse += _logit(spec, buffers, refs, at, refs.key_mean)
+        rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
+        tile_rows.put(refs.lse, lse, *rows)
+        if spec.gated:
+            inverse *= tile_rows.values(refs.gate, *rows)
+        out = state.acc * across(inverse, state.acc.shape)
+        if spec.fp8:
+            out *= by_column(refs.value_scale.at[at.b, at.kv_head], out.shape, interpret)
+        return out
+
+    return Mainloop(softmax.initial_state(spec.Dv), attend, multiply, finish)
+
+
+def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
+    """The tile's query times the scales of keys in e4m3, a left operand in registers, and what its
+    rows were divided by, `[64]`.
+    """
+    interpret, slab = bool(spec.interpret), buffers.slab
+    slabs = range(spec.D // slab)
+    part = functools.partial(_query_times, spec, buffers, refs, at, refs.key_scale)
+    largest = [jnp.abs(part(i)).max(axis=1) for i in slabs]
+    divisor = functools.reduce(jnp.maximum, largest) / LARGEST
+    divisor = jnp.maximum(divisor, SMALLEST)
+    inverse = across(1 / divisor, (ROWS, slab))
+    parts = [fp8.pairs(part(i) * inverse, interpret) for i in slabs]
+    return side_by_side(parts, interpret), divisor
+
+
+def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
+    """Of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
+    logit = 0.0
+    for i in range(spec.D // buffers.slab):
+        logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
+        plgpu.commit_smem()  # or registers would hold all slabs at once
+    return logit * spec.scale
+
+
+def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns, i):
+    """Slab `i` of the tile's query, each column times its number of `[B, Hkv, D]`; float32."""
+    query = buffers.read_slab(refs.query_tile, at.slot, i).astype(jnp.float32)
+    own = columns.at[at.b, at.kv_head, pl.ds(i * buffers.slab, buffers.slab)]
+    return query * by_column(own, query.shape, bool(spec.interpret))
+
+
+def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
+    """What dq does with the tile `at`."""
+    buffers = Buffers.of(spec, spec.tile)
+    tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    interpret = bool(spec.interpret)
+    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
+    stats_tiles = spec.stats_tile[0], refs.sizes.stats_tiles
+    gathered_rows = GatheredRows(tile.group, interpret)
+    stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, stats_tiles)
+
+    def attend(block, _, acc):
+        plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
+        plgpu.barrier_wait(refs.value_ready.at[block.value_stage])
+        query, do = (refs.query_tile, at.slot), (refs.do_tile, at.slot)
+        scores = buffers.start_product(query, (refs.key_ring, block.key_stage))  # [64, block]
+        dp = buffers.start_product(do, (refs.value_ring, block.value_stage))
+        scores, dp = buffers.finish(scores, dp)
+        block.free_value()
+        of_rows = stats
+        if block.row_mask is not None:
+            of_rows = stats._replace(shift=jnp.where(block.row_mask, stats.shift, jnp.inf))
+        ds = softmax.softmax_backward(scores, dp, c, of_rows, block.visible())
+        return acc, ds.astype(dtype)
+
+    def multiply(factor, acc):
+        block, ds = factor
+        acc = buffers.start_sum(acc, ds, (refs.key_ring, block.key_stage))
+        (acc,) = buffers.finish(acc)
+        block.free_key()
+        return acc  # [64, D]
+
+    def finish(acc):
+        return acc * across(stats.sign * spec.scale, acc.shape)
+
+    return Mainloop(softmax.zeros(spec.D), attend, multiply, finish)

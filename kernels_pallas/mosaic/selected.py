@@ -1,0 +1,292 @@
+"""Selected attention, forward and dq: tiles of queries walk over their block lists.
+
+Algorithm: FlashAttention's online softmax, and its backward with the queries standing still
+(`mainloop.py`). In rows of tokens that did not select a block P = 0, and the maximum stays, or
+shift = +inf.
+
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
+share every block that one of them selected (`lists.py`); rows of tokens that did not are masked.
+The warpgroup copies for itself: a stage of a ring buffer is refilled as soon as all four warps are
+done with it.
+
+Several small CTAs on an SM hide each other's latency: at D = Dv = 128 and blocks of 64 keys three
+in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/value head are the
+slowest grid axis, so that the keys of one head stay in L2.
+
+    block list    |--- every member sees the whole block ---|--- some see a part ---|
+    blocks        0                    ..              full_blocks      ..       blocks
+
+A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
+
+Forward multiplies P V of a block beside the work on the next one where `specs.variants.overlap_pv`.
+Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
+has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
+`specs.selected.dq_stages`.
+
+Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
+L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels/selected.md).
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: forward 2.2 TFLOP = 2.2 ms, dq 3.3 TFLOP
+= 3.3 ms; query and output once 0.64 ms; the lists are 108 GB on random selections, 13 ms at 8.3
+TB/s.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import mainloop, operands
+from kernels_pallas.mosaic.mainloop import Block, TilePlace, over_blocks, rings, rows_of
+from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, Buffers, across, div, div_rem, rem
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_io import TileRows
+from kernels_pallas.specs.selected import COUNTS, LIST_CHUNK, BlockCounts, SelectedAttention
+from kernels_pallas.specs.tile import ROWS
+
+
+def forward(kernel: Kernel) -> Callable:
+    """The body of `specs.selected.forward`."""
+    spec = kernel.spec
+    rows = {"query": spec.D}
+    return _build(kernel, mainloop.forward, rows, "out", spec.Dv, spec.overlap_pv)
+
+
+def dq(kernel: Kernel) -> Callable:
+    """The body of `specs.selected.dq`."""
+    spec = kernel.spec
+    return _build(kernel, mainloop.dq, {"query": spec.D, "do": spec.Dv}, "dq", spec.D, False)
+
+
+def list_counts(block_counts, index) -> BlockCounts:
+    """Row `index` of `block_counts`."""
+    # Sums, not loads: under `shard_map` only they have the type of what varies.
+    return BlockCounts(*(block_counts[index, i] + 0 for i in range(COUNTS)))
+
+
+class Walked(NamedTuple):
+    """The blocks that a tile walks over."""
+
+    full_blocks: Any  # need no mask by key, and come first
+    blocks: Any
+    far_begin: Any  # places in the list from here on are `far` further than in the walk
+    far: Any  # how many blocks of the list are passed over; None: none is in any tile
+
+    def place(self, i):
+        """Of the `i`-th one in the list."""
+        return i if self.far is None else i + jnp.where(i >= self.far_begin, self.far, 0)
+
+
+def tile_is_gathered(block_counts, tile, index, gather_limit: int):
+    """Whether far blocks of a tile are left to `specs/gathered.py`: the block list of the tile
+    before it is longer than `gather_limit`. Its own list cannot decide, as no output may depend
+    on tokens after its own.
+
+    Args:
+      tile: along the tokens.
+      index: of its list in `block_counts` (`specs.selected.BlockCounts`).
+    """
+    before = list_counts(block_counts, jnp.where(tile > 0, index - 1, index)).blocks
+    return (tile > 0) & (before > gather_limit)
+
+
+def _build(
+    kernel: Kernel,
+    mainloop_of: Callable[[SelectedAttention, Any, TilePlace], mainloop.Mainloop],
+    rows: dict[str, int],
+    out: str,
+    width: int,
+    overlap_pv: bool,
+) -> Callable:
+    """A kernel.
+
+    Args:
+      mainloop_of: what to do with a tile.
+      rows: widths of the arrays of query rows that are read; the first one's tile takes `added`
+        and the result too.
+      out, width: the array `[B, T, H, width]` of the result.
+      overlap_pv: whether the product of a block's factor runs beside the work on the next block.
+    """
+    spec: SelectedAttention = kernel.spec
+    buffers, size = Buffers.of(spec, spec.tile), spec.tile
+    keys, values = rings(spec)
+
+    def body(refs):
+        b, kv_head = div_rem(refs.cta.head, spec.Hkv)
+        tile = TilePlace(b, kv_head, refs.cta.tile, 0)
+        for i in range(0, spec.entries, LIST_CHUNK):
+            chunk = pl.ds(i, LIST_CHUNK)
+            starts = refs.block_starts.at[b, kv_head, tile.index, chunk]
+            plgpu.copy_gmem_to_smem(starts, refs.starts.at[chunk], refs.list_ready)
+            for word in range(spec.words):
+                members = refs.block_members.at[b, kv_head, tile.index, word, chunk]
+                to = refs.members.at[word, chunk]
+                plgpu.copy_gmem_to_smem(members, to, refs.list_ready)
+        for name, columns in rows.items():
+            source = rows_of(size, getattr(refs, name), tile)
+            to = getattr(refs, f"{name}_tile")
+            buffers.load_rows(source, to, 0, columns, refs.rows_ready)
+        walked = _walked(spec, refs, tile)
+        key_end = refs.key_end.at[b * refs.sizes.tiles + tile.index]
+        key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
+        token = div(operands.row_index(), size.group)  # [64]
+
+        def load(ring, source, blocks, ready, stages, i):
+            """Starts the copy of block `i`, if there is one."""
+
+            @pl.when(i < walked.blocks)
+            def _():
+                stage = rem(i, stages)
+                start = refs.starts[walked.place(i)]
+
+                def copy(array, row, first):
+                    ring.load(array, row, kv_head, first, blocks, stage, ready.at[stage])
+
+                if not spec.pages:
+                    copy(getattr(refs, source), b, start)
+                    return
+                is_last = start + spec.block > refs.lengths[b]
+                page = div(start, spec.block)
+                first = refs.page_table[b * refs.sizes.pages + page] * spec.block
+                pl.when(is_last)(lambda: copy(getattr(refs, f"last_{source}"), b, 0))
+                pl.when(~is_last)(lambda: copy(getattr(refs, source), 0, first))
+
+        load_key = functools.partial(
+            load, keys, "key", refs.key_ring, refs.key_ready, spec.key_stages
+        )
+        load_value = functools.partial(
+            load, values, "value", refs.value_ring, refs.value_ready, spec.value_stages
+        )
+
+        plgpu.barrier_wait(refs.list_ready)
+        for i in range(spec.key_stages):
+            load_key(jnp.int32(i))
+        for i in range(spec.value_stages):
+            load_value(jnp.int32(i))
+        plgpu.barrier_wait(refs.rows_ready)
+
+        def visible(place):
+            shape = (ROWS, spec.block)
+            index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+            return index < across(key_end - refs.starts[place], shape)
+
+        def block_at(under_mask, i):
+            key_stage, value_stage = rem(i, spec.key_stages), rem(i, spec.value_stages)
+            place = walked.place(i)
+            bits = lax.broadcast(refs.members[0, place], (ROWS,))
+            if spec.words == 2:
+                high = lax.broadcast(refs.members[1, place], (ROWS,))
+                bits = jnp.where(token < 32, bits, high)
+            row_mask = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
+
+            def free_key():
+                plgpu.commit_smem()  # all four warps are done with this stage
+                load_key(i + spec.key_stages)
+
+            def free_value():
+                plgpu.commit_smem()
+                load_value(i + spec.value_stages)
+
+            seen = (lambda: visible(place)) if under_mask else (lambda: None)
+            return Block(key_stage, value_stage, row_mask, seen, free_key, free_value)
+
+        loop, blocks = mainloop_of(spec, refs, tile), walked.blocks
+        state = lax.cond(
+            blocks > 0,
+            lambda: over_blocks(loop, block_at, walked.full_blocks, blocks, False, overlap_pv),
+            lambda: loop.state,
+        )
+        result = loop.finish(state)  # [64, width]
+
+        out_tile, added = refs.query_tile, None
+        if spec.added:
+            plgpu.commit_smem()  # all four warps are done with the query
+            source = rows_of(size, refs.added, tile)
+            buffers.load_rows(source, out_tile, 0, width, refs.added_ready)
+            plgpu.barrier_wait(refs.added_ready)
+            added = buffers.read_rows(out_tile, 0, width)
+        buffers.write_rows(out_tile, 0, result, added)
+        plgpu.commit_smem()
+        buffers.store_rows(out_tile, 0, width, rows_of(size, getattr(refs, out), tile))
+        if spec.summed:
+            _store_total(spec, refs, tile, result)
+        plgpu.wait_smem_to_gmem(0)
+
+    def barriers(arrivals, count=1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    tiles = rows | {"query": max(spec.D, width)}
+    return build_kernel(
+        kernel,
+        body,
+        scratch={
+            **{f"{name}_tile": buffers.rows(1, columns) for name, columns in tiles.items()},
+            "key_ring": keys.scratch(spec.key_stages),
+            "value_ring": values.scratch(spec.value_stages),
+            "starts": plgpu.SMEM((spec.entries,), jnp.int32),
+            "members": plgpu.SMEM((spec.words, spec.entries), jnp.int32),
+            "rows_ready": barriers(sum(rows.values()) // size.slab),
+            "list_ready": barriers((1 + spec.words) * spec.entries // LIST_CHUNK),
+            "key_ready": barriers(keys.copies, spec.key_stages),
+            "value_ready": barriers(values.copies, spec.value_stages),
+            "added_ready": barriers(width // size.slab),
+        },
+        grid_names=("head", "tile"),
+        interpret=spec.interpret,
+    )
+
+
+def _walked(spec: SelectedAttention, refs, tile: TilePlace) -> Walked:
+    """All blocks of the list, or of a gathered tile those that are near."""
+    counts = refs.block_counts
+    index = refs.cta.head * refs.sizes.tiles + tile.index
+    found = list_counts(counts, index)
+    if not spec.gather_limit:
+        return Walked(found.full_blocks, found.blocks, None, None)
+    gathered = tile_is_gathered(counts, tile.index, index, spec.gather_limit)
+    far = jnp.where(gathered, found.far_end - found.far_begin, 0)
+    far_full = jnp.clip(found.full_blocks - found.far_begin, 0, far)
+    return Walked(found.full_blocks - far_full, found.blocks - far, found.far_begin, far)
+
+
+def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
+    """Stores the sum of the branches' outputs, each times its gate, in the order of branches, as
+    `combine.gated_sum` does; `result`: of this one, which is on its way from the query's tile.
+    """
+    size, width, buffers, out_tile = (
+        spec.tile,
+        spec.Dv,
+        Buffers.of(spec, spec.tile),
+        refs.query_tile,
+    )
+    tile_rows = TileRows(size.tokens, size.group, size.group, bool(spec.interpret))
+    places = tile.b, tile.index * size.tokens, tile.kv_head * size.group, refs.sizes.T
+    gates = refs.gate_0, refs.gate_1, refs.gate_2
+    of_compressed, own, of_sliding = (tile_rows.values(gate, *places) for gate in gates)
+    slabs = range(0, width, size.slab)
+
+    def added(total, outputs, gate):
+        terms = (x.astype(jnp.float32) * across(gate, x.shape) for x in outputs)
+        return [x + term for x, term in zip(total, terms, strict=True)]
+
+    def loaded(array):
+        source = rows_of(size, array, tile)
+        buffers.load_rows(source, out_tile, 0, width, refs.added_ready)
+        plgpu.barrier_wait(refs.added_ready)
+        return buffers.read_rows(out_tile, 0, width)
+
+    total = [operands.full((ROWS, size.slab), 0.0, MATRIX) for _ in slabs]
+    rounded = [result[:, i : i + size.slab].astype(buffers.dtype) for i in slabs]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    total = added(total, loaded(refs.out_0), of_compressed)
+    total = added(total, rounded, own)
+    plgpu.commit_smem()  # all four warps have read the tile
+    total = added(total, loaded(refs.out_2), of_sliding)
+    for i, part in enumerate(total):
+        buffers.write_slab(out_tile, 0, i, part)
+    plgpu.commit_smem()
+    buffers.store_rows(out_tile, 0, width, rows_of(size, refs.total, tile))
