@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 import nsa_jax
-from kernels_pallas.mosaic import capability, operands, mainloop
+from kernels_pallas.mosaic import capability, mainloop, operands
 from kernels_pallas.specs import scores
 from kernels_pallas.specs import selected as selected_spec
 from nsa_core.config import NSAConfig

@@ -4,28 +4,10 @@ import math
 
 import pytest
 
-from kernels_pallas.specs import dkv, interval, scores, selected, variants
+from kernels_pallas.specs import dkv, interval, selected
 
 SIZES = dict(B=1, T=256, Hkv=1, D=64, dtype="bfloat16", scale=1.0)
-SCORES = SIZES | dict(
-    blocks=8, candidates=8, ratio=4, cover=2, n=4, num_initial=1, num_local=2, packed=False
-)
 DKV = SIZES | dict(S=256, H=16, Dv=64, work_items=4)
-
-
-@pytest.mark.parametrize("interpret", [False, True])
-@pytest.mark.parametrize(("group", "body"), [(1, "qk"), (16, "qk"), (17, "kq"), (64, "kq")])
-def test_scores(group, body, interpret):
-    kernel = scores.best_blocks(scores.Scores(**SCORES, H=group, interpret=interpret))
-    assert kernel.body == f"kernels_pallas.mosaic.scores_{body}:best_blocks"
-
-
-@pytest.mark.parametrize("interpret", [False, True])
-@pytest.mark.parametrize(("entries", "body"), [(0, "interval"), (64, "gathered")])
-def test_dkv(entries, body, interpret):
-    options = {"list_entries": entries, "interval_partials": 4, "interpret": interpret}
-    kernel = dkv.partials(dkv.Dkv(**DKV, **options))
-    assert kernel.body == f"kernels_pallas.mosaic.dkv_{body}:partials"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +36,7 @@ def test_kernels_of_both_gradients(widths, entries, kernels):
     ],
 )
 def test_forward_overlaps_products_where_registers_hold_them(widths, block, overlap):
-    assert variants.overlap_pv(*widths, block) == overlap
+    assert selected.overlap_pv(*widths, block) == overlap
     stages = selected.forward_stages(*widths, block)
     assert stages == dict(key_stages=2 - overlap, value_stages=1 + overlap)
     key, value = widths

@@ -7,7 +7,6 @@ Bandwidth bound: each array moves once. At B=1 T=65536 H=64 Dv=128 and three bra
 sum moves 4.3 GB, 1.3 ms.
 """
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -82,7 +81,7 @@ def _each(refs, name: str, branches: int):
 
 def _buffers(spec: Combine):
     tile = operands.Tile(1, operands.slab_width(spec.width))
-    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile, bool(spec.interpret))
+    buffers = operands.Buffers.of(spec, tile)
     return buffers, spec.width // tile.slab
 
 

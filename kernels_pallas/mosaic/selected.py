@@ -18,7 +18,7 @@ slowest grid axis, so that the keys of one head stay in L2.
 
 A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
 
-Forward multiplies P V of a block beside the work on the next one where `specs.variants.overlap_pv`.
+Forward multiplies P V of a block beside the work on the next one where `specs.selected.overlap_pv`.
 Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
 has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
 `specs.selected.dq_stages`.

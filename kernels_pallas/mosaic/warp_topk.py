@@ -27,9 +27,9 @@ from typing import Any
 
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.scores_common import NO_BLOCK
 from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slots
 
+NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
 NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
 TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels/scores.md)

@@ -215,7 +215,7 @@ def _kernel(name, spec, inputs, outputs):
     return Kernel.named(
         name,
         spec,
-        f"kernels_pallas.mosaic.block_query_lists:{name}",
+        f"kernels_pallas.mosaic.lists:{name}",
         inputs,
         outputs,
         sizes={

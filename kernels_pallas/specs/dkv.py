@@ -31,7 +31,7 @@ import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
-from kernels_pallas.specs import stored_ds, tile, variants
+from kernels_pallas.specs import stored_ds, tile
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
     INTERVAL_ITEM_INTS,
@@ -42,6 +42,9 @@ from kernels_pallas.specs.tile import (
     WORK_ITEM_INTS,
     Tile,
 )
+
+BOTH_WIDTHS = 320  # D + Dv at most where registers hold the sums of both gradients
+WHOLE_STEP_WIDTHS = 256  # and, beside these, the products of all 64 rows of a step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,7 @@ class Dkv(AttentionSizes):
         leave no more registers.
         """
         both = not self.gathered and self.want_dk and self.want_dv
-        wide = self.D + self.Dv > variants.WHOLE_STEP_WIDTHS
+        wide = self.D + self.Dv > WHOLE_STEP_WIDTHS
         return ROWS // 2 if both and wide else ROWS
 
     @property
@@ -160,7 +163,7 @@ class Dkv(AttentionSizes):
     @property
     def passes(self) -> list[Self]:
         """One kernel for dk and dv, or one each; dS is dk's."""
-        if variants.dkv_at_once(self.D, self.Dv):
+        if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
         return [dataclasses.replace(self, **part) for part in parts]
@@ -243,7 +246,7 @@ def partials(spec: Dkv) -> Kernel:
     return Kernel.named(
         "dkv_partials",
         spec,
-        variants.dkv_partials(spec.gathered),
+        f"kernels_pallas.mosaic.dkv:partials_of_{'lists' if spec.gathered else 'intervals'}",
         inputs,
         outputs,
         sizes=sizes,
@@ -270,7 +273,7 @@ def merge(spec: Dkv) -> Kernel:
     return Kernel.named(
         "dkv_merge",
         spec,
-        "kernels_pallas.mosaic.dkv_merge:merge",
+        "kernels_pallas.mosaic.dkv:merge",
         inputs,
         outputs,
         in_place=spec.stored_rows > 0,

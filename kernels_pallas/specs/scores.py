@@ -14,7 +14,7 @@ left of `cover` times for the next one, into which it reaches. For r = 4 and cov
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
 A product takes the same phase of 64 blocks, so the sum over phases is an addition of registers.
-Which product it is: `variants.py`.
+Groups of up to 16 heads take Q K^T, larger ones K Q^T.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
-from kernels_pallas.specs import variants
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
 KEYS = 64  # blocks of a product, one phase of each
+MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T: it takes their best by itself
 
-# A score row of `scores_qk.py` lies in shared memory in stripes of 32 entries, one a lane. Two
+# A score row of Q K^T lies in shared memory in stripes of 32 entries, one a lane. Two
 # words of padding follow each stripe, so that lanes that read a column, one stripe each, meet
 # in a bank two by two only. After the last one stands the carry into the next chunk.
 STRIPE_WORDS = LANES + 2
 MAX_STRIPES = LANES  # a lane reads a column again, which it owns, one stripe a lane
 
-# `scores_kq.py`
+# Of K Q^T.
 KQ_ROWS = 128  # query rows of a tile at most
 KQ_TOKENS = 8  # tokens of a tile at most
 KQ_SCORES = 4096  # scores in shared memory at most
@@ -123,8 +123,8 @@ class Scores:
 
     @property
     def swap_ab(self) -> bool:
-        """Whether the product is K Q^T."""
-        return variants.scores_swap_ab(self.group)
+        """Whether the product is K Q^T: rows of a token are more than one warp has."""
+        return self.group > MAX_GROUP_QK
 
     @functools.cached_property
     def tiling(self) -> Tiling:
@@ -179,7 +179,7 @@ def best_blocks(spec: Scores) -> Kernel:
     return Kernel.named(
         "best_blocks",
         spec,
-        variants.best_blocks(spec.group),
+        f"kernels_pallas.mosaic.scores:best_blocks_{'kq' if spec.swap_ab else 'qk'}",
         inputs,
         {"selection": ints((spec.B, spec.T, spec.Hkv, spec.n))},
         sizes={"T": spec.T, "tiles": spec.tiles},
@@ -199,7 +199,7 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Of `scores_qk.py`: as few padding rows as leave room for the scores of all tokens, or
+    """Of Q K^T: as few padding rows as leave room for the scores of all tokens, or
     four rows a token.
     """
     heads = 1 << (spec.group - 1).bit_length()
@@ -239,7 +239,7 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Of `scores_kq.py`: heads a multiple of 8, which is a register's columns, that divides the
+    """Of K Q^T: heads a multiple of 8, which is a register's columns, that divides the
     64 rows of a load; score rows a multiple of the warps, which take one each.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)

@@ -25,8 +25,8 @@ from kernels_pallas.specs.tile import (
     parts_of_block,
     slab_width,
 )
-from kernels_pallas.specs.variants import overlap_pv
 
+FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
@@ -154,6 +154,14 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
+
+
+def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
+    """Whether forward of the selected branch multiplies P V of a block beside the work on the next
+    one: a thread then holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers
+    of P of each of two blocks, and a CTA a stage more of values and one less of keys.
+    """
+    return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
 
 FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # of `forward` in e4m3

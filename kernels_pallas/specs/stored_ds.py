@@ -101,7 +101,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
     return Kernel.named(
         "stored_ds_dq",
         spec,
-        "kernels_pallas.mosaic.stored_ds_dq:build",
+        "kernels_pallas.mosaic.stored_ds:dq",
         inputs,
         {"dq": out},
         in_place=spec.added,

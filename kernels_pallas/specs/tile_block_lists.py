@@ -41,7 +41,7 @@ def tile_block_lists(spec: SelectedAttention) -> Kernel:
     return Kernel.named(
         "tile_block_lists",
         spec,
-        "kernels_pallas.mosaic.tile_block_lists:tile_block_lists",
+        "kernels_pallas.mosaic.lists:tile_block_lists",
         {
             "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
             "position": by_token,

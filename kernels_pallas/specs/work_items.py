@@ -418,7 +418,7 @@ def _kernel(name: str, spec: WorkItems, inputs, outputs, warps: int) -> Kernel:
     return Kernel.named(
         name,
         spec,
-        f"kernels_pallas.mosaic.work_items:{name}",
+        f"kernels_pallas.mosaic.lists:{name}",
         inputs,
         outputs,
         sizes=spec.sizes,

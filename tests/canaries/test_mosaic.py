@@ -19,7 +19,7 @@ from tests.canaries import canary, said
 from tests.runtime_kernels import Copy, copy
 
 LOWERING, PLUGIN = (f"kernels_pallas/runtime/{x}.py" for x in ("lowering", "build_child"))
-REGISTERS = "kernels_pallas/mosaic/operands.py, wgmma.py and scores_qk.py"
+REGISTERS = "kernels_pallas/mosaic/operands.py, wgmma.py and scores.py"
 NAME = next((x for x in build.PLUGINS if build.has_plugin(x)), None)
 needs_plugin = pytest.mark.skipif(NAME is None, reason="JAX's CUDA plugin is not installed")
 PACKAGE = "" if NAME is None else f"jax-{NAME.rpartition('_')[2]}-plugin"

@@ -1,0 +1,627 @@
+"""dk and dv: key-stationary, of intervals of queries and of query lists, then merged.
+
+A step brings Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) to a
+warpgroup's 64 keys. Products are transposed, keys x queries, of all rows or of half of them at
+once (`Dkv.rows_at_once`), the other half after it:
+
+    1. S^T   = K Q^T                                       [64 keys, rows at once]
+    2. gP^T  = +-exp2(scale * log2(e) * S^T - shift)
+    3. dP^T  = V dO^T                                      [64, rows at once]
+    4. dV   += gP^T dO                                     [64, Dv]
+    5. dS^T  = gP^T * (dP^T - delta)
+    6. dK   += dS^T Q                                      [64, D], times scale at the end
+
+shift and delta are those of `row_stats`; shift holds the gate. gP^T and dS^T stay in registers,
+as the left operand of 4 and 6. 3 is multiplied beside 4, and 5 is made beside the latter. The G
+query heads of a key/value head are rows of the query tile, so these products sum over them: GQA
+needs no reduction of its own.
+
+Intervals: the queries that see a tile of keys are neighbours. A CTA has 128 keys: a producer
+warpgroup, and two consumer warpgroups of 64 keys each; one where
+D + Dv > 384. The producer fills the stages of a ring buffer with query tiles of 64 rows, as the
+consumers leave them. Steps at both ends of an interval are masked; between them no key is
+compared. A consumer leaves out the steps of which no query sees its 64 keys.
+
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products a pair: compressed 8.8 TFLOP =
+8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both: a step
+of two warpgroups takes 2048 cycles of the tensor cores, in which shared memory moves 192 KB to
+them (1536 cycles), 32 KB of copies (256) and statistics (256). Where K and V fit in registers
+(D + Dv <= 128), products read a third less.
+
+Query lists, of the selected branch. A CTA is one warpgroup with 64 keys. A step has 64 query
+rows: several query tiles, each of which
+one of the four warps starts to copy as soon as all are done with the stage. Of dS^T, which 6. of
+a step multiplies, a copy may go to memory, where `stored_ds.py` finds it.
+
+Stages: as many as two CTAs on an SM have room for, 2 to 4. Floors at B=1 H=64 Hkv=4 D=Dv=128
+T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which come from L2 for work
+items that run together.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic.operands import (
+    LOG2E,
+    MATRIX,
+    PER_COLUMN,
+    ROW_STATS,
+    ROWS,
+    Buffers,
+    div,
+    div_rem,
+    rem,
+)
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.row_copies import RowCopies
+from kernels_pallas.mosaic.row_io import GatheredRows
+from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
+from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
+from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
+from kernels_pallas.specs.work_items import WorkItem, part_column
+
+COLUMNS = 8  # query rows whose statistics are in registers at a time
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # a thread, of intervals
+AT_ONCE = 2, 1  # partials that are on their way together in the merge
+
+
+def down(column):
+    """A value by column, repeated along the keys: `[8]` to `[64, 8]`."""
+    return lax.broadcast_in_dim(column, (ROWS, COLUMNS), [1])
+
+
+def key_index(first_key, wg=0):
+    """Of a product's rows, which key each is: float32 `[64, 8]`, of the warpgroup `wg`."""
+    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
+    return (key + (first_key + wg * ROWS)).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile:
+    """A work item as its CTA knows it: a tile of keys, and the query tiles to be summed over.
+
+    Attributes:
+      b, g: batch row and key/value head.
+      begin, end: of its query tiles, or of its entries in the query lists.
+      partial: where the sums are written.
+      steps: how many the queries are.
+    """
+
+    spec: Dkv
+    buffers: Buffers
+    refs: Any
+    row: Any
+    b: Any
+    g: Any
+    first_key: Any
+    begin: Any
+    end: Any
+    partial: Any
+    steps: Any
+
+    @classmethod
+    def of_cta(cls, spec: Dkv, refs: Any) -> "KeyTile":
+        item, per_step = refs.cta.item, spec.tiles_per_step
+        row = jnp.maximum(refs.work_items[item, 0], 0)
+        b, g = div_rem(row, spec.Hkv)
+        first_key, begin, _, _, end, partial = (
+            refs.work_items[item, i] + 0 for i in range(1, 7)
+        )
+        if spec.selection_entries:
+            partial -= refs.ds_chunk[FIRST_PARTIAL]
+        steps = div(end - begin + (per_step - 1), per_step)
+        return cls(
+            spec,
+            Buffers.of(spec, spec.query_tile),
+            refs,
+            row,
+            b,
+            g,
+            first_key,
+            begin,
+            end,
+            partial,
+            steps,
+        )
+
+    def exists(self):
+        """Whether there is a work item, and not an empty place in the table."""
+        return self.refs.work_items[self.refs.cta.item, 0] >= 0
+
+    def bounds(self, column) -> list:
+        """Four columns of the work item from `column` on, counted from `begin`: where the queries
+        begin, where those that see all keys begin and end, and where all end.
+        """
+        item = self.refs.cta.item
+        return [self.refs.work_items[item, column + i] - self.begin for i in range(4)]
+
+    def unmasked(self, begin, end, first, last) -> tuple:
+        """The steps, from `first` to `last - 1`, of the query tiles `begin .. end - 1` alone."""
+        per_step = self.spec.tiles_per_step
+        unmasked_first = div(begin + (per_step - 1), per_step)
+        unmasked_first = jnp.clip(unmasked_first, first, last)
+        unmasked_last = div(end, per_step)
+        return unmasked_first, jnp.clip(unmasked_last, unmasked_first, last)
+
+    def stage(self, i):
+        """Of the ring buffer, that of step `i`."""
+        return rem(i, self.spec.stages)
+
+    def load_query_tile(self, i, t, tile) -> None:
+        """Starts the copies of query tile `tile`, the `t`-th of step `i`."""
+        spec, refs, query_tile = self.spec, self.refs, self.spec.query_tile
+        stage = self.stage(i)
+        full = refs.step_full.at[stage]
+
+        def rows_of(array):
+            """The query tile in `array` `[B, T, H, width]`, by columns."""
+            tokens, group = pl.ds(tile * query_tile.tokens, query_tile.tokens), query_tile.group
+            return lambda columns: array.at[
+                self.b, tokens, pl.ds(self.g * group, group), columns
+            ]
+
+        load = self.buffers.load_rows
+        load(rows_of(refs.query), refs.query_s, stage, spec.D, full, t)
+        load(rows_of(refs.do), refs.do_s, stage, spec.Dv, full, t)
+        stats = refs.stats_s.at[stage, pl.ds(t * spec.stats_rows, spec.stats_rows)]
+        plgpu.copy_gmem_to_smem(refs.row_stats.at[self.b, self.g, tile], stats, full)
+
+    def clear_padding_rows(self) -> None:
+        """Zeros for the padding rows of the query tiles."""
+        self.buffers.clear_rows(self.refs.query_s, self.spec.tiles_per_step)
+        self.buffers.clear_rows(self.refs.do_s, self.spec.tiles_per_step)
+        plgpu.commit_smem()
+
+    def sum_steps(self, wg, walk: Callable[..., Sequence[Any]]) -> None:
+        """Writes dK and dV of the 64 keys of warpgroup `wg`: what `walk(keys, sums)` returns, from
+        the left operands K and V and from zeros.
+        """
+        spec, refs, buffers = self.spec, self.refs, self.buffers
+        for source, ring in ((refs.key, refs.key_s), (refs.value, refs.value_s)):
+            keys = source.at[self.b, pl.ds(self.first_key + wg * ROWS, ROWS), self.g]
+            buffers.load_keys(
+                lambda columns, keys=keys: keys.at[:, columns],
+                ring,
+                wg,
+                refs.keys_full.at[wg],
+            )
+        plgpu.barrier_wait(refs.keys_full.at[wg])
+        zeros = tuple(
+            operands.full((ROWS, width), 0.0, MATRIX) for width in spec.widths.values()
+        )
+        left = (refs.key_s, wg), (refs.value_s, wg)
+        if spec.keys_in_registers:
+            left = tuple(buffers.in_registers(*operand) for operand in left)
+        sums = list(walk(left, zeros))
+        keys = pl.ds(wg * ROWS, ROWS)
+        if spec.want_dv:
+            refs.dv_partials.at[self.partial, keys][...] = sums.pop()
+        if spec.want_dk:
+            refs.dk_partials.at[self.partial, keys][...] = sums.pop() * spec.scale
+
+    def add_step(
+        self, stage, keys, sums, visible=None, selected=None, take_ds=lambda ds: None
+    ) -> tuple:
+        """The sums of dK and dV after the query rows of a step, whose copies have arrived.
+
+        Args:
+          stage: where they lie.
+          keys: the left operands K and V, 64 keys.
+          visible: called with the first of eight columns, and with first and last key of their
+            statistics: which query sees which key, `[64, 8]`; None: all see all.
+          selected: called with the first of eight columns: whether the token of a column selected
+            the block of its entry, `[8]`; None: all did, or `visible` knows.
+          take_ds: called with dS^T, in 16 bits.
+        """
+        spec, refs, buffers = self.spec, self.refs, self.buffers
+        key, value = keys
+        c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
+        interpret = bool(spec.interpret)
+
+        def stats_of_columns(j):
+            """shift, delta, first_key and key_end of eight columns, `[8]`."""
+            stats = refs.stats_s.at[stage], j
+            if not spec.single_token:
+                stats = refs.stats_s.at[stage, slice(j, j + COLUMNS)], 0
+            of_single = spec.query_tile.group if spec.single_token else 0
+            return operands.column_stats(*stats, interpret, of_single)
+
+        sums = list(sums)
+        for first in range(0, ROWS, spec.rows_at_once):
+            rows = first, spec.rows_at_once
+            columns = range(first, sum(rows), COLUMNS)
+            # 1. S^T = K Q^T
+            s = buffers.start_product(key, (refs.query_s, stage), rows)
+            (s,) = buffers.finish(s)
+            # 2. gP^T
+            p = []
+            for j in columns:
+                shift, _, key_begin, key_end = stats_of_columns(j)
+                if selected is not None:
+                    shift = jnp.where(selected(j), shift, jnp.inf)
+                seen = visible and visible(j, key_begin, key_end)
+                part = s[:, j - first : j - first + COLUMNS]
+                part = softmax.probabilities(part, c, down(shift), seen)
+                if spec.gated:
+                    part = operands.with_sign_bit(part, down(shift), interpret)
+                p.append(part)  # [64, 8]
+            dp = None
+            if spec.want_dk:  # 3. dP^T = V dO^T
+                dp = buffers.start_product(value, (refs.do_s, stage), rows)
+            if spec.want_dv:  # 4. dV += gP^T dO
+                left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
+                sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage), rows)
+            if dp is not None:
+                (dp,) = buffers.finish(dp, running=int(spec.want_dv))
+                ds = []  # 5. dS^T
+                for j, of_column in zip(columns, p, strict=True):
+                    # Read again: kept from above they would take 16 registers.
+                    delta = stats_of_columns(j)[1]
+                    part = dp[:, j - first : j - first + COLUMNS] - down(delta)
+                    ds.append((of_column * part).astype(dtype))
+                ds = operands.side_by_side(ds, interpret)
+                take_ds(ds)
+                # 6. dK += dS^T Q
+                sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage), rows)
+            sums = buffers.finish(*sums)
+        return tuple(sums)
+
+
+def _scratch(spec: Dkv) -> dict[str, Any]:
+    """What lies in shared memory, in this order."""
+    buffers = Buffers.of(spec, spec.query_tile)
+    copies = (
+        spec.D + spec.Dv
+    ) // spec.query_tile.slab  # of K and V, and of Q and dO: one a slab
+    per_step, stages = spec.tiles_per_step, spec.stages
+    stats = stages, per_step * spec.stats_rows, ROW_STATS
+    return {
+        "key_s": buffers.ring(spec.consumers, ROWS, spec.D),
+        "value_s": buffers.ring(spec.consumers, ROWS, spec.Dv),
+        "query_s": buffers.rows(stages, spec.D, per_step),
+        "do_s": buffers.rows(stages, spec.Dv, per_step),
+        "stats_s": plgpu.SMEM(stats, jnp.float32),
+        "keys_full": plgpu.Barrier(num_arrivals=copies, num_barriers=spec.consumers),
+        "step_full": plgpu.Barrier(num_arrivals=(copies + 1) * per_step, num_barriers=stages),
+        "step_free": plgpu.Barrier(num_arrivals=spec.consumers, num_barriers=stages),
+    }
+
+
+def partials_of_intervals(kernel: Kernel) -> Callable:
+    """The body of `specs.dkv.partials` for intervals."""
+    spec: Dkv = kernel.spec
+    operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
+
+    def body(refs):
+        tile = KeyTile.of_cta(spec, refs)
+        steps = tile.steps
+
+        def step(wg, keys, under_mask, i, sums):
+            stage = tile.stage(i)
+            plgpu.barrier_wait(refs.step_full.at[stage])
+
+            def visible(_, key_begin, key_end):
+                key = key_index(tile.first_key, wg)
+                return (key >= down(key_begin)) & (key < down(key_end))
+
+            sums = tile.add_step(stage, keys, sums, visible if under_mask else None)
+            plgpu.barrier_arrive(refs.step_free.at[stage])
+            return sums
+
+        def skip(i, _):
+            """Leaves a step of which no query sees a key of this warpgroup."""
+            stage = tile.stage(i)
+            plgpu.barrier_wait(refs.step_full.at[stage])
+            plgpu.barrier_arrive(refs.step_free.at[stage])
+
+        def consume(wg, keys, sums):
+            """Adds all steps to the sums of warpgroup `wg`."""
+            first, unmasked_begin, unmasked_end, last = tile.bounds(part_column(wg))
+            unmasked_first, unmasked_last = tile.unmasked(
+                unmasked_begin, unmasked_end, first, last
+            )
+            masked, unmasked = (functools.partial(step, wg, keys, x) for x in (True, False))
+            lax.fori_loop(0, first, skip, None)
+            sums = lax.fori_loop(first, unmasked_first, masked, sums)
+            sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
+            sums = lax.fori_loop(unmasked_last, last, masked, sums)
+            lax.fori_loop(last, steps, skip, None)
+            return sums
+
+        def produce():
+            """Fills the stages with query tiles, as consumers leave them."""
+
+            def load(i, _):
+                stage = tile.stage(i)
+
+                @pl.when(i >= spec.stages)
+                def _():
+                    plgpu.barrier_wait(refs.step_free.at[stage])
+
+                tile.load_query_tile(i, 0, tile.begin + i)
+
+            lax.fori_loop(0, steps, load, None)
+            if spec.interpret:  # which wants every completed phase waited for
+
+                def drain(i, _):
+                    plgpu.barrier_wait(refs.step_free.at[tile.stage(i)])
+
+                lax.fori_loop(jnp.maximum(steps - spec.stages, 0), steps, drain, None)
+
+        exists = tile.exists()
+        wg = lax.axis_index("wg")
+
+        @pl.when(exists & (wg < spec.consumers))
+        def _():
+            if not spec.interpret:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            tile.sum_steps(wg, functools.partial(consume, wg))
+
+        @pl.when(exists & (wg == spec.consumers))
+        def _():
+            tile.clear_padding_rows()
+            if not spec.interpret:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            produce()
+
+    return build_kernel(
+        kernel,
+        body,
+        scratch=_scratch(spec),
+        grid_names=("item",),
+        num_threads=spec.consumers + 1,
+        thread_name="wg",
+        interpret=spec.interpret,
+    )
+
+
+class Entries:
+    """The entries of a work item in the query lists, `tiles_per_step` of them a step."""
+
+    def __init__(self, spec: Dkv, refs: Any, tile: KeyTile):
+        self.spec, self.refs, self.tile = spec, refs, tile
+        self.per_step, self.group = spec.tiles_per_step, spec.query_tile.group
+        self.copies = None
+        if spec.copied_by_lanes and not spec.interpret:
+            divisor = spec.Hkv * spec.selection_entries or 1
+            self.copies = RowCopies(tile.buffers, self.group, divisor)
+
+    def of_step(self, array, i) -> list:
+        """What `array`, the query list or the token bits, has for the entries of step `i`."""
+        begin, end = self.tile.begin, self.tile.end
+        at = [begin + i * self.per_step + t for t in range(self.per_step)]
+        # A work item without entries must not read before the first one of all.
+        at = [jnp.maximum(jnp.minimum(entry, end - 1), begin) for entry in at]
+        return [array[entry] + 0 for entry in at]
+
+    def token(self, entry):
+        """Of an entry that is a place in the selection."""
+        return div(entry, self.spec.Hkv * self.spec.selection_entries)
+
+    def ds_places(self, i) -> list:
+        """The places in ds of the tokens of step `i`; past the last one nowhere."""
+        refs, tile = self.refs, self.tile
+        count, places = jnp.int32(self.spec.selection_entries), []
+        first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
+        for t, entry in enumerate(self.of_step(refs.query_list, i)):
+            place = (first + self.token(entry)) * count + lax.rem(entry, count)
+            exists = tile.begin + i * self.per_step + t < tile.end
+            places.append(jnp.where(exists, place, NO_ENTRY))
+        return places
+
+    def query_tiles(self, i) -> list:
+        """The query tiles of step `i`; none if they are single tokens, which are many: these are
+        prefetched into L1, and `load` reads them there.
+        """
+        refs, tile = self.refs, self.tile
+        if self.spec.selection_entries:
+            return [self.token(entry) for entry in self.of_step(refs.query_list, i)]
+        if not self.spec.single_token:
+            return self.of_step(refs.query_list, i)
+        rows = GatheredRows(self.group, bool(self.spec.interpret))
+        rows.prefetch_entries(refs.query_list, tile.begin + i * self.per_step, tile.end)
+        return []
+
+    def wait(self, i) -> None:
+        """The copies of step `i` have arrived."""
+        if self.copies is None:
+            plgpu.barrier_wait(self.refs.step_full.at[self.tile.stage(i)])
+            return
+        self.copies.wait(self.spec.stages - 1)
+        plgpu.commit_smem()
+
+    def load(self, i, tiles, varies: bool) -> None:
+        """Starts the copies of step `i`: a warp takes every fourth query tile."""
+        if (copies := self.copies) is not None:
+            pl.when(i < self.tile.steps)(lambda: self._load_by_lanes(copies, i))
+            copies.commit()
+            return
+
+        def load(t):
+            if tiles:
+                tile = tiles[0]
+                for later, other in enumerate(tiles[1:]):
+                    tile = jnp.where(t > later, other, tile)
+                self.tile.load_query_tile(i, t, tile)
+                return
+            entry = jnp.minimum(self.tile.begin + i * self.per_step + t, self.tile.end - 1)
+            self.tile.load_query_tile(i, t, self.refs.query_list[entry] + 0)
+
+        pl.when(i < self.tile.steps)(lambda: operands.by_warps(self.per_step, load, varies))
+
+    def _load_by_lanes(self, copies: RowCopies, i) -> None:
+        refs, tile, stage = self.refs, self.tile, self.tile.stage(i)
+        pairs = (refs.query, (refs.query_s, stage)), (refs.do, (refs.do_s, stage))
+        stats, place = (refs.row_stats, refs.stats_s.at[stage]), (tile.b, tile.g, refs.sizes.T)
+        first = tile.begin + i * self.per_step
+        copies.load(refs.query_list, first, tile.end, place, pairs, stats)
+
+    # Masks.
+
+    def _token_of_column(self, row):
+        """The tokens of eight columns of a query tile, the first of which is `row`."""
+        column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
+        column = plgpu.layout_cast(column, PER_COLUMN)
+        return div(column + row, self.group)
+
+    def selected(self, token_bits, j):
+        """Whether the token of a column selected the block of its entry, `[8]`."""
+        token = self._token_of_column(j % self.spec.query_tile.rows)
+        bits = token_bits[j // self.spec.query_tile.rows]
+        return lax.shift_right_logical(bits, token) & 1 == 1
+
+    def visible(self, first, token_bits, j, key_begin, key_end):
+        """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end`: of their
+        statistics; `first`: the first entry of the step.
+        """
+        spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
+        key = key_index(first_key)
+        if spec.single_token:
+            exists = first + self._token_of_column(j) < end
+            return key < down(jnp.where(exists, key_end, 0.0))
+        t = j // spec.query_tile.rows
+        key_end = jnp.where(first + t < end, key_end, 0.0)
+        if not spec.block:
+            return key < down(key_end)
+        offset = lax.shift_right_logical(token_bits[t], BLOCK_OFFSET_SHIFT)
+        key_begin = (offset - BLOCK_OFFSET_BIAS + first_key).astype(jnp.float32)
+        key_end = jnp.minimum(key_end, key_begin + spec.block)
+        key_end = jnp.where(self.selected(token_bits, j), key_end, 0.0)
+        return (key >= key_begin) & (key < down(key_end))
+
+
+def partials_of_lists(kernel: Kernel) -> Callable:
+    """The body of `specs.dkv.partials` for query lists."""
+    spec: Dkv = kernel.spec
+    stored = StoredDs(spec.query_tile.rows, spec.selection_entries, bool(spec.interpret))
+
+    def body(refs):
+        # `shard_map` lets nothing that varies along its mesh into `warp_map`.
+        varies = any(
+            jax.typeof(x).manual_axis_type.varying
+            for x in (refs.query, refs.do, refs.row_stats)
+        )
+        tile = KeyTile.of_cta(spec, refs)
+        entries = Entries(spec, refs, tile)
+
+        def step(keys, under_mask, i, sums):
+            stage = tile.stage(i)
+            first = tile.begin + i * spec.tiles_per_step
+            following = entries.query_tiles(i + spec.stages)
+            token_bits = entries.of_step(refs.token_bits, i) if spec.block else []
+            entries.wait(i)
+            visible = selected = None
+            if under_mask:
+                visible = functools.partial(entries.visible, first, token_bits)
+            elif spec.block:
+                selected = functools.partial(entries.selected, token_bits)
+
+            def write_ds(ds):
+                if spec.stored_rows:
+                    stored.write(refs.ds, ds, entries.ds_places(i))
+
+            sums = tile.add_step(stage, keys, sums, visible, selected, write_ds)
+            plgpu.commit_smem()  # all four warps have read this stage
+            entries.load(i + spec.stages, following, varies)
+            return sums
+
+        def walk(keys, sums):
+            bounds = tile.bounds(WorkItem._fields.index("begin"))
+            first, last = jnp.int32(0), tile.steps
+            unmasked_first, unmasked_last = tile.unmasked(bounds[1], bounds[2], first, last)
+            masked, unmasked = (functools.partial(step, keys, x) for x in (True, False))
+            sums = lax.fori_loop(first, unmasked_first, masked, sums)
+            sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
+            return lax.fori_loop(unmasked_last, last, masked, sums)
+
+        @pl.when(tile.exists())
+        def _():
+            tile.clear_padding_rows()
+            for i in range(spec.stages):
+                entries.load(jnp.int32(i), entries.query_tiles(jnp.int32(i)), varies)
+            tile.sum_steps(0, walk)
+
+    return build_kernel(
+        kernel,
+        body,
+        scratch=_scratch(spec),
+        grid_names=("item",),
+        interpret=spec.interpret,
+    )
+
+
+def merge(kernel: Kernel) -> Callable:
+    """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of 64 keys and a slab
+    of columns, in their order. Bandwidth bound, but where a tile has hundreds of partials.
+    """
+    spec: Dkv = kernel.spec
+    buffers = Buffers.of(spec, spec.query_tile)
+    slab, slabs = buffers.slab, spec.merged_slabs
+
+    def body(refs):
+        row, tile = refs.cta.bg, div(refs.cta.tile, slabs)
+        column = rem(refs.cta.tile, slabs)
+        if spec.stored_rows:
+            row += refs.ds_chunk[FIRST_ROW]
+        b, g = div_rem(row, spec.Hkv)
+        # Which work items' tile these 64 keys belong to, and which half of it they are.
+        key_tile = div(tile, spec.consumers)
+        keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
+        mine = row * refs.sizes.key_tiles + key_tile
+        first, count = refs.first[mine] + 0, refs.count[mine] + 0
+        if spec.stored_rows:
+            first -= refs.ds_chunk[FIRST_PARTIAL]
+
+        def add_up(partial, out, columns):
+            def read(i):
+                part = partial.at[first + i, keys, columns]
+                return plgpu.load(part, layout=MATRIX, optimized=False)
+
+            total = operands.full((ROWS, slab), 0.0, MATRIX)
+            done = jnp.int32(0)
+            for at_once in AT_ONCE:
+
+                def add(i, total, done=done, at_once=at_once):
+                    parts = [read(done + i * at_once + j) for j in range(at_once)]
+                    for part in parts:
+                        total = total + part
+                    return total
+
+                turns = div(count - done, at_once)
+                total = lax.fori_loop(0, turns, add, total)
+                done += turns * at_once
+            buffers.write_keys(refs.staged, 0, total)
+            plgpu.commit_smem()
+            rows = out.at[b, pl.ds(tile * ROWS, ROWS), g]
+            buffers.store_keys(refs.staged, 0, lambda _: rows.at[:, columns])
+
+        before = 0
+        for name, width in spec.widths.items():
+            here = (column >= before) & (column < before + width // slab)
+
+            @pl.when(here)
+            def _(name=name, before=before):
+                columns = pl.ds((column - before) * slab, slab)
+                add_up(getattr(refs, f"{name}_partials"), getattr(refs, name), columns)
+
+            before += width // slab
+        plgpu.wait_smem_to_gmem(0)
+
+    return build_kernel(
+        kernel,
+        body,
+        scratch={"staged": buffers.ring(1, ROWS, slab)},
+        grid_names=("bg", "tile"),
+        interpret=spec.interpret,
+    )

@@ -1,0 +1,747 @@
+"""The lists of selected attention, made without a sort, and the work items of query lists.
+
+The bitmap. The bitmap of a selection in shared memory: a word a block, a bit a token.
+
+Both lists are made from it: what a sort would
+bring together stands in one word. One warp has up to 64 neighbouring tokens, which may belong
+to several sequences; it takes these one after the other, since blocks count from the first key
+of their sequence.
+
+    for sequence in range(bitmap.sequences(tokens)):
+        first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
+        bitmap.clear(...); bitmap.join(...)             blocks low .. low + window - 1
+
+    bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
+
+Lanes read one entry of the selection each, `FETCHES` in flight, and set bits by atomic OR:
+entries that meet in one word do no harm, and no order of them matters.
+
+The block list of a tile. Algorithm, a warp a tile; for each sequence that the tile's tokens
+belong to, and each window of
+`WINDOW` of its blocks:
+
+    1. clear    one word a block and 32 tokens in shared memory
+    2. join     every entry of the selection sets the bit of its token
+    3. compact  32 blocks at a time, a lane a block: a vote says which have a bit; the number of
+                votes of the lanes below is the place in the list
+
+Beside it a warp counts what `specs.selected.BlockCounts` says.
+
+    shared memory [WARPS, words, WINDOW] int32
+
+        block        0      1      2      3    ...
+        word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
+        word 1       0      0    0b0001   0         bits: tokens 32 to 63
+
+Bitmaps come in the order of the blocks, so the list does too. Bound by latency: a warp waits
+for `FETCHES` entries of the selection at a time, then for shared memory; the work grows with
+the blocks of the sequence, not with those selected.
+
+The query lists of blocks (`specs/block_query_lists.py`):
+
+    count_entries    entries of (row, tile of keys, chunk of tokens)
+    running sum      where they begin, by the framework
+    fill_lists       the same walk again; each entry goes to its place
+
+The walk, a warp a chunk of tokens:
+
+    for each window of tiles of keys                `next_entry`: a counter a tile
+        for each word of tokens of the chunk
+            for each sequence of these tokens
+                set the bits of its blocks
+                a lane a tile of keys: pass over the words of the blocks that touch the tile,
+                and count or write the query tiles with a bit
+
+    shared memory   bits [WARPS, bits]      a word a block, a bit a token
+                    next_entry [WARPS, window]  entries counted, or where the next one goes
+
+No two warps write to one counter, so there are no atomics in global memory and the order is
+fixed. Bound by latency, as block lists; the passes over bitmaps grow with the product
+of chunks and blocks, entries are written once.
+
+The work items of query lists (`specs/work_items.py`). Algorithm, a warp a row of `[B, Hkv]` and a
+segment of the tokens:
+
+    for 32 tiles of keys at a time, a lane a tile
+        the list of the tile in this segment lies between two `edges`, and is cut into work
+        items of `longest` entries; a prefix sum over the lanes gives each its place
+        the partials of a tile stand together, so for these the warp counts the items of the
+        tile in all segments, and takes a prefix sum of the totals too
+    mark the rows of the table that are left in the segment as empty
+
+Bound by latency: two or three loads of `edges` a tile, and a store of 28 bytes an item; some
+microseconds beside the milliseconds of what reads the table.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
+from kernels_pallas.specs.block_query_lists import (
+    BLOCK_OFFSET_BIAS,
+    BLOCK_OFFSET_SHIFT,
+    BlockQueryLists,
+)
+from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention, first_near
+from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs.work_items import MAX_HALVES, WorkItem, WorkItems
+
+NOWHERE = 2**31 - 1  # a block after all others
+FETCHES = 4  # entries of the selection that a lane waits for at once
+
+
+type Word = Any  # a 32-bit value a lane, of either machine (`warp.py`, `interpreter.py`)
+
+
+class Tokens(NamedTuple):
+    """Of each token, by word and lane."""
+
+    sequence: list[Word]  # first key of its sequence; -1: it may select nothing
+    position: list[Word]  # in the sequence
+    bound: list[Word]  # how many blocks of the sequence it may select
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBitmap:
+    """Of `tokens` neighbours, 64 at most, of a selection: `refs` has `indices` `[B, T, Hkv, n]`,
+    `position` and `key_start` `[B, T]`, int32, and the row `b` and the head `g`.
+
+    `warp`: the instructions that the program runs on; `T`: an integer or a word; `first`: blocks
+    before it do not count.
+    """
+
+    warp: Any
+    T: Any
+    Hkv: int
+    n: int
+    block: int
+    tokens: int
+    first: int = 0
+
+    @property
+    def words(self) -> int:
+        """Words a block."""
+        return -(-self.tokens // LANES)
+
+    def load(self, refs, token0: Word, most_of=None) -> Tokens:
+        """The tokens from `token0` on; `most_of`: of a token, how many blocks it may select at
+        most.
+        """
+        warp, found = self.warp, Tokens([], [], [])
+        for word in range(self.words):
+            token = warp.lane() + LANES * word
+            exists = warp.smaller(token0 + token, self.T - 1)
+            at = refs.b * self.T + exists, 4
+            last = warp.fetch(warp.element(refs.position, at))
+            first_key = warp.fetch(warp.element(refs.key_start, at))
+            selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
+            selects = selects & (last >= 0)
+            last = warp.larger(last, 0)
+            bound = last // self.block + 1
+            if most_of is not None:
+                most = most_of(exists)
+                selects, bound = selects & (most > 0), warp.smaller(bound, most)
+            found.sequence.append(warp.where(selects, first_key, -1))
+            found.position.append(last)
+            found.bound.append(warp.where(selects, bound, 0))
+        return found
+
+    def sequences(self, tokens: Tokens) -> Word:
+        """How many there are; tokens of one stand beside each other."""
+        warp = self.warp
+        count, before = warp.word(0), warp.word(-1)
+        for first_key in tokens.sequence:
+            previous = warp.shuffle(first_key, warp.larger(warp.lane() - 1, 0))
+            previous = warp.where(warp.same(warp.lane(), 0), before, previous)
+            opens = (first_key >= 0) & warp.different(first_key, previous)
+            count = count + warp.ones(warp.votes(opens))
+            before = warp.shuffle(first_key, LANES - 1)
+        return count
+
+    def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
+        """The first key of the sequence after the one that begins at `before`, `Tokens.bound`
+        of its tokens and 0 of others, and the largest of these.
+        """
+        warp = self.warp
+        later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
+        first_key = warp.smallest(functools.reduce(warp.smaller, later))
+        own = [
+            warp.where(warp.same(x, first_key), n, 0)
+            for x, n in zip(tokens.sequence, tokens.bound, strict=True)
+        ]
+        return first_key, own, warp.largest(functools.reduce(warp.larger, own))
+
+    def clear(self, bits: Word, window: int, rows: Word) -> None:
+        """Clears `32 * rows` blocks of `bits`, the address of `[words, window]`."""
+        warp = self.warp
+
+        def clear_row(row, nothing):
+            for word in range(self.words):
+                warp.write(bits + (row * LANES + warp.lane()) * 4, 0, 4 * window * word)
+            return nothing
+
+        warp.repeat(rows, clear_row, [])
+
+    def join(self, bits, window: int, low, refs, token0, own, also=None, state=()):
+        """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
+        `own` selected. Returns the last `state = also(entry, token, block, selected, state)` of
+        all entries of their selection, of any window (`each`).
+        """
+        warp = self.warp
+
+        def visit(entry, token, block, exists, state):
+            selected = exists & self.counts(block, own, token)
+            offset = block - low
+            warp.join(
+                bits + (offset + token // LANES * window) * 4,
+                warp.bit(token & (LANES - 1)),
+                only=selected & warp.below(offset, window),
+            )
+            return also(entry, token, block, selected, state) if also else state
+
+        return self.each(refs, token0, visit, list(state))
+
+    def counts(self, block: Word, own: list[Word], token: Word) -> Any:
+        """Whether a token with these bounds may select the block."""
+        found = self.warp.below(block, self.bound(own, token))
+        return found & (block >= self.first) if self.first else found
+
+    def each(self, refs, token0, visit, state):
+        """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
+        selection, an entry a lane, some at a time; `exists`: whether the lane has one.
+        """
+        warp = self.warp
+
+        def fetch(entry):
+            token = refs.b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
+            at = (token, 4 * self.Hkv * self.n), (refs.g, 4 * self.n), (entry % self.n, 4)
+            return warp.fetch(warp.element(refs.indices, *at))
+
+        def some(step, state):
+            entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
+            blocks = [fetch(entry) for entry in entries]
+            for entry, block in zip(entries, blocks, strict=True):
+                exists = warp.below(entry, self.tokens * self.n)
+                state = visit(entry, self._token(entry), block, exists, state)
+            return state
+
+        steps = -(-self.tokens * self.n // LANES)
+        fetches = min(steps, FETCHES)
+        return warp.repeat(-(-steps // fetches), some, state)
+
+    def _token(self, entry: Word) -> Word:
+        return self.warp.smaller(entry // self.n, self.tokens - 1)
+
+    def bound(self, values: list[Word], token: Word) -> Word:
+        """The value of a token, of `Tokens.bound` or alike."""
+        warp = self.warp
+        found = warp.shuffle(values[0], token & (LANES - 1))
+        if self.words == 1:
+            return found
+        other = warp.shuffle(values[1], token & (LANES - 1))
+        return warp.where(token < LANES, found, other)
+
+
+WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
+
+
+def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
+    """The block list of tile `WARPS * group + warp`."""
+    lane = warp.lane()
+    size, words = spec.block, spec.words
+    bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+    tile = refs.group * WARPS + warp.warp()
+    token0 = tile * spec.tile.tokens
+    bits = warp.shared(refs.bits) + warp.warp() * (4 * words * WINDOW)
+    tokens = bitmap.load(refs, token0)
+    # The first block that ends after the token's last key.
+    cut = [(last + 1) // size for last in tokens.position]
+    parts = spec.parts
+    position0 = warp.shuffle(tokens.position[0], 0)
+    near = first_near(position0, size * parts, warp.larger) * parts
+
+    mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
+
+    def address(array, entry, words=1, word=0):
+        """Of an entry of this tile's list in `starts` or `members`."""
+        row = 4 * spec.entries
+        lead = (mine, words * row), (warp.word(word), row)
+        return warp.element(array, *lead, (entry, 4))
+
+    def visit(entry, token, block, selected, state):
+        first_cut, slot, slot_end = state
+        is_cut = selected & (block >= bitmap.bound(cut, token))
+        first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
+        far = selected & (block >= parts) & (block < near)
+        place = entry % spec.n // parts
+        slot = warp.smaller(slot, warp.where(far, place, spec.n))
+        slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
+        return [first_cut, slot, slot_end]
+
+    def each_sequence(_, state):
+        before, ended, *counted = state
+        first_key, own, blocks = bitmap.next_sequence(tokens, before)
+
+        def window(i, state):
+            _, *counted, slot, slot_end = state
+            low = i * WINDOW
+            rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
+            bitmap.clear(bits, WINDOW, rows)
+            warp.sync()
+            of_lane = warp.word(NOWHERE), slot, slot_end
+            joined = refs, token0, own, visit, of_lane
+            first_cut, *slots = bitmap.join(bits, WINDOW, low, *joined)
+            first_cut = warp.smallest(first_cut)
+            warp.sync()
+
+            def compact(row, state):
+                whole, count, far_begin, far_end = state
+                block = row * LANES + lane
+                member = [
+                    warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
+                ]
+                listed = warp.different(functools.reduce(lambda x, y: x | y, member), 0)
+                votes = warp.votes(listed)
+                entry = count + warp.ones(votes & (warp.bit(lane) - 1))
+                start = first_key + (low + block) * size
+                warp.put(address(refs.starts, entry), start, listed)
+                for word, x in enumerate(member):
+                    warp.put(address(refs.members, entry, words, word), x, listed)
+                full = listed & (low + block < first_cut) & warp.same(ended, 0)
+                before_near = listed & (low + block < near)
+                first = before_near & (low + block < parts)
+                return [
+                    whole + warp.ones(warp.votes(full)),
+                    count + warp.ones(votes),
+                    far_begin + warp.ones(warp.votes(first)),
+                    far_end + warp.ones(warp.votes(before_near)),
+                ]
+
+            counted = warp.repeat(rows, compact, counted)
+            warp.sync()
+            return [first_cut, *counted, *slots]
+
+        windows = (blocks + (WINDOW - 1)) // WINDOW
+        state = [warp.word(NOWHERE), *counted]
+        first_cut, *counted = warp.repeat(windows, window, state)
+        ended = ended | warp.number(first_cut < NOWHERE)
+        return [first_key, ended, *counted]
+
+    none = BlockCounts(0, 0, 0, 0, far_slot=spec.n, far_slot_end=0)
+    state = [warp.word(-1), warp.word(0), *map(warp.word, none)]
+    _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
+    found = BlockCounts(*counted)
+    found = found._replace(
+        far_slot=warp.smallest(found.far_slot),
+        far_slot_end=warp.largest(found.far_slot_end),
+    )
+    count = found.blocks
+
+    def clear_entries(row, nothing):
+        entry = row * LANES + lane
+        past = (entry >= count) & (entry < spec.entries) & (tile < sizes.tiles)
+        warp.put(address(refs.starts, entry), 0, past)
+        for word in range(words):
+            warp.put(address(refs.members, entry, words, word), 0, past)
+        return nothing
+
+    warp.repeat(-(-spec.entries // LANES), clear_entries, [])
+    of_tile = warp.element(refs.counts, (mine, 4 * COUNTS), (lane, 4))
+    exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
+    own_count = found[0]
+    for i, x in enumerate(found[1:], 1):
+        own_count = warp.where(warp.same(lane, i), x, own_count)
+    warp.put(of_tile, own_count, exists)
+
+
+tile_block_lists = warp_kernel(
+    make_list, lambda spec: {"bits": (WARPS, spec.words, WINDOW)}, by_head=True
+)
+
+
+BLOCKS = BlockCounts._fields.index("blocks")
+
+
+def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False) -> None:
+    """The walk over chunk `WARPS * group + warp` of row `refs.row`; `fill`: entries are written,
+    else counted; `gather`: entries are those of `fill_gather_lists`.
+    """
+    lane, row = warp.lane(), refs.row
+    refs.b, refs.g = row // spec.Hkv, row % spec.Hkv
+    chunk = refs.group * WARPS + warp.warp()
+    bits = warp.shared(refs.bits) + warp.warp() * (4 * spec.bits)
+    next_entry = warp.shared(refs.next_entry) + warp.warp() * (4 * spec.window)
+    tokens_of_word = spec.query_tiles_of_word * spec.tokens
+    first = 1 if spec.limit else 0  # block 0 is near
+    bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word, first)
+
+    def far_end(token):
+        """Where the far blocks end of a token whose tile is gathered, as
+        `selected.tile_is_gathered` says; else 0.
+        """
+        tile = token // spec.tile
+        before = (refs.b * spec.Hkv + refs.g) * sizes.tiles + warp.larger(tile - 1, 0)
+        blocks = warp.element(refs.counts, (before, 4 * COUNTS), (BLOCKS, 4))
+        gathered = (warp.fetch(blocks) > spec.limit) & (tile > 0)
+        of_tile = refs.b * sizes.T + tile * spec.tile, 4
+        at = warp.fetch(warp.element(refs.position, of_tile))
+        near = first_near(at, spec.block, warp.larger)
+        return warp.where(gathered, near, 0)
+
+    most_of = far_end if spec.limit else None
+
+    def edge(tile, after=0):
+        """The element of `edges` of the tile and this chunk, or the one after it."""
+        tile = row * sizes.key_tiles + warp.smaller(tile, sizes.key_tiles - 1)
+        place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
+        return warp.element(refs.edges, (place, 4), (after, 4))
+
+    # Of the first token of every query tile, as an int32.
+    first_bits = sum(1 << (u * spec.tokens) for u in range(spec.query_tiles_of_word))
+    first_bits -= 2**32 if first_bits >= 2**31 else 0
+
+    def tile_entries(low, high, seen, low_block, query_tile0):
+        """Counts or writes the entries of the tiles `low .. high - 1`, a lane a tile."""
+        first_key, blocks, last, end_of_bit0 = seen
+        tile_from = warp.larger(first_key // ROWS, low)
+        tile_to = warp.smaller((last + (ROWS - 1)) // ROWS, high)
+        row_from = warp.larger(tile_from - low, 0) // LANES
+        row_to = warp.larger(tile_to - low + (LANES - 1), 0) // LANES
+
+        def row(i, nothing):
+            offset = (row_from + i) * LANES + warp.lane()
+            tile = low + offset
+            key = tile * ROWS
+            seen = (tile >= tile_from) & (tile < tile_to)
+            # Bits below `early` are tokens that end before the tile: positions grow by one a bit.
+            # early < 32 wherever `seen` holds.
+            early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
+            first_block = warp.larger(key - first_key, 0) // spec.block
+
+            def block(j, state):
+                index = first_block + j
+                begins = first_key + index * spec.block
+                touches = seen & (index < blocks) & (begins < key + ROWS)
+                at = warp.smaller(warp.larger(index - low_block, 0), spec.bits - 1)
+                members = warp.where(touches, warp.read(bits + at * 4), 0)
+                members = (members >> early) << early
+                query_tiles = functools.reduce(
+                    lambda x, y: x | y, (members >> i for i in range(spec.tokens))
+                )
+                query_tiles = query_tiles & first_bits
+                if not fill:
+                    return [state[0] + warp.ones(query_tiles)]
+                offset = (begins - key + BLOCK_OFFSET_BIAS) << BLOCK_OFFSET_SHIFT
+                return write_entries(state[0], query_tiles, members, offset, query_tile0)
+
+            before = warp.read(next_entry + offset * 4)
+            (after,) = warp.repeat(spec.blocks_of_key_tile, block, [before])
+            warp.write(next_entry + offset * 4, after)
+            return nothing
+
+        warp.repeat(warp.larger(row_to - row_from, 0), row, [])
+
+    def gather_entries(token0, own, first, count):
+        """Writes the entries of a sequence, of which `bits` has `count` blocks. Every block is a
+        tile of keys, block 0 the tile `first` of the window: a lane an entry of the selection,
+        whose place in the list follows from the bits of the tokens before.
+        """
+        begin = warp.larger(first, 0)  # the tile of the first word of `bits`
+
+        def write(entry, token, block, exists, nothing):
+            tile = block + first
+            exists = exists & bitmap.counts(block, own, token)
+            exists = exists & warp.below(tile, spec.window)
+            word, tile = (warp.where(exists, x, 0) * 4 for x in (tile - begin, tile))
+            before = warp.read(bits + word) & (warp.bit(token) - 1)
+            to = warp.read(next_entry + tile) + warp.ones(before)
+            value = ((token0 + token) * spec.Hkv + refs.g) * spec.n + entry % spec.n
+            warp.put(warp.element(refs.entries, (warp.where(exists, to, 0), 4)), value, exists)
+            return nothing
+
+        end = warp.smaller(begin + count, spec.window)
+        row = begin // LANES
+
+        def advance(r, nothing):
+            tile = (row + r) * LANES + warp.lane()
+            own = (tile >= begin) & (tile < end)
+            members = warp.read(bits + warp.where(own, tile - begin, 0) * 4)
+            before = warp.read(next_entry + tile * 4)
+            warp.write(next_entry + tile * 4, before + warp.where(own, warp.ones(members), 0))
+            return nothing
+
+        bitmap.each(refs, token0, write, [])
+        warp.sync()
+        warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance, [])
+
+    def write_entries(entry, query_tiles, members, offset, query_tile0):
+        """Writes an entry for each bit of `query_tiles`, from place `entry` on."""
+
+        def write(_, state):
+            entry, query_tiles = state
+            exists = warp.different(query_tiles, 0)
+            bit = warp.ones((query_tiles & (warp.word(0) - query_tiles)) - 1) & (LANES - 1)
+            query_tile = query_tile0 + bit // spec.tokens
+            warp.put(warp.element(refs.query_list, (entry, 4)), query_tile, exists)
+            if spec.has_token_bits:
+                token_bits = ((members >> bit) & ((1 << spec.tokens) - 1)) + offset
+                warp.put(warp.element(refs.token_bits, (entry, 4)), token_bits, exists)
+            return [entry + warp.number(exists), query_tiles & (query_tiles - 1)]
+
+        entry, _ = warp.repeat(
+            warp.largest(warp.ones(query_tiles)), write, [entry, query_tiles]
+        )
+        return [entry]
+
+    def window(i, nothing):
+        low = i * spec.window
+        high = warp.smaller(low + spec.window, sizes.key_tiles)
+        rows = (high - low + (LANES - 1)) // LANES
+
+        def begin(r, nothing):
+            offset = r * LANES + lane
+            start = warp.fetch(edge(low + offset)) if fill else 0
+            warp.write(next_entry + offset * 4, start)
+            return nothing
+
+        def end(r, nothing):
+            offset = r * LANES + lane
+            exists = (low + offset < high) & (chunk < sizes.chunks)
+            after = edge(low + offset, after=1)
+            warp.put(after, warp.read(next_entry + offset * 4), exists)
+            return nothing
+
+        def some_tokens(k, nothing):
+            query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
+            token0 = query_tile0 * spec.tokens
+            tokens = bitmap.load(refs, token0, most_of)
+
+            def sequence(_, state):
+                first_key, own, blocks = bitmap.next_sequence(tokens, state[0])
+                low_block = warp.larger(low * ROWS - first_key, 0) // spec.block
+                count = warp.smaller(warp.larger(blocks - low_block, 0), spec.bits)
+                bitmap.clear(bits, spec.bits, (count + (LANES - 1)) // LANES)
+                warp.sync()
+                bitmap.join(bits, spec.bits, low_block, refs, token0, own)
+                warp.sync()
+                if gather:
+                    gather_entries(token0, own, first_key // ROWS - low, count)
+                else:
+                    # Of the sequence: the end of the keys that its last token sees, and of those
+                    # that a token at bit 0 would see.
+                    (sequence,), (position,) = tokens.sequence, tokens.position
+                    mine, ends = warp.same(sequence, first_key), first_key + position + 1
+                    last = warp.largest(warp.where(mine, ends, 0))
+                    of_bit0 = warp.smallest(warp.where(mine, ends - warp.lane(), NOWHERE))
+                    seen = first_key, blocks, last, of_bit0
+                    tile_entries(low, high, seen, low_block, query_tile0)
+                warp.sync()
+                return [first_key]
+
+            (first_key,), (last,) = tokens.sequence, tokens.position
+            end = warp.largest(warp.where(first_key >= 0, first_key + last + 1, 0))
+            reached = warp.number(end > low * ROWS)
+            warp.repeat(bitmap.sequences(tokens) * reached, sequence, [warp.word(-1)])
+            return nothing
+
+        warp.repeat(rows, begin, [])
+        warp.repeat(sizes.words_of_chunk, some_tokens, [])
+        if not fill:
+            warp.repeat(rows, end, [])
+        return nothing
+
+    warp.repeat((sizes.key_tiles + (spec.window - 1)) // spec.window, window, [])
+    if not fill:
+        first = warp.same(lane + row + chunk, 0)
+        warp.put(warp.element(refs.edges, (lane, 4)), 0, first)
+
+
+def _walk(**options: bool):
+    return warp_kernel(
+        functools.partial(walk, **options),
+        lambda spec: {"bits": (WARPS, spec.bits), "next_entry": (WARPS, spec.window)},
+    )
+
+
+count_entries = _walk(fill=False)
+fill_lists = _walk(fill=True)
+fill_gather_lists = _walk(fill=True, gather=True)
+
+
+SEGMENT_SIZES = "cut", "offset", "capacity"  # of `WorkItems.sizes`: of each segment
+NUMBER_BITS = 19  # of a work item in its row; above them its entries, 2048 at most
+
+
+def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
+    """The work items of row `refs.row` and segment `WARPS * group + warp`."""
+    lists, lane, row = spec.lists, warp.lane(), refs.row
+    tiles, chunks, longest = sizes.key_tiles, sizes.chunks, sizes.longest
+    segment = refs.group * WARPS + warp.warp()
+    exists = segment < sizes.segments
+
+    def of_segment(values):
+        """`values[segment]`."""
+        found = warp.word(values[0])
+        for i, x in enumerate(values[1:], 1):
+            found = warp.where(segment >= i, x, found)
+        return found
+
+    # Its first chunk and that of the next one, where its work items begin for row 0, and how many
+    # it has room for.
+    if spec.halving:
+        ends, offsets, capacities = (_of_segments(sizes, x) for x in SEGMENT_SIZES)
+        bounds = [0, *ends[:-1]], ends, offsets, capacities
+        low, high, offset, capacity = map(of_segment, bounds)
+    else:
+        low, high = (warp.smaller((segment + i) * sizes.step, sizes.chunks) for i in (0, 1))
+        offset, capacity = segment * (sizes.rows * sizes.most), warp.word(sizes.most)
+    b = row // lists.Hkv
+    first_position = 0
+    if not spec.placed:
+        first_position = warp.fetch(warp.element(refs.position, (b * sizes.T, 4)))
+
+    def first_key(tile):
+        if not spec.placed:
+            return tile * ROWS
+        at = b * tiles + warp.smaller(tile, tiles - 1)
+        return warp.fetch(warp.element(refs.first_key, (at, 4)))
+
+    def edge(tile, chunk):
+        tile = row * tiles + warp.smaller(tile, tiles - 1)
+        return warp.fetch(warp.element(refs.edges, (tile * chunks + chunk, 4)))
+
+    def put(index, item, exists):
+        """Writes the item `index` of this row and segment."""
+        index = warp.where(exists, offset + row * sizes.items + index, 0)
+        for column, x in enumerate(item):
+            at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
+            warp.put(warp.element(refs.table, *at), x, exists)
+
+    def items_of(tile, begin, end):
+        """How many a list has."""
+        return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
+
+    def partials_of(tile, count):
+        """The first partials of the tiles in this segment; `count` after these 32 tiles."""
+        ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
+        counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
+        total = functools.reduce(lambda x, y: x + y, counts)
+        before = _prefix_sum(warp, total)
+        in_segment = first = row * sizes.items + count + before
+        for i, x in enumerate(counts):
+            in_segment = in_segment + warp.where(segment > i, x, 0)
+        writes = (tile < tiles) & warp.same(segment, 0)
+        at = row * tiles + warp.smaller(tile, tiles - 1), 4
+        for output, x in ((refs.first, first), (refs.count, total)):
+            warp.put(warp.element(output, at), x, writes)
+        return [in_segment], [count + warp.shuffle(before + total, LANES - 1)]
+
+    def some_tiles(r, state):
+        count, *partial_count = state
+        tile = r * LANES + lane
+        begin, end = edge(tile, low), edge(tile, high)
+        key, unmasked = first_key(tile), end
+        if not lists.clipped:
+            # The first token that sees the tile to its end, and its chunk.
+            first_query = sizes.first_query if spec.placed else first_position
+            token = warp.larger(key + (ROWS - 1) - first_query, 0)
+            if spec.placed:
+                behind = warp.larger(token - sizes.half - sizes.gap, 0)
+                token = warp.smaller(token, sizes.half) + behind
+            tokens = sizes.tokens_of_chunk
+            chunk = (token + (tokens - 1)) // tokens
+            unmasked = edge(tile, warp.smaller(warp.larger(chunk, low), high))
+        items = warp.where(exists, items_of(tile, begin, end), 0)
+        before = _prefix_sum(warp, items)
+        first_partial = []
+        if spec.halving:
+            first_partial, partial_count = partials_of(tile, *partial_count)
+
+        def write(i, nothing):
+            start = begin + i * longest
+            stop = warp.smaller(start + longest, end)
+            unmasked_begin = warp.smaller(warp.larger(unmasked, start), stop)
+            item = row, key, start, unmasked_begin, stop, stop
+            item = *item, *(x + i for x in first_partial)
+            put(count + before + i, item, i < items)
+            return nothing
+
+        warp.repeat(warp.largest(items), write, [])
+        return [count + warp.shuffle(before + items, LANES - 1), *partial_count]
+
+    counts, empty = [warp.word(0)] * (1 + spec.halving), (-1, *[0] * (5 + spec.halving))
+    count, *_ = warp.repeat((tiles + (LANES - 1)) // LANES, some_tiles, counts)
+
+    def clear(r, nothing):
+        index = r * LANES + lane
+        put(index, empty, (index >= count) & (index < capacity) & exists)
+        return nothing
+
+    warp.repeat((sizes.most + (LANES - 1)) // LANES, clear, [])
+
+
+def _prefix_sum(warp: Any, x):
+    """The sum of the lanes before."""
+    total, distance = x, 1
+    while distance < LANES:
+        other = warp.shuffle(total, warp.larger(warp.lane() - distance, 0))
+        total = total + warp.where(warp.lane() >= distance, other, 0)
+        distance *= 2
+    return total - x
+
+
+def _of_segments(sizes, name):
+    """A size of each segment (`WorkItems.sizes`)."""
+    return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
+
+
+def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
+    """Where 32 work items of row `refs.row` go, one a lane.
+
+    An item counts those of its segment that are before it: that have more entries, or as many and
+    a lower number. The lanes read 32 others at a time, and show them to each other.
+    """
+    lane, columns = warp.lane(), WorkItem._fields
+    own = (refs.group * WARPS + warp.warp()) * LANES + lane
+    exists = own < sizes.items
+    own = warp.smaller(own, sizes.items - 1)
+    offset, capacity = (_of_segments(sizes, name) for name in SEGMENT_SIZES[1:])
+    low, room = warp.word(0), warp.word(capacity[0])
+    for i, first in enumerate(offset[1:], 1):
+        low = warp.where(own >= first, first, low)
+        room = warp.where(own >= first, capacity[i], room)
+
+    def at(item, column):
+        return (refs.row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
+
+    def order(item):
+        """Higher for what comes first: entries, then the lower number."""
+        begin, end = (
+            warp.fetch(warp.element(refs.table, *at(item, columns.index(name))))
+            for name in ("begin", "end")
+        )
+        return (end - begin << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1 - item)
+
+    mine = order(own)
+    first, last = warp.smallest(low), warp.largest(low + room)
+
+    def count(r, state):
+        (before,) = state
+        begin = first + r * LANES
+        others = order(warp.smaller(begin + lane, last - 1))
+        for i in range(LANES):
+            other = warp.shuffle(others, warp.word(i))
+            inside = warp.below(begin + i - low, room)
+            before = before + warp.number((other > mine) & inside)
+        return [before]
+
+    (before,) = warp.repeat((last - first + (LANES - 1)) // LANES, count, [warp.word(0)])
+    for column in range(len(columns)):
+        x = warp.fetch(warp.element(refs.table, *at(own, column)))
+        warp.put(warp.element(refs.ordered, *at(low + before, column)), x, exists)
+
+
+work_items = warp_kernel(make_items)
+ordered_work_items = warp_kernel(order_items)
