@@ -27,7 +27,7 @@ LIMITS = {
     "item_entries": ("kernels_pallas.specs.work_items.MAX_ENTRIES",),
     "query_list_chunks": ("kernels_pallas.specs.block_query_lists.CHUNKS",),
     "query_list_bits": ("kernels_pallas.specs.block_query_lists.BITS",),
-    "list_window": ("kernels_pallas.mosaic.tile_block_lists.WINDOW",),
+    "list_window": ("kernels_pallas.mosaic.lists.WINDOW",),
     "triton_segment": ("kernels_pallas.triton.descriptions.SEGMENT",),
     "triton_programs": ("kernels_pallas.triton.descriptions.PROGRAMS",),
     "index_chunk": ("kernels_pallas.triton.index_descriptions.CHUNK",),

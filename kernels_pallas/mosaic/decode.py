@@ -30,7 +30,7 @@ from kernels_pallas.mosaic import decode_exchange as exchange
 from kernels_pallas.mosaic import decode_topn
 from kernels_pallas.mosaic.decode_append import put_new_tokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
-from kernels_pallas.mosaic.decode_streams import HalfQuery, Queue, inverse, query_fragments
+from kernels_pallas.mosaic.decode_streams import Queue, half_query, inverse, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import NEW_PAGES, STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
@@ -137,7 +137,7 @@ class _Step:
     def __init__(self, lane: Lane, work: Work, queue: Queue, query: Any, gates: list[Words]):
         self.lane, self.work, self.queue = lane, work, queue
         self.query: Any = query
-        self.raw_query: Any = HalfQuery.of(lane, query) if lane.spec.fp8 else None
+        self.raw_query: Any = half_query(lane, query) if lane.spec.fp8 else None
         self.gates = gates  # compressed, selected, sliding
         spec = lane.spec
         self.stages, self.selected = spec.variant.stages, spec.selected_strips
@@ -170,10 +170,7 @@ class _Step:
         rounded = lane.spec.fp8 and not compressed
 
         def strip(i, state):
-            if rounded:
-                s2 = queue.rounded_logits(begin + i, self.raw_query)
-            else:
-                s2 = queue.logits(begin + i, self.query)
+            s2 = queue.logits(begin + i, *(self.raw_query if rounded else [self.query]))
             s2 = exchange.masked(lane, s2, *keys(i))
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen, meets=compressed)

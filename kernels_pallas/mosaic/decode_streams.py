@@ -192,47 +192,37 @@ class Queue:
 
     # Products.
 
-    def logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`."""
+    def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
+        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`; `units`: of a strip
+        of keys in fp8, with the query of `half_query`.
+        """
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
-        halves = [stage + at for at in self.read_keys_at]
+        size = 2 if units is None else 1
+        places = self.read_keys_at if units is None else self.read_rounded_keys_at
+        halves = [stage + at for at in places]
         rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
+        scales = [] if units is None else self._scales(stage)
         for tile in range(2):
-            sums = _Halves(m)
-            for chunk in range(2 * spec.D // PART):
+            sums, products = [[m.word(0.0)] * 4 for _ in range(2)], 0
+            for chunk in range(size * spec.D // PART):
                 part, half = divmod(chunk, 2)
                 start = part * PART_BYTES
-                if start + PART_BYTES <= 2 * STRIP * spec.D:
+                if start + PART_BYTES <= size * STRIP * spec.D:
                     k = m.read_words(halves[half], 4, start + 8 * ROW_BYTES * tile)
                 else:
                     k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
-                for i in range(2):
-                    words = k[2 * i : 2 * i + 2]
-                    sums.multiply(query[2 * chunk + i], words, spec.dtype)
-            tiles.append([x * (spec.scale * LOG2E) for x in sums.total()])
-        return tiles
-
-    def rounded_logits(self, turn: Any, query: "HalfQuery") -> list[Words]:
-        """`logits` of a strip of keys in fp8."""
-        m, spec = self.lane.m, self.lane.spec
-        stage, tiles = self.take(turn), []
-        whole = [stage + at for at in self.read_rounded_keys_at]
-        rest = stage + (self.lane.row * PART + self.lane.pair * CHUNK_BYTES)
-        scales = self._scales(stage)
-        for tile in range(2):
-            sums = _Halves(m)
-            for half in range(spec.D // PART):
-                part, i = divmod(half, 2)
-                start = part * PART_BYTES
-                if start + PART_BYTES <= STRIP * spec.D:
-                    codes = m.read_words(whole[i], 4, start + 8 * ROW_BYTES * tile)
-                else:
-                    codes = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
-                for j, word in enumerate(codes):
-                    sums.multiply(query.words[4 * half + j], m.widened(word), "float16")
-            units = [[scale * unit for scale in scales[tile]] for unit in query.units]
-            tiles.append([x * units[i // 2][i % 2] for i, x in enumerate(sums.total())])
+                whole = [k[:2], k[2:]] if units is None else map(m.widened, k)
+                for words in whole:  # in two sums, of which neither waits for the other
+                    own, operands = sums[products % 2], (query[products], words)
+                    dtype = spec.dtype if units is None else "float16"
+                    sums[products % 2] = m.multiply(own, *operands, dtype)
+                    products += 1
+            factors: Words = [spec.scale * LOG2E] * 4
+            if units is not None:
+                factors = [scale * unit for unit in units for scale in scales[tile]]
+            total = [x + y for x, y in zip(*sums, strict=True)]
+            tiles.append([x * factor for x, factor in zip(total, factors, strict=True)])
         return tiles
 
     def _scales(self, stage: Any) -> list[Words]:
@@ -326,22 +316,6 @@ class Queue:
                     pairs = [half[e] for half in halves]
                     acc[tile] = m.multiply(acc[tile], words, pairs, "float16")
         return [acc, unit]
-
-
-class _Halves:
-    """A sum of products in two halves, of which neither waits for the other."""
-
-    def __init__(self, m: Any):
-        self.m, self.turn = m, 0
-        self.halves = [[m.word(0.0)] * 4 for _ in range(2)]
-
-    def multiply(self, *operands: Any) -> None:
-        half = self.turn % 2
-        self.halves[half] = self.m.multiply(self.halves[half], *operands)
-        self.turn += 1
-
-    def total(self) -> Words:
-        return [a + b for a, b in zip(*self.halves, strict=True)]
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
@@ -470,35 +444,26 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class HalfQuery:
-    """Q in float16, of which each row is multiplied by a power of two so that it fits.
-
-    Attributes:
-      words: as of `query_fragments`.
-      units: what products with the lane's two rows are to be multiplied by, with the logits' scale.
+def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
+    """Q in float16, of which each row is multiplied by a power of two so that it fits, as of
+    `query_fragments`; and what products with the lane's two rows are to be multiplied by, with the
+    logits' scale.
     """
-
-    words: list[Words]
-    units: Words
-
-    @classmethod
-    def of(cls, lane: Lane, query: list[Words]) -> "HalfQuery":
-        m, spec = lane.m, lane.spec
-        powers, units = [], []
-        for r in range(2):
-            most = m.word(0.0)
-            for word in (each[i] for each in query for i in (r, r + 2)):
-                for x in m.unpack(word, spec.dtype):
-                    most = m.larger(most, m.size(x))
-            for distance in (1, 2):
-                most = m.larger(most, m.exchange(most, distance))
-            power = _power(m, m.bits(most), LARGEST_EXPONENT)
-            powers.append(power)
-            units.append(inverse(m, power) * (spec.scale * LOG2E))
-        words = []
-        for each in query:
-            pairs = [m.unpack(word, spec.dtype) for word in each]
-            pairs = [[x * powers[i % 2] for x in pair] for i, pair in enumerate(pairs)]
-            words.append([m.pack(*pair, "float16") for pair in pairs])
-        return cls(words, units)
+    m, spec = lane.m, lane.spec
+    powers, units = [], []
+    for r in range(2):
+        most = m.word(0.0)
+        for word in (each[i] for each in query for i in (r, r + 2)):
+            for x in m.unpack(word, spec.dtype):
+                most = m.larger(most, m.size(x))
+        for distance in (1, 2):
+            most = m.larger(most, m.exchange(most, distance))
+        power = _power(m, m.bits(most), LARGEST_EXPONENT)
+        powers.append(power)
+        units.append(inverse(m, power) * (spec.scale * LOG2E))
+    words = []
+    for each in query:
+        pairs = [m.unpack(word, spec.dtype) for word in each]
+        pairs = [[x * powers[i % 2] for x in pair] for i, pair in enumerate(pairs)]
+        words.append([m.pack(*pair, "float16") for pair in pairs])
+    return words, units
