@@ -11,16 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh, PartitionSpec
 
-import nsa_jax
 from kernels_pallas.mosaic.gathered import staged_columns
 from kernels_pallas.specs import dkv, gathered
 from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
-from nsa_core.types import Branches
-from nsa_jax import mosaic
 from tests import pretend
 from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, problem
@@ -138,25 +134,6 @@ def test_later_tokens_change_nothing(interpreted, leaving):
     for x, y in zip(run("selected_attention", *given, **p.where), first, strict=True):
         np.testing.assert_array_equal(x[:, :token], y[:, :token])
         assert (np.asarray(x[:, token + 1 : 48]) != np.asarray(y[:, token + 1 : 48])).any()
-
-
-def test_shard_map(leaving):
-    """Traced and lowered for GPUs, over batch and heads."""
-    p = problem(Case(256, 256, H=8, Hkv=4, D=64, Dv=64, config=FEW, dtype="bfloat16"))
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
-    whole = functools.partial(mosaic.attention, config=FEW, kv_len=256)
-
-    def attend(query, key, value, gates):
-        compressed = [nsa_jax.compress(x, config=FEW) for x in (key, value)]
-        gates = Branches(*(gates[..., i] for i in range(3)))
-        return whole(query, Branches.each(key), Branches.each(value), gates, compressed, None)
-
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
-    loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert {kernel.name for kernel in leaving} == {"gathered_forward", "gathered_dq"}
 
 
 PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}

@@ -22,7 +22,9 @@ from kernels_pallas.specs import selected as selected_spec
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_jax import mosaic
+from nsa_jax.jax_ops import JaxOps
 from tests.jaxprs import equations
+from tests.limits import set_limits
 from tests.paths import steps_of_jax, to_jax
 from tests.problems import PAPER, SMALL, TINY, Case, check, check_selection, problem
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
@@ -165,17 +167,31 @@ def test_vmap_over_lengths(interpreted):
             np.testing.assert_array_equal(np.asarray(a[i]), np.asarray(b))
 
 
-@pytest.mark.parametrize("where", ["kv_len", "segment_ids"])
-def test_shard_map_over_batch_and_heads(where):
+SHARDED = {  # heads, key/value heads, tokens, width; a kernel that must be there
+    "kv_len": ((4, 2, 20, 16), SMALL, "selected_dq"),
+    "segment_ids": ((4, 2, 20, 16), SMALL, "selected_dq"),
+    "gathered": ((8, 4, 256, 64), NSAConfig(32, 32, 64, 3, 1, 1, 20), "gathered_dq"),
+    "stored dS": ((32, 2, 128, 64), NSAConfig(16, 8, 64, 3, 1, 1, 50), "stored_ds_dq"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shard_map_over_batch_and_heads(name, monkeypatch):
     """Traced and lowered for GPUs: the interpreter knows one device."""
-    p = problem(dataclasses.replace(TINY, B=2, H=4, Hkv=2))
-    config = dataclasses.replace(SMALL, num_selected=9)
+    (heads, kv_heads, length, width), config, kernel = SHARDED[name]
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
-    options = {
-        "kv_len": jnp.full(2, 20, jnp.int32),
-        "segment_ids": jnp.zeros((2, 20), jnp.int32),
-    }
+    where = "segment_ids" if name == "segment_ids" else "kv_len"
+    option = jnp.full(2, length) if where == "kv_len" else jnp.zeros((2, length), jnp.int32)
+    ran = []
+
+    class Recording(JaxOps):
+        def run(self, kernel, *arrays):
+            ran.append(kernel.name)
+            return super().run(kernel, *arrays)
+
+    monkeypatch.setattr(mosaic, "OPS", Recording())
 
     def attend(query, key, value, gates, option):
         at = {where: option}
@@ -189,10 +205,12 @@ def test_shard_map_over_batch_and_heads(where):
 
     specs = (*[spec] * 4, PartitionSpec("batch"))
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
-    arrays = [*tokens_of(p), options[where]]
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*arrays)
+    shapes = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
+    arrays = [jax.ShapeDtypeStruct((2, length, *x), jnp.bfloat16) for x in shapes]
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*arrays, option)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel in ran
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])

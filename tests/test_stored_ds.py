@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 import nsa_torch.mosaic
@@ -131,25 +130,6 @@ def test_ds_is_written_by_the_pass_of_dk():
     shapes = [[x.dtype for x in outputs] for outputs in found]
     assert [list(each.widths) for each in base.passes] == [["dk"], ["dv"]]
     assert shapes == [["float32", "bfloat16"], ["float32"]]
-
-
-def test_shard_map(stored):
-    """Traced and lowered for GPUs, over batch and heads."""
-    p = problem(dataclasses.replace(G16, T=128, S=128, B=2, H=32, Hkv=2))
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
-    attend_to = functools.partial(mosaic.attention, config=FEW, kv_len=128)
-
-    def attend(query, key, value, gates):
-        compressed = [nsa_jax.compress(x, config=FEW) for x in (key, value)]
-        gates = Branches(*(gates[..., i] for i in range(3)))
-        keys = Branches.each(key), Branches.each(value)
-        return attend_to(query, *keys, gates, compressed, None)
-
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
-    loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def plan_of_backward(monkeypatch):
