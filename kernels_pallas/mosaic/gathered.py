@@ -347,8 +347,7 @@ class MergeTile:
         self.b, self.kv_head = div_rem(refs.cta.row, spec.Hkv)
         self.tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
         self.all_tile = refs.segment[2] + tile  # of all tokens
-        size, interpret = spec.tile, bool(spec.interpret)
-        self.rows = TileRows(size.tokens, size.group, size.group, interpret)
+        self.rows = TileRows.of(spec)
 
     def run(self):
         spec, refs = self.spec, self.refs

@@ -206,7 +206,7 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
     """What forward does with the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
-    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    tile_rows = TileRows.of(spec)
     keys, values = (ring.buffers for ring in rings(spec))
     query, offset = (refs.query_tile, at.slot), 0.0
     if spec.fp8:
@@ -298,7 +298,7 @@ def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
     buffers = Buffers.of(spec, spec.tile)
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = bool(spec.interpret)
-    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    tile_rows = TileRows.of(spec)
     token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
     stats_tiles = spec.stats_tile[0], refs.sizes.stats_tiles
     gathered_rows = GatheredRows(tile.group, interpret)

@@ -9,6 +9,7 @@ are computed by lane on the words of `warp.py`; Pallas' interpreter indexes the 
 """
 
 import dataclasses
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -193,6 +194,12 @@ class TileRows:
     group: int
     heads: int
     interpret: bool
+
+    @classmethod
+    def of(cls, spec: Any) -> "TileRows":
+        """Of a kernel whose tiles have a row for each head."""
+        tile = spec.tile
+        return cls(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
         """Of each row the array's value, from token `first` and head `head` on; `otherwise` in

@@ -263,7 +263,7 @@ def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None
         Buffers.of(spec, spec.tile),
         refs.query_tile,
     )
-    tile_rows = TileRows(size.tokens, size.group, size.group, bool(spec.interpret))
+    tile_rows = TileRows.of(spec)
     places = tile.b, tile.index * size.tokens, tile.kv_head * size.group, refs.sizes.T
     gates = refs.gate_0, refs.gate_1, refs.gate_2
     of_compressed, own, of_sliding = (tile_rows.values(gate, *places) for gate in gates)
