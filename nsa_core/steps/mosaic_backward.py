@@ -28,11 +28,11 @@ import numpy as np
 
 from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
 from kernels_pallas.specs import selected as selected_spec
-from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_lists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
-from nsa_core.array_ops import ArrayOps, Places, derived, int32
+from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.gradients import Gradients, LaterDq, RowResiduals
@@ -285,7 +285,7 @@ def selected(
     lists = BlockQueryLists(
         *list_sizes, base.query_tile.tokens, packed, interpret=base.interpret
     )
-    edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
+    edges, *queries = mosaic_lists.query_lists(ops, fill_lists, block_indices, layout, lists)
     work = work_items.dkv_work_items(lists, **mosaic_lists.queries_of(layout))
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     spec = dataclasses.replace(
@@ -294,19 +294,18 @@ def selected(
         list_entries=lists.entries,
         block=block if lists.has_token_bits else 0,
     )
-    arrays = *qkv, do, stats, table, *queries
+    gradients = _dkv(ops, spec, (*qkv, do, stats, table, *queries), sums, layout)
+    return Gradients(dq, *(gradients if placed else mosaic_lists.of_keys(layout, gradients)))
+
+
+def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
+    """dk and dv; `sums`: the first partial sum of each key tile, and their count; `layout`: of
+    query lists, whose tiles are those that `mosaic_lists.list_keys` counts.
+    """
     gradients = []
     for part in spec.passes:
         partial = ops.run(dkv.partials(part), *arrays)
-        gradients += mosaic_lists.merged(ops, part, partial, sums, layout, placed)
-    return Gradients(dq, *gradients)
-
-
-def _dkv(ops, spec, arrays, sums):
-    """dk and dv; `sums`: the first partial sum of each key tile, and their count."""
-    gradients = []
-    for part in spec.passes:
-        partial = ops.run(dkv.partials(part), *arrays)
+        part = part if layout is None else mosaic_lists.merge_spec(part, layout)
         gradients += ops.run(dkv.merge(part), *partial, *sums)
     return gradients
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.specs import gathered
-from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_gather_lists
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, parts_of_block, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
@@ -162,7 +162,9 @@ def _segments(
     size = max(MAX_BYTES, output_bytes * spec.T // 2) // (output_bytes * n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * n))
-    arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
+    given = fill_gather_lists, block_indices, layout, lists, counts
+    edges, entries = mosaic_lists.query_lists(ops, *given)
+    arrays = mosaic_lists.work_items(ops, edges, layout, work)[0], entries
     sizes = {"count": work.segments, "size": size, "tile": tile}
     words = ops.derive(_segment_words, layout.position, **sizes)
     fields = {name: getattr(spec, name) for name in SHARED_FIELDS}

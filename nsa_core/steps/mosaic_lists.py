@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any
 
 from kernels_pallas.specs import block_query_lists as query_list_kernels
-from kernels_pallas.specs import dkv
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.dkv import Dkv
@@ -48,23 +47,21 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
     return ops.run(block_list_kernels.tile_block_lists(spec), *arrays)
 
 
-def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
-    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile
-    begins, and the lists one after another.
+def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
+    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile begins,
+    and the lists one after another, as the kernel `fill` of `specs.block_query_lists` makes them.
+    `counts`: of the tiles' block lists, if `spec` has a `limit`.
     """
-    arrays = block_indices, layout.position, _list_starts(layout)
-    edges = _edges(ops, arrays, spec)
-    return edges, *ops.run(query_list_kernels.fill_lists(spec), *arrays, edges)
+    starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
+    arrays = block_indices, layout.position, starts, *([] if counts is None else [counts])
+    (entries,) = ops.run(query_list_kernels.count_entries(spec), *arrays)
+    (edges,) = ops.derive(_running_sum, entries)
+    return edges, *ops.run(fill(spec), *arrays, edges)
 
 
-def selection_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec, counts=None):
-    """`(edges, entries)`: as `block_query_lists`, where an entry says where in the selection it
-    stands; `counts`: of the tiles' block lists, if `spec` has a `limit`.
-    """
-    arrays = block_indices, layout.position, _list_starts(layout)
-    arrays += () if counts is None else (counts,)
-    edges = _edges(ops, arrays, spec)
-    return edges, *ops.run(query_list_kernels.fill_gather_lists(spec), *arrays, edges)
+@derived(lambda counts: [int32(*counts.shape)])
+def _running_sum(ops, counts):
+    return [ops.xp.cumsum(counts, axis=0, dtype=ops.xp.int32)]
 
 
 def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
@@ -84,16 +81,6 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
     return {"first_query": capacity.first_query, "gap": capacity.gap}
 
 
-def merged(
-    ops: ArrayOps, spec: Dkv, partials, sums, layout: QueryLayout, placed: bool = False
-) -> list:
-    """dk and dv as `spec` wants them, `[B, S, Hkv, .]`: the sums of `partials` of the tiles that
-    `list_keys` counts; `placed`: of packed rows by places, if they have any.
-    """
-    found = ops.run(dkv.merge(merge_spec(spec, layout)), *partials, *sums)
-    return [*found] if placed else of_keys(layout, found)
-
-
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
     """`spec` of the keys that `list_keys` counts: a tile's last keys may be those of the next
     sequence, so tiles are merged where each is alone.
@@ -108,21 +95,6 @@ def of_keys(layout: QueryLayout, found) -> list:
     return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 
-def _list_starts(layout: QueryLayout):
-    """Where the blocks of each query begin, among what `list_keys` counts."""
-    return layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
-
-
-def gathered_lists(ops: ArrayOps, block_indices, counts, layout: QueryLayout, spec):
-    """`(table, entries)` that the gathering kernel reads.
-
-    `spec`: a `WorkItems`; `counts`: of the tiles' block lists, which say which tiles are
-    gathered.
-    """
-    edges, entries = selection_lists(ops, block_indices, layout, spec.lists, counts)
-    return work_items(ops, edges, layout, spec)[0], entries
-
-
 def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     """The work items of the lists with these `edges`, and of each key tile its first partial
     and their count where `spec`, a `WorkItems`, has them.
@@ -132,25 +104,3 @@ def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     else:
         of_tokens = layout.varlen.key_tiles.first
     return ops.run(work_item_kernels.work_items(spec), edges, of_tokens)
-
-
-def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
-    """As `work_items`, of a `spec` that is `halving`: in a row and segment by their lengths, the
-    longest first.
-
-    Items that begin together then end together, and those after them begin at the same place of
-    the sequence, so that more of what one reads is in L2 from another. Each has a partial of its
-    own, so no sum changes.
-    """
-    table, *sums = work_items(ops, edges, layout, spec)
-    return *ops.run(work_item_kernels.ordered_work_items(spec), table), *sums
-
-
-def _edges(ops, arrays, spec):
-    (counts,) = ops.run(query_list_kernels.count_entries(spec), *arrays)
-    return ops.derive(_running_sum, counts)[0]
-
-
-@derived(lambda counts: [int32(*counts.shape)])
-def _running_sum(ops, counts):
-    return [ops.xp.cumsum(counts, axis=0, dtype=ops.xp.int32)]

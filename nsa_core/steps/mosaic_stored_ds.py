@@ -17,7 +17,7 @@ from typing import Any
 
 from kernels_pallas.specs import dkv, stored_ds, work_items
 from kernels_pallas.specs.attention import AttentionSizes
-from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_gather_lists
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
@@ -98,10 +98,15 @@ def gradients(
         False,
         interpret=base.interpret,
     )
-    edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
+    given = fill_gather_lists, block_indices, layout, lists
+    edges, entries = mosaic_lists.query_lists(ops, *given)
     queries = mosaic_lists.queries_of(layout)
     work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
-    table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
+    # The longest first: items that begin together then end together, and those after them begin at
+    # the same place of the sequence, so that more of what one reads is in L2 from another. Each has
+    # a partial of its own, so no sum changes.
+    (table,) = ops.run(work_items.ordered_work_items(work), table)
     whole = dataclasses.replace(
         base,
         work_items=lists.rows * work.items,
