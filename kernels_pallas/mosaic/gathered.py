@@ -299,7 +299,7 @@ def merge(kernel: Kernel) -> Callable:
         def of_tile(i, nothing):
             tile = refs.cta.tiles * TILES_OF_CTA + i
             out = refs.out if forward else refs.dq
-            pl.when(tile < refs.sizes.tiles)(MergeTile(spec, refs, tile, out, forward).run)
+            pl.when(tile < refs.sizes.tiles)(_merge_tile(spec, refs, tile, out, forward))
             return nothing
 
         count = jnp.int32(TILES_OF_CTA)
@@ -334,156 +334,142 @@ def _tile_buffers(spec: GatheredAttention) -> Buffers:
     return Buffers.of(spec, spec.tile)
 
 
-class MergeTile:
+def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Callable[[], None]:
     """Merges a tile; a result is a list of slabs, float32 `[64, slab]` each."""
+    width, buffers, stages = out.shape[-1], _tile_buffers(spec), _stages(spec)
+    b, kv_head = div_rem(refs.cta.row, spec.Hkv)
+    tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
+    all_tile = refs.segment[2] + tile  # of all tokens
+    tile_rows = TileRows.of(spec)
 
-    def __init__(self, spec: GatheredAttention, refs, tile, out, forward: bool):
-        self.spec, self.refs, self.tile, self.out, self.forward = spec, refs, tile, out, forward
-        self.width, self.buffers, self.stages = (
-            out.shape[-1],
-            _tile_buffers(spec),
-            _stages(spec),
-        )
-        self.b, self.kv_head = div_rem(refs.cta.row, spec.Hkv)
-        self.tokens = pl.ds(tile * spec.tile.tokens, spec.tile.tokens)
-        self.all_tile = refs.segment[2] + tile  # of all tokens
-        self.rows = TileRows.of(spec)
+    def heads_of(array):
+        """The tile of `[B, segment_tokens, H, width]`, by columns."""
+        heads = pl.ds(kv_head * spec.group, spec.group)
+        return lambda columns: array.at[b, tokens, heads, columns]
 
-    def run(self):
-        spec, refs = self.spec, self.refs
-        index = refs.cta.row * refs.sizes.all_tiles + self.all_tile
-        gathered = tile_is_gathered(refs.block_counts, self.all_tile, index, spec.gather_limit)
+    def in_segment():
+        """Where the tile's rows are in arrays of the segment."""
+        first = tile * spec.tile.tokens
+        return b, first, kv_head * spec.group, refs.sizes.segment_tokens
+
+    def walked():
+        """The walk's result."""
+        rows = buffers.read_rows(refs.out_tile, 0, width)
+        return [x.astype(jnp.float32) for x in rows]
+
+    def write(result):
+        """Puts a result where the copy to `out` reads it."""
+        for i, x in enumerate(result):
+            buffers.write_slab(refs.out_tile, 0, i, x)
+
+    def gated_and_added(rows, factor):
+        """`added + gate * factor * rows`; `factor`: `[64]`."""
+        if spec.gated:
+            first, head = all_tile * spec.tile.tokens, kv_head * spec.group
+            factor *= tile_rows.values(refs.gate, b, first, head, refs.sizes.T)
+        rows = [x * across(factor, x.shape) for x in rows]
+        if not spec.added:
+            return rows
+        added = buffers.read_rows(refs.added_tile, 0, width)
+        return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
+
+    def load(first, end, i):
+        """Starts the copies of slot `first + i`, if there is one."""
+
+        @pl.when(first + i < end)
+        def _():
+            heads = pl.ds(0, spec.group)
+            stage, slot = rem(jnp.int32(i), stages), first + i
+            ready, column = refs.partial_ready.at[stage], kv_head * spec.n + slot
+
+            def rows(columns):
+                return refs.partials.at[b, tokens, column, heads, columns]
+
+            buffers.load_rows(rows, refs.partial_ring, stage, width, ready)
+            if forward:
+                rows = pl.ds((slot * refs.sizes.tiles + tile) * ROWS, ROWS)
+                source = refs.partial_lse.at[b, kv_head, rows]
+                plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
+
+    def merge_slots(first, end):
+        """The walk's result, with those of the slots `first .. end - 1`; with it is carried
+        (row_max, row_sum).
+        """
+        selection = refs.indices, refs.position, b, kv_head
+        token = all_tile * spec.tile.tokens
+        slots = _gathered_rows(spec).far_slots(*selection, token, refs.sizes.T)  # a bit a slot
+        count, acc, carry = end - first, walked(), None
+        if forward:
+            lse = tile_rows.values(refs.walked_lse, *in_segment()) * LOG2E
+            seen = lse > softmax.EMPTY
+            carry = [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
+
+        def add(i, state):
+            acc, carry = state
+            stage = rem(i, stages)
+            exists = lax.shift_right_logical(slots, first + i) & 1 == 1  # [64]
+            plgpu.barrier_wait(refs.partial_ready.at[stage])
+            partial = buffers.read_rows(refs.partial_ring, stage, width)
+            partial = [x.astype(jnp.float32) for x in partial]
+            if carry is not None:
+                row_max, row_sum = carry
+                lse = plgpu.load(refs.lse_ring.at[stage], layout=PER_ROW, optimized=False)
+                lse = jnp.where(exists, lse, softmax.MASKED)
+                new_max = jnp.maximum(row_max, lse)
+                decay, weight = jnp.exp2(row_max - new_max), jnp.exp2(lse - new_max)  # [64]
+                carry = [new_max, row_sum * decay + jnp.where(exists, weight, 0.0)]
+                acc = [x * across(decay, x.shape) for x in acc]
+                partial = [x * across(weight, x.shape) for x in partial]
+            # What no entry wrote may be anything.
+            partial = [jnp.where(across(exists, x.shape), x, 0.0) for x in partial]
+            plgpu.commit_smem()  # all four warps are done with this stage
+            load(first, end, i + stages)
+            return [x + y for x, y in zip(acc, partial, strict=True)], carry
+
+        acc, carry = lax.fori_loop(0, count, add, (acc, carry))
+        if carry is not None:
+            inverse, lse = softmax.normalizer(softmax.SoftmaxState(acc, *carry))
+            tile_rows.put(refs.lse, lse, *in_segment())
+            acc = gated_and_added(acc, inverse)
+        write(acc)
+
+    def keep():
+        """What is left to do in a tile that is not gathered, whose rows are the walk's."""
+        if not forward:
+            return
+        lse = tile_rows.values(refs.walked_lse, *in_segment())
+        tile_rows.put(refs.lse, lse, *in_segment())
+        if spec.gated or spec.added:
+            one = operands.full((ROWS,), 1.0, PER_ROW)
+            write(gated_and_added(walked(), one))
+
+    def run():
+        index = refs.cta.row * refs.sizes.all_tiles + all_tile
+        gathered = tile_is_gathered(refs.block_counts, all_tile, index, spec.gather_limit)
         counts = list_counts(refs.block_counts, index)
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
             """Writes the walk's rows, after `merged` changed them."""
-            load = functools.partial(self.buffers.load_rows, copy=0, width=self.width)
-            load(self._heads(refs.walked), refs.out_tile, barrier=refs.rows_ready)
-            if self.forward and spec.added:
-                load(self._heads(refs.added), refs.added_tile, barrier=refs.rows_ready)
-            for i in range(self.stages):
-                self._load(*far_slots, i)
+            given = [(refs.walked, refs.out_tile)]
+            given += [(refs.added, refs.added_tile)] if spec.added else []
+            for source, target in given:
+                buffers.load_rows(heads_of(source), target, 0, width, refs.rows_ready)
+            for i in range(stages):
+                load(*far_slots, i)
             plgpu.barrier_wait(refs.rows_ready)
             merged()
             plgpu.commit_smem()
-            self.buffers.store_rows(refs.out_tile, 0, self.width, self._heads(self.out))
+            buffers.store_rows(refs.out_tile, 0, width, heads_of(out))
             plgpu.wait_smem_to_gmem(0)
 
         def merge_or_keep():
-            pl.when(gathered)(functools.partial(self._merge, *far_slots))
-            pl.when(~gathered)(self._keep)
+            pl.when(gathered)(functools.partial(merge_slots, *far_slots))
+            pl.when(~gathered)(keep)
 
         if not spec.stays:
             rewrite(merge_or_keep)
             return
-        pl.when(gathered)(lambda: rewrite(lambda: self._merge(*far_slots)))
+        pl.when(gathered)(lambda: rewrite(lambda: merge_slots(*far_slots)))
 
-    def _keep(self):
-        """What is left to do in a tile that is not gathered, whose rows are the walk's."""
-        if not self.forward:
-            return
-        self._store_lse(self._walked_lse())
-        if self.spec.gated or self.spec.added:
-            one = operands.full((ROWS,), 1.0, PER_ROW)
-            self._write(self._gated_and_added(self._walked(), one))
-
-    def _walked(self):
-        """The walk's result."""
-        rows = self.buffers.read_rows(self.refs.out_tile, 0, self.width)
-        return [x.astype(jnp.float32) for x in rows]
-
-    def _write(self, result):
-        """Puts a result where the copy to `out` reads it."""
-        for i, x in enumerate(result):
-            self.buffers.write_slab(self.refs.out_tile, 0, i, x)
-
-    def _merge(self, first, end):
-        """The walk's result, with those of the slots `first .. end - 1`; with it is carried
-        (row_max, row_sum).
-        """
-        spec, refs = self.spec, self.refs
-        token = self.all_tile * spec.tile.tokens
-        slots = _gathered_rows(spec).far_slots(
-            refs.indices, refs.position, self.b, self.kv_head, token, refs.sizes.T
-        )  # [64], a bit a slot
-        count, acc, carry = end - first, self._walked(), None
-        if self.forward:
-            lse = self._walked_lse() * LOG2E
-            seen = lse > softmax.EMPTY
-            carry = [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
-        step = functools.partial(self._add, slots, first, end)
-        acc, carry = lax.fori_loop(0, count, step, (acc, carry))
-        if carry is not None:
-            inverse, lse = softmax.normalizer(softmax.SoftmaxState(acc, *carry))
-            self._store_lse(lse)
-            acc = self._gated_and_added(acc, inverse)
-        self._write(acc)
-
-    def _load(self, first, end, i):
-        """Starts the copies of slot `first + i`, if there is one."""
-
-        @pl.when(first + i < end)
-        def _():
-            refs, heads = self.refs, pl.ds(0, self.spec.group)
-            stage, slot = rem(jnp.int32(i), self.stages), first + i
-            ready, column = refs.partial_ready.at[stage], self.kv_head * self.spec.n + slot
-
-            def rows(columns):
-                return refs.partials.at[self.b, self.tokens, column, heads, columns]
-
-            self.buffers.load_rows(rows, refs.partial_ring, stage, self.width, ready)
-            if self.forward:
-                rows = pl.ds((slot * refs.sizes.tiles + self.tile) * ROWS, ROWS)
-                source = refs.partial_lse.at[self.b, self.kv_head, rows]
-                plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
-
-    def _add(self, slots, first, end, i, state):
-        refs, (acc, carry) = self.refs, state
-        stage = rem(i, self.stages)
-        exists = lax.shift_right_logical(slots, first + i) & 1 == 1  # [64]
-        plgpu.barrier_wait(refs.partial_ready.at[stage])
-        partial = self.buffers.read_rows(refs.partial_ring, stage, self.width)
-        partial = [x.astype(jnp.float32) for x in partial]
-        if carry is not None:
-            row_max, row_sum = carry
-            lse = plgpu.load(refs.lse_ring.at[stage], layout=PER_ROW, optimized=False)
-            lse = jnp.where(exists, lse, softmax.MASKED)
-            new_max = jnp.maximum(row_max, lse)
-            decay, weight = jnp.exp2(row_max - new_max), jnp.exp2(lse - new_max)  # [64]
-            carry = [new_max, row_sum * decay + jnp.where(exists, weight, 0.0)]
-            acc = [x * across(decay, x.shape) for x in acc]
-            partial = [x * across(weight, x.shape) for x in partial]
-        # What no entry wrote may be anything.
-        partial = [jnp.where(across(exists, x.shape), x, 0.0) for x in partial]
-        plgpu.commit_smem()  # all four warps are done with this stage
-        self._load(first, end, i + self.stages)
-        return [x + y for x, y in zip(acc, partial, strict=True)], carry
-
-    def _heads(self, array):
-        """The tile of `[B, segment_tokens, H, width]`, by columns."""
-        group = self.spec.group
-        heads = pl.ds(self.kv_head * group, group)
-        return lambda columns: array.at[self.b, self.tokens, heads, columns]
-
-    def _gated_and_added(self, rows, factor):
-        """`added + gate * factor * rows`; `factor`: `[64]`."""
-        spec, refs = self.spec, self.refs
-        if spec.gated:
-            first, head = self.all_tile * spec.tile.tokens, self.kv_head * spec.group
-            factor *= self.rows.values(refs.gate, self.b, first, head, refs.sizes.T)
-        rows = [x * across(factor, x.shape) for x in rows]
-        if not spec.added:
-            return rows
-        added = self.buffers.read_rows(refs.added_tile, 0, self.width)
-        return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
-
-    def _walked_lse(self):
-        return self.rows.values(self.refs.walked_lse, *self._in_segment())
-
-    def _store_lse(self, lse):
-        self.rows.put(self.refs.lse, lse, *self._in_segment())
-
-    def _in_segment(self):
-        first, group = self.tile * self.spec.tile.tokens, self.spec.group
-        return self.b, first, self.kv_head * group, self.refs.sizes.segment_tokens
+    return run
