@@ -38,7 +38,6 @@ T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which come f
 items that run together.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +86,6 @@ def key_index(first_key, wg=0):
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
 class KeyTile:
     """A work item as its CTA knows it: a tile of keys, and the query tiles to be summed over.
 
@@ -98,42 +96,17 @@ class KeyTile:
       steps: how many the queries are.
     """
 
-    spec: Dkv
-    buffers: Buffers
-    refs: Any
-    row: Any
-    b: Any
-    g: Any
-    first_key: Any
-    begin: Any
-    end: Any
-    partial: Any
-    steps: Any
-
-    @classmethod
-    def of_cta(cls, spec: Dkv, refs: Any) -> "KeyTile":
+    def __init__(self, spec: Dkv, refs: Any):
+        self.spec, self.refs, self.buffers = spec, refs, Buffers.of(spec, spec.query_tile)
         item, per_step = refs.cta.item, spec.tiles_per_step
-        row = jnp.maximum(refs.work_items[item, 0], 0)
-        b, g = div_rem(row, spec.Hkv)
-        first_key, begin, _, _, end, partial = (
+        self.row = jnp.maximum(refs.work_items[item, 0], 0)
+        self.b, self.g = div_rem(self.row, spec.Hkv)
+        self.first_key, self.begin, _, _, self.end, self.partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
         if spec.selection_entries:
-            partial -= refs.ds_chunk[FIRST_PARTIAL]
-        steps = div(end - begin + (per_step - 1), per_step)
-        return cls(
-            spec,
-            Buffers.of(spec, spec.query_tile),
-            refs,
-            row,
-            b,
-            g,
-            first_key,
-            begin,
-            end,
-            partial,
-            steps,
-        )
+            self.partial -= refs.ds_chunk[FIRST_PARTIAL]
+        self.steps = div(self.end - self.begin + (per_step - 1), per_step)
 
     def exists(self):
         """Whether there is a work item, and not an empty place in the table."""
@@ -304,7 +277,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
     operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
     def body(refs):
-        tile = KeyTile.of_cta(spec, refs)
+        tile = KeyTile(spec, refs)
         steps = tile.steps
 
         def step(wg, keys, under_mask, i, sums):
@@ -512,7 +485,7 @@ def partials_of_lists(kernel: Kernel) -> Callable:
             jax.typeof(x).manual_axis_type.varying
             for x in (refs.query, refs.do, refs.row_stats)
         )
-        tile = KeyTile.of_cta(spec, refs)
+        tile = KeyTile(spec, refs)
         entries = Entries(spec, refs, tile)
 
         def step(keys, under_mask, i, sums):
