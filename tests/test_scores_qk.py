@@ -8,9 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kernels_pallas.mosaic import warp_topk
 from kernels_pallas.mosaic.warp_topk import WarpTopK
-from kernels_pallas.specs.scores import STRIPE_WORDS, Scores
+from kernels_pallas.specs.scores import Scores
 from tests.oracles.list_kernels import LANES, Warp, lanes
 
 BASE = 3  # the first block of the tile's sequence
@@ -135,57 +134,3 @@ def test_rows_of_a_token(name, rows):
 def test_the_best_blocks_of_a_warp(change):
     for seed in range(3):
         check(change, seed)
-
-
-# Mutants: wrong instructions or functions that the check must catch.
-
-
-def without_a_carry(self, *arguments):
-    opened(self, *arguments)
-    for number in self._own_rows(arguments[1]):
-        start = self._score_row(arguments[0], number) + 4 * STRIPE_WORDS * self.front // 32
-        self.warp.write(start, 0, only=LANES == 0)
-
-
-def of_three(self):
-    """The best of the first three stripes only."""
-    return read_best(dataclasses.replace(self, of=_FirstStripes(self.of.spec, self.of.warp)))
-
-
-class _FirstStripes(WarpTopK):
-    stripes = 3
-
-
-read_best = warp_topk._Columns.best
-opened = WarpTopK.begin_chunk
-MUTANTS = {
-    "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
-    "ties go to the higher block": (
-        Warp,
-        "smallest",
-        lambda self, x: lanes(max(x[x < 2**31 - 1])),
-    ),
-    "ties in a column go to the higher block": (
-        Warp,
-        "first_equal",
-        lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
-    ),
-    "a chunk forgets the one before": (WarpTopK, "begin_chunk", without_a_carry),
-    "a column's later stripes are forgotten": (warp_topk._Columns, "best", of_three),
-    "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(monkeypatch, name):
-    monkeypatch.setattr(*MUTANTS[name])
-    with pytest.raises(AssertionError):
-        check(SPECS["G3-chunks"])
-
-
-@pytest.mark.parametrize("change", ["G3-chunks", "G16-most"])  # two entries known, and one
-def test_a_column_must_be_read_again(monkeypatch, change):
-    never = lambda self, entry, most, known: known
-    monkeypatch.setattr(warp_topk._Columns, "refilled", never)
-    with pytest.raises(AssertionError):
-        check(SPECS[change])
