@@ -82,11 +82,6 @@ def test_warps(name):
     check(spec, found, arrays)
 
 
-def test_a_gated_branch_has_no_gradient_of_its_lse():
-    with pytest.raises(ValueError, match="log-sum-exp"):
-        RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True)
-
-
 @pytest.mark.gpu
 @needs_gpu
 @by_spec

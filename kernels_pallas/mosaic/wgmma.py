@@ -133,8 +133,6 @@ def added(
     columns, depth = right.rows, right.width
     if right.transposed:
         columns, depth = depth, columns
-    if _depth(left) != depth:
-        raise ValueError(f"{len(left)} registers are no left operand of {right}")
     flags = str(int(right.transposed))
     return _start(total, left, _registers_of_step, right, columns, depth, flags)
 

@@ -202,11 +202,6 @@ def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
     """As `fill_lists`, of a spec of single tokens whose blocks are tiles of keys. Output, int32
     `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
     """
-    if spec.tokens != 1 or spec.packed or spec.block != ROWS:
-        raise ValueError(
-            "gather lists are of single tokens, and of blocks that are tiles of keys: expected "
-            f"tokens=1, packed=False and block={ROWS}, got {spec}"
-        )
     inputs = spec.selection | {"edges": spec.edges}
     return _kernel("fill_gather_lists", spec, inputs, {"entries": spec.list})
 

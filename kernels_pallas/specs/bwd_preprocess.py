@@ -37,10 +37,6 @@ class RowStats:
     interpret: bool | object = False
     any_length: bool = False
 
-    def __post_init__(self):
-        if self.gated and self.lse_grad:
-            raise ValueError("a gated branch has no gradient of its log-sum-exp")
-
     def for_any_length(self) -> Self:
         """The same with nominal lengths."""
         return dataclasses.replace(self, any_length=True, B=2, T=NOMINAL_LENGTH)
