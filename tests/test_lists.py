@@ -387,11 +387,6 @@ def test_segments_of_long_rows():
     assert [of(*x).segments for x in others] == [1, 1, 1]
 
 
-def test_gather_lists_are_of_single_tokens():
-    with pytest.raises(ValueError, match="single tokens"):
-        block_query_lists.fill_gather_lists(BlockQueryLists(1, 64, 64, 1, 4, KEYS, 2, False))
-
-
 # Tokens of a row: where the first one stands, or lengths of packed sequences.
 TILES = {
     "prompt": 0,
