@@ -3,50 +3,36 @@ jitted call forward, one backward, which computes the forward pass again.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import torch
 from torch import Tensor
 
 import nsa_jax
-from nsa_core.types import Branches
 from nsa_interop import dlpack
 from nsa_torch import operators
-from nsa_torch.input_modes import MODES, InputMode, arranged
-
-type Static = tuple[tuple[str, Any], ...]
+from nsa_torch.input_modes import MODES, InputMode, all_steps
 
 
-class _Branch(NamedTuple):
+def _branch(*arrays, name, words, **static):
     """`nsa_jax.<name>` of arrays, whose names are `words`."""
-
-    name: str
-    words: tuple[str, ...]
-    static: Static
-
-    def __call__(self, *arrays):
-        by_name = dict(zip(self.words, arrays, strict=True))
-        return getattr(nsa_jax, self.name)(**by_name, **dict(self.static))
+    return getattr(nsa_jax, name)(**dict(zip(words, arrays, strict=True)), **static)
 
 
-class _Whole(NamedTuple):
+def _whole(*arrays, mode, **static):
     """`nsa_jax.attention` of the arrays of an input mode, `block_indices` and `segment_ids`."""
-
-    mode: InputMode
-    static: Static
-
-    def __call__(self, *arrays):
-        *given, block_indices, segment_ids = arrays
-        query, key, value, gates = self.mode.inputs(given)
-        compressed = None
-        if not self.mode.compresses:
-            compressed = key.compressed, value.compressed
-            key, value = (x._replace(compressed=x.selected) for x in (key, value))
-        options = {"block_indices": block_indices, "segment_ids": segment_ids}
-        options |= {"compressed": compressed, **dict(self.static)}
-        return nsa_jax.attention(query, key, value, gates, **options)
+    *given, block_indices, segment_ids = arrays
+    query, key, value, gates = mode.inputs(given)
+    compressed = None
+    if not mode.compresses:
+        compressed = key.compressed, value.compressed
+        key, value = (x._replace(compressed=x.selected) for x in (key, value))
+    options = {"block_indices": block_indices, "segment_ids": segment_ids}
+    return nsa_jax.attention(
+        query, key, value, gates, compressed=compressed, **options, **static
+    )
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
@@ -66,20 +52,19 @@ def _pull_back(function: Callable[..., Any], grads, *arrays):
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(function: _Branch | _Whole, backward: bool):
-    return jax.jit(functools.partial(_pull_back, function) if backward else function.__call__)
+def _jitted(function, static, backward: bool):
+    run = functools.partial(function, **dict(static))
+    return jax.jit(functools.partial(_pull_back, run) if backward else run)
 
 
-def _run(
-    function: _Branch | _Whole, tensors: Sequence[Tensor | None], grads: Sequence[Tensor] = ()
-):
+def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
     """What `function` returns; where `grads` of the first of that are given, the gradients of what
     is floating.
     """
-    dense = [None if x is None else _dense(x) for x in tensors]
-    if not grads:
-        return dlpack.call_jax(_jitted(function, False), *dense)
-    return dlpack.call_jax(_jitted(function, True), tuple(map(_dense, grads)), *dense)
+    dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
+    if grads:
+        dense.insert(0, tuple(map(_dense, grads)))
+    return dlpack.call_jax(_jitted(function, tuple(static.items()), bool(grads)), *dense)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -108,27 +93,24 @@ def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
     name = "select_blocks" if selects else f"{branch}_attention"
     kind = "select_blocks/jax" if selects else f"branch_attention/jax/{branch}"
 
-    def run(arguments, grads=()):
-        tensors, (_, *place) = arguments[:count], arguments[count:]
-        place = operators.lengths(*place)
+    def run(*arguments, grads=()):
+        place = operators.lengths(*arguments[count + 1 :])
         kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
-        extra = {"segment_ids": _segment_ids(cu_seqlens, kv_len, tensors[0].device)}
+        given = dict(zip(words, arguments, strict=False))
+        given["segment_ids"] = _segment_ids(cu_seqlens, kv_len, arguments[0].device)
         if cu_seqlens is None:
-            (place if isinstance(kv_len, int) else extra)["kv_len"] = kv_len
-        function = _Branch(name, (*words, *extra), tuple(place.items()))
-        return _run(function, [*tensors, *extra.values()], grads)
+            (place if isinstance(kv_len, int) else given)["kv_len"] = kv_len
+        static = {"name": name, "words": tuple(given), **place}
+        return _run(_branch, static, given.values(), grads)
+
+    def backward(grad, *given):
+        grad_lse, given = operators.second_gradient(given, count)
+        return run(*given, grads=[x for x in (grad, grad_lse) if x is not None])
 
     if selects:
-        operators.define(kind, lambda *given: run(given), operators.index_shapes)
+        operators.define(kind, run, operators.index_shapes)
     else:
-        functions = lambda *given: run(given), operators.branch_shapes
-
-        def backward(grad, *given):
-            grad_lse, given = operators.second_gradient(given, count)
-            return run(given, [x for x in (grad, grad_lse) if x is not None])
-
-        operators.define(kind, *functions, backward, floats=3, returned=2)
-
+        operators.define(kind, run, operators.branch_shapes, backward, floats=3, returned=2)
     return operators.one_step(kind)
 
 
@@ -143,23 +125,22 @@ sliding_attention = _define_branch("sliding", "query", "key", "value")
 def _define_whole(mode: InputMode) -> None:
     """Makes all steps in one call known."""
 
-    def run(arguments, grads=()):
-        *tensors, block_indices = arguments[: mode.count + 1]
-        place = operators.lengths(*arguments[mode.count + 2 :])
-        kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
+    def run(*arguments, grads=()):
+        tensors = arguments[: mode.count + 1]
+        static = operators.lengths(*arguments[mode.count + 2 :]) | {"mode": mode}
+        kv_len, cu_seqlens = static.pop("kv_len"), static.pop("cu_seqlens")
         segment_ids = _segment_ids(cu_seqlens, kv_len, tensors[0].device)
-        function = _Whole(mode, tuple(place.items()))
-        return _run(function, [*tensors, block_indices, segment_ids], grads)
+        return _run(_whole, static, [*tensors, segment_ids], grads)
 
     def shapes(*arguments):
         query, _, value, _ = mode.inputs(arguments)
         return operators.branch_shapes(query, None, value.selected)[:1]
 
-    forward, backward = lambda *given: run(given), lambda grad, *given: run(given, [grad])
-    operators.define(_kind(mode), forward, shapes, backward, floats=mode.count)
+    backward = lambda grad, *given: run(*given, grads=[grad])
+    operators.define(_kind(mode), run, shapes, backward, floats=mode.count)
 
 
-def _kind(mode: InputMode) -> str:
+def _kind(mode: InputMode, keep: str = "") -> str:
     return f"attention/jax/{mode.name}"
 
 
@@ -167,24 +148,8 @@ for _mode in MODES:
     _define_whole(_mode)
 
 
-def attention(
-    query: Tensor,
-    key: Branches,
-    value: Branches,
-    gates: Branches[Tensor],
-    compressed: tuple[Tensor, Tensor] | None,
-    block_indices: Tensor | None,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    assume_finite=False,
-    recompute=False,
-) -> Tensor:
-    """All steps in one call; `compressed` None: compressed there. The backward pass always computes
-    the forward pass again.
+def attention(*tensors: Any, **options: Any) -> Tensor:
+    """All steps in one call; arguments as of `all_steps`. The backward pass always computes the
+    forward pass again.
     """
-    place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    mode, tensors = arranged(query, key, value, gates, compressed)
-    return operators.call(_kind(mode), *tensors, block_indices, assume_finite, *place)[0]
+    return all_steps(_kind, *tensors, **options)

@@ -22,7 +22,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, operators, plans
-from nsa_torch.input_modes import arranged
+from nsa_torch.input_modes import arranged, kept_of
 from nsa_torch.plain import TENSORS, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
@@ -159,7 +159,7 @@ class Program(operators.Program):
         place = operators.arguments(config, length, row, call.scale)
         chosen = given[mode.count] if indices else None
         arguments = [*given[: mode.count], chosen, False, *place]
-        keep = path.keep(call.gradient, call.recompute)
+        keep = kept_of(call.gradient, call.recompute)
         super().__init__(operators.call_of(path.kind(mode, keep)), arguments)
         self._planned, self._gradient = path.planned[mode, keep], None
         bundles = call.gradient and self.alone

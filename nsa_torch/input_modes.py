@@ -5,11 +5,15 @@ SEPARATE_KV      query, tokens of each branch: the means of the compressed one's
 SHARED_KV        query, tokens that all branches look at
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nsa_core.steps.fused import Inputs
+from torch import Tensor
+
+from nsa_core.config import NSAConfig
+from nsa_core.steps.fused import Inputs, Pages
 from nsa_core.types import Branches
+from nsa_torch import operators
 
 
 class InputMode(NamedTuple):
@@ -57,6 +61,10 @@ PRECOMPRESSED = InputMode("precompressed")
 SEPARATE_KV = InputMode("separate_kv", compresses=True)
 SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
 MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+# What a call keeps for its gradient: nothing, all that it needs, what one needs that computes the
+# branches again.
+FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
+PAGES = "pages"  # as FORWARD
 
 
 def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]]:
@@ -77,3 +85,46 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
     if len(gates) == 1:
         mode = mode.with_joined_gates()
     return mode, [query, *tokens, *gates]
+
+
+def kept_of(gradient: bool, recompute: bool) -> str:
+    """What a call keeps."""
+    if not gradient:
+        return FORWARD
+    return RECOMPUTING if recompute else SAVING
+
+
+def all_steps(
+    kind: Callable[[InputMode, str], str],
+    query: Tensor,
+    key: Branches,
+    value: Branches,
+    gates: Branches[Tensor],
+    compressed: tuple[Tensor, Tensor] | None,
+    block_indices: Tensor | None,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    assume_finite: bool = False,
+    recompute: bool = False,
+    pages: Pages | None = None,
+) -> Tensor:
+    """Attention as one operator.
+
+    Args:
+      kind: of a mode and of what is kept.
+      key, value: the compressed field is not read where `compressed` is given.
+      compressed: `(k_cmp, v_cmp)`; None: the means.
+      assume_finite: keys and values that no query may look at are finite, as in a cache, so that
+        they need not be copied to be kept out.
+      recompute: the backward pass computes the branches again. Else it keeps their outputs.
+      pages: the selected keys and values are these, of which there is no gradient.
+    """
+    mode, tensors = arranged(query, key, value, gates, compressed)
+    keep = kept_of(operators.requires_grad(*tensors), recompute)
+    if pages is not None:
+        keep, tensors = PAGES, [*tensors, *pages]
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
+    return operators.call(kind(mode, keep), *tensors, block_indices, assume_finite, *place)[0]

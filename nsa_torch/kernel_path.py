@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from nsa_core.array_ops import derived, like, padding_zeroed
-from nsa_core.config import NSAConfig
 from nsa_core.plan.buffers import Plan
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Pages, Residuals, Steps
@@ -27,12 +26,16 @@ from nsa_core.types import Branches
 from nsa_core.varlen import Capacity
 from nsa_torch import operators
 from nsa_torch.input_modes import (
+    FORWARD,
     MODES,
+    PAGES,
     PRECOMPRESSED,
+    RECOMPUTING,
+    SAVING,
     SEPARATE_KV,
     SHARED_KV,
     InputMode,
-    arranged,
+    all_steps,
 )
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.plans import Planned
@@ -43,8 +46,6 @@ BRANCHES = {
     "selected": KernelLayout.zero_unreachable_tokens,
     "sliding": KernelLayout.zero_unreachable_tokens,
 }
-FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
-PAGES = "pages"  # as FORWARD
 
 
 class KernelPath:
@@ -286,47 +287,11 @@ class KernelPath:
         function = self.planned[mode, SAVING if gradients else FORWARD]
         return function.plans([query, *tokens, *gates, None, False, *place], device)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Branches,
-        value: Branches,
-        gates: Branches[Tensor],
-        compressed: tuple[Tensor, Tensor] | None,
-        block_indices: Tensor | None,
-        *,
-        config: NSAConfig,
-        kv_len: int | Tensor,
-        cu_seqlens: Tensor | None = None,
-        scale: float | None = None,
-        assume_finite: bool = False,
-        recompute: bool = False,
-        pages: Pages | None = None,
-    ) -> Tensor:
-        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, the
-        sum comes after the branches.
-
-        Args:
-          key, value: the compressed field is not read where `compressed` is given.
-          compressed: `(k_cmp, v_cmp)`; None: the means.
-          assume_finite: keys and values that no query may look at are finite, as in a cache, so
-            that they need not be copied to be kept out.
-          recompute: the backward pass computes the branches again. Else it keeps their outputs.
-          pages: the selected keys and values are these, of which there is no gradient.
+    def __call__(self, *tensors: Any, **options: Any) -> Tensor:
+        """All steps; arguments as of `all_steps`. Each branch's kernel adds to the gated sum; where
+        residuals are kept, the sum comes after the branches.
         """
-        mode, tensors = arranged(query, key, value, gates, compressed)
-        keep = self.keep(operators.requires_grad(*tensors), recompute)
-        if pages is not None:
-            keep, tensors = PAGES, [*tensors, *pages]
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        given = *tensors, block_indices, assume_finite, *place
-        return operators.call(self.kind(mode, keep), *given)[0]
-
-    def keep(self, gradient: bool, recompute: bool) -> str:
-        """What a call keeps."""
-        if not gradient:
-            return FORWARD
-        return RECOMPUTING if recompute else SAVING
+        return all_steps(self.kind, *tensors, **options)
 
 
 def _split(tensors, count):
