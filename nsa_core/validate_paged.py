@@ -1,6 +1,7 @@
 """Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -299,3 +300,48 @@ def row_length(T: int, capacity: int) -> None:
             f"a row must not have more queries than tokens, {capacity} in the pages of its "
             f"table, got {T}"
         )
+
+
+class OnHost(NamedTuple):
+    """Checks of numbers, where the host reads them.
+
+    Attributes:
+      read: the numbers of an argument; None: the host does not read them.
+    """
+
+    read: Callable[[Any], np.ndarray | None]
+
+    def _all(self, *given: Any) -> Any:
+        """The numbers of all that is not None; None: the host does not read some."""
+        found = [None if x is None else self.read(x) for x in given]
+        lacks = any(x is not None and y is None for x, y in zip(given, found, strict=True))
+        return None if lacks else found
+
+    def page_numbers(self, page_table, lengths, count: int, size: int, *, read: bool) -> None:
+        """Those of a table; arguments as of the function of this name."""
+        if found := self._all(page_table, lengths):
+            table, tokens = found
+            page_numbers(table, tokens, count, size, read)
+
+    def rows_of_tokens(self, lengths, cu_seqlens_q, count: int) -> None:
+        """Where the rows of `count` tokens begin, and that `lengths` count them."""
+        if cu_seqlens_q is not None and (found := self._all(cu_seqlens_q)):
+            validate.borders("cu_seqlens_q", found[0].tolist(), count)
+        if found := self._all(lengths, cu_seqlens_q):
+            tokens, starts = found
+            counted(tokens, starts, count)
+
+    def written_once(self, page_table, lengths, cu_seqlens_q, count: int, size: int) -> None:
+        """That rows write to pages of their own."""
+        if found := self._all(page_table, lengths, cu_seqlens_q):
+            table, tokens, starts = found
+            written_once(table, tokens, starts, count, size)
+
+    def longest(self, max_seqlen_q: int | None, cu_seqlens_q, capacity: int) -> int | None:
+        """`max_seqlen_q`, at most the `capacity` of a row's pages; no row has more queries."""
+        if max_seqlen_q is None:
+            return None
+        validate.sizes(max_seqlen_q=max_seqlen_q)
+        if cu_seqlens_q is not None and (found := self._all(cu_seqlens_q)):
+            longest(max_seqlen_q, found[0], capacity)
+        return min(max_seqlen_q, capacity)

@@ -1,6 +1,7 @@
 """Checks of public arguments: those of `nsa_core.validate`, and torch's devices and packing."""
 
 import numbers
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,16 +156,26 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
     validate.borders(name, cu_seqlens.tolist(), length)
 
 
+def read(x: Tensor) -> Any:
+    """The numbers of an argument, a numpy array; None: the host does not read them."""
+    return x.detach().cpu().numpy() if is_read(x) else None
+
+
+_host = validate_paged.OnHost(read)
+page_numbers, rows_of_tokens = _host.page_numbers, _host.rows_of_tokens
+written_once, longest = _host.written_once, _host.longest
+
+
 def within(name: str, x: Tensor, least: int, most: int) -> None:
     """Checks numbers, where the host reads them."""
-    if isinstance(x, Tensor) and is_read(x):
-        validate.numbers(name, x.detach().cpu().numpy(), least, most)
+    if isinstance(x, Tensor) and (found := read(x)) is not None:
+        validate.numbers(name, found, least, most)
 
 
 def distinct(block_indices: Tensor) -> None:
     """Raises where a list names a block twice, if the host reads it."""
-    if is_read(block_indices):
-        block_lists.refuse_repeated(block_indices.detach().cpu().numpy())
+    if (found := read(block_indices)) is not None:
+        block_lists.refuse_repeated(found)
 
 
 def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
@@ -174,52 +185,11 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
     return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
 
 
-def page_numbers(page_table, lengths, count, size, *, read):
-    """Checks the numbers of a table, where the host reads them; `count`: of pages of `size` tokens,
-    `read`: as of `validate_paged`.
-    """
-    if is_read(page_table) and is_read(lengths):
-        table, tokens = (x.detach().cpu().numpy() for x in (page_table, lengths))
-        validate_paged.page_numbers(table, tokens, count, size, read)
-
-
-def rows_of_tokens(lengths, cu_seqlens_q, count):
-    """Checks where the rows of `count` tokens begin, and that `lengths` count them, where the host
-    reads it.
-    """
-    if cu_seqlens_q is not None:
-        borders(cu_seqlens_q, count, "cu_seqlens_q")
-    if is_read(lengths) and (cu_seqlens_q is None or is_read(cu_seqlens_q)):
-        starts = None if cu_seqlens_q is None else cu_seqlens_q.detach().cpu().numpy()
-        validate_paged.counted(lengths.detach().cpu().numpy(), starts, count)
-
-
-def written_once(page_table, lengths, cu_seqlens_q, count, size):
-    """Checks that rows write to pages of their own, where the host reads it."""
-    given = page_table, lengths, *(() if cu_seqlens_q is None else (cu_seqlens_q,))
-    if all(map(is_read, given)):
-        table, tokens, *starts = (x.detach().cpu().numpy() for x in given)
-        validate_paged.written_once(table, tokens, starts[0] if starts else None, count, size)
-
-
-def longest(max_seqlen_q, cu_seqlens_q, capacity):
-    """`max_seqlen_q`, at most the `capacity` of a row's pages. Checks that no row has more queries,
-    where the host reads them.
-    """
-    if max_seqlen_q is None:
-        return None
-    validate.sizes(max_seqlen_q=max_seqlen_q)
-    if cu_seqlens_q is not None and is_read(cu_seqlens_q):
-        validate_paged.longest(max_seqlen_q, cu_seqlens_q.cpu().numpy(), capacity)
-    return min(max_seqlen_q, capacity)
-
-
 def runs(found, inputs):
     """Checks runs of a call, by its bounds and lengths where they are read."""
-    given = inputs.cu_seqlens_q, inputs.lengths
-    numbers = (x.cpu().numpy() if is_read(x) else None for x in given)
     sizes = inputs.query.shape[0], inputs.cache.config.select_block
-    validate_paged.runs(found, inputs.page_table, *sizes, *numbers)
+    given = map(read, (inputs.cu_seqlens_q, inputs.lengths))
+    validate_paged.runs(found, inputs.page_table, *sizes, *given)
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
