@@ -43,14 +43,9 @@ def check(query, key, value, block_indices, block_size, include, scale) -> None:
       ValueError: an argument that no implementation takes.
     """
     validate.sizes(block_size=block_size)
-    _check_include(include)
+    validate.one_of("include", include, INCLUDES)
     validate.attention(query, key, value, ANY, None, scale)
     lists("block_indices", block_indices, query.shape[:2], query.shape[2], key.shape[2])
-
-
-def _check_include(include) -> None:
-    if include not in INCLUDES:
-        raise ValueError(f"include must be one of {INCLUDES}, got {include!r}")
 
 
 def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
@@ -130,22 +125,17 @@ def check_paged(
       ValueError: an argument that nothing takes.
     """
     validate.sizes(block_size=block_size)
-    _check_include(include)
+    validate.one_of("include", include, INCLUDES)
     validate.array("query", query, 3)
     validate.sizes(tokens=query.shape[0], heads=query.shape[1])
-    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        validate.array(name, pages, 4)
-        if pages.dtype != query.dtype:
-            dtypes = validate.dtype_name(query), validate.dtype_name(pages)
-            raise ValueError(
-                f"{name} must have the dtype of query, {dtypes[0]}, got {dtypes[1]}"
-            )
+    heads, width = query.shape[1:]
+    validate.array("key_pages", key_pages, (None, None, None, width), query=query)
+    axes = *key_pages.shape[:3], None
+    validate.array("value_pages", value_pages, axes, query=query)
     validate.sizes(num_pages=key_pages.shape[0], page=key_pages.shape[1])
-    validate.shape("key_pages", key_pages, (*key_pages.shape[:3], query.shape[2]))
-    validate.shape("value_pages", value_pages, (*key_pages.shape[:3], value_pages.shape[3]))
     validate_paged.table(page_table, lengths)
     validate_paged.rows("query", query.shape[0], lengths, starts)
-    heads, kv_heads = query.shape[1], key_pages.shape[2]
+    kv_heads = key_pages.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"query heads must be a multiple of the pages' heads, got {heads} and {kv_heads}"

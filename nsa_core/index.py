@@ -51,8 +51,7 @@ def _checked(index: Index, keys: int) -> Index:
     index = index._replace(pool=pool)
     _ = index.config  # checks the rest
     for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
-        if getattr(index, name) not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {getattr(index, name)!r}")
+        validate.one_of(name, getattr(index, name), allowed)
     return index
 
 
@@ -63,17 +62,9 @@ def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Inde
     Raises:
       ValueError: an argument that nothing takes.
     """
-    validate.array("index_query", query, 3)
-    if 0 in query.shape:
-        raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
-    validate.array("index_key_pages", pages, 3)
+    validate.queries(query, "index_query", 3)
+    validate.array("index_key_pages", pages, (None, None, query.shape[2]), index_query=query)
     validate.sizes(num_pages=pages.shape[0], keys_a_page=pages.shape[1])
-    validate.shape("index_key_pages", pages, (*pages.shape[:2], query.shape[2]))
-    if pages.dtype != query.dtype:
-        raise ValueError(
-            "index_key_pages must have the dtype of index_query, "
-            f"{validate.dtype_name(query)}, got {validate.dtype_name(pages)}"
-        )
     validate_paged.table(page_table, lengths)
     validate_paged.rows("index_query", query.shape[0], lengths, starts)
     return _checked(index, page_table.shape[1] * pages.shape[1])
@@ -85,17 +76,9 @@ def check(query, key, index: Index, packed: bool) -> Index:
     Raises:
       ValueError: an argument that no implementation takes.
     """
-    validate.array("index_query", query, 4)
-    if 0 in query.shape:
-        raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
-    validate.array("index_key", key, 3)
-    if key.dtype != query.dtype:
-        raise ValueError(
-            f"index_key must have the dtype of index_query, {validate.dtype_name(query)}, "
-            f"got {validate.dtype_name(key)}"
-        )
+    validate.queries(query, "index_query")
     batch, length, _, width = query.shape
-    validate.shape("index_key", key, (batch, key.shape[1], width))
+    validate.array("index_key", key, (batch, None, width), index_query=query)
     if packed and index.entry != 1:
         raise ValueError(f"entry must be 1 in packed rows, got {index.entry}")
     if packed and key.shape[1] != length:
@@ -118,8 +101,8 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
       NotImplementedError: the one that was asked for cannot.
     """
     known = "triton", plain
-    if asked not in (None, *known):
-        raise ValueError(f"implementation must be one of {known}, got {asked!r}")
+    if asked is not None:
+        validate.one_of("implementation", asked, known)
     reason = next((x for x in reasons if x), None)
     if asked == "triton" and reason:
         raise NotImplementedError(f"implementation 'triton' {reason}")

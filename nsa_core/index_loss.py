@@ -31,29 +31,17 @@ def check(query, key, lse, index_query, index_key, block_indices, block_size) ->
       ValueError: an argument that nothing takes.
     """
     validate.queries(query)
-    validate.array("key", key, 4)
-    validate.heads(query, key)
     batch, length, heads, width = query.shape
-    validate.shape("key", key, (batch, key.shape[1], key.shape[2], width))
-    if length > key.shape[1]:
-        raise ValueError(
-            f"query must not be longer than key, got T={length} and S={key.shape[1]}"
-        )
-    validate.array("lse", lse, 3, ("float32", "float64"))
-    validate.shape("lse", lse, (batch, length, heads))
-    validate.array("index_query", index_query, 4)
-    index_heads = index_query.shape[2]
-    validate.shape(
-        "index_query", index_query, (batch, length, index_heads, index_query.shape[3])
-    )
-    validate.array("index_key", index_key, 3)
-    validate.shape("index_key", index_key, (batch, key.shape[1], index_query.shape[3]))
-    if index_key.dtype != index_query.dtype:
-        raise ValueError(
-            f"index_key must have the dtype of index_query, {validate.dtype_name(index_query)}, "
-            f"got {validate.dtype_name(index_key)}"
-        )
-    kv_heads = key.shape[2]
+    validate.array("key", key, (batch, None, None, width))
+    validate.heads(query, key)
+    keys, kv_heads = key.shape[1:3]
+    if length > keys:
+        raise ValueError(f"query must not be longer than key, got T={length} and S={keys}")
+    validate.array("lse", lse, (batch, length, heads), ("float32", "float64"))
+    validate.array("index_query", index_query, (batch, length, None, None))
+    index_heads, index_width = index_query.shape[2:]
+    axes = batch, keys, index_width
+    validate.array("index_key", index_key, axes, index_query=index_query)
     fits = index_heads > 0 and heads % index_heads == 0
     if not fits or (kv_heads % index_heads and index_heads % kv_heads):
         raise ValueError(

@@ -169,7 +169,7 @@ class LayerSpec:
         Raises:
           ValueError: other branches count too, or some block is not selected.
         """
-        validate.count("dense_below", dense_below)
+        validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
             raise ValueError(
                 f"dense_below must be 0 where gate={str(self.gate)!r}, got {dense_below}: dense "

@@ -21,48 +21,55 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")
 LAYOUT = "tokens come before heads: query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]"
 
+# How long each axis is; None: of any length.
+type Axes = Sequence[int | None]
+
 
 def dtype_name(x) -> str:
     """`float32` for a JAX, NumPy or torch dtype alike."""
     return str(x.dtype).removeprefix("torch.")
 
 
-def array(name: str, x, rank: int, dtypes=FLOATS) -> None:
+def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
+    """An array of these axes, or of so many, in one of the dtypes; of `like`, an array by its
+    name, it has the dtype.
+    """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, got {type(x).__name__}")
-    if len(x.shape) != rank:
-        raise ValueError(f"{name} must have {rank} axes, got shape {tuple(x.shape)}")
+    rank, got = axes if isinstance(axes, int) else len(axes), tuple(x.shape)
+    if len(got) != rank:
+        raise ValueError(f"{name} must have {rank} axes, got shape {got}")
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
-    if dtype_name(x) == "float64" and _is_cast_by_jax(x):
+    jax = sys.modules.get("jax")
+    is_cast = type(x).__module__ == "numpy" and not (jax and jax.config.jax_enable_x64)
+    if dtype_name(x) == "float64" and is_cast:
         raise ValueError(
             f"{name} must not be a NumPy array of float64: JAX makes float32 of it unless "
             "jax_enable_x64 is set"
         )
+    for other, y in like.items():
+        if x.dtype != y.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of {other}, {dtype_name(y)}, got {dtype_name(x)}"
+            )
+    if not isinstance(axes, int):
+        shape(name, x, axes)
 
 
-def _is_cast_by_jax(x) -> bool:
-    jax = sys.modules.get("jax")
-    return type(x).__module__ == "numpy" and not (jax and jax.config.jax_enable_x64)
+def shape(name: str, x, axes: Axes) -> None:
+    """Of an array of as many axes."""
+    got = tuple(x.shape)
+    expected = tuple(y if want is None else want for want, y in zip(axes, got, strict=True))
+    if got != expected:
+        raise ValueError(f"{name} must have shape {expected}, got {got}")
 
 
-def queries(query) -> None:
+def queries(query, name: str = "query", rank: int = 4) -> None:
     """`[B, T, H, D]`, float, at least one."""
-    array("query", query, 4)
+    array(name, query, rank)
     if 0 in query.shape:
-        raise ValueError(f"query must not be empty, got shape {tuple(query.shape)}")
-
-
-def shape(name: str, x, expected: tuple[int, ...]) -> None:
-    if tuple(x.shape) != tuple(expected):
-        raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
-
-
-def _same_dtype(name: str, x, query) -> None:
-    if x.dtype != query.dtype:
-        raise ValueError(
-            f"{name} must have the dtype of query, {dtype_name(query)}, got {dtype_name(x)}"
-        )
+        raise ValueError(f"{name} must not be empty, got shape {tuple(query.shape)}")
 
 
 def configuration(config) -> None:
@@ -79,9 +86,9 @@ def in_dtype_of_query(config: NSAConfig, what: str) -> None:
         )
 
 
-def scaling(scale) -> None:
+def scaling(scale, name: str = "scale") -> None:
     if scale is not None:
-        positive("scale", scale, " or None")
+        positive(name, scale, " or None")
 
 
 def positive(name: str, value, otherwise: str = "") -> None:
@@ -129,35 +136,28 @@ def attention(
     """`query` [B, T, H, D], `key` [B, S, Hkv, D], `value` [B, S, Hkv, Dv], T <= S."""
     configuration(config)
     queries(query)
-    array(key_name, key, 4)
-    array(value_name, value, 4)
-    _same_dtype(key_name, key, query)
-    _same_dtype(value_name, value, query)
-    shape(key_name, key, (query.shape[0], key.shape[1], key.shape[2], query.shape[3]))
+    batch, tokens, _, width = query.shape
+    array(key_name, key, (batch, None, None, width), query=query)
+    array(value_name, value, 4, query=query)
     heads(query, key, key_name)
-    _same_tokens(query, key, value, key_name, value_name)
-    if query.shape[1] > key.shape[1]:
+    ours, theirs = tuple(key.shape[:3]), tuple(value.shape[:3])
+    if ours != theirs:
+        # The message names the one that has not the tokens of the queries, where that tells.
+        if theirs[1] == tokens != ours[1]:
+            shape(key_name, key, (*theirs, None))
+        if ours[1] == tokens != theirs[1]:
+            shape(value_name, value, (*ours, None))
         raise ValueError(
-            f"query must not be longer than {key_name}, "
-            f"got T={query.shape[1]} and S={key.shape[1]}; {LAYOUT}"
+            f"{key_name} and {value_name} must have the same [B, S, Hkv], "
+            f"got {ours} and {theirs}; {LAYOUT}"
         )
-    segments(segment_ids, key.shape[0], key.shape[1])
+    if tokens > key.shape[1]:
+        raise ValueError(
+            f"query must not be longer than {key_name}, got T={tokens} and "
+            f"S={key.shape[1]}; {LAYOUT}"
+        )
+    segments(segment_ids, *key.shape[:2])
     scaling(scale)
-
-
-def _same_tokens(query, key, value, key_name: str, value_name: str) -> None:
-    """The message names the one that has not the tokens of the queries, where that tells."""
-    if tuple(key.shape[:3]) == tuple(value.shape[:3]):
-        return
-    tokens = query.shape[1]
-    if value.shape[1] == tokens != key.shape[1]:
-        shape(key_name, key, (*value.shape[:3], key.shape[3]))
-    if key.shape[1] == tokens != value.shape[1]:
-        shape(value_name, value, (*key.shape[:3], value.shape[3]))
-    raise ValueError(
-        f"{key_name} and {value_name} must have the same [B, S, Hkv], "
-        f"got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}; {LAYOUT}"
-    )
 
 
 def gates(
@@ -169,9 +169,8 @@ def gates(
     queries(query)
     expected = tuple(query.shape[:3])
     if isinstance(gates, Branches):
-        for name, gate in zip(Branches._fields, gates, strict=True):
-            array(f"gates.{name}", gate, 3)
-            shape(f"gates.{name}", gate, expected)
+        for name, gate in gates._asdict().items():
+            array(f"gates.{name}", gate, expected)
         return gates
     array("gates", gates, 4)
     if tuple(gates.shape) != (*expected, 3):
@@ -182,11 +181,9 @@ def gates(
     return Branches(*apart(gates))
 
 
-def segments(segment_ids, batch: int, length: int) -> None:
-    if segment_ids is None:
-        return
-    array("segment_ids", segment_ids, 2, INTEGERS)
-    shape("segment_ids", segment_ids, (batch, length))
+def segments(segment_ids, batch: int, length: int | None) -> None:
+    if segment_ids is not None:
+        array("segment_ids", segment_ids, (batch, length), INTEGERS)
 
 
 def length(
@@ -206,10 +203,9 @@ def length(
             )
         array(name, kv_len, len(kv_len.shape), ("int32", "int64"))
         return
-    if least is None and kv_len < query.shape[1]:
-        raise ValueError(f"{name} must be at least T={query.shape[1]}, got {kv_len}")
-    if least is not None and kv_len < least:
-        raise ValueError(f"{name} must be at least {least}, got {kv_len}")
+    bound, words = (query.shape[1], "T=") if least is None else (least, "")
+    if kv_len < bound:
+        raise ValueError(f"{name} must be at least {words}{bound}, got {kv_len}")
     if capacity is not None and kv_len > capacity:
         raise ValueError(f"{name} must be at most the keys there are, {capacity}, got {kv_len}")
 
@@ -244,28 +240,18 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     """Checks of the functions that get compressed keys only; returns `kv_len`, T for None."""
     configuration(config)
     queries(query)
-    array("compressed_key", compressed_key, 4)
-    _same_dtype("compressed_key", compressed_key, query)
-    count = compressed_key.shape[1]
-    shape(
-        "compressed_key",
-        compressed_key,
-        (query.shape[0], count, compressed_key.shape[2], query.shape[3]),
-    )
+    batch, tokens, _, width = query.shape
+    array("compressed_key", compressed_key, (batch, None, None, width), query=query)
     heads(query, compressed_key, "compressed_key")
     scaling(scale)
     length(kv_len, query, segment_ids)
+    kv_len = tokens if kv_len is None else kv_len
     if segment_ids is not None:
-        array("segment_ids", segment_ids, 2, INTEGERS)
-        segments(segment_ids, query.shape[0], segment_ids.shape[1])
-        if segment_ids.shape[1] < query.shape[1]:
-            raise ValueError(
-                f"segment_ids must cover the T={query.shape[1]} queries, "
-                f"got {segment_ids.shape[1]}"
-            )
+        segments(segment_ids, batch, None)
         kv_len = segment_ids.shape[1]
-    kv_len = query.shape[1] if kv_len is None else kv_len
-    _count("compressed_key", compressed_key, config, kv_len)
+        if kv_len < tokens:
+            raise ValueError(f"segment_ids must cover the T={tokens} queries, got {kv_len}")
+    _count(compressed_key, config, kv_len)
     return None if segment_ids is not None else kv_len
 
 
@@ -290,56 +276,48 @@ def compressed(query, compressed_key, compressed_value, config, kv_len, value=No
 
     value: `[B, S, Hkv, Dv]` of the other branches, where they are given too.
     """
-    array("compressed_key", compressed_key, 4)
-    array("compressed_value", compressed_value, 4)
-    batch, _, _, width = query.shape
+    array("compressed_key", compressed_key, 4, query=query)
+    array("compressed_value", compressed_value, 4, query=query)
     kv_heads, value_width = (compressed_value if value is None else value).shape[2:]
-    shape("compressed_key", compressed_key, (batch, compressed_key.shape[1], kv_heads, width))
+    expected = query.shape[0], None, kv_heads, query.shape[3]
+    shape("compressed_key", compressed_key, expected)
     shape("compressed_value", compressed_value, (*compressed_key.shape[:3], value_width))
-    _same_dtype("compressed_key", compressed_key, query)
-    _same_dtype("compressed_value", compressed_value, query)
     heads(query, compressed_key, "compressed_key")
-    _count("compressed_key", compressed_key, config, kv_len)
+    _count(compressed_key, config, kv_len)
 
 
-def _count(name, x, config, kv_len) -> None:
+def _count(compressed_key, config, kv_len) -> None:
     if not isinstance(kv_len, int):
         return
-    expected = config.num_compressed(kv_len)
-    if x.shape[1] != expected:
+    expected, got = config.num_compressed(kv_len), compressed_key.shape[1]
+    if got != expected:
         raise ValueError(
-            f"{name} must have C={expected} tokens for {kv_len} keys, got {x.shape[1]}"
+            f"compressed_key must have C={expected} tokens for {kv_len} keys, got {got}"
         )
 
 
 def indices(block_indices, query, key, config) -> None:
     """int32 `[B, T, Hkv, n]`."""
-    array("block_indices", block_indices, 4, ("int32",))
     expected = (*query.shape[:2], key.shape[2], config.num_selected)
-    shape("block_indices", block_indices, expected)
+    array("block_indices", block_indices, expected, ("int32",))
 
 
 def phi(params, x, config) -> None:
     """Parameters of `compress` that fit windows of `l` tokens of `x` [B, S, Hkv, D]."""
     configuration(config)
-    if params is None:
-        return
-    window = (config.compress_block, x.shape[3])
-    if isinstance(params, PoolParams | MLPParams | RopeMLPParams):
-        for name, rank in zip(params._fields, (2, 2, 1, 2, 1, 1), strict=False):
-            array(f"params.{name}", getattr(params, name), rank)
+    block, width = config.compress_block, x.shape[3]
     if isinstance(params, PoolParams):
-        shape("params.weight", params.weight, window)
+        array("params.weight", params.weight, (block, width))
     elif isinstance(params, MLPParams | RopeMLPParams):
-        hidden = params.b1.shape[0]
-        shape("params.position", params.position, window)
-        shape("params.w1", params.w1, (window[0] * window[1], hidden))
-        shape("params.w2", params.w2, (hidden, window[1]))
-        shape("params.b2", params.b2, window[1:])
         if isinstance(params, RopeMLPParams):
-            even("the width of x", window[1])
-            shape("params.rates", params.rates, (window[1] // 2,))
-    else:
+            even("the width of x", width)
+        array("params.b1", params.b1, 1)
+        (hidden,) = params.b1.shape
+        w1, w2 = (block * width, hidden), (hidden, width)
+        expected = (block, width), w1, (hidden,), w2, (width,), (width // 2,)
+        for name, axes in zip(params._fields, expected, strict=False):
+            array(f"params.{name}", getattr(params, name), axes)
+    elif params is not None:
         raise ValueError(
             "params must be None, PoolParams, MLPParams or RopeMLPParams, "
             f"got {type(params).__name__}"
@@ -357,23 +335,16 @@ def even(name: str, value: int) -> None:
         raise ValueError(f"{name} must be even for the rotary embedding, got {value}")
 
 
-def sizes(**values: int) -> None:
-    """Each is an int >= 1."""
+def one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def sizes(least: int = 1, /, **values: int) -> None:
+    """Each is an int >= `least`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, kinds.Integral) or value < 1:
-            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-
-
-def float_dtype(name: str) -> None:
-    """Of a cache, by the name that `dtype_name` gives."""
-    if name not in FLOATS:
-        raise ValueError(f"dtype must be one of {FLOATS}, got {name}")
-
-
-def count(name: str, value: Any) -> None:
-    """An int >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, kinds.Integral) or value < least:
+            raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
 
 
 def layer_input(x, width: int, kv, kind: type) -> None:
@@ -381,8 +352,7 @@ def layer_input(x, width: int, kv, kind: type) -> None:
     array("x", x, 3)
     if x.shape[2] != width:
         raise ValueError(f"x must have shape (B, T, {width}), got {tuple(x.shape)}")
-    if 0 in x.shape:
-        raise ValueError(f"x must not be empty, got shape {tuple(x.shape)}")
+    queries(x, "x", 3)
     if kv is None:
         return
     if not isinstance(kv, kind):

@@ -92,8 +92,7 @@ def block_attention(
             raise ValueError(
                 "query_seq_lengths must be None where segment_ids are given, got both"
             )
-        validate.array("query_seq_lengths", query_seq_lengths, 1, ("int32", "int64"))
-        validate.shape("query_seq_lengths", query_seq_lengths, (batch,))
+        validate.array("query_seq_lengths", query_seq_lengths, (batch,), ("int32", "int64"))
         checks.within("query_seq_lengths", query_seq_lengths, 0, length)
         kv_len = keys if kv_len is None else kv_len
         key, value = (geometry.without_padding(x, kv_len, None) for x in (key, value))

@@ -104,7 +104,7 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
-    validate.float_dtype(jnp.dtype(dtype).name)
+    validate.one_of("dtype", jnp.dtype(dtype).name, validate.FLOATS)
 
     def zeros(length, width):
         return jnp.zeros((batch, length, kv_heads, width), dtype)

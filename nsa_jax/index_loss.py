@@ -79,8 +79,7 @@ def indexer_kl(
     teacher = index_loss.check(*given, block_size)
     block_size = block_lists.within(block_size or 1, key.shape[1])
     validate.scaling(scale)
-    if index_scale is not None:
-        validate.positive("index_scale", index_scale, " or None")
+    validate.scaling(index_scale, "index_scale")
     validate.segments(segment_ids, *key.shape[:2])
     validate.length(kv_len, query, segment_ids, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])

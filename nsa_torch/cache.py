@@ -133,7 +133,7 @@ def init_cache(
         key_width=key_width,
         value_width=value_width,
     )
-    validate.float_dtype(str(dtype).removeprefix("torch."))
+    validate.one_of("dtype", str(dtype).removeprefix("torch."), validate.FLOATS)
 
     def zeros(length, width):
         return torch.zeros(batch, length, kv_heads, width, dtype=dtype, device=device)

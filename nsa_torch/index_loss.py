@@ -80,8 +80,7 @@ def indexer_kl(
     )
     block_size = block_lists.within(block_size or 1, key.shape[1])
     validate.scaling(scale)
-    if index_scale is not None:
-        validate.positive("index_scale", index_scale, " or None")
+    validate.scaling(index_scale, "index_scale")
     checks.devices(query, given)
     checks.packed(cu_seqlens, query, "query")
     length = checks.length(kv_len, query, cu_seqlens, key.shape[1])

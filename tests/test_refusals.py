@@ -364,7 +364,7 @@ BOTH = [
     # Caches.
     ("init_cache", {"capacity": 0}, "capacity must be an int >= 1, got 0"),
     ("init_cache", {"config": {"l": 8}}, "config must be an NSAConfig, got dict"),
-    ("init_cache", {"dtype": dtype("int32")}, "dtype must be one of *, got int32"),
+    ("init_cache", {"dtype": dtype("int32")}, "dtype must be one of *, got 'int32'"),
     ("init_cache", {"separate": "no"}, "separate must be a bool, got 'no'"),
     ("PagedCache", {"separate": "yes"}, "separate must be a bool, got 'yes'"),
     ("PagedCache", {"separate": 0}, "separate must be a bool, got 0"),
