@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from nsa_core.layer import LayerSpec
 from nsa_interop import weights
-from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention
 
 SIZES = {"layers": 2, "dim": 64, "heads": 4, "tokens": 512, "batch": 4, "steps": 50}

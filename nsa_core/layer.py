@@ -30,6 +30,17 @@ CACHED = ("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps",
 START = ("gate_bias",)
 
 
+FIELD_OF = {
+    "l": "compress_block",
+    "d": "compress_stride",
+    "l_sel": "select_block",
+    "n_sel": "num_selected",
+    "w": "window",
+    "num_initial": "num_initial",
+    "num_local": "num_local",
+}
+
+
 class Unnamed(str):
     """A default that the caller did not name: equal to the word, told apart by its type."""
 
@@ -113,32 +124,40 @@ class LayerSpec:
                 f"n_heads must be a multiple of n_kv_groups={self.n_kv_groups}, "
                 f"got {self.n_heads}"
             )
-        if self.d_k % 2:
-            raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
-        if self.phi not in PHI:
-            raise ValueError(f"phi must be one of {PHI}, got {self.phi!r}")
-        if self.kv not in KV:
-            raise ValueError(f"kv must be one of {KV}, got {self.kv!r}")
+        validate.even("d_k", self.d_k)
+        for name, known in (("phi", PHI), ("kv", KV), ("gate", GATES)):
+            validate.one_of(name, getattr(self, name), known)
         if self.kv == "shared" and self.phi == "mlp_rope":
             raise ValueError(
                 "kv must be 'separate' where phi='mlp_rope', got 'shared': it needs keys that "
                 "are not rotated, and the shared ones are"
             )
-        if self.gate not in GATES:
-            raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
-        self._check_start()
+        for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
+            if self.gate not in gates and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} must be None where gate={str(self.gate)!r}, got "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.gate_bias is not None:
+            try:
+                start = tuple(map(float, self.gate_bias))
+            except (TypeError, ValueError):
+                start = ()
+            if len(start) != 3 or not all(map(math.isfinite, start)):
+                raise ValueError(
+                    f"gate_bias must be three finite numbers, got {self.gate_bias!r}"
+                )
+            object.__setattr__(self, "gate_bias", start)  # lists of JSON and YAML too
         for name in ("gate_temp", "rope_base", "rope_scale"):
             validate.positive(name, getattr(self, name))
-        if self.qk_norm_eps is not None:
-            validate.positive("qk_norm_eps", self.qk_norm_eps, " or None")
+        validate.scaling(self.qk_norm_eps, "qk_norm_eps")
         object.__setattr__(self, "rope_scaling", rotation.scaling(self.rope_scaling))
         if self.rope_scaling is not None and (self.rope_scale != 1 or self.rope_base <= 1):
             raise ValueError(
                 f"rope_scale must be 1 and rope_base > 1 where rope_scaling is given, "
                 f"got {self.rope_scale} and {self.rope_base}"
             )
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"bias must be True or False, got {self.bias!r}")
+        validate.flag("bias", self.bias)
         _ = self.config
 
     @property
@@ -147,16 +166,8 @@ class LayerSpec:
 
     def computed_in(self, compute_dtype: str | None) -> NSAConfig:
         """`config`, of products in this dtype."""
-        return NSAConfig(
-            compress_block=self.l,
-            compress_stride=self.d,
-            select_block=self.l_sel,
-            num_selected=self.n_sel,
-            num_initial=self.num_initial,
-            num_local=self.num_local,
-            window=self.w,
-            compute_dtype=compute_dtype,
-        )
+        sizes = {field: getattr(self, name) for name, field in FIELD_OF.items()}
+        return NSAConfig(**sizes, compute_dtype=compute_dtype)
 
     @property
     def all_selected(self) -> int:
@@ -191,24 +202,6 @@ class LayerSpec:
         """What this layer says of the tokens that it writes to a cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)
 
-    def _check_start(self) -> None:
-        """`gate_bias` and `gate_hidden`, of some kinds of gate each; the former as a tuple."""
-        for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
-            if self.gate not in gates and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} must be None where gate={str(self.gate)!r}, got "
-                    f"{getattr(self, name)!r}"
-                )
-        if self.gate_bias is None:
-            return
-        try:
-            start = tuple(map(float, self.gate_bias))
-        except (TypeError, ValueError):
-            start = ()
-        if len(start) != 3 or not all(map(math.isfinite, start)):
-            raise ValueError(f"gate_bias must be three finite numbers, got {self.gate_bias!r}")
-        object.__setattr__(self, "gate_bias", start)  # lists of JSON and YAML too
-
     @property
     def rope_factor(self) -> float:
         """What rotated queries and keys are multiplied by."""
@@ -237,6 +230,75 @@ class LayerSpec:
     def phi_width(self, width: int) -> int:
         """Hidden width of the MLP that compresses heads of `width`."""
         return self.phi_hidden or 2 * width
+
+    @property
+    def key_values(self) -> list[tuple[str, str]]:
+        """The projections of keys and values: of the branches in turn, or of all at once."""
+        if not self.separate:
+            return [("W_K", "W_V")]
+        return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
+
+    def heads(self, batch: int, length: int) -> list[tuple[int, int, int, int]]:
+        """The shapes of query, key and value."""
+        pairs = (
+            (self.n_heads, self.d_k),
+            (self.n_kv_groups, self.d_k),
+            (self.n_kv_groups, self.d_v),
+        )
+        return [(batch, length, *pair) for pair in pairs]
+
+    @property
+    def phi_names(self) -> tuple[str, ...]:
+        """What compresses keys and values, in a layer."""
+        if self.phi == "avg":
+            return ()
+        kind = "conv" if self.phi == "mlp" else "mlp"
+        return f"phi_k_{kind}", f"phi_v_{kind}"
+
+    def compress_params(self, layer: Any, rates: Any) -> Any:
+        """Parameters of `phi` for keys and for values of a layer of this spec, in either framework.
+
+        Args:
+          rates: of the keys' parameters, what pairs of columns turn by from a token to the next.
+        """
+        if self.phi == "avg":
+            return None, None
+        key, value = (getattr(layer, name).params() for name in self.phi_names)
+        if self.phi == "mlp_rope":
+            key = key.turned(rates(key) / self.rope_scale, self.rope_factor)
+        return key, value
+
+    def check_input(
+        self, x, kv, kind: type, prefill, attention_mask, padding: str, **packed: Any
+    ) -> None:
+        """`x` [B, T, dim] of a layer, and its cache, a `kind` of as many rows, or None.
+
+        Args:
+          padding: what there is in place of a mask.
+          packed: by name, what is given only without a cache.
+        """
+        validate.array("x", x, (None, None, self.dim))
+        validate.queries(x, "x", 3)
+        validate.flag("prefill", prefill)
+        if attention_mask is not None:
+            raise ValueError(f"attention_mask must be None: {padding}")
+        if kv is None:
+            if not prefill:
+                raise ValueError(
+                    "kv must be a cache from init_cache where prefill=False, got None"
+                )
+            return
+        if not isinstance(kv, kind):
+            name = f"{type(kv).__module__}.{type(kv).__name__}"
+            raise ValueError(f"kv must be a cache from init_cache, got {name}")
+        rows = kv.length.shape[0]
+        if rows != x.shape[0]:
+            raise ValueError(f"kv must be of batch {x.shape[0]} as x, got {rows}")
+        for name, given in packed.items():
+            if given is not None:
+                raise ValueError(
+                    f"{name} must be None where a cache is given, got both: {padding}"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """The values that differ from None and are not of the start, for a checkpoint's metadata.
@@ -296,15 +358,6 @@ class LayerSpec:
 
 # What a layer is made of where its sizes come as an `NSAConfig`: docs/quality.md says why.
 RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
-FIELD_OF = {
-    "l": "compress_block",
-    "d": "compress_stride",
-    "l_sel": "select_block",
-    "n_sel": "num_selected",
-    "w": "window",
-    "num_initial": "num_initial",
-    "num_local": "num_local",
-}
 
 
 def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:

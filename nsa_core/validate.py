@@ -347,21 +347,6 @@ def sizes(least: int = 1, /, **values: int) -> None:
             raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
 
 
-def layer_input(x, width: int, kv, kind: type) -> None:
-    """`x` [B, T, width] of a layer, and its cache, a `kind` of as many rows, or None."""
-    array("x", x, 3)
-    if x.shape[2] != width:
-        raise ValueError(f"x must have shape (B, T, {width}), got {tuple(x.shape)}")
-    queries(x, "x", 3)
-    if kv is None:
-        return
-    if not isinstance(kv, kind):
-        name = f"{type(kv).__module__}.{type(kv).__name__}"
-        raise ValueError(f"kv must be a cache from init_cache, got {name}")
-    if kv.length.shape[0] != x.shape[0]:
-        raise ValueError(f"kv must be of batch {x.shape[0]} as x, got {kv.length.shape[0]}")
-
-
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     """`config`, None: the cache's. What the cache holds must be what it asks for."""
     if not hasattr(cache, "recent_key"):

@@ -5,15 +5,16 @@ Names are imported when they are first asked for: `import nsa_jax` imports no JA
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nsa_core import __version__ as __version__
 
 if TYPE_CHECKING:
+    from nsa_core import debug as debug
     from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
     from nsa_core.config import NSAConfig
     from nsa_core.types import Branches
-    from nsa_jax import debug as debug
     from nsa_jax import nn as nn
     from nsa_jax.api import (
         attention,
@@ -62,6 +63,10 @@ __all__ = [
 ]
 
 _MODULES = ("debug", "nn")
+# Programs and pickles of before there was `nsa_core` find these here.
+for _name in ("compress_params", "config", "debug", "layer", "types"):
+    globals()[_name] = importlib.import_module(f"nsa_core.{_name}")
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 # Where a public name is, if not in `nsa_jax.api`.
 _HOMES = {
     "Branches": "types",

@@ -224,12 +224,9 @@ class NSAAttention(nnx.Module):
 
         keys, values = spec.n_kv_groups * spec.d_k, spec.n_kv_groups * spec.d_v
         self.W_Q = linear(spec.dim, spec.n_heads * spec.d_k)
-        if spec.separate:
-            self.W_K_cmp, self.W_V_cmp = linear(spec.dim, keys), linear(spec.dim, values)
-            self.W_K_sel, self.W_V_sel = linear(spec.dim, keys), linear(spec.dim, values)
-            self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
-        else:
-            self.W_K, self.W_V = linear(spec.dim, keys), linear(spec.dim, values)
+        for key, value in spec.key_values:
+            setattr(self, key, linear(spec.dim, keys))
+            setattr(self, value, linear(spec.dim, values))
         self.out = linear(spec.n_heads * spec.d_v, spec.dim)
         if spec.qk_norm_eps is not None:
             self.q_norm, self.k_norm = (
@@ -239,14 +236,15 @@ class NSAAttention(nnx.Module):
             kind = HeadGate if spec.gate == "head" else Gate
             self.gate = kind(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.kind = Kind(spec)
-        if spec.phi == "mlp":
-            self.phi_k_conv = Pool(spec.l, spec.d_k, param_dtype=param_dtype)
-            self.phi_v_conv = Pool(spec.l, spec.d_v, param_dtype=param_dtype)
-        elif spec.phi in ("mlp_pe", "mlp_rope"):
-            self.phi_k_mlp, self.phi_v_mlp = (
-                MLP(spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs)
-                for width in (spec.d_k, spec.d_v)
+        for name, width in zip(spec.phi_names, (spec.d_k, spec.d_v), strict=False):
+            made = (
+                Pool(spec.l, width, param_dtype=param_dtype)
+                if spec.phi == "mlp"
+                else MLP(
+                    spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs
+                )
             )
+            setattr(self, name, made)
 
     @property
     def config(self) -> NSAConfig:
@@ -259,17 +257,10 @@ class NSAAttention(nnx.Module):
         layer runs scores and the selected branch alone; below `dense_below` dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
-        spec = self.spec
-        shapes: Any = (
-            jax.ShapeDtypeStruct((batch, seq_len, heads, width), self.dtype)
-            for heads, width in (
-                (spec.n_heads, spec.d_k),
-                (spec.n_kv_groups, spec.d_k),
-                (spec.n_kv_groups, spec.d_v),
-            )
-        )
+        shapes = self.spec.heads(batch, seq_len)
+        heads: Any = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
         how = {"config": self.config, "implementation": self.implementation}
-        return api.explain(*shapes, **how)
+        return api.explain(*heads, **how)
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
         """`nsa_jax.varlen_metadata` for this layer; `limits`: its other arguments."""
@@ -281,15 +272,8 @@ class NSAAttention(nnx.Module):
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
         """Parameters of `phi` for keys and for values."""
-        if self.spec.phi == "mlp":
-            return self.phi_k_conv.params(), self.phi_v_conv.params()
-        if self.spec.phi in ("mlp_pe", "mlp_rope"):
-            key, value = self.phi_k_mlp.params(), self.phi_v_mlp.params()
-            if self.spec.phi == "mlp_rope":
-                turns = rates(self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling)
-                key = key.turned(turns / self.spec.rope_scale, self.spec.rope_factor)
-            return key, value
-        return None, None
+        turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
+        return self.spec.compress_params(self, lambda key: rates(*turns))
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
         """An empty cache for `capacity` tokens of this layer; calls return others with tokens."""
@@ -324,11 +308,8 @@ class NSAAttention(nnx.Module):
             return (wide if raw else apply_rope(wide, position, **turns)).astype(x.dtype)
 
         query = turned(heads(self.W_Q, spec.n_heads, spec.d_k), "q_norm")
-        if spec.separate:
-            of_keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
-            of_values = self.W_V_cmp, self.W_V_sel, self.W_V_win
-        else:
-            of_keys, of_values = [self.W_K], [self.W_V]
+        names = zip(*spec.key_values, strict=True)
+        of_keys, of_values = ([getattr(self, name) for name in each] for each in names)
         raw = int(spec.phi == "mlp_rope")
         keys = [
             turned(heads(linear, spec.n_kv_groups, spec.d_k), "k_norm", number < raw)
@@ -374,18 +355,9 @@ class NSAAttention(nnx.Module):
           attention_mask: None. Padding has `segment_ids` below 0; rows of a cache have none.
         """
         spec = self.spec
-        validate.layer_input(x, spec.dim, kv, cache.NSACache)
-        validate.flag("prefill", prefill)
-        if kv is None and not prefill:
-            raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
-        if attention_mask is not None:
-            raise ValueError(
-                "attention_mask must be None: padding has segment_ids below 0, and rows of a cache "
-                "have none"
-            )
-        for name, given in (("segment_ids", segment_ids), ("varlen", varlen)):
-            if kv is not None and given is not None:
-                raise ValueError(f"{name} must be None where a cache is given, got both")
+        padding = "padding has segment_ids below 0, and rows of a cache have none"
+        packed = {"segment_ids": segment_ids, "varlen": varlen}
+        spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
         batch, length, _ = x.shape
         rows = rows_of(segment_ids, varlen, spec.config, batch, length)
         where = geometry.query_layout(
@@ -399,52 +371,39 @@ class NSAAttention(nnx.Module):
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
         query, key, value, gates = self.project(x.astype(self.dtype), where.position)
-        options = dict(config=spec.config, implementation=self.implementation)
         longest = length if varlen is None else varlen.max_seqlen or length
-        if kv is None and longest < self.dense_below:
+        params = self.compress_params()
+        sizes, names = dict(config=self.config, **packed), Branches.each(self.implementation)
+        if kv is not None:
+            out, kv = cache.cached_attention(
+                *(query, key, value, gates, kv),
+                compress_params=params,
+                made_with=spec.cached,
+                config=spec.config,
+                implementation=self.implementation,
+            )
+        elif longest < self.dense_below:
             out, _ = api.sliding_attention(
                 *(query, key.selected, value.selected),
                 config=spec.dense_config,
                 segment_ids=geometry.ids_of(rows),
-                implementation=Branches.each(self.implementation).sliding,
+                implementation=names.sliding,
             )
-        elif (
-            kv is None
-            and spec.gate == "selected"
-            and not any(Branches.each(self.implementation))
-        ):
-            packed = dict(segment_ids=segment_ids, varlen=varlen, config=self.config)
-            compressed = api.compress(key.compressed, self.compress_params()[0], **packed)
-            indices = api.select_blocks(query, compressed, **packed)
+        elif spec.gate == "selected" and not any(names):
+            compressed = api.compress(key.compressed, params[0], **sizes)
+            indices = api.select_blocks(query, compressed, **sizes)
             out, _ = api.selected_attention(
-                query, key.selected, value.selected, indices, **packed
+                query, key.selected, value.selected, indices, **sizes
             )
-        elif kv is None:
-            key_params, value_params = self.compress_params()
-            packed = dict(segment_ids=segment_ids, varlen=varlen)
-            sizes = dict(config=self.config, **packed)
+        else:
             compressed = (
-                api.compress(key.compressed, key_params, **sizes),
-                api.compress(value.compressed, value_params, **sizes),
+                api.compress(key.compressed, params[0], **sizes),
+                api.compress(value.compressed, params[1], **sizes),
             )
             out = api.attention(
-                query,
-                key,
-                value,
-                gates,
+                *(query, key, value, gates),
                 compressed=compressed,
                 implementation=self.implementation,
                 **sizes,
-            )
-        else:
-            out, kv = cache.cached_attention(
-                query,
-                key,
-                value,
-                gates,
-                kv,
-                compress_params=self.compress_params(),
-                made_with=spec.cached,
-                **options,
             )
         return self.out(out.reshape(batch, length, -1)), kv

@@ -70,6 +70,9 @@ class Pool(nn.Conv1d):
         """Makes it the mean."""
         nn.init.constant_(self.weight, 1 / self.kernel_size[0])
 
+    def params(self) -> PoolParams:
+        return PoolParams(self.weight[:, 0].T)  # [D, 1, l] of the convolution as [l, D]
+
 
 class Mark(nn.Module):
     """An entry of the state_dict without a meaning of its own: its name is what it tells."""
@@ -111,6 +114,8 @@ class NSAAttention(nn.Module):
     # Whether rows of padding are zeroed here where a gradient is recorded; False: a model around
     # the layer has done it.
     zeroes_padding = True
+    phi_k_mlp: MLP
+    phi_v_mlp: MLP
 
     def __init__(
         self,
@@ -191,10 +196,8 @@ class NSAAttention(nn.Module):
             raise ValueError(
                 f"dense_below must be 0 where context_mesh is given, got {dense_below}"
             )
-        self.dense_below, self.compute_dtype = (
-            dense_below,
-            layer.computed(config, compute_dtype),
-        )
+        self.dense_below = dense_below
+        self.compute_dtype = layer.computed(config, compute_dtype)
         _ = self.config  # checks its compute dtype
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -213,14 +216,13 @@ class NSAAttention(nn.Module):
             )
         kinds = {"head": HeadGate, "selected": SelectedGate}
         self.gate: nn.Module = kinds.get(spec.gate, Gate)(spec, **factory)
-        if spec.phi == "mlp":
-            self.phi_k_conv, self.phi_v_conv = (
-                Pool(spec.l, spec.d, x, **factory) for x in (d_k, d_v)
+        for name, width in zip(spec.phi_names, (d_k, d_v), strict=False):
+            made = (
+                Pool(spec.l, spec.d, width, **factory)
+                if spec.phi == "mlp"
+                else MLP(spec.l, width, spec.phi_width(width), **factory)
             )
-        elif spec.phi in ("mlp_pe", "mlp_rope"):
-            self.phi_k_mlp, self.phi_v_mlp = (
-                MLP(spec.l, x, spec.phi_width(x), **factory) for x in (d_k, d_v)
-            )
+            self.add_module(name, made)
         self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
 
@@ -248,16 +250,9 @@ class NSAAttention(nn.Module):
         dtype = dtype or product_dtype(weight.device, weight.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):
             place = {"dtype": dtype, "device": weight.device, "requires_grad": True}
-            query, key, value = (
-                torch.empty(batch, seq_len, heads, width, **place)
-                for heads, width in (
-                    (spec.n_heads, spec.d_k),
-                    (spec.n_kv_groups, spec.d_k),
-                    (spec.n_kv_groups, spec.d_v),
-                )
-            )
+            heads = (torch.empty(shape, **place) for shape in spec.heads(batch, seq_len))
             how = {"config": self.config, "implementation": self.implementation}
-            return functional.explain(query, key, value, **how)
+            return functional.explain(*heads, **how)
 
     def varlen(self, cu_seqlens: Tensor, **sizes: Any) -> VarlenMetadata:
         """`nsa_torch.varlen_metadata` for this layer; `sizes`: its other arguments."""
@@ -278,25 +273,13 @@ class NSAAttention(nn.Module):
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
         """Parameters of `phi` for keys and for values."""
-        if self.spec.phi == "mlp":
-            # [D, 1, l] of the convolution as [l, D]
-            weights = (conv.weight[:, 0].T for conv in (self.phi_k_conv, self.phi_v_conv))
-            key, value = map(PoolParams, weights)
-            return key, value
-        if self.spec.phi in ("mlp_pe", "mlp_rope"):
-            key, value = self.phi_k_mlp.params(), self.phi_v_mlp.params()
-            if self.spec.phi == "mlp_rope":
-                spec, device = self.spec, key.position.device
-                rates = heads.rates(spec.d_k, spec.rope_base, spec.rope_scaling, device)
-                key = key.turned(rates / spec.rope_scale, spec.rope_factor)
-            return key, value
-        return None, None
+        turns = self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling
+        rates = lambda key: heads.rates(*turns, key.position.device)
+        return self.spec.compress_params(self, rates)
 
     def _key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values: of the branches in turn, or of all at once."""
-        if not self.spec.separate:
-            return [("W_K", "W_V")]
-        return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
+        """The projections of keys and values, which a kind of layer may share."""
+        return self.spec.key_values
 
     def init_cache(
         self,
@@ -412,26 +395,14 @@ class NSAAttention(nn.Module):
         """
         spec = self.spec
         checks.tensors(x=x)
-        validate.layer_input(x, spec.dim, kv, cache.NSACache)
-        if prefill is not True:
-            validate.flag("prefill", prefill)
-            if kv is None:
-                raise ValueError(
-                    "kv must be a cache from init_cache where prefill=False, got None"
-                )
-            if not kv.longest:
-                raise ValueError("kv must hold tokens where prefill=False, got an empty cache")
-        if attention_mask is not None:
-            raise ValueError(
-                "attention_mask must be None: put a row's padding behind its tokens, and with a "
-                "cache give their number as new_lengths"
-            )
-        for name, given in (("cu_seqlens", cu_seqlens), ("varlen", varlen)):
-            if kv is not None and given is not None:
-                raise ValueError(
-                    f"{name} must be None where a cache is given, got both: a sequence is a row of "
-                    "the cache, with padding behind its tokens (new_lengths)"
-                )
+        padding = (
+            "put a row's padding behind its tokens, and with a cache give their number as "
+            "new_lengths"
+        )
+        given = {"cu_seqlens": cu_seqlens, "varlen": varlen}
+        spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **given)
+        if kv is not None and not (prefill or kv.longest):
+            raise ValueError("kv must hold tokens where prefill=False, got an empty cache")
         if kv is None and new_lengths is not None:
             raise ValueError("new_lengths must be None where no cache is given, got a tensor")
         if kv is not None and self.context_mesh is not None:

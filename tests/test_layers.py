@@ -636,7 +636,7 @@ def test_refused_calls(name):
 @pytest.mark.parametrize(
     ("shape", "cached", "message"),
     [
-        ((1, 5, 23), None, "x must have shape (B, T, 24), got (1, 5, 23)"),
+        ((1, 5, 23), None, "x must have shape (1, 5, 24), got (1, 5, 23)"),
         ((2, 0, 24), None, "x must not be empty, got shape (2, 0, 24)"),
         ((2, 1, 24), 3, "kv must be of batch 2 as x, got 3"),
     ],

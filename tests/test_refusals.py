@@ -710,7 +710,7 @@ ONE = {
         ("NSAAttention", {"n_heads": True}, "n_heads must be an int >= 1, got True"),
         ("NSAAttention", {"l": 32.0}, "compress_block must be an int, got 32.0"),
         ("NSAAttention", {"l": 20}, "compress_block must be a multiple"),
-        ("NSAAttention", {"bias": 1}, "bias must be True or False, got 1"),
+        ("NSAAttention", {"bias": 1}, "bias must be a bool, got 1"),
         (
             "NSAAttention",
             {"gate_bias": (0, 0, 0)},
