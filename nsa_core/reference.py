@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 def wide(xp: Any, dtype: Any) -> Any:
     """The dtype of softmax and accumulation."""
-    return xp.promote_types(dtype, xp.float32)
+    return xp.float64 if dtype == xp.float64 else xp.float32
 
 
 def _e4m3(xp, x):
@@ -79,7 +79,8 @@ def _rounded(xp, query, key, value, read):
         unit = xp.exp2(xp.floor(xp.log2(size)) - 7)
         return _e4m3(xp, x / unit), unit
 
-    mean = key.sum(axis=1, keepdims=True) / read.sum(axis=1, keepdims=True).clip(1, None)
+    count = read.sum(axis=1, keepdims=True).clip(1, None)
+    mean = key.sum(axis=1, keepdims=True) / xp.asarray(count, dtype=key.dtype)
     key, unit = by_column(xp.where(read, key - mean, 0))
     query = query * unit[:, :, :, None]
     of_row = xp.amax(xp.abs(query), axis=-1, keepdims=True).clip(2.0**-100, None) / 448
