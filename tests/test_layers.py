@@ -567,8 +567,7 @@ CALLS = {  # of a layer `m`, and of the message; those of JAX begin with its nam
     ),
     "cache and bounds": (
         lambda m: m(x_of(1, 4, 24), m.init_cache(1, 8), **bounds(0, 4)),
-        "cu_seqlens must be None where a cache is given, got both: a sequence is a row of the "
-        "cache, with padding behind its tokens (new_lengths)",
+        "cu_seqlens must be None where a cache is given, got both: put a row's padding behind",
     ),
     "list of bounds": (
         lambda m: m(x_of(1, 4, 24), cu_seqlens=[0, 4]),
