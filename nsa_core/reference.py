@@ -141,7 +141,8 @@ def _compressed(rows: Rows, query, key, value, config, scale, dtype=None):
     mask = (starts >= 0) & (own >= 0) & (owner == own)
     mask = mask & (starts + config.compress_block - 1 <= rows.query[..., None])
     before = ((starts >= 0) & (owner < own)).sum(axis=-1, keepdims=True)
-    return *_attend(rows, query, key, value, mask[:, None], scale, dtype), before
+    found = _attend(rows, query, key, value, mask[:, None], scale, dtype)
+    return *found, rows.ops.to_int32(before)
 
 
 def compressed_attention(
@@ -195,7 +196,7 @@ def select_blocks(rows: Rows, query, key, *, config, scale=None):
     ranked = xp.where(block <= own, xp.where(forced, xp.inf, scores), -xp.inf)
     # As many blocks as are selected, at least.
     ranked = rows.ops.pad_end(ranked, 3, n, -xp.inf)
-    order = xp.argsort(-ranked, axis=-1, stable=True)[..., :n]
+    order = rows.ops.to_int32(xp.argsort(-ranked, axis=-1, stable=True)[..., :n])
     chosen = xp.where(order <= own, order, count)
     chosen = rows.ops.sort(chosen.reshape(-1, n))[0].reshape(chosen.shape)
     return rows.ops.to_int32(xp.where(chosen == count, -1, chosen))
