@@ -850,7 +850,7 @@ CALLS = [
         dict(position_ids=POSITION),
     ),
     (
-        r"labels must have shape \(1, 2\), as the logits of logits_to_keep, got \(1, 6\)",
+        r"Expected input batch_size \(2\) to match target batch_size \(6\)",
         "labels",
         ONES,
         dict(logits_to_keep=2),

@@ -414,16 +414,11 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
             use_cache=use_cache,
             **{name: x for name, x in kwargs.items() if name not in of_loss},
         )
-        keep = logits_to_keep
-        kept = slice(-keep, None) if isinstance(keep, int) else keep
+        kept = logits_to_keep
+        kept = slice(-kept, None) if isinstance(kept, int) else kept
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
-            if (isinstance(keep, Tensor) or keep) and labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"labels must have shape {tuple(logits.shape[:2])}, as the logits of "
-                    f"logits_to_keep, got {tuple(labels.shape)}"
-                )
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
         return CausalLMOutputWithPast(
