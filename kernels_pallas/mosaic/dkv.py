@@ -559,7 +559,7 @@ def merge(kernel: Kernel) -> Callable:
         def add_up(partial, out, columns):
             def read(i):
                 part = partial.at[first + i, keys, columns]
-                return plgpu.load(part, layout=MATRIX, optimized=False)
+                return operands.load(part, MATRIX)
 
             total = operands.full((ROWS, slab), 0.0, MATRIX)
             done = jnp.int32(0)

@@ -413,7 +413,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
             partial = [x.astype(jnp.float32) for x in partial]
             if carry is not None:
                 row_max, row_sum = carry
-                lse = plgpu.load(refs.lse_ring.at[stage], layout=PER_ROW, optimized=False)
+                lse = operands.load(refs.lse_ring.at[stage], PER_ROW)
                 lse = jnp.where(exists, lse, softmax.MASKED)
                 new_max = jnp.maximum(row_max, lse)
                 decay, weight = jnp.exp2(row_max - new_max), jnp.exp2(lse - new_max)  # [64]

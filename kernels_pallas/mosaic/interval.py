@@ -268,7 +268,7 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
             for bound in (each.first_key, each.key_end)
         )
         first_key, key_end = (  # [64]
-            plgpu.load(bound, layout=PER_ROW, optimized=False) for bound in of_tile
+            operands.load(bound, PER_ROW) for bound in of_tile
         )
 
         def visible(i):

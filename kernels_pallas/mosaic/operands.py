@@ -49,6 +49,16 @@ PARAMS = plgpu.CompilerParams(
 )
 
 
+def matrix_type(shape, dtype=jnp.float32):
+    """Of registers that lie as a product's result."""
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=MATRIX)
+
+
+def load(ref, layout):
+    """Of memory into registers, element by element."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffers:
     """Makes shared-memory operands and multiplies them; `interpret` as in `plgpu.kernel`."""
@@ -231,7 +241,7 @@ class Buffers:
 
         @plgpu.inline_mgpu(
             arg_types=(MATRIX if registers else self._matrix_ref, self._matrix_ref),
-            return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
+            return_type=matrix_type(shape),
         )
         def start(_, left, right):
             wgmma.fence()
@@ -260,7 +270,7 @@ class Buffers:
 
         @plgpu.inline_mgpu(
             arg_types=(MATRIX, MATRIX, self._matrix_ref),
-            return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=MATRIX),
+            return_type=matrix_type(total.shape),
         )
         def start(_, total, left, right):
             total, left = wgmma.fence(wgmma.registers(total), wgmma.registers(left))
@@ -275,7 +285,7 @@ class Buffers:
         """
         if self.interpret:
             return list(sums)
-        shapes = [plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=MATRIX) for x in sums]
+        shapes = [matrix_type(x.shape) for x in sums]
 
         @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(sums), return_type=shapes)
         def wait(_, *sums):
@@ -314,7 +324,7 @@ class Buffers:
 
         @plgpu.inline_mgpu(
             arg_types=(MATRIX, MATRIX, self._matrix_ref),
-            return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=MATRIX),
+            return_type=matrix_type(total.shape, total.dtype),
         )
         def product(_, total, left, right):
             # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may
@@ -428,7 +438,7 @@ def side_by_side(parts, interpret: bool):
     if interpret:
         return jnp.concatenate(parts, axis=1)
     shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=MATRIX)
+    result = matrix_type(shape, parts[0].dtype)
 
     @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(parts), return_type=result)
     def join(_, *parts):
@@ -452,7 +462,7 @@ def with_sign_bit(x, shift, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(MATRIX, MATRIX),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=MATRIX),
+        return_type=matrix_type(x.shape),
     )
     def join(_, x, shift):
         registers = np.empty_like(x.registers)

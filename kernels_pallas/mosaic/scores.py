@@ -176,7 +176,7 @@ def best_blocks_qk(kernel: Kernel):
         here = pl.ds(row0, ROWS)
 
         def rows_of(ref):
-            return plgpu.load(ref.at[mine, here], layout=PER_ROW, optimized=False)
+            return operands.load(ref.at[mine, here], PER_ROW)
 
         first_token = first_of_tile + wg * tokens
         queries = _queries(spec, refs.query, b, g, first_token, refs.sizes.T)  # [64, D]
@@ -319,7 +319,7 @@ def _queries(spec: Scores, query, b, g, token, length):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[warp.SCALAR] * 4),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, spec.D), dtype, layout=MATRIX),
+        return_type=operands.matrix_type((ROWS, spec.D), dtype),
     )
     def read(_, query, *places):
         b, g, token, length = map(warp.scalar, places)
@@ -359,7 +359,7 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
 
     @plgpu.inline_mgpu(
         arg_types=(MATRIX, plgpu.RefType(transforms)),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, KEYS), jnp.float32, layout=MATRIX),
+        return_type=operands.matrix_type((ROWS, KEYS)),
     )
     def multiply(_, queries, keys):
         # [slabs, keys / 8, 1, 8, slab] becomes [slabs, keys / 8, slab, 8], as wgmma counts.
@@ -594,7 +594,7 @@ def best_blocks_kq(kernel: Kernel):
             load(jnp.int32(q))
 
         def columns(ref):
-            return plgpu.load(ref, layout=PER_COLUMN, optimized=False)
+            return operands.load(ref, PER_COLUMN)
 
         def down(row):
             return lax.broadcast_in_dim(row, (ROWS, rows), [1])
@@ -623,7 +623,7 @@ def best_blocks_kq(kernel: Kernel):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
                 score = folded.sum(axis=1)  # [64]
                 if add:
-                    score += plgpu.load(blocks, layout=operands.PER_ROW, optimized=False)
+                    score += operands.load(blocks, operands.PER_ROW)
                 blocks[...] = score
 
         def step(chunk_begin, under_mask, i, logits):
@@ -673,10 +673,10 @@ def best_blocks_kq(kernel: Kernel):
             return logits
 
         def values_of_rows(ref):
-            return plgpu.load(ref, layout=ROW_PER_WARP.reduce(1), optimized=False)
+            return operands.load(ref, ROW_PER_WARP.reduce(1))
 
         def scores_of_rows(ref):
-            return plgpu.load(ref, layout=ROW_PER_WARP, optimized=False)
+            return operands.load(ref, ROW_PER_WARP)
 
         def along(row, shape):
             return plgpu.layout_cast(lax.broadcast_in_dim(row, shape, [0]), ROW_PER_WARP)
@@ -710,7 +710,7 @@ def best_blocks_kq(kernel: Kernel):
             chunk_begin = k * chunk
             for t in range(score_rows):
                 over = refs.next_s.at[t, pl.ds(chunk, ROWS)]
-                carried = plgpu.load(over, layout=operands.PER_ROW, optimized=False)
+                carried = operands.load(over, operands.PER_ROW)
                 carried = jnp.where(k > 0, carried, zero)
                 plgpu.commit_smem()
                 for j in range(chunk // KEYS):

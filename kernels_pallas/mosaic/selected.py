@@ -132,7 +132,7 @@ def _build(
             buffers.load_rows(source, to, 0, columns, refs.rows_ready)
         walked = _walked(spec, refs, tile)
         key_end = refs.key_end.at[b * refs.sizes.tiles + tile.index]
-        key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
+        key_end = operands.load(key_end, PER_ROW)  # [64]
         token = div(operands.row_index(), size.group)  # [64]
 
         def load(ring, source, blocks, ready, stages, i):

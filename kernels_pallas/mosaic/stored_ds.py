@@ -194,7 +194,7 @@ class StoredDs:
             return wgmma.array_of_pairs([x.value for x in pairs], dtype)
 
         types = [plgpu.RefType(), self._by_lane[1], warp.SCALAR, warp.SCALAR]
-        result = plgpu.ShapeDtypeStruct((ROWS, KEYS), ds.dtype, layout=MATRIX)
+        result = operands.matrix_type((ROWS, KEYS), ds.dtype)
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
         return call(ds, blocks, block, token)
 
