@@ -113,10 +113,9 @@ class BlockBitmap:
     """
 
     warp: Any
+    spec: BlockQueryLists | SelectedAttention
+    refs: Any
     T: Any
-    Hkv: int
-    n: int
-    block: int
     tokens: int
     first: int = 0
 
@@ -125,7 +124,7 @@ class BlockBitmap:
         """Words a block."""
         return -(-self.tokens // LANES)
 
-    def load(self, refs, token0: Word, most_of=None) -> Tokens:
+    def load(self, token0: Word, most_of=None) -> Tokens:
         """The tokens from `token0` on; `most_of`: of a token, how many blocks it may select at
         most.
         """
@@ -133,13 +132,13 @@ class BlockBitmap:
         for word in range(self.words):
             token = warp.lane() + LANES * word
             exists = warp.smaller(token0 + token, self.T - 1)
-            at = refs.b * self.T + exists, 4
-            last = warp.fetch(warp.element(refs.position, at))
-            first_key = warp.fetch(warp.element(refs.key_start, at))
+            at = self.refs.b * self.T + exists, 4
+            last = warp.fetch(warp.element(self.refs.position, at))
+            first_key = warp.fetch(warp.element(self.refs.key_start, at))
             selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
             selects = selects & (last >= 0)
             last = warp.larger(last, 0)
-            bound = last // self.block + 1
+            bound = last // self.spec.block + 1
             if most_of is not None:
                 most = most_of(exists)
                 selects, bound = selects & (most > 0), warp.smaller(bound, most)
@@ -184,7 +183,7 @@ class BlockBitmap:
 
         warp.repeat(rows, clear_row, [])
 
-    def join(self, bits, window: int, low, refs, token0, own, also=None, state=()):
+    def join(self, bits, window: int, low, token0, own, also=None, state=()):
         """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
         `own` selected. Returns the last `state = also(entry, token, block, selected, state)` of
         all entries of their selection, of any window (`each`).
@@ -201,38 +200,42 @@ class BlockBitmap:
             )
             return also(entry, token, block, selected, state) if also else state
 
-        return self.each(refs, token0, visit, list(state))
+        return self.each(token0, visit, list(state))
 
     def counts(self, block: Word, own: list[Word], token: Word) -> Any:
         """Whether a token with these bounds may select the block."""
         found = self.warp.below(block, self.bound(own, token))
         return found & (block >= self.first) if self.first else found
 
-    def each(self, refs, token0, visit, state):
+    def each(self, token0, visit, state):
         """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
         selection, an entry a lane, some at a time; `exists`: whether the lane has one.
         """
         warp = self.warp
 
         def fetch(entry):
-            token = refs.b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
-            at = (token, 4 * self.Hkv * self.n), (refs.g, 4 * self.n), (entry % self.n, 4)
-            return warp.fetch(warp.element(refs.indices, *at))
+            token = self.refs.b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
+            at = (
+                (token, 4 * self.spec.Hkv * self.spec.n),
+                (self.refs.g, 4 * self.spec.n),
+                (entry % self.spec.n, 4),
+            )
+            return warp.fetch(warp.element(self.refs.indices, *at))
 
         def some(step, state):
             entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
             blocks = [fetch(entry) for entry in entries]
             for entry, block in zip(entries, blocks, strict=True):
-                exists = warp.below(entry, self.tokens * self.n)
+                exists = warp.below(entry, self.tokens * self.spec.n)
                 state = visit(entry, self._token(entry), block, exists, state)
             return state
 
-        steps = -(-self.tokens * self.n // LANES)
+        steps = -(-self.tokens * self.spec.n // LANES)
         fetches = min(steps, FETCHES)
         return warp.repeat(-(-steps // fetches), some, state)
 
     def _token(self, entry: Word) -> Word:
-        return self.warp.smaller(entry // self.n, self.tokens - 1)
+        return self.warp.smaller(entry // self.spec.n, self.tokens - 1)
 
     def bound(self, values: list[Word], token: Word) -> Word:
         """The value of a token, of `Tokens.bound` or alike."""
@@ -251,11 +254,11 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     """The block list of tile `WARPS * group + warp`."""
     lane = warp.lane()
     size, words = spec.block, spec.words
-    bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+    bitmap = BlockBitmap(warp, spec, refs, sizes.T, spec.tile.tokens)
     tile = refs.group * WARPS + warp.warp()
     token0 = tile * spec.tile.tokens
     bits = warp.shared(refs.bits) + warp.warp() * (4 * words * WINDOW)
-    tokens = bitmap.load(refs, token0)
+    tokens = bitmap.load(token0)
     # The first block that ends after the token's last key.
     cut = [(last + 1) // size for last in tokens.position]
     parts = spec.parts
@@ -291,7 +294,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
             bitmap.clear(bits, WINDOW, rows)
             warp.sync()
             of_lane = warp.word(NOWHERE), slot, slot_end
-            joined = refs, token0, own, visit, of_lane
+            joined = token0, own, visit, of_lane
             first_cut, *slots = bitmap.join(bits, WINDOW, low, *joined)
             first_cut = warp.smallest(first_cut)
             warp.sync()
@@ -375,7 +378,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
     next_entry = warp.shared(refs.next_entry) + warp.warp() * (4 * spec.window)
     tokens_of_word = spec.query_tiles_of_word * spec.tokens
     first = 1 if spec.limit else 0  # block 0 is near
-    bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word, first)
+    bitmap = BlockBitmap(warp, spec, refs, sizes.T, tokens_of_word, first)
 
     def far_end(token):
         """Where the far blocks end of a token whose tile is gathered, as
@@ -472,7 +475,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
             warp.write(next_entry + tile * 4, before + warp.where(own, warp.ones(members), 0))
             return nothing
 
-        bitmap.each(refs, token0, write, [])
+        bitmap.each(token0, write, [])
         warp.sync()
         warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance, [])
 
@@ -516,7 +519,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
         def some_tokens(k, nothing):
             query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
             token0 = query_tile0 * spec.tokens
-            tokens = bitmap.load(refs, token0, most_of)
+            tokens = bitmap.load(token0, most_of)
 
             def sequence(_, state):
                 first_key, own, blocks = bitmap.next_sequence(tokens, state[0])
@@ -524,7 +527,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
                 count = warp.smaller(warp.larger(blocks - low_block, 0), spec.bits)
                 bitmap.clear(bits, spec.bits, (count + (LANES - 1)) // LANES)
                 warp.sync()
-                bitmap.join(bits, spec.bits, low_block, refs, token0, own)
+                bitmap.join(bits, spec.bits, low_block, token0, own)
                 warp.sync()
                 if gather:
                     gather_entries(token0, own, first_key // ROWS - low, count)
