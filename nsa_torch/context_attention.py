@@ -1,7 +1,7 @@
 """The attention of context parallelism, forward and backward (`context.py` says how).
 
 The graph of each local call is kept for the backward pass without the tensors that the call was
-given: they are cut from the rank's own again, or gathered again (`LocalGraph`). What it keeps
+given: they are cut from the rank's own again, or gathered again (`local_graph`). What it keeps
 besides belongs to the outer node, so that `torch.utils.checkpoint` around it works.
 """
 
@@ -149,51 +149,49 @@ class Call:
         return run
 
 
-class LocalGraph:
-    """A call's graph, without the memory of the tensors it was given.
+def local_graph(
+    function: Callable[..., Tensor], leaves: list[Tensor], kept: list[Tensor]
+) -> tuple[Tensor, Callable[..., list[Tensor | None]]]:
+    """A call's output, and its graph without the memory of the tensors it was given.
 
     Args:
-      kept: what the graph saves is appended to it.
+      kept: what the graph saves is appended to it, and not held by the graph.
+
+    Returns:
+      the output, and `gradients(leaves, kept, do, retain)`: of each leaf, from that of the output,
+      the leaves as the graph was made of, and what it kept then; `retain`: this is not the last
+      time.
     """
+    found, present = list[Tensor | None](), [leaves, kept]
+    places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
+    dtypes = [x.dtype for x in leaves]
 
-    def __init__(self, function: Callable[..., Tensor], leaves: list[Tensor], kept: list):
-        self._gradients: list[Tensor | None] = []
-        self._leaves, self._kept = list[Tensor](), kept
-        places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
+    def pack(x):
+        i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        if i is not None and x.dtype == dtypes[i]:
+            return i, (x.size(), x.stride(), x.storage_offset())
+        # Borders come with their tables, which another tensor would not have.
+        present[1].append(x.detach() if tables_of(x) is None else x)
+        return len(present[1]) - 1, None
 
-        def pack(x):
-            i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
-            if i is not None and x.dtype == leaf_types[i]:
-                return i, (x.size(), x.stride(), x.storage_offset())
-            # Borders come with their tables, which another tensor would not have.
-            kept.append(x.detach() if tables_of(x) is None else x)
-            return len(kept) - 1, None
+    def unpack(packed):
+        (given, saved), (i, view) = present, packed
+        return saved[i] if view is None else given[i].as_strided(*view)
 
-        def unpack(packed):
-            i, view = packed
-            return self._kept[i] if view is None else self._leaves[i].as_strided(*view)
+    token = leaves[0].new_zeros((), requires_grad=True)
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+        out = function(*_Enter.apply(token, found, *leaves))
+    edge = get_gradient_edge(out)
+    present.clear()  # the graph keeps its hooks
 
-        leaf_types = [x.dtype for x in leaves]
-        self._token = leaves[0].new_zeros((), requires_grad=True)
-        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-            out = function(*_Enter.apply(self._token, self._gradients, *leaves))
-        self._edge = get_gradient_edge(out)
-        self.results = [out.detach()]
+    def gradients(leaves, kept, do, retain):
+        present[:] = leaves, kept
+        torch.autograd.grad(edge, token, do, retain, allow_unused=True)
+        grads = [*found]
+        present.clear(), found.clear()
+        return grads
 
-    def gradients(self, leaves, kept, do, *, retain: bool = False) -> list[Tensor | None]:
-        """Of each leaf, from that of the output.
-
-        Args:
-          leaves: as the graph was made of.
-          kept: as it left them there.
-          retain: whether this is not the last time.
-        """
-        self._leaves, self._kept = leaves, kept
-        torch.autograd.grad(self._edge, self._token, do, retain, allow_unused=True)
-        found = list(self._gradients)
-        self._leaves, self._kept = [], []
-        self._gradients.clear()
-        return found
+    return out.detach(), gradients
 
 
 class _Enter(torch.autograd.Function):
@@ -216,7 +214,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, keep: bool, *tensors):
         given = call.given(tensors)
-        kept, graphs, calls = list[Tensor](), list[LocalGraph](), list[LocalCall]()
+        kept, graphs, calls = list[Tensor](), list[Callable](), list[LocalCall]()
         width = given.keys_values[1].shape[-1]
         out = Whole(given.query, given.query.shape[:3] + (width,))
         for unit in call.units(given):
@@ -226,8 +224,8 @@ class _Attention(torch.autograd.Function):
                 leaves = call.leaves(given, unit, tokens, end, whole)
                 function = call.local(given, unit, tokens, options)
                 if keep and not call.recompute:
-                    graphs.append(LocalGraph(function, leaves, kept))
-                    part = graphs[-1].results.pop()
+                    part, gradients = local_graph(function, leaves, kept)
+                    graphs.append(gradients)
                 else:
                     part = function(*leaves)
                 out.put(part, unit, tokens)
@@ -259,15 +257,14 @@ class _Attention(torch.autograd.Function):
                 # The longest first: its gradients are written, those of others added.
                 for i, (tokens, end, options) in reversed([*enumerate(ctx.calls)]):
                     leaves = call.leaves(given, unit, tokens, end, whole)
-                    graph, again, adds = done[i], kept, i + 1 < len(done)
-                    if graph is None:
+                    gradients, again, adds = done[i], kept, i + 1 < len(done)
+                    if gradients is None:
                         again = []
                         function = call.local(given, unit, tokens, options)
-                        graph = LocalGraph(function, leaves, again)
-                        graph.results.clear()
+                        gradients = local_graph(function, leaves, again)[1]
                     part = do[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
                     twice = retain and not call.recompute
-                    grads = graph.gradients(leaves, again, part, retain=twice)
+                    grads = gradients(leaves, again, part, twice)
                     for target, grad in zip(own, grads[:mine], strict=True):
                         target.put(grad, unit, tokens)
                     for target, grad in zip(grad_compressed, grads[mine:first], strict=True):
