@@ -137,20 +137,17 @@ def agree(
         what `describe` itself raised, on its own rank. A rank on a GPU that has described the
         same before learns of others by `say`.
     """
-    error, words = None, {}
     try:
         words = describe()
-    except Exception as raised:
-        error = raised
-    text = "" if error else "; ".join(f"{name}={value}" for name, value in words.items())
+    except Exception:
+        refuse(ranks, device)
+        raise
+    text = "; ".join(f"{name}={value}" for name, value in words.items())
     known = _agreed.setdefault(ranks.group, {})
     row = known.get((text, device))
-    if row is not None and error is None and device.type != "cpu":
+    if row is not None and device.type != "cpu":
         say(ranks, row)
         return words, row
-    if error is not None:
-        refuse(ranks, device)
-        raise error
     row = _row(text, device)
     rows = ranks.gather(row, SIZES)
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
