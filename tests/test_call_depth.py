@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nsa_torch
+from nsa_torch import batch_tables
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in, stand_ins
 
@@ -77,16 +78,26 @@ def test_from_a_call_to_a_launch(gradients, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "packed"), [(False, False), (True, False), (False, True)]
+    ("gradients", "packed", "most"),
+    [(False, None, 20), (True, None, 20), (False, "varlen", 24), (False, "cu_seqlens", 60)],
 )
-def test_a_known_call_takes_few_frames(gradients, packed, monkeypatch):
-    """Calls of Python functions of the library, and files that they are in."""
+def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
+    """Calls of Python functions of the library, and files that they are in. Of borders alone the
+    tables are made in each call, by kernels in whose place nothing runs.
+    """
     make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16).requires_grad_(gradients)
     given = make(1, 40, 4, 16), make(1, 40, 2, 16), make(1, 40, 2, 16), make(1, 40, 4, 3)
     options = {"config": SMALL, "implementation": "mosaic"}
     if packed:
         borders = torch.tensor([0, 17, 40], dtype=torch.int32)
-        options["varlen"] = nsa_torch.varlen_metadata(borders, total=40, config=SMALL)
+        meta = nsa_torch.varlen_metadata(borders, total=40, config=SMALL)
+        options[packed] = meta if packed == "varlen" else borders
+    if packed == "cu_seqlens":
+        pytest.importorskip("triton")
+        made = batch_tables.PlanTables
+        by_kernels = lambda *given: made(*given[:-1], True)
+        monkeypatch.setattr(batch_tables, "_plan_tables", by_kernels)
+        monkeypatch.setattr("nsa_torch.triton_ops.run", lambda *_, **options: None)
     found = []
 
     def note(frame, event, _):
@@ -110,6 +121,6 @@ def test_a_known_call_takes_few_frames(gradients, packed, monkeypatch):
             if gradients:
                 grads = lambda out=out: torch.autograd.grad(out, given, torch.ones_like(out))
                 _, backward, _ = frames(grads)
-    assert forward <= (24 if packed else 20) and files <= 10
+    assert forward <= most and files <= (14 if packed == "cu_seqlens" else 10)
     if gradients:
         assert backward <= 30
