@@ -56,8 +56,8 @@ class Places(NamedTuple):
     compressed_start: Any
 
 
-class Positions(Protocol):
-    """The token that each query is, integers `[B, T]`."""
+class QueryLayout(Protocol):
+    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
 
     @property
     def position(self) -> Any:
@@ -66,10 +66,6 @@ class Positions(Protocol):
     @property
     def padded(self) -> bool:
         """Whether some queries may be padding that is not finite."""
-
-
-class QueryLayout(Positions, Protocol):
-    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
 
     @property
     def key_start(self) -> Any:
@@ -250,7 +246,7 @@ class ArrayOps(Protocol):
         return self.xp.concatenate([x, self.xp.broadcast_to(last, shape)], axis=axis)
 
 
-def zero_padding(xp: Any, layout: Positions, *arrays: Any) -> list[Any]:
+def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
     """Each of `arrays` `[B, T, ...]` with zeros in the rows of padding.
 
     Zero times NaN is NaN, and kernels that mask by block or by key tile read such rows whole.
@@ -258,7 +254,7 @@ def zero_padding(xp: Any, layout: Positions, *arrays: Any) -> list[Any]:
     return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
 
 
-def padding_zeroed(ops: ArrayOps, layout: Positions, *arrays: Any) -> Sequence[Any]:
+def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
     """`zero_padding` in a step."""
     return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
 

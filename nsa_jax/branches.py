@@ -64,7 +64,8 @@ def compressed_attention(
     arrays = (query, where.position, where.compressed_start)
     shared = (compressed_key, compressed_value)
     if where.padded:  # slots behind the last token may be NaN
-        _, end = key_bounds.visible_compressed(where, config)
+        place = where.position, where.compressed_start
+        _, end = key_bounds.visible_compressed(*place, config)
         there = jnp.arange(count, dtype=jnp.int32) < end.max(axis=1, keepdims=True)
         shared = tuple(jnp.where(there[..., None, None], x, 0) for x in shared)
     return over_queries(chunk, arrays, shared, batch * heads * max(count, 1) * 4)

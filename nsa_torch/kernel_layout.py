@@ -45,13 +45,14 @@ class KernelLayout:
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
-        self.max_seqlen, self.may_be_padded, self.gap = max_seqlen, padded, gap
+        self.may_be_padded, self.gap = padded, gap
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
         self.placed = placed
+        self.max_seqlen = max_seqlen
 
     @property
     def padded(self) -> bool:
@@ -59,16 +60,19 @@ class KernelLayout:
             return False
         return not (self.fixed and self.kv_len >= self.shape[1])
 
+    @property
+    def longest(self) -> int:
+        """Keys of a sequence at most."""
+        return self.kv_len if self.max_seqlen is None else min(self.kv_len, self.max_seqlen)
+
     @functools.cached_property
     def varlen(self) -> Varlen | None:
         """The tables of a row that is `placed`."""
         (batch, length), borders = self.shape, self.cu_seqlens
         if borders is None or not self.placed:
             return None
-        count, longest = borders.shape[0], self.kv_len
-        if self.max_seqlen is not None:
-            longest = min(longest, self.max_seqlen)
-        numbers = self.kv_len, count - 1, longest
+        count = borders.shape[0]
+        numbers = self.kv_len, count - 1, self.longest
         capacity = Capacity(batch, length, *numbers, self.config.of_sizes, self.gap)
         return Varlen(self.ops, capacity, borders.reshape(1, count))
 
@@ -127,9 +131,7 @@ class KernelLayout:
 
     def num_blocks(self, compressed_key) -> int:
         """The most selection blocks that a sequence can have."""
-        longest = self.kv_len
-        if self.max_seqlen is not None:
-            longest = min(longest, self.max_seqlen)
+        longest = self.longest
         if self.lengths is not None:
             stride, block = self.config.compress_stride, self.config.compress_block
             longest = compressed_key.shape[1] * stride + block - 1

@@ -582,7 +582,7 @@ def test_padding_neither_begins_nor_ends_earlier_than_the_last_token():
     bounds = torch.tensor([0, 0, 25, 26, 49, 49], dtype=torch.int32)
     options = {"config": SMALL, "kv_len": 60, "cu_seqlens": bounds, "device": bounds.device}
     where = geometry.geometry(1, 60, **options)
-    first, last = key_bounds.visible_compressed(where, SMALL)
+    first, last = key_bounds.visible_compressed(where.position, where.compressed_start, SMALL)
     ends = where.key_start + where.position + 1
     for x in (where.key_start, where.compressed_start, first, last, ends):
         assert (x.diff() >= 0).all()

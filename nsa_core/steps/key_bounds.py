@@ -11,25 +11,24 @@ from typing import Any
 import numpy as np
 
 from kernels_pallas.specs.tile import cdiv
-from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.varlen import Capacity
 
 
-def visible_compressed(layout: Any, config: NSAConfig) -> tuple[Any, Any]:
+def visible_compressed(position: Any, start: Any, config: NSAConfig) -> tuple[Any, Any]:
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`: `[B, T]` both.
 
     Args:
-      layout: has `position` and `compressed_start`.
+      start: the first compressed token of its sequence.
     """
     block, stride = config.compress_block, config.compress_stride
-    count = ((layout.position + (1 + stride - block)) // stride).clip(0, None)
-    return layout.compressed_start, layout.compressed_start + count
+    return start, start + ((position + (1 + stride - block)) // stride).clip(0, None)
 
 
 @derived(lambda position, start, *, config: [int32(*position.shape)] * 2)
-def _visible(ops, position, compressed_start, *, config):
-    return visible_compressed(Places(position, None, compressed_start), config)
+def _visible(ops, position, start, *, config):
+    return visible_compressed(position, start, config)
 
 
 @derived(lambda start, last, **static: [int32(*last.shape)] * 2)
