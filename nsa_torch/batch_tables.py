@@ -342,19 +342,16 @@ class PlanTables:
             constants,
         )
         runs, _, intervals, items = self.phases
-        # Kernel, programs, numbers that a program adds up, arguments.
-        self.first_launch = (
-            tables.sequences,
-            1 + len(runs),
-            room,
-            (count, *sizes, pitch, AT, of_all),
-        )
-        self.launches: list[tuple[Any, ...]] = [(1, tables.tables, programs[1], 0, searched)]
+        # Kernel, programs, options, arguments; of all but the first, a row of the sections too.
+        arguments = count, *sizes, pitch, AT, of_all
+        self.first_launch = tables.sequences, 1 + len(runs), _options(room), arguments
+        tables_alone = _options(0), searched
+        self.launches: list[tuple[Any, ...]] = [(1, tables.tables, programs[1], *tables_alone)]
         if items:
             room = _power_of_two(max(x.tiles for x in intervals))
             self.launches += [
-                (2, tables.partials, len(intervals), room, (AT, room)),
-                (3, tables.tables, programs[3], 0, searched),
+                (2, tables.partials, len(intervals), _options(room), (AT, room)),
+                (3, tables.tables, programs[3], *tables_alone),
             ]
 
     def _launched(self, borders: Tensor, out: Tensor) -> bool:
@@ -364,10 +361,11 @@ class PlanTables:
         if is_capturing(self.device) and self not in SHARED.keys():
             return False  # the sections would have to come from the host
         (numbers,) = SHARED.get(self, self.device, lambda: [self._on_device()])
-        kernel, programs, room, arguments = self.first_launch
-        _run(kernel, programs, room, borders, numbers, out, borders.numel(), *arguments)
-        for row, kernel, programs, room, arguments in self.launches:
-            _run(kernel, programs, room, numbers[row], out, *arguments)
+        kernel, programs, options, arguments = self.first_launch
+        given = borders, numbers, out, borders.numel(), *arguments
+        triton_ops.run(kernel, (programs,), *given, **options)
+        for row, kernel, programs, options, arguments in self.launches:
+            triton_ops.run(kernel, (programs,), numbers[row], out, *arguments, **options)
         return True
 
     def _on_device(self) -> Tensor:
@@ -376,10 +374,10 @@ class PlanTables:
         return given.to(self.device, non_blocking=True)
 
 
-def _run(kernel, programs: int, room: int, *arguments: Any) -> None:
+def _options(room: int) -> dict[str, Any]:
+    """`room`: numbers that a program adds up."""
     # Newer versions of Triton warn where it is not said.
-    options = {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
-    triton_ops.run(kernel, (programs,), *arguments, **options)
+    return {"enable_fp_fusion": False, "num_warps": min(max(room // 256, 4), 16)}
 
 
 def _pitch(count: int) -> int:
