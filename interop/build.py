@@ -88,36 +88,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
     # What comes with the package counts as there, but not in a folder that is to be complete.
-    store = Store(presets=None) if options.out is None else Store(options.out, presets=None)
+    store, status = Store(options.out, presets=None), 0
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")
-    status = _build(store, presets, options) if presets else 0
+    if presets:
+        begin = time.perf_counter()
+        try:
+            kernels = [
+                kernel for name in presets for kernel in kernels_of(name, options.decode)
+            ]
+            built = store.fetch(kernels, options.jobs, progress(waited_for=True))
+            store.add_layers([layer_of(name) for name in presets])
+            words = f"{len(built)} kernels of {', '.join(presets)} in {store.folder}"
+            print(f"{words}, {time.perf_counter() - begin:.1f} s")
+        except (ModuleNotFoundError, RuntimeError) as error:
+            print(f"{error}", file=sys.stderr)
+            status = 1
     if options.list:
-        _print(store)
+        for x in (entries := store.entries()):
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(x.used))
+            print(f"{x.name:<24} {x.bytes / 1024:8.1f} KiB  used {used}  {x.key[:16]}")
+        total = sum(x.bytes for x in entries) / 2**20
+        print(f"{len(entries)} kernels, {total:.1f} MiB, in {store.folder}")
     return status
-
-
-def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) -> int:
-    begin = time.perf_counter()
-    try:
-        kernels = [kernel for name in presets for kernel in kernels_of(name, options.decode)]
-        built = store.fetch(kernels, options.jobs, progress(waited_for=True))
-    except (ModuleNotFoundError, RuntimeError) as error:
-        print(f"{error}", file=sys.stderr)
-        return 1
-    seconds = time.perf_counter() - begin
-    store.add_layers([layer_of(name) for name in presets])
-    print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
-    return 0
-
-
-def _print(store: Store) -> None:
-    entries = store.entries()
-    for entry in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        print(f"{entry.name:<24} {entry.bytes / 1024:8.1f} KiB  used {used}  {entry.key[:16]}")
-    total = sum(entry.bytes for entry in entries) / 2**20
-    print(f"{len(entries)} kernels, {total:.1f} MiB, in {store.folder}")
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ class Kernel:
       grid: CTAs, at most two axes.
       cluster: how many CTAs, neighbours on the grid's last axis, run together and reach each
         other's shared memory.
-      source: `module:function` that describes it from its spec, where it can be compiled for
-        any length.
+      source: `module:function` that describes it from its spec. Without (tests) it is compiled
+        for its lengths alone.
     """
 
     name: str
@@ -134,12 +134,7 @@ class Kernel:
         depend, and before them stand scalar arguments: an input for each of `sizes`, whose
         address is the number times `SCALAR_STEP`. Nothing is read there. An address lies among the
         parameters of a launch, so a number costs no copy, and a CUDA graph keeps it.
-
-        Raises:
-          NotImplementedError: it is compiled for one length only.
         """
-        if not self.source:
-            raise NotImplementedError(f"{self.name} is compiled for one length at a time")
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
         return describe(self.spec.for_any_length())

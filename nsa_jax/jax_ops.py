@@ -1,7 +1,7 @@
 """`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls.
 
 Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. Elsewhere (lowered
-for one, interpreted) they are Pallas calls, as is a kernel that is compiled for one length only.
+for one, interpreted) they are Pallas calls.
 """
 
 import functools

@@ -14,7 +14,6 @@ something, or imported JAX. A Hopper GPU is needed, and torch.
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -58,55 +57,49 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
     """Seconds of the first calls of this process."""
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
-    heads, kv_heads, width, value_width = (
-        model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")
-    )
+    names = "dim", "n_heads", "n_kv_groups", "d_k", "d_v"
+    dim, heads, kv_heads, width, value_width = (model[name] for name in names)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    def call(tensors):
+    def call():
         return nsa_torch.attention(*tensors, config=config, implementation="mosaic")
 
     def forward_backward():
-        out = call(tensors)
+        out = call()
         torch.autograd.grad(out, tensors, out)
 
     @torch.no_grad()
     def prefill():
-        call(tensors)
+        call()
         paged.append(cache, key, value, table, lengths)
 
     @torch.no_grad()
     def decode():
         paged.append(cache, key[:1], value[:1], table, lengths + 1)
-        query, gates = tensors[0][0, :1], tensors[3][0, :1]
-        nsa_torch.paged_attention(
-            query, gates, cache, table, lengths + 1, implementation="mosaic"
-        )
+        given = tensors[0][0, :1], tensors[3][0, :1], cache, table, lengths + 1
+        nsa_torch.paged_attention(*given, implementation="mosaic")
 
     def whole_layer():
         windows = config.compress_block, config.compress_stride, config.select_block
-        sizes = model["dim"], heads, kv_heads, width, value_width, *windows
-        layer = nsa_torch.NSAAttention(
+        sizes = dim, heads, kv_heads, width, value_width, *windows
+        made = nsa_torch.NSAAttention(
             *sizes, config.num_selected, config.window, device="cuda", dtype=torch.bfloat16
         )
-        x = random(1, length, model["dim"])
-        layer(x)[0].sum().backward()
+        x = random(1, length, dim)
+        made(x)[0].sum().backward()
         with torch.no_grad():
-            _, kept = layer(x, layer.init_cache(batch=1, capacity=length + 1))
-            layer(x[:, :1], kept, prefill=False)
+            _, kept = made(x, made.init_cache(batch=1, capacity=length + 1))
+            made(x[:, :1], kept, prefill=False)
+
+    shapes = (heads, width), (kv_heads, width), (kv_heads, value_width), (heads, 3)
+    tensors: list[torch.Tensor] = []
 
     def start():
-        return [
-            random(1, length, heads, width).requires_grad_(),
-            random(1, length, kv_heads, width).requires_grad_(),
-            random(1, length, kv_heads, value_width).requires_grad_(),
-            random(1, length, heads, 3).requires_grad_(),
-        ]
+        tensors.extend(random(1, length, *shape).requires_grad_() for shape in shapes)
 
     found = {"start_s": seconds(start)}
-    tensors = start()
     pages = -(-(length + 1) // config.select_block)
     cache = nsa_torch.PagedCache(
         pages, kv_heads, width, value_width, config=config, device="cuda"
@@ -133,59 +126,50 @@ def faults(caches: Path) -> list[str]:
     return found
 
 
+def tell(import_s: float, preset: str, length: str, caches: str) -> None:
+    """Prints the row of this process."""
+    row = {"import_s": import_s, **first_calls(preset, int(length))}
+    print(json.dumps(row | {"faults": faults(Path(caches))}))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 where a process did what it has no need of."""
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")
-    parser.add_argument("--length", type=int, default=4096, help="tokens")
+    parser.add_argument("--length", type=int, default=4096, help="tokens, 64 or more")
     parser.add_argument("--out", type=Path, help="a JSON file to append the rows to")
     parser.add_argument("--commit", help="that the wheel was made of, for the rows")
     options = parser.parse_args(arguments)
-    presets = options.preset.split(",")
-    if odd := sorted(set(presets) - set(PRESETS)):
-        parser.error(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(odd)}")
-    if options.length < 64:
-        parser.error(f"--length must be at least 64, got {options.length}")
     if not torch.cuda.is_available():
         print("a Hopper GPU is needed", file=sys.stderr)
         return 1
     about = {
         "device": torch.cuda.get_device_name(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "commit": options.commit,
         "versions": {name: version(name) for name in SHOWN},
         "length": options.length,
     }
     status = 0
-    for preset in presets:
+    for preset in options.preset.split(","):
         for stage in STAGES:
-            row = _row(preset, options.length)
-            bad = row["faults"]
+            with tempfile.TemporaryDirectory() as folder:
+                caches = [f"{name}={Path(folder, name.lower())}" for name in VARIABLES]
+                words = preset, str(options.length), folder
+                command = ["env", *caches, sys.executable, "-c", PROCESS, *words]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            row = json.loads(done.stdout.splitlines()[-1])
             numbers = (f"{x} {y:.3f}" for x, y in row.items() if isinstance(y, float))
-            print(f"{preset:10} {stage}: {', '.join(numbers)}", *bad, sep="; ", flush=True)
-            status |= bool(bad)
+            print(
+                f"{preset} {stage}: {', '.join(numbers)}", *row["faults"], sep="; ", flush=True
+            )
+            status |= bool(row["faults"])
             if options.out:
                 line = json.dumps(about | {"preset": preset, "stage": stage} | row)
                 with options.out.open("a") as file:
                     print(line, file=file)
     return status
-
-
-def _row(preset: str, length: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        caches = [f"{name}={Path(folder, name.lower())}" for name in VARIABLES]
-        command = ["env", *caches, sys.executable, "-c", PROCESS, preset, str(length), folder]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the process of {preset} ended with status {done.returncode}")
-        return json.loads(done.stdout.splitlines()[-1])
-
-
-def tell(import_s: float, preset: str, length: str, caches: str) -> None:
-    """Prints the row of this process."""
-    row = {"import_s": import_s, **first_calls(preset, int(length))}
-    print(json.dumps(row | {"faults": faults(Path(caches))}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Kernels for any length: which there are, and that nothing of a length is left in them."""
 
 import ast
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -109,12 +108,6 @@ def test_machine_code_has_the_name_of_its_kernel(name):
     kernel = next(x for x in kernels_of("gathered", 9000, True) if x.name == name)
     module = symbol(name).removesuffix("_kernel").encode()
     assert module in lowering.lower(kernel.for_any_length())
-
-
-def test_a_kernel_of_one_length_says_so():
-    kernel = kernels_of("G16", 9000, False)[0]
-    with pytest.raises(NotImplementedError, match="one length at a time"):
-        dataclasses.replace(kernel, source="").for_any_length()
 
 
 def on_a_gpu(length, heads, kv_heads, key_width, value_width, packed=False, batch=1):

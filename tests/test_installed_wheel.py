@@ -78,19 +78,6 @@ def test_without_a_gpu_nothing_is_measured(capsys):
     assert capsys.readouterr().err == "a Hopper GPU is needed\n"
 
 
-@pytest.mark.parametrize(
-    "flag, words",
-    [
-        ("--preset=paper,big", "--preset must be of paper, seed, smallgroup, got big"),
-        ("--length=3", "--length must be at least 64, got 3"),
-    ],
-)
-def test_flags_that_are_refused(flag, words, capsys):
-    with pytest.raises(SystemExit) as error:
-        installed.main([flag])
-    assert error.value.code == 2 and words in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", installed.PRESETS)
 def test_first_calls_of_each_preset(preset):

@@ -298,7 +298,11 @@ def run(
 def warpgroup(
     program: Callable[..., None], shared: Sequence[np.ndarray], arguments: Sequence[Any]
 ) -> list[np.ndarray]:
-    """As `interpreter.Machine.warpgroup`."""
+    """What a warpgroup leaves in these arrays in shared memory.
+
+    `program(instructions, *shared, *arguments)`: scalars of `arguments` are words, arrays `[4, 32]`
+    a value a lane, arrays of other shapes in global memory.
+    """
     sizes = [x.nbytes for x in shared]
     machine = Warps(1, 4, sum(sizes))
     if shared:
