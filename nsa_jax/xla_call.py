@@ -1,7 +1,7 @@
 """The call frame that XLA hands to a foreign function, read by ctypes.
 
 Structures, numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`),
-version 0.x of the interface. Only what a call of a kernel needs is named.
+version 0.x of the interface; only what a call of a kernel needs is named, as there.
 
 A program calls it for each kernel that it runs, so it reads little: structures within structures
 are flat here, and what a kernel is follows from a number (`Call.key`).
@@ -30,7 +30,7 @@ def _inner(prefix: str, *fields: tuple[str, Any]) -> list[tuple[str, Any]]:
 class _Metadata(ctypes.Structure):
     _fields_ = (
         ("struct_size", c_size_t),
-        *_inner("version", ("major", c_int), ("minor", c_int)),
+        *_inner("api_version", ("major_version", c_int), ("minor_version", c_int)),
         ("traits", c_uint32),
     )
 
@@ -49,7 +49,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Bytes(ctypes.Structure):
-    _fields_ = (("start", c_void_p), ("size", c_size_t))
+    _fields_ = (("ptr", c_void_p), ("len", c_size_t))
 
 
 class _Scalar(ctypes.Structure):
@@ -61,13 +61,13 @@ class _Api(ctypes.Structure):
         *HEAD,
         *_inner("version", ("major", c_int), ("minor", c_int)),
         ("internal", c_void_p),
-        ("error_create", c_void_p),
-        ("error_get_details", c_void_p),
-        ("error_destroy", c_void_p),
-        ("handler_register", c_void_p),
-        ("stream_get", c_void_p),
+        ("XLA_FFI_Error_Create", c_void_p),
+        ("XLA_FFI_Error_GetMessage", c_void_p),
+        ("XLA_FFI_Error_Destroy", c_void_p),
+        ("XLA_FFI_Handler_Register", c_void_p),
+        ("XLA_FFI_Stream_Get", c_void_p),
         *[(f"unused{i}", c_void_p) for i in range(12)],
-        ("device_ordinal_get", c_void_p),
+        ("XLA_FFI_DeviceOrdinal_Get", c_void_p),
     )
 
 
@@ -78,16 +78,16 @@ class _CallFrame(ctypes.Structure):
     _fields_ = (
         *HEAD,
         ("api", c_void_p),
-        ("context", c_void_p),
+        ("ctx", c_void_p),
         ("stage", c_int),
-        *_inner("inputs", *_LIST, ("buffers", c_void_p)),
-        *_inner("outputs", *_LIST, ("buffers", c_void_p)),
-        *_inner("attributes", *_LIST, ("names", c_void_p), ("values", c_void_p)),
+        *_inner("args", *_LIST, ("args", c_void_p)),
+        *_inner("rets", *_LIST, ("rets", c_void_p)),
+        *_inner("attrs", *_LIST, ("names", c_void_p), ("attrs", c_void_p)),
     )
 
 
 class _Error(ctypes.Structure):
-    _fields_ = (*HEAD, ("message", c_char_p), ("code", c_int))
+    _fields_ = (*HEAD, ("message", c_char_p), ("errc", c_int))
 
 
 class _Destroyed(ctypes.Structure):
@@ -97,7 +97,7 @@ class _Destroyed(ctypes.Structure):
 class _Asked(ctypes.Structure):
     """XLA_FFI_Stream_Get_Args, XLA_FFI_DeviceOrdinal_Get_Args."""
 
-    _fields_ = (*HEAD, ("context", c_void_p), ("found", c_void_p))
+    _fields_ = (*HEAD, ("ctx", c_void_p), ("found", c_void_p))
 
 
 # Functions of XLA's that return at once: Python's lock is kept.
@@ -136,19 +136,19 @@ class _Reader:
         if frame.api != self._api:
             api = _Api.from_address(frame.api)
             self._stream, self._device = map(
-                _Function, (api.stream_get, api.device_ordinal_get)
+                _Function, (api.XLA_FFI_Stream_Get, api.XLA_FFI_DeviceOrdinal_Get)
             )
             self._api = frame.api
-        count = frame.attributes_size
-        kinds = tuple((c_int * count).from_address(frame.attributes_types))
+        count = frame.attrs_size
+        kinds = tuple((c_int * count).from_address(frame.attrs_types))
         if kinds != (STRING, SCALAR):
             raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
-        kernel, key = (c_void_p * 2).from_address(frame.attributes_values)  # sorted by name
+        kernel, key = (c_void_p * 2).from_address(frame.attrs_attrs)  # sorted by name
         addresses = [
             c_void_p.from_address(pointer + _DATA).value or 0
             for count, start in (
-                (frame.inputs_size, frame.inputs_buffers),
-                (frame.outputs_size, frame.outputs_buffers),
+                (frame.args_size, frame.args_args),
+                (frame.rets_size, frame.rets_rets),
             )
             for pointer in (c_void_p * count).from_address(start)
         ]
@@ -164,17 +164,19 @@ class _Reader:
     def _found(self, function: Any, frame: _CallFrame) -> int | None:
         """What a function of XLA's says about the context; None where it knows nothing."""
         asked = self._asked
-        asked.context, asked.found = frame.context, None
+        asked.ctx, asked.found = frame.ctx, None
         if error := function(self._argument):
             destroyed = _Destroyed(ctypes.sizeof(_Destroyed), None, error)
-            _Function(_Api.from_address(frame.api).error_destroy)(ctypes.addressof(destroyed))
+            _Function(_Api.from_address(frame.api).XLA_FFI_Error_Destroy)(
+                ctypes.addressof(destroyed)
+            )
             return None
         return asked.found or 0
 
 
 def _text(attribute: int) -> str:
     found = _Bytes.from_address(attribute)
-    return ctypes.string_at(found.start, found.size).decode()
+    return ctypes.string_at(found.ptr, found.len).decode()
 
 
 _thread = threading.local()
@@ -207,7 +209,7 @@ def _answers_metadata_query(extension: int) -> bool:
     if found.type != METADATA:
         return False
     metadata = found.metadata.contents
-    metadata.version_major, metadata.version_minor = VERSION
+    metadata.api_version_major_version, metadata.api_version_minor_version = VERSION
     metadata.traits = CAN_BE_CAPTURED
     return True
 
@@ -215,4 +217,4 @@ def _answers_metadata_query(extension: int) -> bool:
 def _error(api: int, message: str) -> int | None:
     """An XLA_FFI_Error, which XLA owns."""
     made = _Error(ctypes.sizeof(_Error), None, message.encode(), INTERNAL)
-    return _Function(_Api.from_address(api).error_create)(ctypes.addressof(made))
+    return _Function(_Api.from_address(api).XLA_FFI_Error_Create)(ctypes.addressof(made))

@@ -74,10 +74,11 @@ def gpu() -> Finding:
 
 def cuda() -> Iterator[Finding]:
     """Whether JAX's CUDA is torch's: two of them in one process may end it."""
-    for major in ("13", "12") if torch.version.cuda else ():
-        if version(f"jax-cuda{major}-plugin") is not None:
-            mine = torch.version.cuda.partition(".")[0]
-            words = f"JAX's plugin is of CUDA {major}, torch of CUDA {torch.version.cuda}"
+    release = torch.version.cuda
+    for major in ("13", "12"):
+        if release and version(f"jax-cuda{major}-plugin") is not None:
+            mine = release.partition(".")[0]
+            words = f"JAX's plugin is of CUDA {major}, torch of CUDA {release}"
             if mine == major:
                 yield "cuda", "ok", words
             else:

@@ -272,53 +272,33 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
         nsa_torch.prepare(**given)
 
 
-# What a C compiler makes of XLA's header, and where `xla_call` looks for the same: of a structure
-# ours, and our names of its fields.
+# Of a structure of XLA's header: ours, and the fields that `xla_call` reads or writes, whose names
+# are the header's with "_" for ".".
 STRUCTURES = {
     "CallFrame": (
         xla_call._CallFrame,
-        {
-            "api": "api",
-            "ctx": "context",
-            "args.size": "inputs_size",
-            "args.args": "inputs_buffers",
-            "rets.size": "outputs_size",
-            "rets.rets": "outputs_buffers",
-            "attrs.size": "attributes_size",
-            "attrs.types": "attributes_types",
-            "attrs.attrs": "attributes_values",
-            "extension_start": "extension",
-        },
+        "extension_start api ctx args.size args.args rets.size rets.rets attrs.size attrs.types "
+        "attrs.attrs",
     ),
     "Api": (
         xla_call._Api,
-        {
-            "XLA_FFI_Error_Create": "error_create",
-            "XLA_FFI_Error_Destroy": "error_destroy",
-            "XLA_FFI_Stream_Get": "stream_get",
-            "XLA_FFI_DeviceOrdinal_Get": "device_ordinal_get",
-        },
+        "XLA_FFI_Error_Create XLA_FFI_Error_Destroy XLA_FFI_Stream_Get XLA_FFI_DeviceOrdinal_Get",
     ),
-    "Buffer": (xla_call._Buffer, {"data": "data"}),
-    "ByteSpan": (xla_call._Bytes, {"ptr": "start", "len": "size"}),
-    "Scalar": (xla_call._Scalar, {"value": "value"}),
+    "Buffer": (xla_call._Buffer, "data"),
+    "ByteSpan": (xla_call._Bytes, "ptr len"),
+    "Scalar": (xla_call._Scalar, "value"),
     "Metadata": (
         xla_call._Metadata,
-        {
-            "api_version.major_version": "version_major",
-            "api_version.minor_version": "version_minor",
-            "traits": "traits",
-        },
+        "api_version.major_version api_version.minor_version traits",
     ),
-    "Metadata_Extension": (
-        xla_call._Extension,
-        {"extension_base.type": "type", "metadata": "metadata"},
-    ),
-    "Error_Create_Args": (xla_call._Error, {"message": "message", "errc": "code"}),
-    "Error_Destroy_Args": (xla_call._Destroyed, {"error": "error"}),
-    "Stream_Get_Args": (xla_call._Asked, {"ctx": "context", "stream": "found"}),
-    "DeviceOrdinal_Get_Args": (xla_call._Asked, {"ctx": "context", "device_ordinal": "found"}),
+    "Metadata_Extension": (xla_call._Extension, "extension_base.type metadata"),
+    "Error_Create_Args": (xla_call._Error, "message errc"),
+    "Error_Destroy_Args": (xla_call._Destroyed, "error"),
+    "Stream_Get_Args": (xla_call._Asked, "ctx stream"),
+    "DeviceOrdinal_Get_Args": (xla_call._Asked, "ctx device_ordinal"),
 }
+OURS = {"extension_start": "extension", "extension_base.type": "type"}
+OURS |= {"stream": "found", "device_ordinal": "found"}
 NUMBERS = {
     # A later minor version has more at the end of structures, and takes what this one says.
     f"XLA_FFI_API_MAJOR == {xla_call.VERSION[0]}": 1,
@@ -335,8 +315,9 @@ NUMBERS = {
 def test_structures_are_those_of_the_header(tmp_path):
     numbers, want = [*NUMBERS], [*NUMBERS.values()]
     for kind, (ours, names) in STRUCTURES.items():
-        numbers += [f"offsetof(XLA_FFI_{kind}, {theirs})" for theirs in names]
-        want += [getattr(ours, name).offset for name in names.values()]
+        for theirs in names.split():
+            numbers.append(f"offsetof(XLA_FFI_{kind}, {theirs})")
+            want.append(getattr(ours, OURS.get(theirs, theirs.replace(".", "_"))).offset)
     prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in numbers)
     source, program = tmp_path / "offsets.c", tmp_path / "offsets"
     source.write_text(

@@ -1,6 +1,5 @@
 """Kernels on disk: what is kept is found, and no fault of a folder gives wrong machine code."""
 
-import concurrent.futures
 import errno
 import json
 import logging
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -330,36 +328,6 @@ def test_where_nothing_can_be_kept_kernels_stay_in_memory(
         assert store.clear() == 0
 
 
-OTHER_USER = """
-import os, sys
-from kernels_pallas.runtime import build
-from kernels_pallas.runtime.store import Store
-from tests.runtime_samples import built_of, kernel
-folder, wanted = sys.argv[1], built_of(kernel(1))
-os.setuid(65534)
-build.build = lambda kernels, *_: enumerate([wanted])
-assert Store(folder).get(kernel(1)) is None
-assert Store(folder).fetch([kernel(1)]) == [wanted]
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_two_users_of_one_folder(tmp_path):
-    """The second one is told, uses nothing of the first and writes nothing."""
-    with tempfile.TemporaryDirectory() as shared:  # that of a test is closed to others
-        os.chmod(shared, 0o755)
-        store = Store(Path(shared) / "kernels")
-        store.put(kernel(1), built_of(kernel(1), b"planted"))
-        store.folder.chmod(0o755)
-        before = {x: x.stat().st_mtime_ns for x in store.folder.rglob("*")}
-        command = [sys.executable, "-c", OTHER_USER, store.folder]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "must belong to user 65534, not to 0" in done.stderr
-        assert {x: x.stat().st_mtime_ns for x in store.folder.rglob("*")} == before
-        assert store.get(kernel(1)) == built_of(kernel(1), b"planted")
-
-
 # Processes
 
 
@@ -391,14 +359,6 @@ def test_a_process_that_is_killed_leaves_no_half_file_and_no_lock(tmp_path, buil
     folder = tmp_path / "kernels"
     assert len(list(folder.glob("*.tmp"))) == 1 and list(folder.glob("*.kernel")) == []
     assert Store(folder).fetch([kernel(1)]) == [built_of(kernel(1))]
-
-
-def test_threads_share_a_store(store, builds):
-    kernels = [kernel(i) for i in range(4)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: store.fetch(kernels), range(8)))
-    assert found == [[built_of(x) for x in kernels]] * 8
-    assert sorted(builds) == [0, 1, 2, 3]
 
 
 # The command
