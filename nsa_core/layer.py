@@ -1,6 +1,7 @@
 """What an NSA attention layer is, for both frameworks' modules."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -160,7 +161,7 @@ class LayerSpec:
         validate.flag("bias", self.bias)
         _ = self.config
 
-    @property
+    @functools.cached_property
     def config(self) -> NSAConfig:
         return self.computed_in(None)
 
@@ -197,7 +198,7 @@ class LayerSpec:
         """Of a sliding branch that is dense attention of up to `all_selected` tokens."""
         return dataclasses.replace(self.config, window=self.all_selected)
 
-    @property
+    @functools.cached_property
     def cached(self) -> Facts:
         """What this layer says of the tokens that it writes to a cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)

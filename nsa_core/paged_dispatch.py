@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import kernels_pallas
 from kernels_pallas.specs.decode import GATE_DTYPES
@@ -20,6 +20,7 @@ from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 
 GATHERED = "gathered"
+KERNELS = "mosaic", "triton"  # that read pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,31 +49,6 @@ class Inputs:
         return problem._replace(**sizes, packed=not same, cached=True, is_fp8=is_fp8)
 
 
-def even_rows(
-    ops: ArrayOps, inputs: Inputs, queries: int
-) -> tuple[Inputs, Callable[[Any], Any]]:
-    """Rows of up to `queries` tokens as rows of `queries`, each row's own at the end, as kernels on
-    pages take them; and what takes an output back to the call's tokens.
-    """
-    lengths, starts = inputs.lengths.clip(0, inputs.capacity), inputs.cu_seqlens_q
-    tokens = paged_layout.tokens_of(ops, lengths, starts, inputs.query.shape[0])
-    padded = paged_layout.pad_queries(ops, tokens, lengths, starts, queries)
-    token, rows = padded.token.reshape(-1), lengths.shape[0] * queries
-    query, gates = (x[token] for x in (inputs.query, inputs.gates))
-
-    def of_tokens(out):
-        out = out[padded.flat.clip(0, rows - 1)]
-        return ops.xp.where((tokens.position >= 0)[:, None, None], out, 0)
-
-    even = dataclasses.replace(inputs, query=query, gates=gates, cu_seqlens_q=None)
-    return even, of_tokens
-
-
-def are_few(cu_seqlens_q: Any, max_seqlen_q: int | None) -> bool:
-    """Whether rows of different numbers of queries are made even, for kernels on pages."""
-    return cu_seqlens_q is not None and 1 <= (max_seqlen_q or 0) <= QUERIES
-
-
 def joined_gates(ops: ArrayOps, gates, query):
     """`[N, H, 3]` of gates that may be `Branches` of `[N, H]`, in a dtype that kernels read; of
     queries in float64, which no kernel reads, in their own.
@@ -96,12 +72,12 @@ def registry(
       module: which has a function for each implementation.
       why_not: of kernels by name, what the framework's arrays add.
     """
-    triton, mosaic = (
-        Implementation(name, f"{module}:on_{name}", functools.partial(why_not, name))
-        for name in ("triton", "mosaic")
+    kernels = (
+        Implementation(name, f"{module}:with_indices", functools.partial(why_not, name))
+        for name in KERNELS
     )
     gathered = Implementation(GATHERED, f"{module}:{GATHERED}")
-    return Registry(framework, {DECODE: (mosaic, triton, gathered)})
+    return Registry(framework, {DECODE: (*kernels, gathered)})
 
 
 def why_not(name: str, problem: Problem) -> str | None:
@@ -111,16 +87,53 @@ def why_not(name: str, problem: Problem) -> str | None:
     return kernels_pallas.why_not(name, problem)
 
 
-def choose(
-    own: Registry, attention: Registry, problem: Problem, name: str | None
-) -> tuple[Choice, str | None]:
-    """What runs a paged call, and the implementation of `attention` that is named where it
-    gathers. A name of both is that of kernels on pages where rows have few queries.
+class Decided(NamedTuple):
+    """What runs a paged call.
+
+    Attributes:
+      inputs: as kernels on pages take them.
+      name: of the implementation of `attention` that is named where rows are gathered.
+      of_tokens: takes the output of rows that were made even to the call's tokens; None: as it is.
+    """
+
+    inputs: Inputs
+    max_seqlen_q: int | None
+    choice: Choice
+    name: str | None
+    of_tokens: Callable[[Any], Any] | None
+
+
+def decide(
+    ops: ArrayOps,
+    own: Registry,
+    attention: Registry,
+    problem_of: Callable[[Inputs], Problem],
+    inputs: Inputs,
+    max_seqlen_q: int | None,
+    name: str | None,
+) -> Decided:
+    """What runs a paged call. Rows of different numbers of at most `QUERIES` tokens become rows of
+    `max_seqlen_q`, each row's own at the end, as kernels on pages take them. A `name` of both
+    registries is that of kernels on pages where rows have few queries.
 
     Raises:
       ValueError: no implementation has this name.
       NotImplementedError: the named one cannot run the problem.
     """
+    of_tokens, starts = None, inputs.cu_seqlens_q
+    if starts is not None and max_seqlen_q is not None and max_seqlen_q <= QUERIES:
+        lengths = inputs.lengths.clip(0, inputs.capacity)
+        tokens = paged_layout.tokens_of(ops, lengths, starts, inputs.query.shape[0])
+        padded = paged_layout.pad_queries(ops, tokens, lengths, starts, max_seqlen_q)
+        token = padded.token.reshape(-1)
+        query, gates = (x[token] for x in (inputs.query, inputs.gates))
+
+        def of_tokens(out):
+            out = out[padded.flat.clip(0, token.shape[0] - 1)]
+            return ops.xp.where((tokens.position >= 0)[:, None, None], out, 0)
+
+        inputs = dataclasses.replace(inputs, query=query, gates=gates, cu_seqlens_q=None)
+    problem = problem_of(inputs)
     asked, few = name, not problem.packed and problem.T <= QUERIES
     if name is not None and (name not in own.names() or (name != GATHERED and not few)):
         if name not in attention.names():
@@ -128,4 +141,5 @@ def choose(
             raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
         asked = GATHERED
     choice = own.choose(problem._replace(step=DECODE), asked)
-    return choice, None if name == GATHERED else name
+    name = None if name == GATHERED else name
+    return Decided(inputs, max_seqlen_q, choice, name, of_tokens)

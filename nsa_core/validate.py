@@ -349,7 +349,7 @@ def sizes(least: int = 1, /, **values: int) -> None:
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     """`config`, None: the cache's. What the cache holds must be what it asks for."""
-    if not hasattr(cache, "recent_key"):
+    if not hasattr(cache, "length"):
         raise ValueError(f"cache must be one of init_cache, got {type(cache).__name__}")
     if config is None:
         return cache.config
@@ -363,18 +363,17 @@ def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
 
 def cached(query, key, value, cache, config, compress_params, scale) -> None:
     """New tokens `[B, T, Hkv, .]` of each branch that fit a cache of either framework."""
+    kept = cache.selected_key
     for *names, k, v in named(key, value):
         attention(query, k, v, config, None, scale, *names)
-        shape(names[0], k, (*query.shape[:2], *cache.recent_key.shape[2:]))
-        shape(names[1], v, (*k.shape[:3], cache.recent_value.shape[3]))
-    if cache.recent_key.shape[0] != query.shape[0]:
-        raise ValueError(
-            f"cache must be of batch {query.shape[0]}, got {cache.recent_key.shape[0]}"
-        )
-    if cache.recent_key.dtype != query.dtype:
+        shape(names[0], k, (*query.shape[:2], *kept.shape[2:]))
+        shape(names[1], v, (*k.shape[:3], cache.selected_value.shape[3]))
+    if kept.shape[0] != query.shape[0]:
+        raise ValueError(f"cache must be of batch {query.shape[0]}, got {kept.shape[0]}")
+    if kept.dtype != query.dtype:
         raise ValueError(
             f"cache must have the dtype of query, {dtype_name(query)}, got "
-            f"{dtype_name(cache.recent_key)}: make it by init_cache(.., dtype={query.dtype})"
+            f"{dtype_name(kept)}: make it by init_cache(.., dtype={query.dtype})"
         )
     own = key.sliding is not key.selected or value.sliding is not value.selected
     if own and cache.sliding_key is None:

@@ -1,7 +1,7 @@
 """Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -84,58 +84,59 @@ def table(page_table, lengths) -> None:
     validate.sizes(rows=page_table.shape[0], pages_a_row=page_table.shape[1])
 
 
-def page_numbers(
-    page_table: np.ndarray, lengths: np.ndarray, count: int, size: int, read: bool
-) -> None:
-    """The entries of the pages that `lengths` tokens need, of `count` pages of `size` tokens;
-    `read`: below 0 is no page then too.
-    """
-    columns = np.arange(page_table.shape[1]) * size
-    outside = (page_table >= count) | (read & (page_table < 0))
-    for row, column in np.argwhere(outside & (columns < lengths[:, None])):
-        raise ValueError(
-            f"page_table[{row}, {column}] must be a page of the cache, 0..{count - 1}, "
-            f"got {page_table[row, column]}"
-        )
-
-
-def counted(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> None:
-    """That `lengths` count the rows' tokens of the call: `count`, which begin at `starts`, or are
-    as many in each row.
-    """
-    new = _new_of_rows(lengths, starts, count)
-    for (row,) in np.argwhere((lengths > 0) & (lengths < new)):
-        raise ValueError(
-            f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this call, "
-            f"got {lengths[row]}"
-        )
-
-
-def written_once(
-    page_table: np.ndarray,
-    lengths: np.ndarray,
-    starts: np.ndarray | None,
+def numbers(
+    read: Callable[[Any], np.ndarray | None],
+    page_table,
+    lengths,
+    cu_seqlens_q,
     count: int,
+    pool: int,
     size: int,
+    *,
+    writes: bool = False,
 ) -> None:
-    """That no two rows write their new tokens, of `counted`, to the same page of `size` tokens."""
+    """Checks the numbers of a call's tables, where the host reads them: bounds of the rows, lengths
+    that count their tokens of the call, and entries of the pages that they need.
+
+    Args:
+      read: an array in NumPy; None: the host does not read it.
+      count: tokens of the call.
+      pool: pages, of `size` tokens each.
+      writes: an entry below 0 is none to write to, and two rows must not write to one page.
+    """
+    found, needed, starts = read(page_table), read(lengths), None
+    if cu_seqlens_q is not None:
+        if (starts := read(cu_seqlens_q)) is not None:
+            validate.borders("cu_seqlens_q", starts.tolist(), count)
+    new = None
+    if needed is not None and (cu_seqlens_q is None or starts is not None):
+        even = np.full(needed.shape, count // needed.shape[0])
+        new = even if starts is None else np.diff(starts)
+        for (row,) in np.argwhere((needed > 0) & (needed < new)):
+            raise ValueError(
+                f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this "
+                f"call, got {needed[row]}"
+            )
+    if found is None or needed is None:
+        return
+    outside = (found >= pool) | (found < 0) & (not writes)
+    there = np.arange(found.shape[1]) * size < needed[:, None]
+    for row, column in np.argwhere(outside & there):
+        raise ValueError(
+            f"page_table[{row}, {column}] must be a page of the cache, 0..{pool - 1}, "
+            f"got {found[row, column]}"
+        )
+    if not writes or new is None:
+        return
     row_of: dict[int, int] = {}
-    new = _new_of_rows(lengths, starts, count)
-    for row in np.flatnonzero((lengths > 0) & (new > 0)):
-        first, end = (lengths[row] - new[row]) // size, -(-lengths[row] // size)
-        for page in page_table[row, first:end]:
+    for row in np.flatnonzero((needed > 0) & (new > 0)):
+        first, end = (needed[row] - new[row]) // size, -(-needed[row] // size)
+        for page in found[row, first:end]:
             if page >= 0 and row_of.setdefault(int(page), int(row)) != row:
                 raise ValueError(
                     f"page_table must give each row pages of its own for new tokens, got page "
                     f"{page} for rows {row_of[int(page)]} and {row}"
                 )
-
-
-def _new_of_rows(lengths: np.ndarray, starts: np.ndarray | None, count: int) -> np.ndarray:
-    """How many of the call's `count` tokens each row has."""
-    if starts is None:
-        return np.full(lengths.shape, count // lengths.shape[0])
-    return np.diff(starts)
 
 
 def runs(
@@ -193,15 +194,28 @@ def runs(
             )
 
 
-def longest(max_seqlen_q: int, starts: np.ndarray, capacity: int) -> None:
-    """That no row of `cu_seqlens_q` is longer, nor has more tokens than its pages."""
-    found = int(np.diff(starts).max())
-    if found > max_seqlen_q:
-        raise ValueError(
-            f"max_seqlen_q must be {found} at least, as the longest row of cu_seqlens_q has, "
-            f"got {max_seqlen_q}"
-        )
-    row_length(found, capacity)
+def longest(
+    read: Callable[[Any], np.ndarray | None],
+    max_seqlen_q: int | None,
+    cu_seqlens_q,
+    capacity: int,
+) -> int | None:
+    """`max_seqlen_q`, at most the `capacity` of a row's pages. Checks that no row of `cu_seqlens_q`
+    is longer, where the host reads it (`numbers`).
+    """
+    if max_seqlen_q is None:
+        return None
+    validate.sizes(max_seqlen_q=max_seqlen_q)
+    starts = None if cu_seqlens_q is None else read(cu_seqlens_q)
+    if starts is not None:
+        found = int(np.diff(starts).max())
+        if found > max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q must be {found} at least, as the longest row of cu_seqlens_q has, "
+                f"got {max_seqlen_q}"
+            )
+        row_length(found, capacity)
+    return min(max_seqlen_q, capacity)
 
 
 def slots(cache: PagedArrays, found, lengths) -> None:
@@ -300,48 +314,3 @@ def row_length(T: int, capacity: int) -> None:
             f"a row must not have more queries than tokens, {capacity} in the pages of its "
             f"table, got {T}"
         )
-
-
-class OnHost(NamedTuple):
-    """Checks of numbers, where the host reads them.
-
-    Attributes:
-      read: the numbers of an argument; None: the host does not read them.
-    """
-
-    read: Callable[[Any], np.ndarray | None]
-
-    def _all(self, *given: Any) -> Any:
-        """The numbers of all that is not None; None: the host does not read some."""
-        found = [None if x is None else self.read(x) for x in given]
-        lacks = any(x is not None and y is None for x, y in zip(given, found, strict=True))
-        return None if lacks else found
-
-    def page_numbers(self, page_table, lengths, count: int, size: int, *, read: bool) -> None:
-        """Those of a table; arguments as of the function of this name."""
-        if found := self._all(page_table, lengths):
-            table, tokens = found
-            page_numbers(table, tokens, count, size, read)
-
-    def rows_of_tokens(self, lengths, cu_seqlens_q, count: int) -> None:
-        """Where the rows of `count` tokens begin, and that `lengths` count them."""
-        if cu_seqlens_q is not None and (found := self._all(cu_seqlens_q)):
-            validate.borders("cu_seqlens_q", found[0].tolist(), count)
-        if found := self._all(lengths, cu_seqlens_q):
-            tokens, starts = found
-            counted(tokens, starts, count)
-
-    def written_once(self, page_table, lengths, cu_seqlens_q, count: int, size: int) -> None:
-        """That rows write to pages of their own."""
-        if found := self._all(page_table, lengths, cu_seqlens_q):
-            table, tokens, starts = found
-            written_once(table, tokens, starts, count, size)
-
-    def longest(self, max_seqlen_q: int | None, cu_seqlens_q, capacity: int) -> int | None:
-        """`max_seqlen_q`, at most the `capacity` of a row's pages; no row has more queries."""
-        if max_seqlen_q is None:
-            return None
-        validate.sizes(max_seqlen_q=max_seqlen_q)
-        if cu_seqlens_q is not None and (found := self._all(cu_seqlens_q)):
-            longest(max_seqlen_q, found[0], capacity)
-        return min(max_seqlen_q, capacity)

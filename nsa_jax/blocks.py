@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from nsa_core import block_lists, paged_layout, validate
+from nsa_core import block_lists, paged_layout, validate, validate_paged
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
@@ -216,8 +216,8 @@ def paged_block_attention(
     block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
     pool, page = key_pages.shape[:2]
-    checks.page_numbers(page_table, lengths, pool, page, read=True)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
+    at = page_table, lengths, cu_seqlens_q, query.shape[0]
+    validate_paged.numbers(checks.read, *at, pool, page)
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)  # NumPy's take no traced index
     if all(map(checks.is_read, (block_indices, lengths))):

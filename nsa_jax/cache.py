@@ -3,30 +3,29 @@
 A cache that is donated is gone, and its memory is the new one's. One function does prefill, chunks
 and tokens.
 
-The cache keeps the keys and values of the selected and the sliding branch whole, of the
-compressed branch the compressed tokens and the last `l - 1` raw ones, from which the next
-compressed token is made. Nothing grows: a write past the capacity raises `ValueError` where
-the length is known, and turns the output to NaN where it is traced.
+Each row is a page of its own (`nsa_core.paged_layout`), which has room for all of its tokens.
+Nothing grows: a write past the capacity raises `ValueError` where the length is known, and turns
+the output to NaN where it is traced.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nsa_core import validate
+from nsa_core import paged_append, validate
 from nsa_core.cache_contents import MEANS, UNSAID, Contents, Facts, facts_of, summary
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import PAGES, PagedArrays, first_slot
 from nsa_core.types import Branches
 from nsa_jax import api
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.numerics import put
+from nsa_jax.jax_ops import JAX_OPS as OPS
 
 # A cache holds what is no array beside its arrays: `jit` knows it, no transform touches it.
 jax.tree_util.register_static(NSAConfig)
@@ -37,17 +36,17 @@ class NSACache(NamedTuple):
     """Keys and values. A call returns a new cache with its tokens; the one that it is given is
     unchanged, or gone where it is donated.
 
-    `M`: capacity in tokens. Sliding fields are None where it reads the selected ones.
+    `M`: capacity in tokens. Sliding and raw fields are None where those are the selected ones.
     """
 
     selected_key: Float[Array, "B M Hkv D"]
     selected_value: Float[Array, "B M Hkv Dv"]
     sliding_key: Float[Array, "B M Hkv D"] | None
     sliding_value: Float[Array, "B M Hkv Dv"] | None
-    compressed_key: Float[Array, "B C Hkv D"]
-    compressed_value: Float[Array, "B C Hkv Dv"]
-    recent_key: Float[Array, "B l-1 Hkv D"]
-    recent_value: Float[Array, "B l-1 Hkv Dv"]
+    raw_key: Float[Array, "B M Hkv D"] | None  # what compressed tokens are made of
+    raw_value: Float[Array, "B M Hkv Dv"] | None
+    compressed_key: Float[Array, "B M/d Hkv D"]  # token `i` at `i + l/d - 1`
+    compressed_value: Float[Array, "B M/d Hkv Dv"]
     length: Int[Array, " B"]  # tokens seen by each sequence
     config: NSAConfig  # what compressed tokens are made with
     contents: Contents = UNSAID  # what its tokens were made with
@@ -85,7 +84,8 @@ def init_cache(
       kv_heads, key_width, value_width: Hkv, D and Dv.
       config: of all calls on the cache.
       dtype: of its keys and values.
-      separate: whether the sliding branch has keys and values of its own (`Branches`).
+      separate: whether each branch has keys and values of its own (`Branches`): three times the
+        raw tokens.
 
     Returns:
       An `NSACache` of arrays that are 0.
@@ -109,19 +109,13 @@ def init_cache(
     def zeros(length, width):
         return jnp.zeros((batch, length, kv_heads, width), dtype)
 
-    count, recent = config.num_compressed(capacity), config.compress_block - 1
-    return NSACache(
-        zeros(capacity, key_width),
-        zeros(capacity, value_width),
-        zeros(capacity, key_width) if separate else None,
-        zeros(capacity, value_width) if separate else None,
-        zeros(count, key_width),
-        zeros(count, value_width),
-        zeros(recent, key_width),
-        zeros(recent, value_width),
-        jnp.zeros((batch,), jnp.int32),
-        config,
-    )
+    arrays: dict[str, Any] = {}
+    for kind, width in (("key", key_width), ("value", value_width)):
+        for name in ("selected", "sliding", "raw"):
+            there = separate or name == "selected"
+            arrays[f"{name}_{kind}"] = zeros(capacity, width) if there else None
+        arrays[f"compressed_{kind}"] = zeros(-(-capacity // config.compress_stride), width)
+    return NSACache(**arrays, length=jnp.zeros((batch,), jnp.int32), config=config)
 
 
 @any_rank
@@ -173,20 +167,17 @@ def cached_attention(
     if longest > cache.capacity:
         raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
     before = cache._replace(contents=contents)
-    cache = compiled(update)(before, key, value, config, compress_params)
-    shared = cache.sliding_key is None
-    keys = Branches(
-        None, cache.selected_key, cache.selected_key if shared else cache.sliding_key
-    )
-    values = Branches(
-        None, cache.selected_value, cache.selected_value if shared else cache.sliding_value
-    )
+    cache = compiled(update)(before, key, value, compress_params)
+    sliding = cache.sliding_key, cache.sliding_value
+    if cache.sliding_key is None:
+        sliding = cache.selected_key, cache.selected_value
+    first = first_slot(config)
     out = api.attend(
         query,
-        keys,
-        values,
+        Branches(None, cache.selected_key, sliding[0]),
+        Branches(None, cache.selected_value, sliding[1]),
         gates,
-        (cache.compressed_key, cache.compressed_value),
+        (cache.compressed_key[:, first:], cache.compressed_value[:, first:]),
         config=config,
         block_indices=None,
         kv_len=cache.length,
@@ -224,63 +215,20 @@ def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[],
     return found, False
 
 
-def update(cache, key, value, config, compress_params) -> NSACache:
+def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> NSACache:
     """The cache with the new tokens in it, `[B, T, Hkv, .]` in each branch."""
-    start, num_new = cache.length, key.selected.shape[1]
-    shared = cache.sliding_key is None
+    lengths = cache.length + key.selected.shape[1]
+    given = ((name, getattr(cache, name, None)) for name in PAGES)
 
-    def append(buffer, new):
-        place = jnp.minimum(start, buffer.shape[1] - num_new)
-        write = jax.vmap(lambda b, n, at: lax.dynamic_update_slice_in_dim(b, n, at, 0))
-        return write(buffer, new, place)
-
-    compressed_key, recent_key = _emit(
-        cache.compressed_key,
-        cache.recent_key,
-        key.compressed,
-        start,
-        config,
-        compress_params[0],
-    )
-    compressed_value, recent_value = _emit(
-        cache.compressed_value,
-        cache.recent_value,
-        value.compressed,
-        start,
-        config,
-        compress_params[1],
-    )
-    return NSACache(
-        append(cache.selected_key, key.selected),
-        append(cache.selected_value, value.selected),
-        None if shared else append(cache.sliding_key, key.sliding),
-        None if shared else append(cache.sliding_value, value.sliding),
-        compressed_key,
-        compressed_value,
-        recent_key,
-        recent_value,
-        start + num_new,
-        cache.config,
-        cache.contents,
-    )
-
-
-def _emit(buffer, recent, new, start, config, params):
-    """Writes the compressed tokens whose last raw token is among `new`."""
-    block, stride = config.compress_block, config.compress_stride
-    num_new, count = new.shape[1], buffer.shape[1]
-    raw = jnp.concatenate([recent, new], axis=1)
-    if count:
-        # Token i ends at i*d + l - 1; the first to end at or after `start`, and its followers.
-        first = jnp.maximum(-(-(start - block + 1) // stride), 0)
-        most = -(-num_new // stride)
-        index = first[:, None] + jnp.arange(most, dtype=jnp.int32)
-        begin = index * stride - start[:, None] + block - 1
-        cut = jax.vmap(
-            jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, block), (None, 0))
+    def row(arrays, key, value, length):
+        page = PagedArrays(cache.config, **{name: x[None] for name, x in arrays.items()})
+        at = jnp.zeros((1, 1), jnp.int32), length[None]
+        found = paged_append.append(
+            OPS, apply_phi, page, key, value, *at, params=compress_params
         )
-        tokens = apply_phi(cut(raw, begin), params, index * stride)
-        complete = index * stride + block <= start[:, None] + num_new
-        slot = jnp.where(complete, index, count)
-        buffer = jax.vmap(put)(buffer, slot, tokens)
-    return buffer, raw[:, num_new:]
+        return {name: x[0] for name, x in found.items()}
+
+    # Row by row, so that rows may lie on several devices.
+    arrays = {name: x for name, x in given if x is not None}
+    found = jax.vmap(row)(arrays, key, value, lengths)
+    return cache._replace(**found, length=lengths)

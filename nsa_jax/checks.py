@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nsa_core import block_lists, debug, validate, validate_paged
+from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
@@ -21,11 +21,6 @@ def is_read(x: Any) -> bool:
 def read(x: Any) -> np.ndarray | None:
     """The numbers of an argument; None: the host does not read them."""
     return np.asarray(x) if is_read(x) else None
-
-
-_host = validate_paged.OnHost(read)
-page_numbers, rows_of_tokens = _host.page_numbers, _host.rows_of_tokens
-written_once, longest = _host.written_once, _host.longest
 
 
 def within(name: str, x: Any, least: int, most: int) -> None:

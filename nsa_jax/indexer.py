@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.capability import AMPERE, copies_why_not
 from nsa_core import index as indexing
-from nsa_core import paged_layout, validate
+from nsa_core import paged_layout, validate, validate_paged
 from nsa_core.index import Index
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
@@ -141,8 +141,8 @@ def paged_index_blocks(
     arrays = index_query, index_key_pages, page_table, lengths
     index = indexing.check_paged(*arrays, cu_seqlens_q, index)
     pages, keys = index_key_pages.shape[:2]
-    checks.page_numbers(page_table, lengths, pages, keys * entry, read=True)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
+    at = page_table, lengths, cu_seqlens_q, index_query.shape[0]
+    validate_paged.numbers(checks.read, *at, pages, keys * entry)
     query, pages = lax.stop_gradient(arrays[:2])
     paged = Paged(page_table, lengths, cu_seqlens_q)
 

@@ -161,10 +161,9 @@ def append(
     validate.phi_pair(
         params, key.compressed[None], value.compressed[None], cache.config, "params"
     )
-    size = cache.config.select_block
-    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, count)
-    checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
+    at = page_table, lengths, cu_seqlens_q
+    sizes = count, cache.num_pages, cache.config.select_block
+    validate_paged.numbers(checks.read, *at, *sizes, writes=True)
     facts = facts_of(params, made_with)
 
     def before():
@@ -173,7 +172,6 @@ def append(
         return lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
 
     contents, mixed = known_contents(cache.contents, facts, before)
-    at = page_table, lengths, cu_seqlens_q
     wrong = None if mixed is False else mixed
     return compiled(_append)(cache.holding(contents), key, value, *at, params, slots, wrong)
 

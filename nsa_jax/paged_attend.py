@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from nsa_core import paged_append, paged_dispatch, paged_layout, validate_paged
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
-from nsa_core.paged_dispatch import Inputs
+from nsa_core.paged_dispatch import Decided, Inputs
 from nsa_core.types import Branches
 from nsa_jax import api, checks, jax_problem
 from nsa_jax.dispatch import REGISTRY as ATTENTION
@@ -59,14 +59,14 @@ def paged_attention(
       NotImplementedError: the named implementation cannot run this.
     """
     validate_paged.paged(cache, config)
-    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
-    if max_seqlen_q is None or not paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
-        choice, name = _choose(inputs, implementation)
-        return choice.load()(inputs, max_seqlen_q, name)
-    inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
-    choice, name = _choose(inputs, implementation)
-    return of_tokens(choice.load()(inputs, max_seqlen_q, name))
+    given = query, gates, cache, page_table, lengths, cu_seqlens_q, scale
+    decided = _decide(*given, max_seqlen_q, implementation)
+    name = decided.choice.implementation
+    if name == paged_dispatch.GATHERED:
+        out = gathered(decided.inputs, decided.max_seqlen_q, decided.name)
+    else:
+        out, _ = with_indices(name, decided.inputs)
+    return out if decided.of_tokens is None else decided.of_tokens(out)
 
 
 def explain(
@@ -82,30 +82,35 @@ def explain(
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     validate_paged.paged(cache)
-    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
-    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
-    if max_seqlen_q is not None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
-        inputs, _ = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
-    return _choose(inputs, implementation)[0]
+    given = query, gates, cache, page_table, lengths, cu_seqlens_q, None
+    return _decide(*given, max_seqlen_q, implementation).choice
 
 
-def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
+def _decide(
+    query,
+    gates,
+    cache,
+    page_table,
+    lengths,
+    cu_seqlens_q,
+    scale,
+    max_seqlen_q,
+    implementation,
+) -> Decided:
+    """Checks a call."""
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    size = cache.config.select_block
-    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
+    sizes = query.shape[0], cache.num_pages, cache.config.select_block
+    validate_paged.numbers(checks.read, page_table, lengths, cu_seqlens_q, *sizes)
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     # NumPy's arrays, which the checks could read, take no traced index.
     inputs = query, gates, cache, page_table, lengths, cu_seqlens_q
     of_jax = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
     query, gates, cache, page_table, lengths, cu_seqlens_q = jax.tree.map(of_jax, inputs)
-    return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-
-
-def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | None]:
-    problem = _problem(inputs)
-    return paged_dispatch.choose(REGISTRY, ATTENTION, problem, implementation)
+    found = Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    most = validate_paged.longest(checks.read, max_seqlen_q, cu_seqlens_q, found.capacity)
+    registries = REGISTRY, ATTENTION
+    return paged_dispatch.decide(OPS, *registries, _problem, found, most, implementation)
 
 
 REGISTRY = paged_dispatch.registry("jax", "nsa_jax.paged_attend", paged_dispatch.why_not)
@@ -116,16 +121,6 @@ def _problem(inputs: Inputs) -> Problem:
     sizes = cache.kv_heads, inputs.capacity, cache.selected_value.shape[-1]
     problem = jax_problem.problem_of(inputs.query[None], *sizes, cache.config, False)
     return inputs.posed(problem)._replace(requires_grad=False)
-
-
-def on_triton(inputs: Inputs, max_seqlen_q=None, implementation=None):
-    """The output on Triton kernels; the rest is for other rows."""
-    return with_indices("triton", inputs)[0]
-
-
-def on_mosaic(inputs: Inputs, max_seqlen_q=None, implementation=None):
-    """The output on the Mosaic kernel; the rest is for other rows."""
-    return with_indices("mosaic", inputs)[0]
 
 
 def with_indices(name: str, inputs: Inputs):

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nsa_core import block_lists, paged_layout
+from nsa_core import block_lists, paged_layout, validate_paged
 from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
@@ -184,8 +184,8 @@ def paged_block_attention(
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
     checks.devices(query, given)
     pool, page = key_pages.shape[:2]
-    checks.page_numbers(page_table, lengths, pool, page, read=True)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
+    at = page_table, lengths, cu_seqlens_q, query.shape[0]
+    validate_paged.numbers(checks.read, *at, pool, page)
     if checks.is_read(block_indices):
         named = block_indices[None]
         if include == "tail":

@@ -3,73 +3,89 @@
 So it does whether gradients are recorded or not: the cache's tensors are written in place, and
 copies replace those that a graph of autograd's has. The twin is `nsa_jax.cache`. Nothing
 grows: a write past the capacity is a `ValueError`.
+
+The cache is pages, of which each row has its own, side by side. A step without gradients is one
+from pages (`paged_attend.py`) where a kernel runs it; every other call attends to whole rows.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nsa_core import validate
-from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of, summary
+from nsa_core import paged_append, validate
+from nsa_core.cache_contents import Contents, Facts, facts_of, summary
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
+from nsa_core.paged_append import KINDS
+from nsa_core.paged_layout import PAGES, first_slot
 from nsa_core.types import Branches
-from nsa_torch import checks, functional
+from nsa_torch import checks, functional, paged_attend
 from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description
 from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
+from nsa_torch.paged import NewTokens, PagedCache, write_tokens
 from nsa_torch.shared import is_capturing
+from nsa_torch.torch_ops import TORCH_OPS as OPS
+
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
-@dataclasses.dataclass(repr=False)
+@dataclasses.dataclass(repr=False, eq=False)
 class NSACache:
     """Keys and values, to which each call appends, whether gradients are recorded or not.
 
-    `M`: capacity in tokens. Sliding fields are None where it reads the selected ones.
+    Each array of a `PagedCache` is an attribute here too, row by row: `selected_key`
+    `[B, M, Hkv, D]`, `M` the capacity in whole pages; None: there is none.
     """
 
-    selected_key: Tensor  # [B, M, Hkv, D]
-    selected_value: Tensor  # [B, M, Hkv, Dv]
-    sliding_key: Tensor | None  # [B, M, Hkv, D]
-    sliding_value: Tensor | None  # [B, M, Hkv, Dv]
-    compressed_key: Tensor  # [B, C + 1, Hkv, D], the last slot takes what is not complete yet
-    compressed_value: Tensor  # [B, C + 1, Hkv, Dv]
-    recent_key: Tensor  # [B, l - 1, Hkv, D], raw tokens of the compressed branch
-    recent_value: Tensor  # [B, l - 1, Hkv, Dv]
+    pages: PagedCache  # row `b` has the `n` pages from `b n` on
     length: Tensor  # int32 [B], tokens seen by each sequence
-    config: NSAConfig  # what compressed tokens are made with
+    capacity: int  # in tokens
     longest: int = 0  # no sequence is longer; known on the host
-    contents: Contents = UNSAID  # what its tokens were made with
-    # [B, R, Hkv, .]: where `crop` has to go back, `recent` and what came since `record`.
-    history_key: Tensor | None = None
-    history_value: Tensor | None = None
+    page_table: Any = None  # int32 [B, n], of the pages above
 
     def __post_init__(self) -> None:
         compiling = torch.compiler.is_compiling()
         # Of the backward pass that makes the cache, -1: of none; whether a CUDA graph makes it.
         self.made_in_backward = -1 if compiling else torch._C._current_graph_task_id()
-        self.captured = not compiling and is_capturing(self.selected_key.device)
+        self.captured = not compiling and is_capturing(self.length.device)
+        if self.page_table is None:
+            options: Any = {"dtype": torch.int32, "device": self.length.device}
+            count = torch.arange(self.pages.num_pages, **options)
+            self.page_table = count.unflatten(0, (self.length.shape[0], -1))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PAGES:
+            raise AttributeError(f"NSACache has no attribute {name!r}")
+        x = getattr(self.pages, name)
+        return None if x is None else x.unflatten(0, self.page_table.shape).flatten(1, 2)
 
     @property
-    def capacity(self) -> int:
-        return self.selected_key.shape[1]
+    def config(self) -> NSAConfig:
+        """What compressed tokens are made with."""
+        return self.pages.config
+
+    @property
+    def contents(self) -> Contents:
+        """What its tokens were made with."""
+        return self.pages.contents
 
     def __repr__(self) -> str:
-        separate = self.sliding_key is not None
+        separate = self.pages.separate
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The cache with `function` of each tensor in its place."""
-        tensors = {
-            field.name: function(value)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **tensors)
+        """The cache with `function` of each tensor, whose first axis is the rows', in its place."""
+        pages = self.pages.map(
+            lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
+        )
+        length = function(self.length)
+        return dataclasses.replace(self, pages=pages, length=length, page_table=None)
 
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""
@@ -79,19 +95,9 @@ class NSACache:
         """Forgets the tokens and what they were made with; the tensors stay where they are, but
         for those in a graph of autograd's.
         """
-        for name in (field.name for field in dataclasses.fields(self)):
-            x = getattr(self, name)
-            if x is not None and name.endswith(("_key", "_value")):
-                setattr(self, name, zeroed(x))
-        self.length = torch.zeros_like(self.length)
-        self.longest, self.contents = 0, UNSAID
-        if self.history_key is not None:
-            self.record()
-
-    def record(self) -> None:
-        """From now on keeps what `crop` needs."""
-        self.history_key = self.recent_key.clone()
-        self.history_value = self.recent_value.clone()
+        self.pages = self.pages.map(zeroed)
+        self.pages.reset()
+        self.length, self.longest = torch.zeros_like(self.length), 0
 
 
 def init_cache(
@@ -114,7 +120,8 @@ def init_cache(
       config: of all calls on the cache.
       dtype: of its keys and values.
       device: of the tensors; None: torch's default.
-      separate: whether the sliding branch has keys and values of its own (`Branches`).
+      separate: whether each branch has keys and values of its own (`Branches`): three times the
+        raw tokens.
 
     Returns:
       An `NSACache` of tensors that are 0.
@@ -124,33 +131,13 @@ def init_cache(
         `attention`.
     """
     validate.configuration(config)
-    validate.in_dtype_of_query(config, "a cache")
-    validate.flag("separate", separate)
-    validate.sizes(
-        batch=batch,
-        capacity=capacity,
-        kv_heads=kv_heads,
-        key_width=key_width,
-        value_width=value_width,
-    )
+    validate.sizes(batch=batch, capacity=capacity)
     validate.one_of("dtype", str(dtype).removeprefix("torch."), validate.FLOATS)
-
-    def zeros(length, width):
-        return torch.zeros(batch, length, kv_heads, width, dtype=dtype, device=device)
-
-    slots, recent = config.num_compressed(capacity) + 1, config.compress_block - 1
-    return NSACache(
-        zeros(capacity, key_width),
-        zeros(capacity, value_width),
-        zeros(capacity, key_width) if separate else None,
-        zeros(capacity, value_width) if separate else None,
-        zeros(slots, key_width),
-        zeros(slots, value_width),
-        zeros(recent, key_width),
-        zeros(recent, value_width),
-        torch.zeros(batch, dtype=torch.int32, device=device),
-        config,
-    )
+    sizes = batch * config.num_blocks(capacity), kv_heads, key_width, value_width
+    options: Any = {"config": config, "dtype": dtype, "device": device, "separate": separate}
+    pages = PagedCache(*sizes, **options)
+    length = torch.zeros(batch, dtype=torch.int32, device=pages.selected_key.device)
+    return NSACache(pages, length, capacity)
 
 
 def cached_attention(
@@ -197,18 +184,35 @@ def cached_attention(
         kind, more tokens than the capacity, or a call that a backward pass runs again.
       NotImplementedError: the named implementation cannot run this, or a CUDA graph is captured.
     """
+    step = None
+    if (
+        isinstance(cache, NSACache)
+        and new_lengths is None
+        and compress_params == (None, None)
+        and (config is None or config == cache.config)
+        and isinstance(query, Tensor)
+        and query.ndim == 4
+        and cache.longest + query.shape[1] <= cache.capacity
+        and not any(map(_WANTS_GRADIENT, cache.pages.tensors().values()))
+    ):
+        _check_runs_once(cache)
+        lengths = cache.length + query.shape[1]
+        at = query, gates, cache.pages, cache.page_table, lengths
+        step = paged_attend.Step(*at, key, value, scale, made_with, None, implementation)
+        if (known := step.known()) is not None:
+            cache.length, cache.longest = lengths, cache.longest + query.shape[1]
+            return known, cache
     given: dict[str, Any] = {"query": query, "key": key, "value": value, "gates": gates}
     given |= checks.present(new_lengths=new_lengths)
     checks.tensors(**given)
     key, value = Branches.each(key), Branches.each(value)
-    gates = checks.gates(gates, query)
+    split = checks.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     contents = cache.contents.with_facts(facts_of(compress_params, made_with))
-    checks.devices(query, {**given, "cache": cache.selected_key})
+    checks.devices(query, {**given, "cache": cache.length})
     checks.parameters(compress_params, query, "query")
-    if not torch.compiler.is_compiling():
-        _check_runs_once(cache)
+    _check_runs_once(cache)
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
         raise ValueError(
@@ -218,57 +222,77 @@ def cached_attention(
         validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
         validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
         checks.within("new_lengths", new_lengths, 0, num_new)
-        each = {id(x): x for x in (query, *key, *value, *gates)}
+        each = {id(x): x for x in (query, *key, *value, *split)}
         own = dict(zip(each, own_tokens(new_lengths, *each.values()), strict=True))
         query = own[id(query)]
-        key, value, gates = (
-            Branches(*(own[id(x)] for x in given)) for given in (key, value, gates)
-        )
-    # Before anything is written: a cache that was refused is as it was.
-    width = cache.selected_value.shape[-1]
-    memory = {
-        field.name: x
-        for field in dataclasses.fields(cache)
-        if isinstance(x := getattr(cache, field.name), Tensor)
-    }
-    problem = query, cache.selected_key, width, config, False, memory | {"query": query}
-    new = *key, *value, *(x for params in compress_params for x in params or ())
-    chosen = choose(description(*problem, (*gates, *new), cached=True), implementation)
-    if {*chosen[:4]} != {"reference"}:
-        refuse_transforms(query, *gates, *new)
-    kv_len = cache.length + num_new
-    same = cache
-    if in_graph(memory.values(), (query, *gates, *new)):
-        cache = cache.clone()
-    recent = write(cache, key, value, config, compress_params, new_lengths)
-    tokens = cache.longest + num_new
-    slots: int | None = config.num_compressed(tokens)
-    if "mosaic" in chosen:
+        key, value, split = (Branches(*(own[id(x)] for x in y)) for y in (key, value, split))
+        gates = split
+    learned = *split, *key, *value, *(x for params in compress_params for x in params or ())
+    recorded = requires_grad(query, *learned)
+    copied = recorded or any(map(_WANTS_GRADIENT, cache.pages.tensors().values()))
+    whole = cache.clone() if copied else cache
+    pages, lengths = whole.pages, cache.length + num_new
+    by_token = lambda each: Branches(*(x.resolve_neg().flatten(0, 1) for x in each))
+    new = NewTokens(by_token(key), by_token(value), compress_params, contents)
+    # All is decided before a token is written: a cache that was refused is as it was.
+    by_torch = recorded or torch.compiler.is_compiling()
+    decided = None
+    if not by_torch and config == cache.config:
+        rows = query, gates, pages, whole.page_table, lengths, scale
+        decided = paged_attend.decide_step(*rows, implementation)
+    if decided is not None:
+        refuse_transforms(query, *learned)
+        out = paged_attend.finish(decided.inputs, decided, new, None, step)
+        out = out.view(*query.shape[:3], -1)
+    else:
+        width, memory = value.selected.shape[3], pages.tensors() | {"query": query}
+        problem = query, whole.selected_key, width, config, False, memory
+        chosen = choose(description(*problem, learned, cached=True), implementation)
+        if {*chosen[:4]} != {"reference"}:
+            refuse_transforms(query, *learned)
+        at = whole.page_table, lengths, None
+        if by_torch:
+            paged_append.append(OPS, apply_phi, pages, *new[:2], *at, compress_params)
+        else:
+            write_tokens(pages, new, *at, None)
         # Kernels are made for one number of keys: all that there is room for.
-        tokens, slots = cache.capacity, None
-    selected = cache.selected_key[:, :tokens], cache.selected_value[:, :tokens]
-    sliding = selected
-    if cache.sliding_key is not None and cache.sliding_value is not None:
-        sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
-    compressed = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
-    keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-    lengths = {"config": config, "kv_len": kv_len, "cu_seqlens": None, "scale": scale}
-    tensors = query, keys, values, gates, compressed, None
-    out = functional.attend(*tensors, chosen, lengths, assume_finite=True)
-    count(cache, recent, key.compressed, value.compressed, new_lengths)
-    cache.contents = contents
-    vars(same).update(vars(cache))
-    return out, same
+        tokens = None if "mosaic" in chosen else cache.longest + num_new
+        first = first_slot(config)
+        slots = None if tokens is None else first + config.num_compressed(tokens)
+
+        def read(name: str, kind: str) -> Tensor:
+            x = getattr(whole, f"{name}_{kind}")
+            if name == "compressed":
+                x = x[:, first:slots]
+                return x if tokens else x.contiguous()
+            return x[:, :tokens]
+
+        sliding = "sliding" if pages.separate else "selected"
+        keys, values = (
+            Branches(None, read("selected", kind), read(sliding, kind)) for kind in KINDS
+        )
+        compressed = read("compressed", "key"), read("compressed", "value")
+        rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": scale}
+        tensors = query, keys, values, split, compressed, None
+        out = functional.attend(*tensors, chosen, rest, True)
+    # Not `lengths`, which a graph of autograd's may have kept.
+    counted = num_new if new_lengths is None else new_lengths.to(torch.int32)
+    pages.contents = contents
+    cache.pages, cache.length = pages, cache.length + counted
+    cache.longest += num_new
+    return out, cache
 
 
 def _check_runs_once(cache: NSACache) -> None:
     """Raises where a backward pass or the replays of a CUDA graph would append tokens again."""
+    if torch.compiler.is_compiling():
+        return
     if torch.is_grad_enabled() and cache.made_in_backward != torch._C._current_graph_task_id():
         raise ValueError(
             "the cache already has these tokens from the forward pass: append to cache.clone() "
             "inside the checkpointed function"
         )
-    if is_capturing(cache.selected_key.device) and not cache.captured:
+    if is_capturing(cache.length.device) and not cache.captured:
         raise NotImplementedError(
             "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
             "so that replays would write to one place: capture steps of paged_attention, or append "
@@ -281,62 +305,12 @@ def in_graph(kept: Iterable[Tensor], new: Iterable[Tensor]) -> bool:
     return any(x.requires_grad for x in kept) or requires_grad(*new)
 
 
-def write(cache, key, value, config, compress_params, new_lengths=None) -> list[Tensor]:
-    """Writes the new tokens, `[B, T, Hkv, .]` in each branch, and the compressed tokens whose last
-    raw token is among them, behind what the cache has: they are its own when they are counted.
-
-    Returns:
-      Keys and values, of the compressed branch, of the tokens that are recent then.
-    """
-    batch, num_new = key.selected.shape[:2]
-    row = torch.arange(batch, device=cache.length.device)[:, None]
-    place = cache.length[:, None] + torch.arange(num_new, device=row.device)
-    cache.selected_key[row, place] = key.selected
-    cache.selected_value[row, place] = value.selected
-    if cache.sliding_key is not None and cache.sliding_value is not None:
-        cache.sliding_key[row, place] = key.sliding
-        cache.sliding_value[row, place] = value.sliding
-    found = []
-    for buffer, recent, tokens, params in (
-        (cache.compressed_key, cache.recent_key, key.compressed, compress_params[0]),
-        (cache.compressed_value, cache.recent_value, value.compressed, compress_params[1]),
-    ):
-        raw = torch.cat([recent, tokens], dim=1)
-        _emit(buffer, raw, num_new, cache.length, config, params)
-        kept = recent.shape[1]
-        last = _last(raw, kept, new_lengths, kept)
-        found.append(last.clone() if num_new > kept else last)  # a view holds all of `raw`
-    return found
-
-
-def count(cache, recent, key, value, new_lengths=None) -> None:
-    """Makes tokens that were written the cache's own.
-
-    Args:
-      recent: what `write` returned.
-      key, value: of the compressed branch.
-    """
-    for kept, now in zip((cache.recent_key, cache.recent_value), recent, strict=True):
-        kept.copy_(now)
-    if cache.history_key is not None and cache.history_value is not None:
-        cache.history_key = _recorded(cache.history_key, key, new_lengths)
-        cache.history_value = _recorded(cache.history_value, value, new_lengths)
-    counted = key.shape[1] if new_lengths is None else new_lengths.to(cache.length.dtype)
-    cache.length = cache.length + counted
-    cache.longest += key.shape[1]
-
-
 def grow(cache: NSACache, capacity: int) -> NSACache:
     """A cache of the same tokens with room for `capacity` of them."""
-    sizes = {"selected": (cache.capacity, capacity), "sliding": (cache.capacity, capacity)}
-    slots = cache.compressed_key.shape[1] - 1, cache.config.num_compressed(capacity) + 1
-    wide: dict[str, Any] = {
-        name: extend(x, *size)
-        for branch, size in (sizes | {"compressed": slots}).items()
-        for name in (f"{branch}_key", f"{branch}_value")
-        if (x := getattr(cache, name)) is not None
-    }
-    return dataclasses.replace(cache, **wide)
+    used, wanted = cache.page_table.shape[1], cache.config.num_blocks(capacity)
+    rows = lambda x: x.unflatten(0, cache.page_table.shape)
+    pages = cache.pages.map(lambda x: extend(rows(x), used, wanted).flatten(0, 1))
+    return dataclasses.replace(cache, pages=pages, capacity=capacity, page_table=None)
 
 
 def extend(x: Tensor, used: int, length: int) -> Tensor:
@@ -347,36 +321,19 @@ def extend(x: Tensor, used: int, length: int) -> Tensor:
 
 
 def crop(cache: NSACache, count: int) -> None:
-    """Takes the last `count` tokens of every sequence back; forgets how to go back further.
+    """Takes the last `count` tokens of every sequence back.
 
     Raises:
-      ValueError: some of them came before `NSACache.record` or the `crop` before this one.
+      ValueError: there are not so many.
     """
-    block = cache.recent_key.shape[1]
-    known = 0 if cache.history_key is None else cache.history_key.shape[1] - block
-    if not 0 <= count <= known:
-        raise ValueError(
-            f"count must be in 0..{known}, the tokens since record() or the last crop(), "
-            f"got {count}"
-        )
-    if cache.history_key is None or cache.history_value is None:
-        return
-    end = cache.history_key.shape[1] - count
-    cache.recent_key.copy_(cache.history_key[:, end - block : end])
-    cache.recent_value.copy_(cache.history_value[:, end - block : end])
-    cache.record()
-    cache.length = cache.length - count
-    cache.longest -= count
-    for name in ("selected_key", "selected_value", "sliding_key", "sliding_value"):
-        if (x := getattr(cache, name)) is not None:
-            setattr(cache, name, zero_behind(x, cache.length, count))
-    # Tokens that ended among them, and the slot of what is not complete.
-    ended = -(-count // cache.config.compress_stride)
-    slots = _compressed(cache.length, cache.config)
-    last = torch.full_like(slots, cache.compressed_key.shape[1] - 1)
-    for name in ("compressed_key", "compressed_value"):
-        x = zero_behind(getattr(cache, name), slots, ended)
-        setattr(cache, name, zero_behind(x, last, 1))
+    if not 0 <= count <= cache.longest:
+        raise ValueError(f"count must be in 0..{cache.longest}, tokens, got {count}")
+    cache.length, cache.longest = cache.length - count, cache.longest - count
+    for name, x in cache.pages.tensors().items():
+        # A compressed token lies where its last raw one would, of a stride each.
+        stride = cache.config.compress_stride if name.startswith("compressed") else 1
+        rows = zero_behind(getattr(cache, name), cache.length // stride, -(-count // stride))
+        setattr(cache.pages, name, rows.view(x.shape))
 
 
 def zeroed(x: Tensor) -> Tensor:
@@ -398,45 +355,3 @@ def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
     x = x.clone() if x.requires_grad else x
     x[row, place.clamp(max=x.shape[1] - 1)] = 0
     return x
-
-
-def _last(raw, kept, new_lengths, count):
-    """The last `count` of the tokens `raw`: `kept` of them and, of a row's new, `new_lengths`.
-
-    None: all. What would lie before the first is the first.
-    """
-    if new_lengths is None:
-        return raw[:, raw.shape[1] - count :]
-    end = kept + new_lengths[:, None]
-    index = end - count + torch.arange(count, device=raw.device)
-    row = torch.arange(raw.shape[0], device=raw.device)[:, None]
-    return raw[row, index.clamp(min=0)]
-
-
-def _recorded(history, new, new_lengths):
-    raw = torch.cat([history, new], dim=1)
-    return _last(raw, history.shape[1], new_lengths, raw.shape[1])
-
-
-def _compressed(length: Tensor, config: NSAConfig) -> Tensor:
-    """Compressed tokens of rows of `length` tokens: token `i` ends at `i*d + l - 1`."""
-    return (-((config.compress_block - 1 - length) // config.compress_stride)).clamp(min=0)
-
-
-def _emit(buffer, raw, num_new, start, config, params):
-    """Writes the compressed tokens whose last raw token is among the last `num_new` of `raw`.
-
-    Those that padding ends stand in slots that no query sees before they are written again.
-    """
-    block, stride = config.compress_block, config.compress_stride
-    spare = buffer.shape[1] - 1
-    index = _compressed(start, config)[:, None] + torch.arange(
-        -(-num_new // stride), device=raw.device
-    )
-    begin = index * stride - start[:, None] + block - 1
-    taps = begin[..., None] + torch.arange(block, device=raw.device)
-    row = torch.arange(raw.shape[0], device=raw.device)[:, None]
-    windows = raw[row[..., None], taps.clamp(max=raw.shape[1] - 1)]
-    complete = index * stride + block <= start[:, None] + num_new
-    slot = torch.where(complete, index, spare)
-    buffer[row, slot] = apply_phi(windows, params, index * stride)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_core import block_lists, debug, validate, validate_paged
+from nsa_core import block_lists, debug, validate
 from nsa_core.types import Branches
 from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
@@ -161,11 +161,6 @@ def read(x: Tensor) -> Any:
     return x.detach().cpu().numpy() if is_read(x) else None
 
 
-_host = validate_paged.OnHost(read)
-page_numbers, rows_of_tokens = _host.page_numbers, _host.rows_of_tokens
-written_once, longest = _host.written_once, _host.longest
-
-
 def within(name: str, x: Tensor, least: int, most: int) -> None:
     """Checks numbers, where the host reads them."""
     if isinstance(x, Tensor) and (found := read(x)) is not None:
@@ -183,13 +178,6 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
     if tables_of(cu_seqlens) is not None:
         return sizes_of(cu_seqlens)[1]
     return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
-
-
-def runs(found, inputs):
-    """Checks runs of a call, by its bounds and lengths where they are read."""
-    sizes = inputs.query.shape[0], inputs.cache.config.select_block
-    given = map(read, (inputs.cu_seqlens_q, inputs.lengths))
-    validate_paged.runs(found, inputs.page_table, *sizes, *given)
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:

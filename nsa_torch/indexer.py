@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels_pallas.triton import capability, index_descriptions
 from kernels_pallas.triton.paged_blocks_descriptions import PagedIndex
 from nsa_core import index as indexing
-from nsa_core import paged_layout
+from nsa_core import paged_layout, validate_paged
 from nsa_core.index import Index
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
@@ -162,8 +162,8 @@ def paged_index_blocks(
     index = indexing.check_paged(*tensors, cu_seqlens_q, index)
     checks.devices(index_query, given)
     pool_pages, keys = index_key_pages.shape[:2]
-    checks.page_numbers(page_table, lengths, pool_pages, keys * entry, read=True)
-    checks.rows_of_tokens(lengths, cu_seqlens_q, index_query.shape[0])
+    at = page_table, lengths, cu_seqlens_q, index_query.shape[0]
+    validate_paged.numbers(checks.read, *at, pool_pages, keys * entry)
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(index_query):
         sizes = _paged_sizes(index_query, index_key_pages, index, paged)

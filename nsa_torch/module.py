@@ -311,7 +311,7 @@ class NSAAttention(nn.Module):
             device=place,
             separate=spec.separate,
         )
-        made.contents = Contents(spec.cached)
+        made.pages.contents = Contents(spec.cached)
         return made
 
     def project(self, x: Tensor, position: Tensor):

@@ -10,9 +10,10 @@ CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is pa
 The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 """
 
+import copy
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -211,6 +212,13 @@ class PagedCache(PagedArrays):
         PagedArrays.__init__(cache, config, **arrays)
         return cache
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """A cache with `function` of each tensor in its place."""
+        cache = copy.copy(self)
+        for name, x in self.tensors().items():
+            setattr(cache, name, function(x))
+        return cache
+
     def reset(self) -> None:
         """Forgets what the tokens were made with; the pages stay as they are."""
         self.contents = UNSAID
@@ -221,22 +229,21 @@ class PagedCache(PagedArrays):
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
-        count = -(-self.num_pages // self.apart)
-        _check_numbers(source, target, count)
+        _check_numbers(source, target, self.own_pages)
         for name, x in self.tensors().items():
             if name in PAGES:
                 x[target * self.apart] = x[source * self.apart]
 
-    def in_memory(self, page_table: Tensor, lengths: Tensor, *, read: bool) -> Tensor:
-        """Where the pages of a table lie in the tensors; `read`: as of `checks.page_numbers`."""
-        if self.apart == 1:
+    @property
+    def own_pages(self) -> int:
+        """How many pages there are, without those between them."""
+        return -(-self.num_pages // self.apart)
+
+    def in_memory(self, page_table: Tensor) -> Tensor:
+        """Where the pages of a table lie in the tensors."""
+        if self.apart == 1 or not isinstance(page_table, Tensor):
             return page_table
-        checks.tensors(page_table=page_table, lengths=lengths)
-        validate_paged.table(page_table, lengths)
-        count = -(-self.num_pages // self.apart)
-        size = self.config.select_block
-        checks.page_numbers(page_table, lengths, count, size, read=read)
-        return page_table.clamp(-1, count) * self.apart
+        return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
         """Copies the newest tokens of whole rows of a cache in fp8, as where one forks: `[K]` slots
@@ -334,9 +341,10 @@ def append(
         cannot run. Either is raised before a token is written.
     """
     validate_paged.paged(cache)
-    page_table = cache.in_memory(page_table, lengths, read=False)
-    given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
-    write_tokens(cache, checked_tokens(cache, *given), *given[2:5], slots, implementation)
+    given = page_table, lengths, cu_seqlens_q
+    new = checked_tokens(cache, key, value, *given, params, made_with, slots)
+    write_tokens(cache, new, cache.in_memory(page_table), *given[1:], slots, implementation)
+    cache.contents = new.contents
 
 
 def write_tokens(
@@ -351,7 +359,6 @@ def write_tokens(
     if by_kernel is None or not new.are_means:
         rest = new.params, slots, None, by_kernel is not None
         paged_append.append(OPS, apply_phi, cache, key, value, *at, *rest)
-    cache.contents = new.contents
 
 
 class NewTokens(NamedTuple):
@@ -412,10 +419,9 @@ def checked_tokens(
     contents = cache.contents.with_facts(facts_of(params, made_with))
     checks.devices(cache.selected_key, given, "the cache")
     learned = checks.parameters(params, cache.selected_key, "the cache")
-    checks.rows_of_tokens(lengths, cu_seqlens_q, count)
-    size = cache.config.select_block
-    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=False)
-    checks.written_once(page_table, lengths, cu_seqlens_q, count, size)
+    at = page_table, lengths, cu_seqlens_q
+    sizes = count, cache.own_pages, cache.config.select_block
+    validate_paged.numbers(checks.read, *at, *sizes, writes=True)
     refuse_transforms(*key, *value)
     if requires_grad(*key, *value, *learned):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")

@@ -3,7 +3,6 @@ queries (decode, guesses), else on rows gathered from the pages, by the steps of
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +11,13 @@ from torch import Tensor
 
 from kernels_pallas.runtime import loaded
 from kernels_pallas.specs import interval
+from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import debug, paged_dispatch, paged_layout, validate_paged
 from nsa_core.cache_contents import Contents, Facts
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
-from nsa_core.paged_dispatch import Inputs
+from nsa_core.paged_dispatch import Decided, Inputs
 from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, mosaic_forward, triton_decode
 from nsa_core.steps.fused import Pages
@@ -95,43 +95,80 @@ def paged_attention(
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
         raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
-    page_table = cache.in_memory(page_table, lengths, read=True)
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
-        step = _Step(
-            query, gates, cache, page_table, lengths, key, value, scale, made_with, slots
-        )
-        if (known := step.known(implementation)) is not None:
+        rest = key, value, scale, made_with, slots, implementation
+        step = Step(query, gates, cache, cache.in_memory(page_table), lengths, *rest)
+        if (known := step.known()) is not None:
             return known
     new = None
     if key is not None and value is not None:
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
+    max_seqlen_q = validate_paged.longest(
+        checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
+    )
     if runs is not None:
-        checks.runs(runs, inputs)
+        sizes = query.shape[0], cache.config.select_block
+        at = map(checks.read, (inputs.cu_seqlens_q, inputs.lengths))
+        validate_paged.runs(runs, page_table, *sizes, *at)
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
     # All is decided before a token is written: a call that is refused changes nothing.
-    attend = None
-    if runs is not None:
-        attend = _in_runs(inputs, runs, implementation, new)
-    elif not (decided := _decide(inputs, max_seqlen_q, implementation)).is_mosaic_step:
-        attend = decided.prepared()
+    if runs is None:
+        return finish(inputs, _decide(inputs, max_seqlen_q, implementation), new, slots, step)
+    attend = _in_runs(inputs, runs, implementation, new)
+    if new is not None:
+        write_tokens(cache, new, inputs.page_table, lengths, cu_seqlens_q, slots)
+        cache.contents = new.contents
+    return attend()
+
+
+def finish(
+    inputs: Inputs,
+    decided: Decided,
+    new: NewTokens | None,
+    slots: Tensor | None,
+    step: "Step | None",
+) -> Tensor:
+    """The output of what was decided, once the new tokens are appended; a `step` of one launch is
+    known from now on.
+    """
+    cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
+    attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
     together = None
     if new is not None and attend is None and _appends(inputs, new):
         together = new.key, new.value
     elif new is not None:
         step = None
-        write_tokens(cache, new, page_table, lengths, cu_seqlens_q, slots)
+        at = inputs.page_table, inputs.lengths, inputs.cu_seqlens_q
+        write_tokens(cache, new, *at, slots)
+        cache.contents = new.contents
     if attend is not None:
         return attend()
     out, _ = with_indices("mosaic", inputs, together, slots)
     if new is not None:
         cache.contents = new.contents
-    return out if step is None else step.keep(implementation, inputs, out)
+    return out if step is None else step.keep(inputs, out)
+
+
+def decide_step(
+    query, gates, pages, page_table, lengths, scale, implementation
+) -> Decided | None:
+    """What attends from the last tokens `[B, T, H, D]` of all rows on kernels that read pages; None
+    where none does. Arguments as of `cached_attention` and `paged_attention`, checked.
+    """
+    if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
+        return None
+    gates = paged_dispatch.joined_gates(OPS, gates, query).flatten(0, 1)
+    at = page_table, lengths, None, scale
+    try:
+        found = _decide(Inputs(query.flatten(0, 1), gates, pages, *at), None, implementation)
+    except NotImplementedError:
+        return None
+    return None if found.choice.implementation == paged_dispatch.GATHERED else found
 
 
 def _in_runs(
@@ -161,7 +198,7 @@ def _in_runs(
         # What the host says of a prompt's rows holds: none of their tokens is missing.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
-            part = _decide(mine, run.queries, implementation).prepared(*rest)
+            part = _prepared(_decide(mine, run.queries, implementation), *rest)
         else:  # no kernel on pages takes as many
             part = gathering(mine, run.queries, None, *rest)
         parts.append((run.tokens, part))
@@ -179,36 +216,22 @@ def _in_runs(
     return attend
 
 
-class _Decided(NamedTuple):
-    """What runs rows whose tokens are in their pages; `of_tokens`: where they were made even."""
-
-    inputs: Inputs
-    max_seqlen_q: int | None
-    choice: Choice
-    name: str | None
-    of_tokens: Callable[[Tensor], Tensor] | None
-
-    @property
-    def is_mosaic_step(self) -> bool:
-        return self.choice.implementation == "mosaic" and self.of_tokens is None
-
-    def prepared(
-        self, whole: tuple[Branches, Branches] | None = None, full: bool = False
-    ) -> Callable[[], Tensor]:
-        """What computes the output; `whole`, `full` as of `gathering`."""
-        of_tokens = self.of_tokens
-        if self.choice.implementation == paged_dispatch.GATHERED:
-            run = gathering(self.inputs, self.max_seqlen_q, self.name, whole, full)
-        else:
-            run = functools.partial(self.choice.load(), self.inputs)
-        return run if of_tokens is None else lambda: of_tokens(run())
+def _prepared(
+    decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
+) -> Callable[[], Tensor]:
+    """What computes the output; `whole`, `full` as of `gathering`."""
+    name, of_tokens = decided.choice.implementation, decided.of_tokens
+    if name == paged_dispatch.GATHERED:
+        run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
+    else:
+        run = lambda: with_indices(name, decided.inputs)[0]
+    return run if of_tokens is None else lambda: of_tokens(run())
 
 
-def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> _Decided:
-    of_tokens = None
-    if max_seqlen_q is not None and paged_dispatch.are_few(inputs.cu_seqlens_q, max_seqlen_q):
-        inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
-    return _Decided(inputs, max_seqlen_q, *_choose(inputs, implementation), of_tokens)
+def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Decided:
+    registries = REGISTRY, dispatch.REGISTRY
+    call = inputs, max_seqlen_q, implementation
+    return paged_dispatch.decide(OPS, *registries, _problem, *call)
 
 
 class _Launch(NamedTuple):
@@ -216,68 +239,84 @@ class _Launch(NamedTuple):
 
     start: Callable[[int, Sequence[int]], None]
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    copied: Sequence[int]  # which of `Step.given` it cannot read as they lie
     contents: Contents  # of the cache, after it
 
 
-class _Step:
+class Step(NamedTuple):
     """A decode step as the host sees it: on one kernel, whose launch follows from shapes alone.
 
     A step that was checked and decided before is launched as it was then.
     """
 
-    def __init__(
-        self, query, gates, cache, page_table, lengths, key, value, scale, made_with, slots
-    ):
-        self.cache, self.scale, self.made_with, self.slots = cache, scale, made_with, slots
-        self.new = None
-        if key is not None and value is not None:
-            self.new = Branches.each(key), Branches.each(value)
-        self.given = query, gates, page_table, lengths
+    query: Tensor
+    gates: Tensor | Branches[Tensor]
+    cache: PagedCache
+    page_table: Tensor
+    lengths: Tensor
+    key: Tensor | Branches[Tensor] | None
+    value: Tensor | Branches[Tensor] | None
+    scale: float | None
+    made_with: Facts
+    slots: Tensor | None
+    implementation: functional.Names
 
-    def known(self, implementation: str | None) -> Tensor | None:
+    def known(self) -> Tensor | None:
         """The output, or None where no such step was run."""
-        query = self.given[0]
+        query, cache = self.query, self.cache
         if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
+        given = self.given()
         try:
-            found = plans.PROGRAMS.get(self._key(implementation))
+            found = plans.PROGRAMS.get(self._key(given))
         except TypeError:  # `made_with` without a hash
             return None
         if found is None:
             return None
-        device = self.given[0].device
-        query, gates, page_table, lengths = map(readable, self.given)
-        new = self.new and tuple(Branches(*map(readable, each)) for each in self.new)
-        slots = _slots(self.cache, page_table, self.slots) if new else None
-        at = page_table, lengths, new, slots
-        arrays = mosaic_decode.step_arrays(query, gates, self.cache, *at)
+        for i in found.copied:
+            given[i] = readable(given[i])
+        query, gates, table, lengths, *pair = given
+        new = slots = None
+        if pair:
+            new = Branches(*pair[:3]), Branches(*pair[3:])
+            slots = _slots(cache, table, self.slots) if cache.recent_key is not None else None
+        arrays = mosaic_decode.step_arrays(query, gates, cache, table, lengths, new, slots)
+        device = query.device
         results = [torch.empty(shape, dtype=x, device=device) for shape, x in found.outputs]
         addresses = [x.data_ptr() for x in (*arrays, *results)]
         found.start(launch.current_stream(device), addresses)
-        self.cache.contents = found.contents
-        return results[0]
+        cache.contents = found.contents
+        return results[0].view(*query.shape[:-1], -1)
 
-    def _key(self, implementation: str | None) -> Hashable | None:
-        given = *self.given, *self.cache.tensors().values(), *(self.new or ()), self.slots, None
+    def given(self) -> list[Any]:
+        """What the kernel reads beside the cache, each branch's keys and values by themselves."""
+        found = [self.query, self.gates, self.page_table, self.lengths]
+        for x in (self.key, self.value):
+            if x is not None:
+                found += x if isinstance(x, Branches) else (x, x, x)
+        return found
+
+    def _key(self, given: list[Any]) -> Hashable | None:
+        """What a launch follows from; None: not from shapes alone."""
+        arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
-        known, _ = call.describe(given, implementation, config, self.scale, False)
-        return known and (
-            known,
-            self.cache.separate,
-            self.cache.contents,
-            tuple(self.made_with),
-        )
+        found, _ = call.describe(arrays, self.implementation, config, self.scale, False)
+        one = len({*map(id, given[4:])}) == 2  # a key and a value of all branches
+        return found and (found, one, self.cache.contents, tuple(self.made_with))
 
-    def keep(self, implementation: str | None, inputs: Inputs, out: Tensor) -> Tensor:
+    def keep(self, inputs: Inputs, out: Tensor) -> Tensor:
         """`out`, of the step that has just run, which is known from now on."""
-        if self.given[0].device.type in call.DEVICE_TYPES and inputs.gates is self.given[1]:
-            key = self._key(implementation)
-            if key is not None:
-                arrays = inputs.query, inputs.gates, inputs.cache, inputs.page_table
-                kernel = mosaic_decode.step_kernel(*arrays, inputs.scale, self.new is not None)
-                outputs = [(x.shape, getattr(torch, x.dtype)) for x in kernel.outputs]
-                start = launch.launcher(kernel, inputs.query.device)
-                plans.keep(key, _Launch(start, outputs, self.cache.contents))
+        given, device = self.given(), self.query.device
+        as_given = isinstance(self.gates, Tensor) and self.gates.dtype is inputs.gates.dtype
+        key = self._key(given) if as_given and device.type in call.DEVICE_TYPES else None
+        if key is not None:
+            arrays = inputs.query, inputs.gates, inputs.cache, inputs.page_table
+            appends = self.key is not None
+            kernel = mosaic_decode.step_kernel(*arrays, inputs.scale, appends)
+            outputs = [(x.shape, getattr(torch, x.dtype)) for x in kernel.outputs]
+            start = launch.launcher(kernel, device)
+            copied = [i for i, x in enumerate(given) if readable(x) is not x]
+            plans.keep(key, _Launch(start, outputs, copied, self.cache.contents))
         return out
 
 
@@ -302,9 +341,10 @@ def explain(
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     validate_paged.paged(cache)
-    page_table = cache.in_memory(page_table, lengths, read=True)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
-    max_seqlen_q = checks.longest(max_seqlen_q, cu_seqlens_q, inputs.capacity)
+    max_seqlen_q = validate_paged.longest(
+        checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
+    )
     return _decide(inputs, max_seqlen_q, implementation).choice
 
 
@@ -315,16 +355,11 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     checks.devices(cache.selected_key, given, "the cache")
-    checks.rows_of_tokens(lengths, cu_seqlens_q, query.shape[0])
-    size = cache.config.select_block
-    checks.page_numbers(page_table, lengths, cache.num_pages, size, read=True)
+    sizes = query.shape[0], cache.own_pages, cache.config.select_block
+    validate_paged.numbers(checks.read, page_table, lengths, cu_seqlens_q, *sizes)
+    page_table = cache.in_memory(page_table)
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-
-
-def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | None]:
-    problem = _problem(inputs)
-    return paged_dispatch.choose(REGISTRY, dispatch.REGISTRY, problem, implementation)
 
 
 def _why_not(name: str, problem: Problem) -> str | None:
@@ -344,16 +379,6 @@ def _problem(inputs: Inputs) -> Problem:
     memory = {"query": inputs.query, **cache.tensors()}
     arguments = inputs.query[None], key, width, cache.config, False, memory
     return inputs.posed(dispatch.problem_of(*arguments))
-
-
-def on_triton(inputs: Inputs, max_seqlen_q: int | None = None, implementation=None) -> Tensor:
-    """The output on Triton kernels; the rest is for other rows."""
-    return with_indices("triton", inputs)[0]
-
-
-def on_mosaic(inputs: Inputs, max_seqlen_q: int | None = None, implementation=None) -> Tensor:
-    """The output on the Mosaic kernel; the rest is for other rows."""
-    return with_indices("mosaic", inputs)[0]
 
 
 def with_indices(

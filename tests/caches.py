@@ -458,7 +458,6 @@ class TorchDense:
         back = (self.cache.length - torch.from_numpy(call.lengths - counts)).unique()
         if back.any():
             crop(self.cache, int(back))
-        self.cache.record()
         options = dict(self.options)
         if np.ptp(counts):
             options["new_lengths"] = torch.from_numpy(counts)

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -40,6 +42,8 @@ from tests.caches import (
 from tests.devices import needs_gpu
 from tests.oracles.clusters import ClusterWarps
 from tests.oracles.warps import GARBAGE
+from tests.stand_in_kernels import stand_ins
+from tests.test_call_depth import package
 
 
 def array(x):
@@ -305,6 +309,31 @@ def test_a_known_step_has_no_gradient(step):
         x = given[name].clone().requires_grad_()
         with pytest.raises(NotImplementedError, match="no gradient"):
             step(**{name: x})
+
+
+@torch.no_grad()
+def test_a_known_step_of_a_layer_takes_few_frames(monkeypatch):
+    """On its cache of rows, which are pages: one launch appends and attends."""
+    widths = {"dim": 64, "n_heads": 4, "n_kv_groups": 1, "d_k": 64, "d_v": 64}
+    layer = nsa_torch.NSAAttention(**widths, implementation="mosaic").bfloat16()
+    cache, x, frames = layer.init_cache(2, 150), torch.randn(2, 1, 64).bfloat16(), []
+
+    def note(frame, event, _):
+        # What stands for the launch of a kernel calls the library too.
+        stand = "tests" in Path(frame.f_back.f_code.co_filename).parts and frames
+        if event == "call" and package(frame) and not stand:
+            frames.append(frame.f_code.co_name)
+
+    with stand_ins(monkeypatch) as ran:
+        for _ in range(2):
+            frames.clear()
+            sys.setprofile(note)
+            try:
+                layer(x, cache)
+            finally:
+                sys.setprofile(None)
+    assert [kernel.name for kernel in ran] == ["decode"] * 2 and ran[0].spec.append
+    assert len(frames) <= 80 and cache.length.tolist() == [2, 2]
 
 
 def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch):

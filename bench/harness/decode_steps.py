@@ -47,31 +47,31 @@ class Cached:
             for cut in (slice(0, -self.new), slice(-self.new, None))
         )
         self.last, self.all_tokens = last, (key, value)
-        update = _update(self.torch)
-        if self.tokens > self.new:
-            cache = update(cache, *past, config, (None, None))
-        self.cache = cache
-        self.full = self._without_spare_slots(
-            update(self._copy(cache), *last, config, (None, None))
-        )
+        self.cache = self._updated(cache, *past) if self.tokens > self.new else cache
+        self.full = self._read(self._updated(self.cache, *last))
 
-    def _copy(self, cache):
-        """In torch raw tokens, nearly all of its memory, are the same: who appends puts the same
-        ones behind them.
-        """
+    def _updated(self, cache, key, value):
+        """The cache with more tokens, in torch in its memory."""
         if not self.torch:
-            return jax.tree.map(jnp.copy, cache)
-        names = ("compressed_key", "compressed_value", "recent_key", "recent_value")
-        return dataclasses.replace(cache, **{x: getattr(cache, x).clone() for x in names})
+            return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
+        longest = cache.longest + key.selected.shape[1]
+        lengths = cache.length + key.selected.shape[1]
+        flat = (Branches(*(x.flatten(0, 1) for x in pair)) for pair in (key, value))
+        self.api.append(cache.pages, *flat, cache.page_table, lengths)
+        return dataclasses.replace(cache, length=lengths, longest=longest)
 
-    def _without_spare_slots(self, cache):
-        """The cache with as many compressed tokens as there are, in memory of their own."""
-        slots = self.config.num_compressed(self.tokens)
-        names = "compressed_key", "compressed_value"
-        if self.torch:
-            kept = {name: getattr(cache, name)[:, :slots].contiguous() for name in names}
-            return dataclasses.replace(cache, **kept)
-        return cache._replace(**{name: getattr(cache, name)[:, :slots] for name in names})
+    def _read(self, cache) -> dict[str, Any]:
+        """What the branches read: as many tokens, raw and compressed, as there are, by name."""
+        first = self.config.compress_block // self.config.compress_stride - 1
+        found = {}
+        for branch in Branches._fields:
+            cut = slice(0, self.tokens)
+            if branch == "compressed":
+                cut = slice(first, first + self.config.num_compressed(self.tokens))
+            for kind in ("key", "value"):
+                x = getattr(cache, f"{branch}_{kind}")[:, cut]
+                found[f"{branch}_{kind}"] = x.contiguous() if self.torch else x
+        return found
 
     def step(self, branch: str) -> "Step":
         """The step of one branch; of `all`: the tokens are appended, then attend."""
@@ -86,14 +86,14 @@ class Cached:
         name = getattr(self.choices, branch).implementation
         # The buffers end with the last token, so the length is a number: with one a row, on the
         # device, these functions zero copies of all values, which the whole step does not.
-        keys = cache.compressed_key, cache.compressed_value
+        keys = cache["compressed_key"], cache["compressed_value"]
         where = {"config": self.config, "kv_len": self.tokens}
         if branch == "compressed":
             return _named(
                 self.api.compressed_attention(query, *keys, **where, implementation=name)
             )
         if branch == "sliding":
-            pair = cache.sliding_key, cache.sliding_value
+            pair = cache["sliding_key"], cache["sliding_value"]
             return _named(
                 self.api.sliding_attention(query, *pair, **where, implementation=name)
             )
@@ -103,7 +103,7 @@ class Cached:
             indices = self.api.select_blocks(query, keys[0], **where, implementation=scores)
         if branch == "scores":
             return {"indices": indices}
-        pair = cache.selected_key, cache.selected_value, indices
+        pair = cache["selected_key"], cache["selected_value"], indices
         return _named(self.api.selected_attention(query, *pair, **where, implementation=name))
 
     def _whole(self) -> "Step":
@@ -111,11 +111,10 @@ class Cached:
         last = self.query, *self.last, self.gates
 
         if self.torch:
-            cache = self._copy(self.cache)
 
             def run(_):
                 # The object is new, so that its length is; the buffers are the same.
-                fresh = dataclasses.replace(cache)
+                fresh = dataclasses.replace(self.cache)
                 return {"out": self.api.cached_attention(*last, fresh, **options)[0]}
 
             return Step(self.runner, run)
@@ -125,7 +124,7 @@ class Cached:
             out, after = self.api.cached_attention(query, key, value, gates, cache, **options)
             return {"out": out}, after._replace(length=cache.length)
 
-        held = rotated(self._copy(self.cache))
+        held = rotated(jax.tree.map(jnp.copy, self.cache))
 
         def run_donating(index):
             place = index % len(held)
@@ -152,7 +151,7 @@ class Cached:
             given["block_indices"] = self.step("scores")()["indices"]
         step = Step(self.runner, lambda _: self._branch(branch, given))
         lse = self.runner.numpy(step()["lse"])[:, -1]  # [B, H]
-        groups = self.full.selected_key.shape[2]
+        groups = self.full["selected_key"].shape[2]
         counts = np.exp(lse.astype(np.float64)).reshape(lse.shape[0], groups, -1)
         return np.rint(counts.mean(axis=-1)).astype(np.int64)
 
@@ -175,7 +174,7 @@ class Paged:
         if fp8:
             options |= {"compressed_dtype": options["dtype"], "max_rows": batch}
             options["dtype"] = (cached.runner.torch if cached.torch else jnp).float8_e4m3fn
-        sizes = *full.selected_key.shape[2:], full.selected_value.shape[3]
+        sizes = *full["selected_key"].shape[2:], full["selected_value"].shape[3]
         self.cache = self.api.PagedCache(batch * pages, *sizes, separate=True, **options)
         key, value = cached.all_tokens
         self.cache = self._append(self.cache, key, value)
@@ -329,19 +328,3 @@ def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
 
 def _named(pair) -> dict[str, Any]:
     return dict(zip(("out", "lse"), pair, strict=True))
-
-
-def _update(torch: bool) -> Callable[..., Any]:
-    """The framework's function that appends tokens without attending."""
-    if torch:
-        from nsa_torch.cache import count, write
-
-        def updated(given, key, value, config, params):
-            recent = write(given, key, value, config, params)
-            count(given, recent, key.compressed, value.compressed)
-            return given
-
-        return updated
-    from nsa_jax import cache
-
-    return jax.jit(cache.update, static_argnames="config")

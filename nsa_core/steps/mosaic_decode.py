@@ -76,10 +76,11 @@ def step_arrays(
     slots: Any = None,
 ) -> list[Any]:
     """The inputs of `step_kernel`."""
+    is_fp8 = cache.is_fp8
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
     found = [query, gates, page_table, lengths, *compressed, *selected, *cache.sliding]
-    if cache.is_fp8:
+    if is_fp8:
         keys, values = cache.sources("key"), cache.sources("value")
         rounded = (
             values.compressed,
@@ -94,7 +95,7 @@ def step_arrays(
         for branch in ("compressed", "selected", "sliding"):
             found += [getattr(key, branch), getattr(value, branch)]
         found += cache.raw
-        if cache.is_fp8:
+        if is_fp8:
             raw = "raw" if cache.separate else "selected"
             found += [getattr(cache, f"{raw}_{kind}_scale") for kind in ("key", "value")]
             found += [cache.recent_key, cache.recent_value, slots]

@@ -91,15 +91,12 @@ class NSALayer:
 
     def __init__(self):
         self.state: nsa_cache.NSACache | None = None
-        self.recording = False
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
         """`attention` of the columns `x` [B, T, dim] to all before."""
         if self.state is None:
             dtype = product_dtype(x.device, x.dtype)  # the weights may be quantized
             self.state = attention.init_cache(x.shape[0], call.room, dtype, x.device)
-            if self.recording:
-                self.state.record()
         elif self.state.capacity < call.room:
             self.state = nsa_cache.grow(self.state, call.room)
         y, self.state = NSAAttention.forward(attention, x, self.state, new_lengths=call.count)
@@ -339,8 +336,7 @@ class NSAModelCache(Cache):
         if self.lengths is None:
             return
         lengths = self.lengths - count
-        # Layers with NSA know how far back they can go.
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, DenseLayer)):
+        for layer in self.layers:
             layer.crop(count, lengths)
         self.lengths.copy_(lengths)
         self.columns -= count
@@ -362,12 +358,7 @@ class NSAModelCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def activate_past_recording(self) -> None:
-        """From now on keeps what `crop` needs to take tokens back."""
-        for layer in self.layers:
-            if isinstance(layer, NSALayer):
-                layer.recording = True
-                if layer.state is not None:
-                    layer.state.record()
+        """Nothing: tokens can be taken back in any case."""
 
 
 class NSAPagedModelCache(NSAModelCache):
