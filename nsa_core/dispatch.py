@@ -170,7 +170,7 @@ class Registry:
     def names(self, step: str | None = None) -> tuple[str, ...]:
         """Known implementations of `step` (of any), in order."""
         rows = [self.table[step]] if step else self.table.values()
-        return tuple(dict.fromkeys(entry.name for row in rows for entry in row))
+        return tuple(dict.fromkeys([entry.name for row in rows for entry in row]))
 
     def entry(self, step: str, name: str | None) -> Implementation | None:
         """The implementation of `step` called `name`, if there is one.

@@ -152,7 +152,7 @@ class BoundPlan:
         self.bundle_views = [
             (n, start, buffers[n]) for n, start in lying.items() if n in by_torch
         ]
-        self.constants = sorted(n for n in read if buffers[n].place is Place.CONSTANT)
+        self.constants = sorted([n for n in read if buffers[n].place is Place.CONSTANT])
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.tables, batch = batch_tables.of_plan(plan, device)
         self.tables_read_by_torch = [
@@ -255,8 +255,8 @@ class BoundPlan:
         known: dict[int, tuple[Any, Tensor]] = {}  # by buffer; the first: what it follows from
         for step in self.plan.constants:
             reads = [known[x.buffer] for x in step.reads]
-            shapes = tuple(x.shape for x in step.reads)
-            key = self.device, step.function, step.static, tuple(k for k, _ in reads), shapes
+            shapes = tuple([x.shape for x in step.reads])
+            key = self.device, step.function, step.static, tuple([k for k, _ in reads]), shapes
 
             def make(step=step, reads=reads):
                 arrays = [

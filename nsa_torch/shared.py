@@ -158,7 +158,7 @@ def _made(device, make):
     """What `make()` gives, the address of the stream that makes it, and an event at its end."""
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them as they are.
-        tensors = Kept(x.contiguous() for x in make())
+        tensors = Kept([x.contiguous() for x in make()])
     if device.type != "cuda":
         return tensors, None, None
     event = torch.cuda.Event()
@@ -167,4 +167,4 @@ def _made(device, make):
 
 
 def _bytes(tensors):
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return sum([x.numel() * x.element_size() for x in tensors])

@@ -93,7 +93,7 @@ class PlanOps(ArrayOps):
         return writes
 
     def derive(self, function, *arrays, **static):
-        versions = tuple(self._written.get(x.buffer, 0) for x in arrays)
+        versions = tuple([self._written.get(x.buffer, 0) for x in arrays])
         key = function, tuple(sorted(static.items())), arrays, versions
         if key not in self._known:
             place = self._place_of_derived(arrays)
@@ -102,7 +102,7 @@ class PlanOps(ArrayOps):
 
     def _derived(self, function, arrays, static, place, own=False) -> tuple[View, ...]:
         found = function.shapes(*arrays, **static)
-        writes = tuple(self._new(x, place, own) for x in found)
+        writes = tuple([self._new(x, place, own) for x in found])
         made_once = {Place.CONSTANT: self._constants, Place.BATCH: self._batch}
         named = tuple(sorted(static.items()))
         steps = made_once.get(place, self._steps)
@@ -253,7 +253,7 @@ class PlanOps(ArrayOps):
             if self._buffers[n].place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
                 ends[i].append(n)
         return Plan(
-            sum(x.place is Place.ARGUMENT for x in self._buffers),
+            len([x for x in self._buffers if x.place is Place.ARGUMENT]),
             tuple(self._buffers),
             tuple(constants),
             tuple(batch),
@@ -315,7 +315,7 @@ class PlanOps(ArrayOps):
         ready = {n for n, x in enumerate(self._buffers) if x.place in given}
         first, rest, waiting = [], [], dict[int, Any]()
         for step in steps:
-            if isinstance(step, Derived) and ready.issuperset(x.buffer for x in step.reads):
+            if isinstance(step, Derived) and ready.issuperset([x.buffer for x in step.reads]):
                 made = {x.buffer for x in step.writes}
                 if not self._written.keys() & made:
                     if sum(x.bytes for x in step.writes) < SMALL_BYTES:
@@ -332,7 +332,7 @@ class PlanOps(ArrayOps):
             if step not in rest:
                 rest.append(step)
         made = {x.buffer for step in first for x in step.writes}
-        reads_none = lambda step: made.isdisjoint(x.buffer for x in step.reads)
+        reads_none = lambda step: made.isdisjoint([x.buffer for x in step.reads])
         before = [*itertools.takewhile(reads_none, rest)]
         moved = sum(x.bytes for step in before for x in (*step.reads, *step.writes))
         at = len(before) if moved >= BUSY_BYTES and all(map(by_address, before)) else 0
@@ -350,8 +350,8 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
     """Those that lead to the buffers `wanted`."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
-        if any(x.buffer in wanted for x in step.writes):
-            wanted.update(x.buffer for x in step.reads)
+        if not wanted.isdisjoint([x.buffer for x in step.writes]):
+            wanted.update([x.buffer for x in step.reads])
             kept.append(step)
     return kept[::-1]
 

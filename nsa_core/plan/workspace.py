@@ -54,11 +54,11 @@ def _placed(
     places: dict[int, tuple[int, int]] = {}  # by number: from, to
     for number in sorted(first, key=lambda number: -sizes[number]):
         size, offset = -(-sizes[number] // ALIGNMENT) * ALIGNMENT, 0
-        beside = (
+        beside = [
             place
             for other, place in places.items()
             if first[other] <= last[number] and first[number] <= last[other]
-        )
+        ]
         for start, end in sorted(beside):
             if offset + size <= start:
                 break
