@@ -12,9 +12,11 @@ from einops import rearrange, reduce
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nsa_core import selection
 from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
+from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import grouped, logits_of, softmax
 
 # From here on a float32 score is exact, though terms below the least normal number are lost.
@@ -63,46 +65,36 @@ def choose(
     config: NSAConfig,
     log_scores: Callable[[], Float[Array, "... N"]] | None = None,
 ) -> Int[Array, "... n"]:
-    """The `n` blocks of Eq. 11 among `0 .. own` (`own` < 0: none), ascending, -1 padding.
+    """`nsa_core.selection.choose`, in float32.
 
     `log_scores` gives the scores' logarithms, by which those below `LEAST_EXACT` are compared on a
     CPU, where one of these would be chosen and not all candidates are.
-
-    The first `num_initial` and the last `num_local` candidates are always among them; equal
-    scores go to the lower index. `lax.top_k` promises its order of ties on no GPU, so it is
-    asked for values only: what lies above the n-th largest is in, and ties fill the rest.
     """
-    num_blocks, n = scores.shape[-1], config.num_selected
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    own = own[..., None]
-    forced = (block < config.num_initial) | (block > own - config.num_local)
-    candidate = block <= own
-    ranked = jnp.where(forced, jnp.inf, scores.astype(jnp.float32))
-    ranked = jnp.where(candidate, ranked, -jnp.inf)
-    width = min(n, num_blocks)
-    if log_scores is not None and num_blocks > n:
+    n = config.num_selected
+
+    def ranked_again(ranked, candidate):
+        if log_scores is None:
+            return ranked
 
         def by_logarithm():
             # Logarithms are less than all scores, those of 0 more than what is no candidate.
             log = jnp.maximum(log_scores().astype(jnp.float32), jnp.finfo(jnp.float32).min)
             return jnp.where((ranked < LEAST_EXACT) & candidate, log, ranked)
 
-        exact = jnp.sum(ranked >= LEAST_EXACT, axis=-1, keepdims=True, dtype=jnp.int32)
+        exact = jnp.sum(ranked >= LEAST_EXACT, axis=-1, dtype=jnp.int32)
         decides = jnp.any((exact < n) & (own >= n))
         # A GPU's host would wait for the condition: there scores of 0 are equal.
-        ranked = lax.platform_dependent(
+        return lax.platform_dependent(
             cpu=lambda: lax.cond(decides, by_logarithm, lambda: ranked), default=lambda: ranked
         )
-    floor = lax.top_k(ranked, width)[0][..., -1:]
-    above = ranked > floor
-    tied = (ranked == floor) & (ranked > -jnp.inf)
-    room = width - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    chosen = above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
-    # The keys below are distinct, so this second top-k has no ties to order.
-    smallest_first = -lax.top_k(jnp.where(chosen, -block, -num_blocks), width)[0]
-    indices = jnp.where(smallest_first == num_blocks, -1, smallest_first)
-    pad = [(0, 0)] * (indices.ndim - 1) + [(0, n - width)]
-    return jnp.pad(indices, pad, constant_values=-1).astype(jnp.int32)
+
+    return selection.choose(
+        JAX_OPS, _top, scores.astype(jnp.float32), own, config, ranked_again
+    )
+
+
+def _top(x, count: int):
+    return lax.top_k(x, count)[0]
 
 
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:

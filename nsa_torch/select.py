@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch import Tensor
 
+from nsa_core import selection
 from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of
 from nsa_torch.plain import as_given, plain
+from nsa_torch.torch_ops import TORCH_OPS
 
 # Times the least normal number: from here on a score is exact, though terms below that are lost.
 LEAST_EXACT = 2.0**36
@@ -83,45 +85,31 @@ def select_from_scores(
     config: NSAConfig,
     log_scores: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """The `n` blocks of Eq. 11 among `0 .. own`: int32 `[..., n]`, ascending, -1 padding.
+    """`nsa_core.selection.choose`.
 
     Args:
-      scores: `[..., N]`.
-      own: the query's own block, broadcast to `[...]`; negative: no block is a candidate.
       log_scores: gives the scores' logarithms, by which those that are not exact are compared; it
         is called where one of these would be chosen and not all candidates are.
-
-    Which of equal values topk returns is not defined, so it is asked for values only: what
-    lies above the n-th largest is in, and the lowest ties fill the rest.
     """
-    num_blocks, n = scores.shape[-1], config.num_selected
-    width = min(n, num_blocks)
-    if width == 0:
-        return torch.full((*scores.shape[:-1], n), -1, dtype=torch.int32, device=scores.device)
-    block = torch.arange(num_blocks, device=scores.device)
-    own = own[..., None]
-    candidate = block <= own
-    forced = (block < config.num_initial) | (block > own - config.num_local)
-    ranked = scores.masked_fill(forced, float("inf"))
-    ranked = ranked.masked_fill(~candidate, float("-inf"))
-    if log_scores is not None and num_blocks > n:
+    n = config.num_selected
+
+    def ranked_again(ranked, candidate):
+        if log_scores is None:
+            return ranked
         limits = torch.finfo(ranked.dtype)
         least = LEAST_EXACT * limits.tiny
-        decides = ((ranked >= least).sum(dim=-1, keepdim=True) < n) & (own >= n)
-        if not plain([decides]) or decides.any():  # what is traced has no numbers
-            # Logarithms are less than all scores, those of 0 more than what is no candidate.
-            log = log_scores().clamp_(min=limits.min)
-            ranked = torch.where((ranked < least) & candidate, log, ranked)
-    floor = ranked.topk(width, dim=-1).values[..., -1:]
-    above = ranked > floor
-    tied = (ranked == floor) & (ranked > float("-inf"))
-    room = width - above.sum(dim=-1, keepdim=True)
-    chosen = above | (tied & (tied.cumsum(dim=-1) <= room))
-    # The chosen blocks are distinct, so their order does not hang on ties.
-    named = torch.where(chosen, block, num_blocks)
-    ascending = named.topk(width, dim=-1, largest=False, sorted=True).values
-    ascending = ascending.masked_fill(ascending == num_blocks, -1)
-    return F.pad(ascending, (0, n - width), value=-1).to(torch.int32)
+        decides = ((ranked >= least).sum(dim=-1) < n) & (own >= n)
+        if plain([decides]) and not decides.any():  # what is traced has no numbers
+            return ranked
+        # Logarithms are less than all scores, those of 0 more than what is no candidate.
+        log = log_scores().clamp_(min=limits.min)
+        return torch.where((ranked < least) & candidate, log, ranked)
+
+    return selection.choose(TORCH_OPS, _top, scores, own, config, ranked_again)
+
+
+def _top(x: Tensor, count: int) -> Tensor:
+    return x.topk(count, dim=-1).values
 
 
 def map_to_blocks(
