@@ -88,11 +88,14 @@ def blocks(
 def _mass(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
     """Probabilities of all keys `[B, S, Hkv, D]`, added up by block: `[B, Hkv, G, t, N]`."""
     length = key.shape[1]
+    start = length - len(at)  # keys before the first query are seen by all
     logits = torch.einsum("bghtd,bsgd->bghts", query, key)
-    later = torch.arange(length, device=key.device) > at[:, None]
-    p = logits.masked_fill_(later, float("-inf")).softmax(-1)
-    p = F.pad(p, (0, -length % spec.l_sel)).unflatten(-1, (-1, spec.l_sel))
-    return p.sum(-1, dtype=torch.float32)
+    later = torch.arange(start, length, device=key.device) > at[:, None]
+    logits[..., start:].masked_fill_(later, float("-inf"))
+    p = logits.softmax(-1)
+    if rest := -length % spec.l_sel:
+        p = F.pad(p, (0, rest))
+    return p.unflatten(-1, (-1, spec.l_sel)).sum(-1, dtype=torch.float32)
 
 
 def _bound(query: Tensor, key: Tensor, at: Tensor, spec: LayerSpec) -> Tensor:
