@@ -169,7 +169,7 @@ def _is_papers(record: Record) -> bool:
 SUMMARY = {
     "a long context: 64k tokens, 64 / 4 heads": (64, 4, 128, 1, 65536),
     "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 8, 2048),
-    "one query head a key/value head: 16k tokens": (16, 16, 128, 1, 16384),
+    "one query head per key/value head: 16k tokens": (16, 16, 128, 1, 16384),
 }
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
 
@@ -195,7 +195,7 @@ def summary(device: str = "nvidia-h200") -> str:
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
     rows.append(_packed_summary())
-    return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
+    return table(["pass", "problem", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
 def _packed_summary() -> list[str]:
