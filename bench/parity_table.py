@@ -37,9 +37,8 @@ a contiguous decode step measured until f764ddc contain a copy of all values, wh
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
-kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `quality/`: some hundred steps of
-runs. `nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism; what was tried and not
-kept, and an older run of one GPU (`log/training_parallel.md`).
+kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. Lines that no page shows (steps of runs in `quality/`,
+`train_mlp_pe.jsonl`, `train/other_runs/`, replaced measurements) are in the history, at commit 8b3d42c.
 
 """
 COLUMNS = (
