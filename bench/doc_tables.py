@@ -238,7 +238,7 @@ def _documents(lengths: Sequence[int]) -> str:
 
 
 def packed(device: str = DEVICE.name, implementation: str = "mosaic") -> str:
-    head = ["documents", "heads, D", "pass", "rows", "one row", "its borders alone", "metadata"]
+    head = ["documents", "heads, D", "pass", "rows", "packed", "only `cu_seqlens`", "metadata"]
     rows = []
     for (documents, mode), forms in _of_packed(device, implementation).items():
         each = [forms.get(form) for form in ("rows", "varlen", "cu_seqlens")]
