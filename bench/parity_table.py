@@ -37,8 +37,9 @@ a contiguous decode step measured until f764ddc contain a copy of all values, wh
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
-kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. Lines that no page shows (steps of runs in `quality/`,
-`train_mlp_pe.jsonl`, `train/other_runs/`, replaced measurements) are in the history, at commit 8b3d42c.
+kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. Lines that no page shows (steps
+of runs in `quality/`, `train_mlp_pe.jsonl`, `train/other_runs/`, replaced measurements) are in the
+history, at commit 8b3d42c.
 
 """
 COLUMNS = (
