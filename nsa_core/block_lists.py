@@ -77,17 +77,26 @@ def with_tail(xp: Any, indices, position, block_size: int):
     return xp.concatenate([indices, xp.asarray(tail, dtype=indices.dtype)], -1)
 
 
-def for_kernels(xp: Any, indices, part, keys: int, block_size: int, kv_heads: int):
-    """`[B, T, max(G, Hkv), parts n]`: of blocks cut in parts, -1 for what is no block of `keys`.
-
-    part: int32 `0 .. parts - 1`.
+def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
+    """`(lists, tokens)`: lists `[N, G, n]` with the tail, where it is included, and
+    `paged_layout.Tokens` of the queries. `paged`: page_table, lengths, cu_seqlens_q.
     """
+    page_table, lengths, starts = paged
+    lengths = lengths.clip(None, page_table.shape[1] * page)
+    tokens = paged_layout.tokens_of(ops, lengths, starts, lists.shape[0])
+    if include == "tail":
+        lists = with_tail(ops.xp, lists[None], tokens.position[None], block_size)[0]
+    return lists, tokens
+
+
+def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
+    """`[.., max(G, Hkv), parts n]`: of blocks cut in parts, -1 for what is no block of `keys`."""
     *tokens, scopes, entries = indices.shape
-    parts, found = part.shape[0], indices
+    xp, found = ops.xp, indices
     if parts > 1:
         # Multiples of the rest would overflow.
         named = xp.where((found >= 0) & (found <= keys // block_size), found, -1)
-        found = named[..., None] * parts + part
+        found = named[..., None] * parts + ops.arange(found, parts)[0]
     blocks = -(-keys // (block_size // parts))
     found = xp.where((found >= 0) & (found < blocks), found, -1)
     repeats = max(kv_heads // scopes, 1)

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton.index_descriptions import POOLS, IndexSizes
 from nsa_core import block_lists, validate, validate_paged
 from nsa_core.config import MAX_SIZE, NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
+MAX_POOL = 256  # keys of a block that kernels take
 
 
 class Index(NamedTuple):
@@ -31,20 +31,16 @@ class Index(NamedTuple):
         """Of so many keys."""
         return -(-rows // self.pool)
 
-    def sizes(self, query, key) -> IndexSizes:
-        """Of the kernel."""
-        (batch, length, heads, width), rows = query.shape, key.shape[1]
-        dtype = validate.dtype_name(query)
-        rest = self.pool, self.entry, self.num_selected, self.num_initial, self.num_local
-        how = self.activation == "relu", self.reduce == "sum"
-        return IndexSizes(batch, length, rows, heads, width, dtype, *rest, *how)
+    def lists(self, heads: int) -> int:
+        """Of a query."""
+        return heads if self.reduce is None else 1
 
 
 def _checked(index: Index, keys: int) -> Index:
     """The index as it counts in 32 bits: a pool beyond all `keys` is all of them."""
     validate.sizes(pool=index.pool, entry=index.entry)
     # What kernels take for a pool does not follow the number of keys.
-    pool = block_lists.within(index.pool, max(keys, POOLS[-1] - 1))
+    pool = block_lists.within(index.pool, max(keys, MAX_POOL - 1))
     most = MAX_SIZE // max(pool, keys + 1)
     if index.entry > most:
         raise ValueError(f"entry must be at most {most} for {keys} keys, got {index.entry}")

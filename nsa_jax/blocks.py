@@ -106,8 +106,8 @@ def block_attention(
     long = entries > block_lists.MAX_ENTRIES and implementation in (None, "triton")
     if long and segment_ids is None and query_seq_lengths is None:
         how = block_size, include, scale
-        rows = triton_paged_blocks.row_sizes_of(*arrays, *how, capability())
-        if runs_on(None, query, rows.why_not()) == "triton":
+        of = capability(), *arrays, block_size, include
+        if runs_on(None, query, triton_paged_blocks.why_not(*of, whole=True)) == "triton":
             checks.distinct(block_indices)
             lengths = jnp.asarray(keys if kv_len is None else kv_len, jnp.int32)
             lengths = jnp.broadcast_to(lengths, (batch,))
@@ -145,9 +145,7 @@ def _gathered(how, query, key, value, lists, lengths):
     from nsa_jax.triton_ops import TRITON_OPS
 
     def run(*arrays):
-        found = TRITON_OPS.capability(arrays[0])
-        sizes = triton_paged_blocks.row_sizes_of(*arrays[:4], *how, capability=found)
-        return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays))
+        return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, *arrays, *how))
 
     return foldable(run)(query, key, value, lists, lengths)
 
@@ -169,8 +167,8 @@ def _gathered_backward(how, arrays, grads):
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _for_kernels(lists, *, parts: int, **sizes):
-    return block_lists.for_kernels(jnp, lists, jnp.arange(parts, dtype=jnp.int32), **sizes)
+def _for_kernels(lists, **sizes):
+    return block_lists.for_kernels(OPS, lists, **sizes)
 
 
 @any_rank
@@ -220,17 +218,12 @@ def paged_block_attention(
     validate_paged.numbers(checks.read, *at, pool, page)
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)  # NumPy's take no traced index
-    if all(map(checks.is_read, (block_indices, lengths))):
-        named = block_indices[None]
-        if include == "tail":
-            found = jnp.minimum(lengths, page_table.shape[1] * page)
-            tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
-            named = block_lists.with_tail(jnp, named, tokens.position[None], block_size)
-        checks.distinct(named[0])
     paged = Paged(page_table, lengths, cu_seqlens_q)
-    how = block_size, include, scale, capability()
-    sizes = triton_paged_blocks.sizes_of(*arrays[:3], block_indices, paged, *how)
-    name = runs_on(implementation, query, sizes.why_not())
+    if all(map(checks.is_read, (block_indices, lengths))):
+        at = paged, page, block_size, include
+        checks.distinct(block_lists.paged_lists(OPS, block_indices, *at)[0])
+    of = capability(), *arrays[:3], block_indices, block_size, include
+    name = runs_on(implementation, query, triton_paged_blocks.why_not(*of))
     run = compiled(_paged_on_triton if name == "triton" else _paged)
     how = {"block_size": block_size, "include": include, "scale": scale}
     no_gradient = (
@@ -247,27 +240,19 @@ def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, i
     @sequential_vmap
     def run(query, pages, block_indices, paged):
         key, value = pages
-        arrays = query, key, value, block_indices, paged
-        found = TRITON_OPS.capability(query)
-        sizes = triton_paged_blocks.sizes_of(*arrays, block_size, include, scale, found)
-        return tuple(triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays))
+        arrays = query, key, value, block_indices, paged, block_size, include, scale
+        return tuple(triton_paged_blocks.attention(TRITON_OPS, *arrays))
 
     return run(query, pages, block_indices, paged)
 
 
 def _paged(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
-    page_table, lengths, cu_seqlens_q = paged
-    key_pages, value_pages = pages
-    (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
-    capacity = page_table.shape[1] * key_pages.shape[1]
-    lengths = jnp.minimum(lengths, capacity)
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    sizes = {"keys": capacity, "block_size": block_size, "kv_heads": kv_heads}
-    block_indices = block_indices[None]
-    if include == "tail":
-        at = tokens.position[None], block_size
-        block_indices = block_lists.with_tail(jnp, block_indices, *at)
-    lists = _for_kernels(block_indices, parts=1, **sizes)[0]
+    (key_pages, value_pages), page_table = pages, paged.page_table
+    heads, (_, page, kv_heads, _) = query.shape[1], key_pages.shape
+    how = page, block_size, include
+    lists, tokens = block_lists.paged_lists(OPS, block_indices, paged, *how)
+    sizes = page_table.shape[1] * page, block_size, kv_heads
+    lists = block_lists.for_kernels(OPS, lists, 1, *sizes)
     number = lists.shape[1]
     head = jnp.arange(number, dtype=jnp.int32) * kv_heads // number
 

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.triton import index_descriptions
-from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
@@ -91,20 +89,14 @@ def indexer_kl(
     }
     at = {"kv_len": kv_len, "segment_ids": segment_ids}
 
-    sizes = query, key, index_query, block_indices, block_size
     name = runs_on(
         *(implementation, query, segment_ids is not None and "takes no packed rows"),
         "takes named blocks, got all keys"
         if block_indices is None
-        else index_descriptions.loss_why_not(_sizes(*sizes, **scales)),
+        else triton_index.loss_why_not(query, key, index_query, block_indices, block_size),
     )
     run = compiled(_on_triton if name == "triton" else _loss)
     return run(*given, teacher=teacher, block=block_size, **scales, **at)
-
-
-def _sizes(query, key, index_query, lists, block, scale, index_scale) -> LossSizes:
-    scales = scale, index_scale
-    return triton_index.sizes_of(query, key, index_query, lists, block, scales)
 
 
 def _real(index_query, index_key, where: geometry.QueryLayout, at):
@@ -129,39 +121,41 @@ def _on_triton(
     segment_ids,
 ):
     del teacher
-    sizes = _sizes(query, key, index_query, block_indices, block, scale, index_scale)
-    at = {"kv_len": sizes.S if kv_len is None else kv_len, "segment_ids": segment_ids}
+    keys = key.shape[1]
+    at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     config = block_lists.config_of(block, 1)
-    where = geometry.query_layout(sizes.B, sizes.T, **at, config=config)
-    lists = triton_index.lists_for(JAX_OPS, block_indices, sizes)
+    where = geometry.query_layout(*query.shape[:2], **at, config=config)
+    lists = triton_index.lists_for(JAX_OPS, block_indices, index_query, keys, block)
     position = jnp.asarray(where.position, jnp.int32)
     frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
     real = _real(index_query, index_key, where, at)
-    return _kernel_loss(sizes, lists, position, *frozen, *real)
+    return _kernel_loss((block, scale, index_scale), lists, position, *frozen, *real)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel_loss(sizes, lists, position, *arrays):
-    return _kernel_loss_forward(sizes, lists, position, *arrays)[0]
+def _kernel_loss(how, lists, position, *arrays):
+    return _kernel_loss_forward(how, lists, position, *arrays)[0]
 
 
-def _kernel_loss_forward(sizes, lists, position, *arrays):
+def _kernel_loss_forward(how, lists, position, *arrays):
     from nsa_jax.triton_ops import TRITON_OPS
 
+    block, *scales = how
+
     def run(lists, position, *arrays):
-        of = sizes._replace(B=lists.shape[0])
-        return triton_index.loss(TRITON_OPS, of, arrays, lists, position)
+        return triton_index.loss(TRITON_OPS, arrays, lists, position, block, scales)
 
     loss, kept = foldable(run)(lists, position, *arrays)
     return loss, (*arrays[3:], lists, position, kept)
 
 
-def _kernel_loss_backward(sizes, residuals, grad):
+def _kernel_loss_backward(how, residuals, grad):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    def run(index_query, *rest):
-        of = sizes._replace(B=index_query.shape[0])
-        return triton_index.gradients(TRITON_OPS, of, index_query, *rest)
+    block, _, index_scale = how
+
+    def run(*arrays):
+        return triton_index.gradients(TRITON_OPS, *arrays, block=block, scale=index_scale)
 
     return *[None] * 5, *foldable(run)(*residuals, grad)
 

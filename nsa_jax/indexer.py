@@ -8,7 +8,6 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.capability import AMPERE, copies_why_not
 from nsa_core import index as indexing
 from nsa_core import paged_layout, validate, validate_paged
@@ -90,7 +89,7 @@ def index_blocks(
     index_query, index_key = lax.stop_gradient((index_query, index_key))
     name = runs_on(
         *(implementation, index_query, segment_ids is not None and "takes no packed rows"),
-        index_descriptions.why_not(index.sizes(index_query, index_key)),
+        triton_index.why_not(index_query, index_key, index),
     )
     run = compiled(_on_triton if name == "triton" else _in_chunks)
     at = {"kv_len": tokens, "segment_ids": segment_ids}
@@ -146,19 +145,18 @@ def paged_index_blocks(
     query, pages = lax.stop_gradient(arrays[:2])
     paged = Paged(page_table, lengths, cu_seqlens_q)
 
-    sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, capability())
-    name = runs_on(implementation, index_query, sizes.why_not())
+    reason = triton_paged_blocks.index_why_not(query, pages, page_table, index)
+    name = runs_on(implementation, query, reason)
     run = compiled(_paged_on_triton if name == "triton" else _of_copies)
     return run(query, pages, paged, index=index)
 
 
 def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str:
     """`triton` or `xla`, as `nsa_core.index.implementation`."""
-    reason, found = (
-        f"needs an NVIDIA GPU, got {jax.default_backend()}",
-        jax_problem.capability(),
-    )
-    if found is not None:
+    found = jax_problem.capability()
+    if found is None:
+        reason = f"needs an NVIDIA GPU, got {jax.default_backend()}"
+    else:
         reason = copies_why_not(found, query.dtype, "jax")
     return indexing.implementation(asked, PLAIN, *reasons, reason)
 
@@ -173,9 +171,7 @@ def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
 
     @sequential_vmap
     def run(query, pages, paged):
-        found = TRITON_OPS.capability(query)
-        sizes = triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
-        return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
+        return triton_paged_blocks.blocks(TRITON_OPS, query, pages, paged, index)
 
     return run(query, pages, paged)
 
@@ -204,8 +200,7 @@ def _on_triton(query, key, *, index: Index, **at):
     offset = tokens - query.shape[1] if isinstance(tokens, int) else None
 
     def blocks(query, key, position):
-        sizes = index.sizes(query, key)
-        return triton_index.blocks(TRITON_OPS, sizes, query, key, position, offset)
+        return triton_index.blocks(TRITON_OPS, query, key, position, index, offset)
 
     return foldable(blocks)(query, key, jnp.asarray(where.position, jnp.int32))
 

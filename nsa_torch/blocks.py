@@ -1,19 +1,18 @@
 """Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nsa_core import block_lists, paged_layout, validate_paged
-from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.functional import Name, one_step
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import memory_of, runs_on
+from nsa_torch.indexer import runs_on
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.plain import as_given
 from nsa_torch.sdpa import attend_rows
@@ -88,14 +87,14 @@ def block_attention(
             return found if return_residual else found[0]
     if include == "tail":
         config = block_lists.config_of(block_size, entries)
-        position = _positions(query, config, kv_len, cu_seqlens)
+        at: Any = kv_len, checks.clamped(cu_seqlens, query.shape[1])
+        position = geometry_of(query, config, *at).position
         block_indices = block_lists.with_tail(torch, block_indices, position, block_size)
         entries += 1
     checks.distinct(block_indices)
     parts = block_lists.parts_of(block_size, entries)
-    part = torch.arange(parts, dtype=torch.int32, device=query.device)
     sizes = key.shape[1], block_size, kv_heads
-    found = block_lists.for_kernels(torch, block_indices, part, *sizes)
+    found = block_lists.for_kernels(OPS, block_indices, parts, *sizes)
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
@@ -115,10 +114,8 @@ def _of_long_lists(
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):
         return None
-    sizes = triton_paged_blocks.row_sizes_of(
-        *arrays, block_size, include, scale, OPS.capability(query)
-    )
-    if runs_on(None, query, sizes.why_not()) != "triton":
+    of = OPS.capability(query), *arrays, block_size, include
+    if runs_on(None, query, triton_paged_blocks.why_not(*of, whole=True)) != "triton":
         return None
     from nsa_torch.triton_ops import TRITON_OPS
 
@@ -127,13 +124,9 @@ def _of_long_lists(
     lengths = torch.as_tensor(kv_len, dtype=torch.int32, device=query.device)
     lengths = lengths.expand(query.shape[0])
     with torch.no_grad(), as_given(query):
-        found = triton_paged_blocks.attention_of_rows(TRITON_OPS, sizes, *arrays, lengths)
+        how = block_size, include, scale
+        found = triton_paged_blocks.attention_of_rows(TRITON_OPS, *arrays, lengths, *how)
     return found[0], found[1]
-
-
-def _positions(query, config: NSAConfig, kv_len, cu_seqlens) -> Tensor:
-    held = checks.clamped(cu_seqlens, query.shape[1])
-    return geometry_of(query, config, kv_len, held).position
 
 
 def paged_block_attention(
@@ -186,33 +179,25 @@ def paged_block_attention(
     pool, page = key_pages.shape[:2]
     at = page_table, lengths, cu_seqlens_q, query.shape[0]
     validate_paged.numbers(checks.read, *at, pool, page)
+    paged = Paged(page_table, lengths, cu_seqlens_q)
     if checks.is_read(block_indices):
-        named = block_indices[None]
-        if include == "tail":
-            found = lengths.clamp(max=page_table.shape[1] * page)
-            tokens = paged_layout.tokens_of(OPS, found, cu_seqlens_q, query.shape[0])
-            named = block_lists.with_tail(torch, named, tokens.position[None], block_size)
-        checks.distinct(named[0])
+        how = paged, page, block_size, include
+        checks.distinct(block_lists.paged_lists(OPS, block_indices, *how)[0])
     refuse_transforms(query, key_pages, value_pages)
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
             "paged_block_attention has no gradient: call it under no_grad"
         )
-    paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(query):
         arrays = query, key_pages, value_pages, block_indices
-        capability = OPS.capability(query)
         rest = paged, block_size, include, scale
-        sizes = triton_paged_blocks.sizes_of(*arrays, *rest, capability)
-        name = runs_on(implementation, query, sizes.why_not())
-        if name == "torch":
+        of = OPS.capability(query), *arrays, block_size, include
+        if runs_on(implementation, query, triton_paged_blocks.why_not(*of)) == "torch":
             out, lse = _of_gathered(*arrays, *rest)
         else:
             from nsa_torch.triton_ops import TRITON_OPS
 
-            memory = memory_of(key_pages), memory_of(value_pages)
-            arrays = query, *memory, block_indices
-            out, lse = triton_paged_blocks.attention(TRITON_OPS, sizes, *arrays, paged)
+            out, lse = triton_paged_blocks.attention(TRITON_OPS, *arrays, *rest)
     return (out, lse) if return_residual else out
 
 
@@ -220,18 +205,12 @@ def _of_gathered(
     query, key_pages, value_pages, block_indices, paged, block_size, include, scale
 ):
     """`(out, lse)` of what the lists name, a chunk of queries at a time."""
-    page_table, lengths, cu_seqlens_q = paged
-    (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
-    capacity = page_table.shape[1] * key_pages.shape[1]
-    lengths = lengths.clamp(max=capacity)
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    part = torch.zeros(1, dtype=torch.int32, device=query.device)
-    sizes = capacity, block_size, kv_heads
-    block_indices = block_indices[None]
-    if include == "tail":
-        at = tokens.position[None], block_size
-        block_indices = block_lists.with_tail(torch, block_indices, *at)
-    lists = block_lists.for_kernels(torch, block_indices, part, *sizes)[0]
+    (count, heads, _), (_, page, kv_heads, _) = query.shape, key_pages.shape
+    page_table = paged.page_table
+    how = page, block_size, include
+    lists, tokens = block_lists.paged_lists(OPS, block_indices, paged, *how)
+    sizes = page_table.shape[1] * page, block_size, kv_heads
+    lists = block_lists.for_kernels(OPS, lists, 1, *sizes)
     head = torch.arange(lists.shape[1], device=query.device) * kv_heads // lists.shape[1]
     out = query.new_empty(count, heads, value_pages.shape[-1])
     lse = query.new_empty(count, heads, dtype=wide(query.dtype))

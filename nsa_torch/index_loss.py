@@ -5,8 +5,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_pallas.triton import index_descriptions
-from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
@@ -101,7 +99,7 @@ def indexer_kl(
         *(implementation, query, cu_seqlens is not None and "takes no packed rows"),
         "takes named blocks, got all keys"
         if block_indices is None
-        else index_descriptions.loss_why_not(work.sizes(index_query)),
+        else triton_index.loss_why_not(query, key, index_query, block_indices, block_size),
     )
     run = _Loss if name == PLAIN else _KernelLoss
     with as_given(query):
@@ -137,12 +135,6 @@ class _Work(NamedTuple):
     teacher: Teacher
     scale: float
     index_scale: float
-
-    def sizes(self, index_query: Tensor) -> LossSizes:
-        """Of the kernels."""
-        scales = self.scale, self.index_scale
-        given = self.query, self.key, index_query, self.block_indices, self.block_size
-        return triton_index.sizes_of(*given, scales)
 
     def parts(self):
         batch, _, heads, width = self.query.shape
@@ -236,12 +228,13 @@ class _KernelLoss(torch.autograd.Function):
     def forward(ctx, index_query, index_key, work: _Work):
         from nsa_torch.triton_ops import TRITON_OPS as ops
 
-        sizes = work.sizes(index_query)
-        lists = triton_index.lists_for(ops, work.block_indices, sizes)
+        keys, block = work.key.shape[1], work.block_size
+        lists = triton_index.lists_for(ops, work.block_indices, index_query, keys, block)
         position = work.where.position.to(torch.int32).contiguous()
         arrays = work.query, work.key, work.lse.float(), index_query, index_key
-        loss, kept = triton_index.loss(ops, sizes, arrays, lists, position)
-        ctx.sizes = sizes
+        scales = work.scale, work.index_scale
+        loss, kept = triton_index.loss(ops, arrays, lists, position, block, scales)
+        ctx.how = block, work.index_scale
         ctx.save_for_backward(index_query, index_key, lists, position, *kept)
         return loss
 
@@ -252,7 +245,7 @@ class _KernelLoss(torch.autograd.Function):
 
         index_query, index_key, lists, position, *kept = ctx.saved_tensors
         given = index_query, index_key, lists, position, Kept(*kept), grad
-        return *triton_index.gradients(ops, ctx.sizes, *given), None
+        return *triton_index.gradients(ops, *given, *ctx.how), None
 
 
 class _Loss(torch.autograd.Function):

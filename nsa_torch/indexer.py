@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_pallas.triton import capability, index_descriptions
-from kernels_pallas.triton.paged_blocks_descriptions import PagedIndex
+from kernels_pallas.triton import capability
 from nsa_core import index as indexing
 from nsa_core import paged_layout, validate_paged
 from nsa_core.index import Index
@@ -87,13 +86,10 @@ def index_blocks(
     else:
         checks.length(kv_len, index_query, cu_seqlens, None)
         tokens, cu_seqlens = length, checks.clamped(cu_seqlens, length)
-    name = _chosen(implementation, index, index_query, index_key, cu_seqlens)
     with torch.no_grad(), as_given(index_query):
         options = {"config": index.config, "kv_len": tokens, "cu_seqlens": cu_seqlens}
         where = geometry(batch, length, **options, device=index_query.device)
-        if name == "torch":
-            return _in_chunks(index_query, index_key, where, index)
-        return _on_triton(index_query, index_key, where, index)
+        return _blocks(implementation, index_query, index_key, where, index)
 
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
@@ -101,10 +97,7 @@ def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Ten
     index = indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
-        where = _anywhere(position.expand(query.shape[:2]))
-        if _chosen(None, index, query, key, None) == PLAIN:
-            return _in_chunks(query, key, where, index)
-        return _on_triton(query, key, where, index)
+        return _blocks(None, query, key, _anywhere(position.expand(query.shape[:2])), index)
 
 
 def _anywhere(position: Tensor) -> Geometry:
@@ -166,26 +159,13 @@ def paged_index_blocks(
     validate_paged.numbers(checks.read, *at, pool_pages, keys * entry)
     paged = Paged(page_table, lengths, cu_seqlens_q)
     with torch.no_grad(), as_given(index_query):
-        sizes = _paged_sizes(index_query, index_key_pages, index, paged)
-        name = runs_on(implementation, index_query, sizes.why_not())
-        if name == "torch":
-            return _of_copies(index_query, index_key_pages, paged, index)
+        query, pages = index_query.detach(), index_key_pages.detach()
+        reason = triton_paged_blocks.index_why_not(query, pages, page_table, index)
+        if runs_on(implementation, query, reason) == "torch":
+            return _of_copies(query, pages, paged, index)
         from nsa_torch.triton_ops import TRITON_OPS
 
-        query, pages = index_query.detach(), memory_of(index_key_pages.detach())
-        return triton_paged_blocks.blocks(TRITON_OPS, sizes, query, pages, paged)
-
-
-def memory_of(pages: Tensor) -> Tensor:
-    """From the first page to the last one, with what lies between pages."""
-    count = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
-    return pages if pages.is_contiguous() else pages.as_strided((count,), (1,))
-
-
-def _paged_sizes(query: Tensor, pages: Tensor, index: Index, paged: Paged) -> PagedIndex:
-    """Of the kernels."""
-    found = TORCH_OPS.capability(query)
-    return triton_paged_blocks.index_sizes_of(query, pages, index, paged, found)
+        return triton_paged_blocks.blocks(TRITON_OPS, query, pages, paged, index)
 
 
 def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tensor:
@@ -203,15 +183,6 @@ def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tens
     return found.flatten(0, 1)[rows.flat.clamp(0, found.shape[0] * longest - 1)]
 
 
-def _chosen(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
-    apart = not (query.is_contiguous() and key.is_contiguous())
-    return runs_on(
-        *(asked, query, cu_seqlens is not None and "takes no packed rows"),
-        index_descriptions.why_not(index.sizes(query, key)),
-        apart and "needs contiguous tensors: pass copies",
-    )
-
-
 def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
     """`triton` or `torch`, as `nsa_core.index.implementation`."""
     return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
@@ -223,20 +194,28 @@ def device_why_not(query: Tensor) -> str | None:
     return capability.copies_why_not(capability_of(query.device.index), query.dtype)
 
 
-def _on_triton(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
+def _blocks(
+    asked: str | None, query: Tensor, key: Tensor, where: Geometry, index: Index
+) -> Tensor:
+    apart = not (query.is_contiguous() and key.is_contiguous())
+    name = runs_on(
+        *(asked, query, where.cu_seqlens is not None and "takes no packed rows"),
+        triton_index.why_not(query, key, index),
+        apart and "needs contiguous tensors: pass copies",
+    )
+    if name == "torch":
+        return _in_chunks(query, key, where, index)
     from nsa_torch.triton_ops import TRITON_OPS
 
-    sizes = index.sizes(query, key)
     position = where.position.to(torch.int32).contiguous()
     arrays = query.detach(), key.detach(), position
-    return triton_index.blocks(TRITON_OPS, sizes, *arrays, where.offset)
+    return triton_index.blocks(TRITON_OPS, *arrays, index, where.offset)
 
 
 def _in_chunks(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
     batch, length, heads, _ = query.shape
     rows = key.shape[1]
-    lists = heads if index.reduce is None else 1
-    shape = batch, length, lists, index.num_selected
+    shape = batch, length, index.lists(heads), index.num_selected
     found = torch.empty(shape, dtype=torch.int32, device=query.device)
     for part in chunks(length, batch * heads * max(rows, 1) * 8):
         seen, blocks = rows, index.num_blocks(rows) + (index.entry > 1)

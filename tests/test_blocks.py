@@ -341,7 +341,6 @@ IN_THE_INTERPRETER = dict(
     index_scores_bytes=2000,  # several segments of tokens
     index_chunk=32,
     index_part=16,
-    index_segment=8,
     triton_segment=8,
     paged_block_split=32,
     paged_index_chunk=128,

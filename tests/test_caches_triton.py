@@ -14,7 +14,6 @@ import torch
 
 import kernels_pallas
 import nsa_jax
-from kernels_pallas.triton import decode_descriptions
 from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
 from nsa_jax.triton_ops import compiled_for
@@ -33,6 +32,7 @@ from tests.caches import (
 )
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
+from tests.triton_compile import DecodeCase, decode_launches
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 once = pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
@@ -201,17 +201,13 @@ def test_without_jax_a_kernel_must_be_on_disk(on_disk, found, monkeypatch):
 @once
 def test_no_length_compiles_anything():
     """Rows, pages of the pool: the constants are the same; of the table's width the power of 2."""
-    from kernels_pallas.triton.descriptions import Problem as Posed
 
     def constants(**changes):
-        sizes = problem(**changes)._asdict()
-        names = ("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "capability")
-        posed = Posed(**{x: sizes[x] for x in names}, scale=1.0)
-        decode = decode_descriptions.Decode(posed, sizes["config"])
-        return [x.constants for x in (decode.partials(99), decode.finish(99))]
+        case = DecodeCase(**{"B": 2, "T": 1, "H": 16, "Hkv": 1, "D": 64, "Dv": 64} | changes)
+        return [x.kernel.constants for x in decode_launches(case, (9, 0))[:2]]
 
-    assert constants() == constants(B=3) == constants(S=7000)
-    assert constants(S=2**16) == constants(S=2**20)
+    assert constants(pages=64) == constants(pages=64, B=3) == constants(pages=110)
+    assert constants(pages=1024) == constants(pages=2**14)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -29,9 +29,9 @@ import nsa_jax
 import nsa_torch
 from bench.doc_tables import ROOT
 from kernels_pallas.mosaic import capability
-from kernels_pallas.triton import index_descriptions
 from kernels_pallas.triton.descriptions import Heads
 from nsa_core.config import NSAConfig
+from nsa_core.steps import triton_index
 from nsa_jax import context
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import Branches, dispatch, fa2, heads, operators
@@ -824,7 +824,7 @@ def on_triton(name):
 @pytest.mark.parametrize("name", MAPPED)
 def test_kernels_on_lists_are_mapped(name, monkeypatch):
     """For a GPU that need not be there: as many launches as for one."""
-    monkeypatch.setattr(index_descriptions, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
+    monkeypatch.setattr(triton_index, "_kl_tiles", lambda *_: (16, 4, 1))  # compile fast
     pretend.machine(monkeypatch, jax_capability=(9, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     function, given = on_triton(name)

@@ -15,7 +15,7 @@ import torch
 import kernels_pallas
 import nsa_jax
 import nsa_torch
-from kernels_pallas.triton import capability, descriptions
+from kernels_pallas.triton import capability
 from kernels_pallas.triton import tiling as tilings
 from nsa_core import policy
 from nsa_core.config import NSAConfig
@@ -379,7 +379,6 @@ WITH_THE_BIT = {
 def test_tensors_with_the_negative_bit(name, monkeypatch):
     """Kernels read memory, which is the negative of such a tensor."""
     if INTERPRETED:
-        set_limits(monkeypatch, index_segment=16)
         # It reads in place what a GPU would.
         for module in (nsa_interop.launch, torch_ops):
             monkeypatch.setattr(module, "ALIGNMENT", 16)
@@ -630,7 +629,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     types = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in arrays]
     gradients = jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)))
     for name in ("choose", "scores_tiling"):  # what compiles fast
-        monkeypatch.setattr(descriptions, name, lambda *given: tilings.Tiling(16, 16, 1, 1))
+        monkeypatch.setattr(tilings, name, lambda *given: tilings.Tiling(16, 16, 1, 1))
     with compiled_for((8, 0)):
         lowered = jax.jit(gradients).trace(*types).lower(lowering_platforms=("cuda",))
     # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,

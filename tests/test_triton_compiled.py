@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
-from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex, Rows
 from kernels_pallas.triton.tiling import smem_of
+from nsa_core.index import Index
 from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
-from tests.triton_compile import DecodeCase, launches, reports, running_sums
+from tests.triton_compile import (
+    DecodeCase,
+    IndexCase,
+    ListsCase,
+    launches,
+    reports,
+    running_sums,
+)
 
 pytestmark = [
     pytest.mark.skipif(not TRITON, reason="triton is not installed"),
@@ -33,24 +39,16 @@ DECODE = {
     "verify": DecodeCase(8, 8, 32, 2, 192, 128, pages=64),
     "decode fp8": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024, fp8=True),
 }
-PAGES = Rows(8, 1, 1024, 9000, 128)
-H100 = (9, 0)
+M3 = Index(128, 16, 0, 1, None, None, 1)
+QSA = Index(1, 512, 0, 0, "relu", "sum", 4)
 INDEX = {
-    "pages": PagedBlocks(
-        PAGES, (128, 128), 64, 4, 128, 128, "bfloat16", 4, 16, 128, False, 0.1, H100
-    ),
-    "m3 pages": PagedIndex(
-        PAGES, 128, 4, 128, "bfloat16", 128, 1, 16, 0, 1, False, False, H100
-    ),
-    "qsa pages": PagedIndex(
-        PAGES, 128, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True, (8, 0)
-    ),
-    "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
-    "loss": LossSizes(
-        1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1
-    ),
-    "qsa": IndexSizes(1, 32768, 8192, 4, 128, "bfloat16", 1, 4, 512, 0, 0, True, True),
-    "index32": IndexSizes(1, 4096, 4096, 4, 128, "float32", 128, 1, 16, 0, 1),
+    "pages": ListsCase(1, 1024, B=8),
+    "m3 pages": IndexCase(1, 0, M3, B=8, pages=1024),
+    "qsa pages": IndexCase(1, 0, QSA, B=8, pages=1024),
+    "m3": IndexCase(32768, 32768, M3),
+    "loss": ListsCase(32768, 32768, loss=True),
+    "qsa": IndexCase(32768, 8192, QSA),
+    "index32": IndexCase(4096, 4096, M3, "float32"),
 }
 COMPILED = (
     ("m3", 90, "index:index_blocks"),

@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
-from kernels_pallas.triton import decode_descriptions, descriptions, index_descriptions
-from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
+from kernels_pallas.triton import decode_descriptions, descriptions
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.paged_blocks_descriptions import PagedBlocks, PagedIndex
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
+from nsa_core.index import Index
 from nsa_core.paged_layout import PagedArrays
-from nsa_core.steps import triton_backward, triton_decode, triton_forward
+from nsa_core.steps import triton_backward, triton_decode, triton_forward, triton_index
+from nsa_core.steps import triton_paged_blocks as paged_blocks
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Qkv
+from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.kernel_layout import KernelLayout
@@ -191,60 +192,71 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     return ops.launches
 
 
-def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launch]:
-    """The kernel of an indexer, or the first of two."""
-    if sizes.on_chip:
-        kernel = index_descriptions.index_blocks(sizes, capability)
-    else:
-        some = 0, min(sizes.T, 1000), sizes.blocks
-        kernel = index_descriptions.index_scores(sizes, capability, *some)
-    return [Launch(kernel, (sizes.dtype, sizes.dtype, "int32"))]
+@dataclasses.dataclass(frozen=True)
+class IndexCase:
+    """An indexer: `T` queries of a row whose keys are `S` tokens, or of rows with `pages`."""
+
+    T: int
+    S: int
+    index: Index
+    dtype: str = "bfloat16"
+    B: int = 1
+    pages: int = 0
+    page: int = 128
 
 
-def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]:
-    """The kernels of an indexer's loss."""
-    main, index, ints = sizes.dtype, sizes.index_dtype, ["int32"] * 5
-    targets = index_descriptions.kl_targets(sizes, capability)
-    entries = index_descriptions.kl_entries(sizes, capability)
-    gradients = index_descriptions.kl_gradients(sizes, capability)
-    dtype = targets.outputs[-1].dtype
-    kept = dtype, *["float32"] * 3
-    floats, lists = ["float32"] * 4, ["int32"] * 2
-    return [
-        Launch(targets, (main, main, "float32", *ints)),
-        Launch(entries, (index, index, dtype, *ints)),
-        Launch(index_descriptions.kl_loss(sizes), (*floats, *lists)),
-        Launch(gradients, (index, index, *kept, *ints)),
-        Launch(
-            index_descriptions.kl_query_sums(sizes),
-            (gradients.outputs[0].dtype, "float32", *lists),
-        ),
-        Launch(index_descriptions.index_key_merge(sizes), ("float32", "int32")),
-    ]
+@dataclasses.dataclass(frozen=True)
+class ListsCase:
+    """Attention to blocks in pages (`T` queries, `S` pages of a row), or an indexer's loss."""
+
+    T: int
+    S: int
+    n: int = 16
+    block: int = 128
+    B: int = 1
+    loss: bool = False
 
 
-def paged_blocks_launches(sizes: PagedBlocks, _) -> list[Launch]:
-    """The kernels of attention to blocks in pages."""
-    main, floats = sizes.dtype, ("float32",) * 3
-    arrays = main, main, main, *["int32"] * 5
-    return [Launch(sizes.partials(), arrays), Launch(sizes.merge(), floats)]
+def index_launches(case: IndexCase, capability: tuple[int, int]) -> list[Launch]:
+    """The kernels that score and choose blocks, of keys in pages of few lists and of many."""
+    ops, dtype = Recording(capability), getattr(torch, case.dtype)
+    empty = functools.partial(torch.empty, device="meta")
+    if not case.pages:
+        query, key = empty(case.B, case.T, 4, 128, dtype=dtype), empty(case.B, case.S, 128)
+        at = empty(case.B, case.T, dtype=torch.int32)
+        triton_index.blocks(ops, query, key.to(dtype), at, case.index, None)
+        return ops.launches[:1]
+    keys = empty(9000, case.page // case.index.entry, 128, dtype=dtype)
+    for rows in (case.B, 1024 * case.B):
+        table, lengths = (empty(*x, dtype=torch.int32) for x in ((rows, case.pages), (rows,)))
+        query = empty(rows * case.T, 4, 128, dtype=dtype)
+        paged_blocks.blocks(ops, query, keys, Paged(table, lengths, None), case.index)
+    return list({repr(x.kernel.constants): x for x in ops.launches}.values())
 
 
-def paged_index_launches(sizes: PagedIndex, _) -> list[Launch]:
-    """The kernels of an indexer whose keys lie in pages."""
-    places = ("int32",) * 3
-    arrays = sizes.dtype, sizes.dtype, "int32", *places
-    best, scored = sizes.best(), ("float32", *places)
-    found = [Launch(sizes.scores(), arrays), Launch(best.whole(), scored)]
-    if best.parts > 1:
-        counted = ("float32", "int32", "int32", *places)
-        found += [Launch(best.digits(1), counted)]
-        found += [Launch(best.chosen(), (*counted[:3], "int32", *places))]
-    return found
+def lists_launches(case: ListsCase, capability: tuple[int, int]) -> list[Launch]:
+    """The kernels of attention to blocks in pages, or of an indexer's loss."""
+    ops, dtype = Recording(capability), torch.bfloat16
+    empty = functools.partial(torch.empty, dtype=dtype, device="meta")
+    ints = functools.partial(empty, dtype=torch.int32)
+    if not case.loss:
+        query, lists = empty(case.B * case.T, 64, 128), ints(case.B * case.T, 4, case.n)
+        paged = Paged(ints(case.B, case.S), ints(case.B), None)
+        pages = [empty(9000, case.block, 4, 128)] * 2
+        paged_blocks.attention(ops, query, *pages, lists, paged, case.block, "selected", 0.1)
+        return ops.launches
+    query, key = empty(case.B, case.T, 64, 128), empty(case.B, case.S, 4, 128)
+    lse = empty(case.B, case.T, 64, dtype=torch.float32)
+    indexer = empty(case.B, case.T, 4, 128), empty(case.B, case.S, 128)
+    lists, position = ints(case.B, case.T, 4, case.n), ints(case.B, case.T)
+    arrays, scales = (query, key, lse, *indexer), (0.1, 0.1)
+    found, kept = triton_index.loss(ops, arrays, lists, position, case.block, scales)
+    rest = lists, position, kept, found, case.block, 0.1
+    triton_index.gradients(ops, *indexer, *rest)
+    return ops.launches
 
 
-NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches, LossSizes: loss_launches}
-NOTES |= {PagedBlocks: paged_blocks_launches, PagedIndex: paged_index_launches}
+NOTES = {DecodeCase: decode_launches, IndexCase: index_launches, ListsCase: lists_launches}
 
 
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
@@ -265,6 +277,11 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     source = ASTSource(function, signature, {"c": kernel.constants}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
     return source, options
+
+
+@functools.cache
+def _noted(case, capability: int) -> list[Launch]:
+    return NOTES.get(type(case), launches)(case, divmod(capability, 10))
 
 
 def running_sums(launch: Launch, capability: int) -> int:
@@ -315,17 +332,11 @@ def compiled(launch: Launch, capability: int) -> Report:
 
 def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[Report]:
     """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
-    lines = []
-    for case, capability, function in questions:
-        noted = NOTES.get(type(case), launches)(case, divmod(capability, 10))
-        launch = next(x for x in noted if x.kernel.function == function)
-        lines.append(pickle.dumps((launch, capability)).hex())
-    shares = [lines[i::processes] for i in range(processes)]
-    running = [_start(share) for share in shares]
-    answers = [_answers(*each) for each in running]
+    lines = [pickle.dumps(question).hex() for question in questions]
+    running = [_start(lines[i::processes]) for i in range(processes)]
     found = [None] * len(lines)
-    for i, answer in enumerate(answers):
-        found[i::processes] = answer
+    for i, started in enumerate(running):
+        found[i::processes] = _answers(*started)
     return found
 
 
@@ -356,9 +367,12 @@ def _answers(process, reader):
 
 def main() -> None:
     for line in sys.stdin:
-        launch, capability = pickle.loads(bytes.fromhex(line))
+        case, capability, function = pickle.loads(bytes.fromhex(line))
+        launch = next(x for x in _noted(case, capability) if x.kernel.function == function)
         print(json.dumps(dataclasses.asdict(compiled(launch, capability))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from tests import triton_compile  # whose classes the cases are of
+
+    triton_compile.main()

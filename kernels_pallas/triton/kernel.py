@@ -4,12 +4,22 @@ The steps are written once for both frameworks; a framework's `ArrayOps.run` lau
 described here on its own arrays.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Self
 
 from kernels_pallas.kernel import Array
+
+LOG2E = math.log2(math.e)
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +40,21 @@ class TritonKernel:
 
     function: str
     programs: int
-    scalars: tuple[int | float, ...]
-    outputs: tuple[Array, ...]
+    scalars: Sequence[int | float]
+    outputs: Sequence[Array]
     constants: Any
     warps: int = 4
     stages: int = 1
+
+    @classmethod
+    def of(
+        cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
+    ) -> Self:
+        """With `launch`, warps and stages, and what is compiled in by name: each launch of a
+        function has the same names.
+        """
+        values = _constants(*constants)(**constants)
+        return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)
 
     @functools.cached_property
     def jitted(self) -> Any:
@@ -45,3 +65,8 @@ class TritonKernel:
     @property
     def name(self) -> str:
         return self.function.split(":")[1]
+
+
+@functools.cache
+def _constants(*names: str) -> Any:
+    return collections.namedtuple("Constants", names)  # pyrefly: ignore

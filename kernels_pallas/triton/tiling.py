@@ -87,6 +87,11 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
 
 
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 4 if dtype == "float32" else 2
+
+
 def precision(dtype: str) -> str:
     """Of products; what is not float32 has one."""
     return "ieee" if dtype == "float32" else "tf32"

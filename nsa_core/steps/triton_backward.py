@@ -5,23 +5,37 @@ much work, or a block has a long query list, float32 partials are added in their
 query lists come from a stable sort, so every sum has a fixed order.
 """
 
-import dataclasses
 from typing import NamedTuple
 
-from kernels_pallas.triton import descriptions
-from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.descriptions import Problem
+from kernels_pallas.triton.kernel import TritonKernel, cdiv
+from kernels_pallas.triton.tiling import power
 from nsa_core.array_ops import ArrayOps, derived, int32
-from nsa_core.steps import triton_forward
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import nothing_flows
 from nsa_core.steps.params import Params, Qkv
-from nsa_core.steps.triton_forward import array_of
+from nsa_core.steps.triton_forward import (
+    array_of,
+    interval_of,
+    of_tiles,
+    places,
+    problem_of,
+    rowwise,
+    tile_block_lists,
+)
+
+MERGED_ROWS = 16  # of a program that adds partials
+SEGMENT = 2048  # entries of a query list that one program walks
+PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
-    return ops.run(descriptions.deltas(array_of(do), len(outputs)), do, *outputs)
+    """rowsum(dO * O) of each output, float32 `[B, T, H]`; of one or three."""
+    results = [Array(tuple(do.shape[:-1]), "float32")] * len(outputs)
+    name = "delta" if len(outputs) == 1 else "deltas"
+    return ops.run(rowwise(name, do, results), do, *outputs)
 
 
 def compressed(
@@ -49,22 +63,66 @@ def compressed_and_sliding(ops: ArrayOps, qkvs, do, rows, params: Params) -> tup
 
 
 def _interval(ops, qkv: Qkv, do, rows, bounds: Bounds, params: Params, added) -> Gradients:
-    options = rows.gate, added, rows.dlse
-    problem = triton_forward.problem_of(ops, qkv, params.scale, *options)
-    interval = triton_forward.interval_of(ops, params.layout, bounds)
-    arrays = *qkv, *interval, do, *_statistics(ops, rows, unused=interval[0])
-    unused = interval[0] if added is None else added
-    (dq,) = ops.run(descriptions.interval_dq(problem), *arrays, unused)
+    p = problem_of(ops, qkv, params.scale)
+    interval = interval_of(ops, params.layout, bounds)
+    residuals = do, *_statistics(ops, rows, unused=interval[0])
+    tiling = p.tiling("dq")
+    launch = "interval:dq", tiling, cdiv(p.T * p.group, tiling.rows)
+    dq = _dq(ops, p, launch, (*qkv, *interval), residuals, interval[0], rows, added)
 
-    dkv = IntervalDkv(problem, popular=isinstance(bounds, VisibleCompressed))
-    sizes = {"tiles": dkv.tiles, "keys": dkv.tiling.keys, "num_keys": problem.S}
+    # Nearly all queries see the first compressed keys: few tiles of keys have all the work.
+    popular, tiling = isinstance(bounds, VisibleCompressed), p.tiling("dkv")
+    tiles = cdiv(p.S, tiling.keys)
+    segments = min(cdiv(PROGRAMS, tiles * p.pairs), 16) if popular else 1
+    sizes = {"tiles": tiles, "keys": tiling.keys, "num_keys": p.S}
     (edges,) = ops.derive(_edges, *interval, **sizes)
-    found = ops.run(dkv.partials(), *arrays, edges)
-    if dkv.popular:
-        sizes = {"tiles": problem.pairs * dkv.tiles, "row": dkv.tiles, "segments": dkv.segments}
+    items, gradients = tiles * segments, [array_of(qkv.key), array_of(qkv.value)]
+    kernel = p.kernel(
+        ("dkv:of_intervals", tiling, items),
+        (segments, p.log2_scale, p.scale),
+        _partials(p, items, tiling.keys) if popular else gradients,
+        DIRECT=not popular,
+        **_switches(rows),
+    )
+    found = ops.run(kernel, *qkv, *interval, *residuals, edges)
+    if popular:
+        sizes = {"tiles": p.pairs * tiles, "row": tiles, "segments": segments}
         (ends,) = ops.derive(_last_items, interval[0], **sizes)
-        found = ops.run(dkv.merge(), *found, ends)
+        found = _merged(ops, p, found, ends, gradients, tiles, items, tiling.keys, tiling.keys)
     return Gradients(dq, *found)
+
+
+def _switches(rows: RowResiduals) -> dict[str, bool]:
+    return {"GATED": rows.gate is not None, "LSE_GRAD": rows.dlse is not None}
+
+
+def _dq(ops, p: Problem, launch, arrays, residuals, unused, rows, added, **constants):
+    outputs = [array_of(arrays[0])]
+    switches = {"ADDED": added is not None} | _switches(rows)
+    kernel = p.kernel(launch, (p.log2_scale, p.scale), outputs, **switches, **constants)
+    return ops.run(kernel, *arrays, *residuals, unused if added is None else added)[0]
+
+
+def _partials(p: Problem, items: int, keys: int) -> list[Array]:
+    """Of dk and dv of `items` segments of tiles of `keys` keys, of each pair."""
+    return [Array((p.pairs * items, keys, x), "float32") for x in (p.D, p.Dv)]
+
+
+def _merged(ops, p: Problem, partials, ends, outputs, tiles, items, block: int, keys: int):
+    """dk and dv; `ends`: the item after each tile's."""
+    kernel = TritonKernel.of(
+        "dkv:merge",
+        p.pairs * tiles * (keys // MERGED_ROWS),
+        (p.S, tiles, items),
+        outputs,
+        HEADS=p.Hkv,
+        WIDTH=p.D,
+        VALUE_WIDTH=p.Dv,
+        BLOCK=block,
+        KEYS=keys,
+        PART=MERGED_ROWS,
+    )
+    return ops.run(kernel, *partials, ends)
 
 
 def _statistics(ops, rows: RowResiduals, unused):
@@ -109,33 +167,56 @@ def selected(
     """Of the selected branch; arguments as of `mosaic_backward.selected`."""
     layout, config, scale = params
     if block_lists is None:
-        block_lists = triton_forward.tile_block_lists(ops, qkv, block_indices, params)
-    problem = triton_forward.problem_of(ops, qkv, scale, rows.gate, added, rows.dlse)
-    n, block = block_indices.shape[-1], config.select_block
-    position, key_start = triton_forward.places(ops, layout)
-    statistics = _statistics(ops, rows, unused=position)
+        block_lists = tile_block_lists(ops, qkv, block_indices, params)
+    p = problem_of(ops, qkv, scale)
+    position, key_start = places(ops, layout)
+    residuals = do, *_statistics(ops, rows, unused=position)
     arrays = *qkv, block_indices, position, key_start
-    unused = position if added is None else added
-    kernel = Selected(problem, n, block).dq()
-    (dq,) = ops.run(kernel, *arrays, *block_lists, do, *statistics, unused)
+    launch, constants = of_tiles(p, "dq", block_indices, params)
+    of_lists = *arrays, *block_lists
+    dq = _dq(ops, p, launch, of_lists, residuals, position, rows, added, **constants)
 
-    problem = dataclasses.replace(problem, added=False)
-    dkv = SelectedDkv(problem, n, block, layout.packed)
-    sizes = ListSizes(dkv.tiles, dkv.entries, dkv.items, block, layout.packed)
+    n, block = block_indices.shape[-1], config.select_block
+    sizes = list_sizes(p.T, n, p.S, block, layout.packed)
     lists = ops.derive(block_query_lists, block_indices, position, key_start, sizes=sizes)
-    partials = ops.run(dkv.partials(), *arrays, do, *statistics, *lists)
-    _, _, ends, _ = lists
-    return Gradients(dq, *ops.run(dkv.merge(), *partials, ends))
+    tiling = p.tiling("dkv", keys=power(block))
+    parts = max(power(block) // tiling.keys, 1)
+    kernel = p.kernel(
+        ("dkv:of_blocks", tiling, sizes.items * parts),
+        (sizes.tiles, sizes.items, sizes.entries, p.log2_scale, p.scale),
+        _partials(p, sizes.items, parts * tiling.keys),
+        N=n,
+        COPIES=1 + layout.packed,
+        BLOCK=block,
+        SEGMENT=SEGMENT,
+        PARTS=parts,
+        **_switches(rows),
+    )
+    partials = ops.run(kernel, *arrays, *residuals, *lists)
+    outputs = [array_of(qkv.key), array_of(qkv.value)]
+    of_tile = sizes.tiles, sizes.items, block, parts * tiling.keys
+    return Gradients(dq, *_merged(ops, p, partials, lists[2], outputs, *of_tile))
 
 
 class ListSizes(NamedTuple):
-    """Of a `SelectedDkv`."""
+    """Of the query lists of tiles of `block` keys, of one key/value head and batch row.
+
+    Attributes:
+      entries: at most.
+      items: work items, at most; every tile has one.
+      packed: whether sequences may begin at any key: a block then lies in two tiles.
+    """
 
     tiles: int
     entries: int
     items: int
     block: int
     packed: bool
+
+
+def list_sizes(tokens: int, n: int, keys: int, block: int, packed: bool) -> ListSizes:
+    tiles, entries = cdiv(keys, block), tokens * n * (1 + packed)
+    return ListSizes(tiles, entries, tiles + entries // SEGMENT, block, packed)
 
 
 def _list_shapes(block_indices, *arrays, sizes):
@@ -155,8 +236,7 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     order = ops.to_int32(order)  # no name stays with one of more bytes
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.searchsorted(keys, borders, "left")
-    segment = descriptions.SEGMENT
-    items = ((starts[:, 1:] - starts[:, :-1] + segment - 1) // segment).clip(1, None)
+    items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
     ends = xp.cumsum(items, 1, dtype=xp.int32)
     numbers = xp.broadcast_to(ops.arange(keys, sizes.items), (rows, sizes.items))
     return order, starts, ends, ops.searchsorted(ends, numbers, "right")

@@ -1,10 +1,17 @@
 """A decode step on Triton kernels, for either framework: `partials`, then `finish`."""
 
-from kernels_pallas.triton.decode_descriptions import Decode
+from kernels_pallas.kernel import Array
 from kernels_pallas.triton.descriptions import Problem
+from kernels_pallas.triton.kernel import TritonKernel, cdiv
+from kernels_pallas.triton.tiling import power, precision
 from nsa_core.array_ops import ArrayOps
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.validate import dtype_name
+
+SPLIT = 256  # keys of a split: the order of sums follows from it
+PARTS = 4  # programs that share the selected blocks of a query
+CANDIDATES = 4096  # compressed tokens that are scored at a time, at most
+ROWS = 32  # of a tile of queries: more spill
 
 
 def attention(
@@ -22,19 +29,13 @@ def attention(
     """
     config, (batch, pages) = cache.config, page_table.shape
     tokens, heads, width = query.shape
-    problem = Problem(
-        B=batch,
-        T=tokens // batch,
-        S=pages * config.select_block,
-        H=heads,
-        Hkv=cache.kv_heads,
-        D=width,
-        Dv=cache.selected_value.shape[3],
-        dtype=dtype_name(query),
-        scale=float(width**-0.5 if scale is None else scale),
-        capability=ops.capability(query),
+    n, page, stride = config.num_selected, config.select_block, config.compress_stride
+    p = Problem(
+        *(batch, tokens // batch, pages * page, heads, cache.kv_heads),
+        *(width, cache.selected_value.shape[3], dtype_name(query)),
+        float(width**-0.5 if scale is None else scale),
+        ops.capability(query),
     )
-    decode, pool = Decode(problem, config, cache.is_fp8), cache.num_pages
     at = page_table, lengths
     keys, values = cache.sources("key"), cache.sources("value")
 
@@ -42,12 +43,78 @@ def attention(
         found = [getattr(cache, f"{name}_scale", None) for name in names]
         return [lengths if x is None else x for x in found]  # which nobody reads
 
+    candidates = max(config.num_compressed(p.S), 1)  # of the longest row
+    splits = cdiv(candidates, SPLIT)
+    windows = cdiv(min(config.window + p.T - 1, p.S), SPLIT) if config.window else 0
+    scalars = pages, cache.num_pages, splits, windows, candidates, p.log2_scale
+
+    def described(function, programs, outputs, tiling, wide=False, **constants):
+        # Products in float32 keep their operands in registers, as those that were 8 bits do.
+        wide |= p.dtype == "float32" or cache.is_fp8
+        return TritonKernel.of(
+            f"decode:{function}",
+            p.pairs * programs,
+            scalars,
+            outputs,
+            (8 if wide else tiling.warps, tiling.stages),
+            HEADS=p.Hkv,
+            GROUP=p.group,
+            QUERIES=p.T,
+            WIDTH=p.D,
+            VALUE_WIDTH=p.Dv,
+            COMPRESS_BLOCK=config.compress_block,
+            COMPRESS_STRIDE=stride,
+            PAGE=page,
+            WINDOW=config.window,
+            SPLIT=SPLIT,
+            PRECISION=precision(p.dtype),
+            FP8=cache.is_fp8,
+            KEYS=tiling.keys,
+            **constants,
+        )
+
+    rows, count = p.T * p.group, splits + windows  # rows of heads that read a key/value head
+    tiling = p.tiling("forward", min(power(rows), ROWS), 64)
+    tiles, of_splits = cdiv(rows, tiling.rows), (p.pairs, rows, count)
+    outputs = [
+        Array((p.pairs, rows, candidates), "float32"),
+        *[Array(of_splits, "float32")] * 2,
+        Array((*of_splits, p.Dv), "float32"),
+        Array((p.pairs, p.T), "int32"),
+    ]
+    sizes = {"ROWS": tiling.rows, "ROW_TILES": tiles}
+    partials = described("partials", tiles * count, outputs, tiling, **sizes)
     compressed = cache.compressed_key, cache.compressed_value
     split = scales(values.compressed, keys.sliding, values.sliding)
-    partials = decode.partials(pool)
     found = ops.run(partials, query, *compressed, *cache.sliding, *split, *at)
+
+    parts, group_rows = min(PARTS, n), power(p.group)
+    ratio_columns = power(page // stride, 1)
+    blocks = power(min(pages, CANDIDATES // ratio_columns), 2)
+    handed = p.pairs * p.T * parts, group_rows  # from program to program
+    outputs = [
+        Array((tokens, heads, p.Dv), p.dtype),
+        Array((tokens, p.Hkv, n), "int32"),
+        *[Array(handed, "float32")] * 2,
+        *[Array((*handed, p.Dv), "float32")] * 2,
+    ]
+    finish = described(
+        "finish",
+        p.T * parts,
+        outputs,
+        p.tiling("forward", group_rows, min(power(page), 64)),
+        wide=blocks * ratio_columns >= 2048,
+        N=n,
+        NUM_INITIAL=config.num_initial,
+        NUM_LOCAL=config.num_local,
+        BEST=power(n, 2),
+        BLOCKS=blocks,
+        RATIO_COLUMNS=ratio_columns,
+        HEADS_A_STEP=min(4, power(p.group, 1)),
+        PARTS=parts,
+        GROUP_ROWS=group_rows,
+    )
     selected = cache.selected_key, cache.selected_value
     chosen = scales(keys.selected, values.selected)
-    finish = decode.finish(pool)
     out, indices, *_ = ops.run(finish, query, *selected, *chosen, *at, gates, *found)
     return out, indices

@@ -8,12 +8,15 @@ Functions, arguments and results are those of `mosaic_forward`: the steps that r
 which has the `capability` of the GPU.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.kernel import Array
-from kernels_pallas.triton import descriptions
-from kernels_pallas.triton.descriptions import Problem, Selected
+from kernels_pallas.triton import tiling as tilings
+from kernels_pallas.triton.descriptions import Problem
+from kernels_pallas.triton.kernel import TritonKernel, cdiv
+from kernels_pallas.triton.tiling import LEAST, power
 from nsa_core.array_ops import ArrayOps, QueryLayout
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import nothing_seen
@@ -38,16 +41,26 @@ def sliding(ops: ArrayOps, qkv: Qkv, params: Params, gate=None, added=None) -> O
 
 
 def _interval(ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None) -> OutLse:
-    problem = problem_of(ops, qkv, params.scale, gate, added)
-    first, last = interval_of(ops, params.layout, bounds)
-    unused = first
-    out, lse = ops.run(
-        descriptions.interval_forward(problem),
-        *(*qkv, first, last),
-        unused if gate is None else ops.to_float32(gate),
-        unused if added is None else added,
+    p = problem_of(ops, qkv, params.scale)
+    tiling, (first, last) = p.tiling("forward"), interval_of(ops, params.layout, bounds)
+    launch = "interval:forward", tiling, cdiv(p.T * p.group, tiling.rows)
+    return _attended(ops, p, launch, (*qkv, first, last), first, gate, added)
+
+
+def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
+    """`(out, lse)`, or of a sum None; what is not there the kernel does not read."""
+    rows = p.B, p.T, p.H
+    kernel = p.kernel(
+        launch,
+        [p.log2_scale],
+        [Array((*rows, p.Dv), p.dtype), Array(rows, "float32")],
+        GATED=gate is not None,
+        ADDED=added is not None,
+        **constants,
     )
-    return out, None if problem.added else lse
+    gate = unused if gate is None else ops.to_float32(gate)
+    out, lse = ops.run(kernel, *arrays, gate, unused if added is None else added)
+    return out, lse if added is None else None
 
 
 def selected(
@@ -65,17 +78,11 @@ def selected(
     """
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
-    problem = problem_of(ops, qkv, params.scale, gate, added)
-    kernel = Selected(problem, block_indices.shape[-1], params.config.select_block)
+    p = problem_of(ops, qkv, params.scale)
+    launch, constants = of_tiles(p, "forward", block_indices, params)
     position, key_start = places(ops, params.layout)
-    unused = position
-    out, lse = ops.run(
-        kernel.forward(),
-        *(*qkv, block_indices, position, key_start, *block_lists),
-        unused if gate is None else ops.to_float32(gate),
-        unused if added is None else added,
-    )
-    return out, None if problem.added else lse
+    arrays = *qkv, block_indices, position, key_start, *block_lists
+    return _attended(ops, p, launch, arrays, position, gate, added, **constants)
 
 
 def selected_and_sum(
@@ -88,15 +95,45 @@ def selected_and_sum(
     return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
 
 
+def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
+    """A tile has the heads of one token where they fill 16 rows or more, else of as many
+    neighbouring tokens as 16 rows hold.
+    """
+    tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
+    slots = power(n, 1)
+    sizes = {"N": n, "SLOTS": slots, "BLOCK": params.config.select_block, "TOKENS": tokens}
+    return sizes | {"ENTRIES": power(tokens, 1) * slots}
+
+
+def of_tiles(p: Problem, name: str, block_indices, params: Params):
+    """Function, tiling and programs of a kernel over the tiles' block lists, and its constants."""
+    sizes = _tiles(p, block_indices, params)
+    tokens, block = sizes["TOKENS"], sizes["BLOCK"]
+    tiling = p.tiling(name, min(power(p.group), 64), min(power(block), 64))
+    sizes["CHUNKS"] = cdiv(p.group, tiling.rows) if tokens == 1 else 1
+    sizes["PARTS"] = cdiv(block, tiling.keys)
+    launch = f"selected:{name}", tiling, cdiv(p.T, tokens) * sizes["CHUNKS"]
+    return launch, sizes
+
+
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
     """`(lists, counts)`: what `selected` and its gradient read of `block_indices`."""
-    problem = problem_of(ops, qkv, params.scale)
-    kernel = Selected(problem, block_indices.shape[-1], params.config.select_block)
+    p = problem_of(ops, qkv, params.scale)
     position, key_start = places(ops, params.layout)
-    lists = kernel.block_lists()
-    if lists is None:  # of one token: its own blocks, which the kernels read
+    sizes = _tiles(p, block_indices, params)
+    if sizes["TOKENS"] == 1:  # its own blocks, which the kernels read
         return position, position
-    return ops.run(lists, block_indices, position, key_start)
+    programs, entries = p.pairs * cdiv(p.T, sizes["TOKENS"]), sizes["ENTRIES"]
+    kernel = TritonKernel.of(
+        "selected:tile_block_lists",
+        programs,
+        [p.T],
+        [Array((programs, entries), "int32"), Array((programs,), "int32")],
+        HEADS=p.Hkv,
+        CHUNK=min(entries, 32),
+        **sizes,
+    )
+    return ops.run(kernel, block_indices, position, key_start)
 
 
 def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: int):
@@ -114,11 +151,39 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
         (base,) = ops.derive(zeros_like, first)
     if key.shape[1] == 0:  # scores are zero, and no key is read
         key = ops.zeros(query, (batch, 1, kv_heads, query.shape[-1]))
-    problem = problem_of(ops, Qkv(query, key, key), scale)
+    p = problem_of(ops, Qkv(query, key, key), scale)
     position, _ = places(ops, layout)
     bounds = map(ops.to_int32, (first, last, position, base))
-    (chosen,) = ops.run(descriptions.best_blocks(problem, config), query, key, lse, *bounds)
+    (chosen,) = ops.run(_best_blocks(p, config), query, key, lse, *bounds)
     return chosen
+
+
+def _best_blocks(p: Problem, config) -> TritonKernel:
+    itemsize = tilings.itemsize(p.dtype)
+    tiling = tilings.scores_tiling(p.group, p.D, itemsize, p.capability)
+    if tiling is None:
+        raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
+    n, ratio = config.num_selected, config.select_block // config.compress_stride
+    group, best, ratio_rows = power(p.group, 1), power(n, 2), power(ratio, 1)
+    tokens = max(tiling.rows // group, 1)
+    blocks = max(tiling.keys // ratio_rows, 1)
+    return p.kernel(
+        ("scores:best_blocks", tiling, cdiv(p.T, tokens)),
+        [p.log2_scale],
+        [Array((p.B, p.T, p.Hkv, n), "int32")],
+        N=n,
+        SELECT_BLOCK=config.select_block,
+        TOKENS=tokens,
+        GROUP_COLUMNS=group,
+        BLOCKS=blocks,
+        RATIO=ratio,
+        RATIO_ROWS=ratio_rows,
+        COVER=config.compress_block // config.compress_stride,
+        NUM_INITIAL=config.num_initial,
+        NUM_LOCAL=config.num_local,
+        BEST=best,
+        DOUBLINGS=max((best // blocks).bit_length() - 1, 0),
+    )
 
 
 def places(ops: ArrayOps, layout: QueryLayout):
@@ -131,9 +196,7 @@ def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
     return [ops.to_int32(x) for x in bounds.of(ops, layout)]
 
 
-def problem_of(
-    ops: ArrayOps, qkv: Qkv, scale: float | None, gate=None, added=None, dlse=None
-) -> Problem:
+def problem_of(ops: ArrayOps, qkv: Qkv, scale: float | None) -> Problem:
     """The sizes of a branch."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
@@ -144,20 +207,26 @@ def problem_of(
         H=heads,
         Hkv=key.shape[2],
         D=width,
-        Dv=value.shape[-1],
+        Dv=value.shape[3],
         dtype=dtype_name(query),
         scale=float(width**-0.5 if scale is None else scale),
         capability=ops.capability(query),
-        gated=gate is not None,
-        added=added is not None,
-        lse_grad=dlse is not None,
     )
+
+
+def rowwise(function: str, like, outputs) -> TritonKernel:
+    """One of `combine.py`, over the rows of `like` `[.., width]`."""
+    *rows, width = like.shape
+    count, tile = math.prod(rows), max(4096 // power(width), 1)
+    sizes = {"WIDTH": width, "ROWS": tile}
+    return TritonKernel.of(f"combine:{function}", cdiv(count, tile), [count], outputs, **sizes)
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):
     """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
     gates = [ops.to_float32(gate) for gate in gates]
-    (total,) = ops.run(descriptions.gated_sum(array_of(outputs[0])), *outputs, *gates)
+    kernel = rowwise("gated_sum", outputs[0], [array_of(outputs[0])])
+    (total,) = ops.run(kernel, *outputs, *gates)
     return total
 
 

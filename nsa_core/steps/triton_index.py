@@ -1,15 +1,168 @@
 """The blocks of an indexer, and its loss over these, on Triton kernels, for either framework."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton import index_descriptions, paged_blocks_descriptions
-from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
+from kernels_pallas.triton.tiling import (
+    LEAST,
+    SPARE,
+    WIDE,
+    Tiling,
+    itemsize,
+    power,
+    precision,
+    smem_of,
+)
 from nsa_core.array_ops import ArrayOps
+from nsa_core.index import MAX_POOL, Index
 from nsa_core.steps import triton_backward, triton_paged_blocks
-from nsa_core.steps.triton_backward import ListSizes
+from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
+from nsa_core.steps.triton_forward import array_of
 from nsa_core.validate import dtype_name
 
 SCORES_BYTES = 2**28  # of the scores of blocks that are written at a time
+SELECTED = 64  # blocks of a query, which stay in registers
+CHUNK = 2048  # keys that a program scores, where it writes scores
+WIDTH, HEADS = 256, 64
+FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them in registers
+
+
+def _on_chip(index: Index) -> bool:
+    """Whether `index.index_blocks` takes it, from which no score gets out."""
+    plain = index.activation is None and index.reduce is None
+    return plain and LEAST <= index.pool and index.num_selected <= SELECTED
+
+
+def _count(index: Index, keys: int) -> int:
+    """Blocks of all keys; and of the last tokens, which may have no key yet, but be forced."""
+    forced = index.num_initial + index.num_local > 0
+    return index.num_blocks(keys) + (index.entry > 1 and forced)
+
+
+def why_not(query, key, index: Index) -> str | None:
+    """Why the kernels of `blocks` cannot run a problem, or None."""
+    heads, width = query.shape[2:]
+    if index.pool > MAX_POOL or index.pool & (index.pool - 1):
+        return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
+    if width > WIDTH:
+        return f"takes widths up to {WIDTH}, got {width}"
+    if heads > HEADS:
+        return f"takes up to {HEADS} heads, got {heads}"
+    count, most = _count(index, key.shape[1]), triton_paged_blocks.BLOCKS
+    if not _on_chip(index) and count > most:
+        return f"takes up to {most} blocks of a row where their scores are written, got {count}"
+    return None
+
+
+def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None):
+    """The lists of an indexer, int32 `[B, T, Hi or 1, n]`.
+
+    Args:
+      position: int32 `[B, T]`, negative: padding.
+      offset: of the first query in its row, where it is known.
+    """
+    (batch, length, heads, width), keys = query.shape, key.shape[1]
+    on_chip, n, dtype = _on_chip(index), index.num_selected, dtype_name(query)
+    best = max(power(n), LEAST) if on_chip else LEAST
+    pool, head_rows = index.pool if on_chip else 128, power(heads, 1)
+    tiles = _tiles(ops.capability(query), dtype, width, pool, best)
+    tokens = max(tiles.rows // head_rows, 1)  # a tile has all heads of some tokens
+    sizes: dict[str, Any] = {
+        "HEADS": heads,
+        "HEAD_ROWS": head_rows,
+        "TOKENS": tokens,
+        "WIDTH": width,
+    }
+    sizes |= {"ROWS": tokens * head_rows, "POOL": index.pool, "ENTRY": index.entry}
+    sizes |= {"PRECISION": precision(dtype)}
+    described = functools.partial(TritonKernel.of, launch=tiles.launch, **sizes)
+    if on_chip:
+        kernel = described(
+            "index:index_blocks",
+            batch * cdiv(length, tokens),
+            (length, keys),
+            [Array((batch, length, heads, n), "int32")],
+            KEYS=tiles.keys,
+            N=n,
+            BEST=best,
+            NUM_INITIAL=index.num_initial,
+            NUM_LOCAL=index.num_local,
+        )
+        return ops.run(kernel, query, key, position)[0]
+    lists, all_blocks = index.lists(heads), _count(index, keys)
+    step = max(tiles.keys, index.pool)
+    chunk = max(CHUNK, step)
+    most = max(SCORES_BYTES // (4 * batch * lists * all_blocks), 1)
+    found = []
+    for first in range(0, length, most):
+        count, some = min(most, length - first), all_blocks
+        if offset is not None:  # the own block of the last query
+            some = min(some, (offset + first + count - 1) // (index.pool * index.entry) + 1)
+        kernel = described(
+            "index:index_scores",
+            batch * cdiv(count, tokens) * cdiv(some * index.pool, chunk),
+            (length, keys, first, count, some),
+            [Array((batch, count, lists, some), "float32")],
+            KEYS=step,
+            CHUNK=chunk,
+            RELU=index.activation == "relu",
+            SUM=index.reduce == "sum",
+        )
+        (scores,) = ops.run(kernel, query, key, position)
+        at = ops.contiguous(position[:, first : first + count])
+        of_some = triton_paged_blocks.best(ops, index, scores, [at] * 3, all_blocks)
+        found.append(of_some.reshape(batch, count, lists, n))
+    return found[0] if len(found) == 1 else ops.xp.concatenate(found, 1)
+
+
+def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
+    """The largest that fit in shared memory, of two programs if they can, and whose candidates
+    stay in registers.
+    """
+    size, width = itemsize(dtype), power(width)
+    rows = 32 if size == 4 else 128 if capability[0] in WIDE else 64
+    keys = min(pool, 32 if size == 4 else 128)
+    rows = max(min(rows, 2048 // best), LEAST)
+    while True:
+        for stages, programs in ((3, 2), (2, 2), (2, 1)):
+            held = size * width * (rows + stages * keys) + SPARE
+            if programs * held <= smem_of(capability):
+                return Tiling(rows, keys, 4, stages)
+        if rows == LEAST and keys == LEAST:
+            return Tiling(rows, keys, 4, 1)
+        rows, keys = max(rows // 2, LEAST), max(keys // 2, LEAST)
+
+
+def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
+    """Why the kernels of the loss cannot run a problem, or None."""
+    heads, width, dtype = *query.shape[2:], dtype_name(query)
+    index_heads, index_width = index_query.shape[2:]
+    index_dtype, kv_heads = dtype_name(index_query), key.shape[2]
+    if index_dtype != dtype:
+        return f"computes in one dtype, got {dtype} and {index_dtype}"
+    if block not in (16, 32, 64, 128):
+        return f"takes blocks of 16, 32, 64 and 128 keys, got {block}"
+    if index_heads % kv_heads:
+        return (
+            "takes index heads of one key/value head each, "
+            f"got {index_heads} and Hkv={kv_heads}"
+        )
+    most, group = max(width, index_width), heads // index_heads
+    if group > 64 or most > 128:
+        return (
+            "takes up to 64 query heads of an index head and widths up to 128, "
+            f"got {group}, D={width} and Di={index_width}"
+        )
+    if index_dtype == "float32" and block * power(most) > FLOAT32_KEYS:
+        return (
+            f"takes blocks of up to {FLOAT32_KEYS} numbers in float32, "
+            f"got {block} keys of {power(most)}"
+        )
+    entries = query.shape[1] * lists.shape[-1]
+    return f"takes T n < 2**31, got {entries}" if entries >= 2**31 else None
 
 
 class Kept(NamedTuple):
@@ -26,82 +179,136 @@ class Kept(NamedTuple):
     tile_of: Any
 
 
-def sizes_of(query, key, index_query, lists, block: int, scales) -> LossSizes:
-    """`lists`: `[B, T, ., n]`; `scales`: of the attention, of the indexer."""
-    (batch, length, heads, width), (keys, kv_heads) = query.shape, key.shape[1:3]
-    index_heads, index_width = index_query.shape[2:]
-    sizes = batch, length, keys, heads, kv_heads, width, index_heads, index_width
-    dtypes, scale, index_scale = (
-        (dtype_name(query), dtype_name(index_query)),
-        *map(float, scales),
-    )
-    return LossSizes(*sizes, lists.shape[-1], block, *dtypes, scale, index_scale)
-
-
-def lists_for(ops: ArrayOps, lists, sizes: LossSizes):
+def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
     """`lists` `[B, T, Hi, n]`, one an index head; -1 for what is no block of the keys."""
     xp = ops.xp
-    found = xp.where((lists >= 0) & (lists < sizes.tiles), lists, -1)
-    shape = sizes.B, sizes.T, sizes.index_heads, sizes.n
+    found = xp.where((lists >= 0) & (lists < cdiv(keys, block)), lists, -1)
+    shape = *index_query.shape[:3], lists.shape[3]
     return ops.contiguous(xp.broadcast_to(found, shape))
 
 
-def loss(ops: ArrayOps, sizes: LossSizes, arrays, lists, position):
-    """The loss `[B, T, Hi]`, and a `Kept`; `arrays`: query, key, lse, index_query, index_key."""
-    about = ListSizes(sizes.tiles, sizes.entries, sizes.items, sizes.block, False)
+def _kl_tiles(
+    narrow: bool, capability: tuple[int, int], rows: tuple[int, int], wide: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Rows of a step, warps, and stages.
+
+    Args:
+      narrow: whether numbers have 16 bits.
+      rows: on GPUs that read operands from shared memory, and on others.
+      wide: warps and stages on the former.
+    """
+    if not narrow:
+        return 32, 8, 1
+    return (rows[0], *wide) if capability[0] in WIDE else (rows[1], 8, 1)
+
+
+def _over_lists(
+    name: str, about: ListSizes, lists, keys: int, scale: float, outputs, tiles, **more
+):
+    """A kernel over the query lists of blocks."""
+    batch, length, heads, n = lists.shape
+    return TritonKernel.of(
+        f"index_kl:{name}",
+        batch * heads * about.items,
+        (length, keys, about.tiles, about.items, about.entries, float(scale)),
+        outputs,
+        tiles[1:],
+        INDEX_HEADS=heads,
+        N=n,
+        BLOCK=about.block,
+        SEGMENT=triton_backward.SEGMENT,
+        **more,
+    )
+
+
+def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -> TritonKernel:
+    """A kernel with so many queries of an index head a program."""
+    *rows, n = lists.shape
+    count, heads = math.prod(rows), lists.shape[2]
+    sizes = {"INDEX_HEADS": heads, "N": n, "BLOCK": block, "QUERIES": queries} | more
+    return TritonKernel.of(f"index_kl:{name}", cdiv(count, queries), [count], outputs, **sizes)
+
+
+def loss(ops: ArrayOps, arrays, lists, position, block: int, scales):
+    """The loss `[B, T, Hi]`, and a `Kept`.
+
+    Args:
+      arrays: query, key, lse, index_query, index_key; lists: of `lists_for`.
+      scales: of the attention's logits, and of the indexer's.
+    """
+    query, key, lse, index_query, index_key = arrays
+    (heads, width), (keys, kv_heads) = query.shape[2:], key.shape[1:3]
+    length, index_heads, n = lists.shape[1:]
+    about = list_sizes(length, n, keys, block, False)
     of = ops.derive(
         triton_backward.block_query_lists, lists, position, position * 0, sizes=about
     )
-    attention, indexer, capability = arrays[:3], arrays[3:], ops.capability(arrays[0])
-    kernel = index_descriptions.kl_targets(sizes, capability)
-    masses, targets = ops.run(kernel, *attention, position, *of)
-    kernel = index_descriptions.kl_entries(sizes, capability)
-    maxima, sums, crosses = ops.run(kernel, *indexer, targets, position, *of)
-    kernel = index_descriptions.kl_loss(sizes)
+    dtype, capability = dtype_name(index_query), ops.capability(query)
+    narrow, group = dtype != "float32", heads // index_heads
+    of_entries, of_queries = (Array(lists.shape[:x], "float32") for x in (4, 3))
+    tiles = _kl_tiles(narrow, capability, (128, 64), (4, 2))
+    # t is at most 1, and of small ones the difference counts.
+    targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
+    kernel = _over_lists(
+        *("kl_targets", about, lists, keys, scales[0] * LOG2E, [of_entries, targets], tiles),
+        WIDTH=width,
+        PRECISION=precision(dtype),
+        HEADS=kv_heads,
+        GROUP=group,
+        GROUP_ROWS=power(group, 1),
+        TOKENS=max(tiles[0] // power(group, 1), 1),
+    )
+    masses, targets = ops.run(kernel, query, key, lse, position, *of)
+    tiles = _kl_tiles(narrow, capability, (64, 16), (4, 3))
+    kernel = _over_lists(
+        *("kl_entries", about, lists, keys, scales[1], [of_entries] * 3, tiles),
+        WIDTH=index_query.shape[3],
+        PRECISION=precision(dtype),
+        ROWS=tiles[0],
+    )
+    maxima, sums, crosses = ops.run(kernel, index_query, index_key, targets, position, *of)
+    kernel = _over_queries("kl_loss", lists, block, 128, [of_queries] * 3)
     found, *rest = ops.run(kernel, maxima, sums, masses, crosses, lists, position)
     return found, Kept(targets, *rest, *of)
 
 
 def gradients(
-    ops: ArrayOps, sizes: LossSizes, index_query, index_key, lists, position, kept: Kept, grad
+    ops: ArrayOps, index_query, index_key, lists, position, kept: Kept, grad, block, scale
 ):
-    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`."""
+    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`; `scale`: the indexer's."""
+    batch, length, heads, n = lists.shape
+    keys, width = index_key.shape[1:]
+    about = list_sizes(length, n, keys, block, False)
+    dtype = dtype_name(index_query)
+    narrow = dtype != "float32"
+    tiles = _kl_tiles(narrow, ops.capability(index_query), (64, 16), (8, 2))
     grad = ops.to_float32(grad)
     targets, index_lse, mass, *of = kept
-    kernel = index_descriptions.kl_gradients(sizes, ops.capability(index_query))
+    outputs = [
+        # Differences of probabilities are too small for float16.
+        Array((*lists.shape, width), "bfloat16" if narrow else "float32"),
+        Array((batch * heads * about.items, block, width), "float32"),
+    ]
+    kernel = _over_lists(
+        *("kl_gradients", about, lists, keys, scale, outputs, tiles),
+        WIDTH=width,
+        PRECISION=precision(dtype),
+        ROWS=tiles[0],
+    )
     arrays = index_query, index_key, targets, index_lse, mass, grad, position
     of_queries, of_keys = ops.run(kernel, *arrays, *of)
-    kernel = index_descriptions.kl_query_sums(sizes)
+    outputs = [array_of(index_query)]
+    kernel = _over_queries("kl_query_sums", lists, block, 32, outputs, WIDTH=width)
     (dq,) = ops.run(kernel, of_queries, grad, lists, position)
-    (dk,) = ops.run(index_descriptions.index_key_merge(sizes), of_keys, kept.ends)
+    kernel = TritonKernel.of(
+        "index_kl:index_key_merge",
+        batch * about.tiles * (block // MERGED_ROWS),
+        (keys, about.tiles, about.items),
+        [array_of(index_key)],
+        INDEX_HEADS=heads,
+        BLOCK=block,
+        WIDTH=width,
+        PART=MERGED_ROWS,
+    )
+    (dk,) = ops.run(kernel, of_keys, kept.ends)
     return dq, dk
-
-
-def blocks(ops: ArrayOps, sizes: IndexSizes, query, key, position, offset: int | None):
-    """The lists of an indexer, int32 `[B, T, Hi or 1, n]`.
-
-    Args:
-      position: int32 `[B, T]`, negative: padding.
-      offset: of the first query in its row, where it is known.
-    """
-    capability = ops.capability(query)
-    if sizes.on_chip:
-        kernel = index_descriptions.index_blocks(sizes, capability)
-        return ops.run(kernel, query, key, position)[0]
-    most = max(SCORES_BYTES // (4 * sizes.B * sizes.lists * sizes.blocks), 1)
-    chosen = sizes.num_selected, sizes.num_initial, sizes.num_local
-    found = []
-    for first in range(0, sizes.T, most):
-        count = min(most, sizes.T - first)
-        blocks = sizes.blocks
-        if offset is not None:  # the own block of the last query
-            tokens = sizes.pool * sizes.entry
-            blocks = min(blocks, (offset + first + count - 1) // tokens + 1)
-        kernel = index_descriptions.index_scores(sizes, capability, first, count, blocks)
-        (scores,) = ops.run(kernel, query, key, position)
-        at = ops.contiguous(position[:, first : first + count])
-        about = sizes.B * count, sizes.lists, blocks, sizes.blocks, sizes.pool, sizes.entry
-        best = paged_blocks_descriptions.Best(*about, *chosen)
-        lists = triton_paged_blocks.best(ops, best, scores, at, at, at)
-        found.append(lists.reshape(sizes.B, count, sizes.lists, sizes.num_selected))
-    return found[0] if len(found) == 1 else ops.xp.concatenate(found, 1)

@@ -5,13 +5,27 @@ framework.
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.triton.paged_blocks_descriptions import Best, PagedBlocks, PagedIndex, Rows
+from kernels_pallas.kernel import Array
+from kernels_pallas.specs.tile import SMS
+from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
+from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, itemsize, power, precision
 from nsa_core import paged_layout
 from nsa_core.array_ops import ArrayOps
 from nsa_core.index import Index
 from nsa_core.validate import dtype_name
 
 PARTIAL_BYTES = 2**28  # of a part's outputs in float32
+SPLIT = 256  # keys of a part of a list; of wide heads half as many
+CHUNK = 1024  # keys that a program scores; half as many where programs are few
+KEYS = 128  # of a step of it
+PART = 4096  # blocks of a row that are written at a time
+BLOCKS = 2**15  # of a row, whose scores one program holds
+# Where lists are few, their blocks go in parts of so many, and the bits of a score in so many.
+LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
+LEAST_PARTS = 4  # of a list: the launches are not worth fewer
+MOST_PARTS = 8 * SMS  # of all lists: with more, a program for each fills a GPU
+GROUP, WIDTH, INDEX_HEADS = 64, 256, 64
+APART = "reads pages whose tokens lie in memory one after the other"
 
 
 class Paged(NamedTuple):
@@ -21,48 +35,19 @@ class Paged(NamedTuple):
     lengths: Any
     cu_seqlens_q: Any
 
-    def rows(self, tokens: int, pool: int, page: int) -> Rows:
-        batch, pages = self.page_table.shape
-        queries = tokens // batch if self.cu_seqlens_q is None else 0
-        return Rows(tokens, queries, pages, pool, page)
-
-    def places(self, ops: ArrayOps, rows: Rows) -> tuple[Any, Any]:
-        """Row and position of each token, where rows have different numbers; else what nobody
-        reads: kernels count then, and nothing is launched before them.
+    def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
+        """Queries of each row, 0 where rows have different numbers, and `lengths`, row and position
+        of each token, of which kernels read the first in the one case, where nothing is launched
+        before them, and the others else. `most`: tokens that a row's table has room for.
         """
-        if rows.queries:
-            return self.lengths, self.lengths
-        lengths = self.lengths.clip(None, rows.most)
-        found = paged_layout.tokens_of(ops, lengths, self.cu_seqlens_q, rows.tokens)
-        return ops.to_int32(found.row), ops.to_int32(found.position)
+        if self.cu_seqlens_q is None:
+            return tokens // self.page_table.shape[0], (self.lengths,) * 3
+        lengths = self.lengths.clip(None, most)
+        found = paged_layout.tokens_of(ops, lengths, self.cu_seqlens_q, tokens)
+        return 0, (self.lengths, ops.to_int32(found.row), ops.to_int32(found.position))
 
 
-def sizes_of(
-    query, key, value, lists, paged: Paged, block: int, include: str, scale, capability
-):
-    """Of the kernels of `paged_block_attention`."""
-    tokens, heads, width = query.shape
-    pool, page, kv_heads, value_width = value.shape
-    scale = float(width**-0.5 if scale is None else scale)
-    scopes, entries = lists.shape[1:]
-    sizes = heads, kv_heads, width, value_width, dtype_name(query), scopes, entries
-    rows, tail = paged.rows(tokens, pool, page), include == "tail"
-    strides = page_stride(key), page_stride(value)
-    return PagedBlocks(rows, strides, *sizes, block, tail, scale, capability)
-
-
-def index_sizes_of(query, pages, index: Index, paged: Paged, capability) -> PagedIndex:
-    """Of the kernels of `paged_index_blocks`."""
-    tokens, heads, width = query.shape
-    pool, keys, _ = pages.shape
-    rows = paged.rows(tokens, pool, keys * index.entry)
-    chosen = index.num_selected, index.num_initial, index.num_local
-    sizes = heads, width, dtype_name(query), index.pool, index.entry, *chosen
-    how = index.activation == "relu", index.reduce == "sum"
-    return PagedIndex(rows, page_stride(pages), *sizes, *how, capability)
-
-
-def page_stride(pages) -> int | None:
+def _stride(pages) -> int | None:
     """Entries from a page of `[P, page, ..]` to the next; None: those of a page lie apart."""
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
     if not hasattr(pages, "stride"):
@@ -72,63 +57,283 @@ def page_stride(pages) -> int | None:
     return pages.stride(0) // entry
 
 
-def attention(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, paged: Paged):
-    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`."""
-    at = paged.page_table, paged.lengths, *paged.places(ops, sizes.rows)
-    parts = ops.run(sizes.partials(), query, key, value, *at, lists)
-    return ops.run(sizes.merge(), *parts)
+def _memory(pages):
+    """From the first page to the last one, with what lies between pages."""
+    if not hasattr(pages, "stride") or pages.is_contiguous():
+        return pages
+    count = (pages.shape[0] - 1) * pages.stride(0) + math.prod(pages.shape[1:])
+    return pages.as_strided((count,), (1,))
 
 
-def row_sizes_of(query, key, value, lists, block: int, include: str, scale, capability):
-    """Of the kernels of `attention_of_rows`, whose keys are pages of one token."""
-    (batch, length, heads, width), (keys, kv_heads) = query.shape, key.shape[1:3]
-    scale = float(width**-0.5 if scale is None else scale)
-    scopes, entries = lists.shape[2:]
-    sizes = heads, kv_heads, width, value.shape[3], dtype_name(query), scopes, entries
-    rows = Rows(batch * length, length, keys, batch * keys, 1)
-    rest = block, include == "tail", scale, capability
-    return PagedBlocks(rows, (1, 1), *sizes, *rest, whole=True)
+class _Sizes(NamedTuple):
+    """Of attention to listed blocks, of rows in pages or side by side.
+
+    Attributes:
+      scopes: lists of a token, of `n` blocks.
+      tail: its own block too, where that is not complete.
+      whole: a program has a whole list; many queries fill the GPU.
+    """
+
+    H: int
+    D: int
+    Hkv: int
+    Dv: int
+    scopes: int
+    n: int
+    dtype: str
+    block: int
+    tail: bool
+    whole: bool
+    capability: tuple[int, int]
+
+    @property
+    def pairs(self) -> int:
+        """Lists, each with a key/value head that it serves."""
+        return max(self.scopes, self.Hkv)
+
+    @property
+    def group(self) -> int:
+        return self.H // self.pairs
+
+    @property
+    def listed(self) -> int:
+        """Keys of a list."""
+        return (self.n + self.tail) * self.block
+
+    @property
+    def split(self) -> int:
+        """Keys of a part."""
+        return SPLIT if self.D + self.Dv <= 256 else SPLIT // 2
+
+    def tiling(self) -> Tiling | None:
+        widths, size = (self.D, self.Dv), itemsize(self.dtype)
+        keys, rows = min(power(self.listed), 64, self.split), power(self.group)
+        found = choose("forward", rows, keys, *widths, size, self.capability)
+        small = self.whole or self.D + self.Dv > 256  # gathers of many programs hide each other
+        if found is None or not small or rows > LEAST or size == 4:
+            return found
+        return Tiling(rows, min(keys, 32), 1, 2)
 
 
-def attention_of_rows(ops: ArrayOps, sizes: PagedBlocks, query, key, value, lists, lengths):
+def _sizes(capability, query, value, lists, block: int, include: str, whole=False) -> _Sizes:
+    (heads, width), (kv_heads, value_width) = query.shape[-2:], value.shape[-2:]
+    scopes, n = lists.shape[-2:]
+    tail, dtype = include == "tail", dtype_name(query)
+    sizes = heads, width, kv_heads, value_width, scopes, n
+    return _Sizes(*sizes, dtype, block, tail, whole, capability)
+
+
+def why_not(
+    capability, query, key, value, lists, block: int, include: str, whole: bool = False
+) -> str | None:
+    """Why the kernels of `attention`, or of `attention_of_rows`, cannot run a problem, or None."""
+    sizes = _sizes(capability, query, value, lists, block, include, whole)
+    tokens = math.prod(query.shape[:-2])
+    if not whole and None in (_stride(key), _stride(value)):
+        return APART
+    if sizes.group > GROUP or max(sizes.D, sizes.Dv) > WIDTH or sizes.tiling() is None:
+        return (
+            f"takes up to {GROUP} query heads of a list and widths up to {WIDTH}, "
+            f"got {sizes.group}, D={sizes.D} and Dv={sizes.Dv}"
+        )
+    if sizes.listed * tokens * sizes.pairs >= 2**31:
+        return f"takes fewer listed keys than 2**31, got N={tokens}"
+    return None
+
+
+def attention(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    lists,
+    paged: Paged,
+    block: int,
+    include: str,
+    scale: float | None,
+    whole: bool = False,
+):
+    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`; arguments as of `paged_block_attention`."""
+    sizes = _sizes(ops.capability(query), query, value, lists, block, include, whole)
+    tokens, pages, tiling = query.shape[0], paged.page_table.shape[1], sizes.tiling()
+    assert tiling is not None
+    pool, page = key.shape[:2]
+    most, split = pages * page, sizes.split
+    queries, places = paged.places(ops, tokens, most)
+    parts = cdiv(sizes.listed, split)
+    if whole:
+        parts, split = 1, cdiv(sizes.listed, tiling.keys) * tiling.keys
+    scale = float(sizes.D**-0.5 if scale is None else scale)
+    of_parts = tokens * sizes.H, parts
+    group = {"GROUP": sizes.group, "PARTS": parts, "VALUE_WIDTH": sizes.Dv}
+    partials = TritonKernel.of(
+        "paged_blocks:partials",
+        tokens * sizes.pairs * parts,
+        (
+            *(max(queries, 1), pages, pool, _stride(key), _stride(value)),
+            *(most, scale * LOG2E),
+        ),
+        [*[Array(of_parts, "float32")] * 2, Array((*of_parts, sizes.Dv), "float32")],
+        (8 if sizes.dtype == "float32" else tiling.warps, tiling.stages),
+        **group,
+        ROWS=tiling.rows,
+        HEADS=sizes.Hkv,
+        PAIRS=sizes.pairs,
+        SCOPES=sizes.scopes,
+        WIDTH=sizes.D,
+        N=sizes.n,
+        BLOCK=block,
+        PAGE=page,
+        TAIL=sizes.tail,
+        SPLIT=split,
+        KEYS=tiling.keys,
+        RAGGED=queries == 0,
+        BY_PAIR=whole,
+        PRECISION=precision(sizes.dtype),
+    )
+    arrays = query, _memory(key), _memory(value), paged.page_table, *places, lists
+    merge = TritonKernel.of(
+        "paged_blocks:merge",
+        tokens * sizes.pairs,
+        (),
+        [
+            Array((tokens, sizes.H, sizes.Dv), sizes.dtype),
+            Array((tokens, sizes.H), "float32"),
+        ],
+        **group,
+        ROWS=power(sizes.group),
+        GATED=False,
+        ADDED=False,
+    )
+    return ops.run(merge, *ops.run(partials, *arrays))
+
+
+def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
     """`(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`: of whole rows, some queries at a time.
 
     Args:
-      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
+      query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`: pages of one token.
       lists: int32 `[B, T, G, n]`; lengths: int32 `[B]`, valid keys.
+      how: block, include and scale.
     """
-    batch, length, keys = *query.shape[:2], key.shape[1]
+    (batch, length, heads), keys = query.shape[:3], key.shape[1]
     flat = lambda x: ops.contiguous(x).reshape(-1, *x.shape[2:])
-    key_pages, value_pages = flat(key)[:, None], flat(value)[:, None]
+    key, value = flat(key)[:, None], flat(value)[:, None]
     table = ops.arange(lengths, batch * keys).reshape(batch, keys)
-    most = max(PARTIAL_BYTES // (4 * batch * sizes.H * sizes.Dv), 1)
+    most = max(PARTIAL_BYTES // (4 * batch * heads * value.shape[3]), 1)
     found = []
     for first in range(0, length, most):
         count = min(most, length - first)
         part = slice(first, first + count)
         ending = Paged(table, ops.to_int32(lengths - (length - first - count)), None)
-        here = sizes._replace(rows=sizes.rows._replace(tokens=batch * count, queries=count))
         rows, named = flat(query[:, part]), flat(lists[:, part])
-        of_part = attention(ops, here, rows, key_pages, value_pages, named, ending)
+        of_part = attention(ops, rows, key, value, named, ending, *how, whole=True)
         found.append([x.reshape(batch, count, *x.shape[1:]) for x in of_part])
     if len(found) == 1:
         return found[0]
     return [ops.xp.concatenate(x, 1) for x in zip(*found, strict=True)]
 
 
-def blocks(ops: ArrayOps, sizes: PagedIndex, query, pages, paged: Paged):
-    """int32 `[N, Hi or 1, n]`."""
-    lengths, *places = paged.lengths, *paged.places(ops, sizes.rows)
-    (scores,) = ops.run(sizes.scores(), query, pages, paged.page_table, lengths, *places)
-    return best(ops, sizes.best(), scores, lengths, *places)
+def index_why_not(query, pages, page_table, index: Index) -> str | None:
+    """Why the kernels of `blocks` cannot run a problem, or None."""
+    _, heads, width = query.shape
+    count = index.num_blocks(page_table.shape[1] * pages.shape[1])
+    if _stride(pages) is None:
+        return APART
+    if index.pool > 2 * KEYS or index.pool & (index.pool - 1):
+        return f"takes blocks of a power of two up to {2 * KEYS} keys, got {index.pool}"
+    if heads > INDEX_HEADS or width > WIDTH:
+        return (
+            f"takes up to {INDEX_HEADS} heads and widths up to {WIDTH}, got {heads} and {width}"
+        )
+    if count > BLOCKS:
+        return f"takes tables of up to {BLOCKS} blocks, got {count}"
+    return None
 
 
-def best(ops: ArrayOps, sizes: Best, scores, *places):
-    """int32 `[tokens, lists, n]`; arrays as of `Best`."""
-    if sizes.parts == 1:
-        return ops.run(sizes.whole(), scores, *places)[0]
+def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
+    """int32 `[N, Hi or 1, n]`; arguments as of `paged_index_blocks`."""
+    (tokens, heads, width), dtype = query.shape, dtype_name(query)
+    (pool, per_page), table = pages.shape[:2], paged.page_table
+    all_keys = table.shape[1] * per_page
+    count, lists = index.num_blocks(all_keys), index.lists(heads)
+    most = all_keys * index.entry
+    queries, places = paged.places(ops, tokens, most)
+    narrow = dtype != "float32"
+    keys = max(index.pool, KEYS if narrow and width <= KEYS else KEYS // 4)
+    wide = narrow and ops.capability(query)[0] in WIDE
+    chunk = CHUNK if tokens * cdiv(all_keys, CHUNK) > 4 * SMS else max(CHUNK // 2, keys)
+    kernel = TritonKernel.of(
+        "paged_blocks:scores",
+        tokens * cdiv(all_keys, chunk),
+        (tokens, max(queries, 1), table.shape[1], pool, _stride(pages), most, count),
+        [Array((tokens, lists, count), "float32")],
+        (4, 1),  # more programs hide more than more stages
+        HEADS=heads,
+        # As many as `index.index_blocks` has at least, so that scores have the same bits.
+        ROWS=max(power(heads), 64 if wide else LEAST),
+        WIDTH=width,
+        POOL=index.pool,
+        ENTRY=index.entry,
+        PER_PAGE=per_page,
+        KEYS=keys,
+        CHUNK=chunk,
+        RELU=index.activation == "relu",
+        SUM=index.reduce == "sum",
+        RAGGED=queries == 0,
+        PRECISION=precision(dtype),
+    )
+    (scores,) = ops.run(kernel, query, _memory(pages), table, *places)
+    return best(ops, index, scores, places, count, queries, most)
+
+
+def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=0, most=0):
+    """The best blocks, int32 `[tokens, lists, n]`.
+
+    Args:
+      scores: float32 `[.., lists, blocks]` of the tokens; places: as of `Paged.places`.
+      most_blocks: that there may be in any call of a problem; most: tokens of a row.
+    """
+    *tokens, lists, count = scores.shape
+    items, n = math.prod(tokens) * lists, index.num_selected
+    held = power(most_blocks)
+    parts = held // LIST_PART  # of a list, which has so many programs
+    few = parts * items <= MOST_PARTS and n <= held
+    parts = parts if parts >= LEAST_PARTS and few else 1
+
+    def described(name: str, outputs, warps: int = 4, **sizes: int) -> TritonKernel:
+        return TritonKernel.of(
+            f"paged_blocks:{name}",
+            items * parts,
+            (max(queries, 1), most, count),
+            [Array(x, "int32") for x in outputs],
+            (warps, 1),
+            LISTS=lists,
+            N=n,
+            POOL=index.pool,
+            ENTRY=index.entry,
+            NUM_INITIAL=index.num_initial,
+            NUM_LOCAL=index.num_local,
+            RAGGED=queries == 0,
+            **sizes,
+        )
+
+    outputs, slots = [(items // lists, lists, n)], power(n)
+    if parts == 1:
+        sizes = {"SLOTS": slots, "BLOCKS": held, "PART": min(held, PART)}
+        warps = min(max(held // 2048, 4), 16)  # of few warps sums are soon made
+        return ops.run(described("best", outputs, warps, **sizes), scores, *places)[0]
+    sizes = {"PARTS": parts, "PART": LIST_PART}
     counts = known = before = places[0]  # which the first launch does not read
-    for step in range(sizes.steps):
-        kernel = sizes.digits(step)
+    for step, bits in enumerate(DIGITS):
+        kernel = described(
+            "digits",
+            [(items, parts, 2**bits), (items, 2), (items, parts)],
+            SHIFT=sum(DIGITS[step + 1 :]),
+            BITS=bits,
+            BITS_BEFORE=DIGITS[step - 1] if step else 0,
+            **sizes,
+        )
         counts, known, before = ops.run(kernel, scores, counts, known, *places)
-    return ops.run(sizes.chosen(), scores, counts, known, before, *places)[0]
+    kernel = described("chosen", outputs, SLOTS=slots, BITS=DIGITS[-1], **sizes)
+    return ops.run(kernel, scores, counts, known, before, *places)[0]
