@@ -8,7 +8,7 @@ import sysconfig
 from typing import Any
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
-from kernels_pallas.triton.tiling import HEADS, choose, power, scores_tiling
+from kernels_pallas.triton.tiling import HEADS, choose, itemsize, power, scores_tiling
 
 AMPERE = (8, 0)
 ADA = (8, 9)  # the first that converts 8-bit floats
@@ -28,15 +28,31 @@ def why_not(problem: Any) -> str | None:
     if problem.dtype not in DTYPES:
         return f"computes in {', '.join(DTYPES)}, got {problem.dtype}"
     group, config = problem.H // problem.Hkv, problem.config
-    sizes = config.select_block, config.num_selected
-    reason = _why_not(
-        group, problem.D, problem.Dv, *sizes, problem.dtype, tuple(problem.capability)
-    )
+    if group > HEADS:
+        return f"takes up to {HEADS} query heads a key/value head, got {group}"
+    for name in ("D", "Dv"):
+        width = getattr(problem, name)
+        if width > WIDTH:
+            return f"takes widths up to {WIDTH}, got {name}={width}"
+    if config.select_block > BLOCK:
+        return f"takes selection blocks up to {BLOCK}, got {config.select_block}"
+    if config.num_selected > SELECTED:
+        return f"takes up to {SELECTED} selected blocks, got {config.num_selected}"
+    found, size = tuple(problem.capability), itemsize(problem.dtype)
+    of, rows = (problem.D, problem.Dv, size, found), min(power(group), 64)
+    tilings = [choose(kernel, rows, 64, *of) for kernel in ("forward", "dq")]
+    tilings += [choose("dkv", 64, 64, *of), scores_tiling(group, problem.D, size, found)]
+    if None in tilings:
+        return (
+            f"takes widths and groups whose tiles fit in the shared memory of compute capability "
+            f"{found}, got {problem.dtype} with D={problem.D}, Dv={problem.Dv}, "
+            f"{group} query heads a key/value head"
+        )
     # Of the backward pass of a packed batch, where a block counts twice.
     rows = 2 * problem.T * group * config.num_selected
-    if reason is None and rows >= NUMBERED:
+    if rows >= NUMBERED:
         return f"takes 2 T G n < 2**31, got {rows}"
-    return reason or _missing(problem.framework)
+    return _missing(problem.framework)
 
 
 def decode_why_not(problem: Any) -> str | None:
@@ -66,41 +82,6 @@ def copies_why_not(
     if name not in DTYPES:
         return f"takes {', '.join(DTYPES)}, got {name}"
     return _missing(framework)
-
-
-@functools.cache  # every call asks, for every step
-def _why_not(
-    group: int,
-    D: int,
-    Dv: int,
-    block: int,
-    num_selected: int,
-    dtype: str,
-    capability: tuple[int, int],
-) -> str | None:
-    """`why_not` of the sizes that no length changes."""
-    if group > HEADS:
-        return f"takes up to {HEADS} query heads a key/value head, got {group}"
-    for name, width in (("D", D), ("Dv", Dv)):
-        if width > WIDTH:
-            return f"takes widths up to {WIDTH}, got {name}={width}"
-    if block > BLOCK:
-        return f"takes selection blocks up to {BLOCK}, got {block}"
-    if num_selected > SELECTED:
-        return f"takes up to {SELECTED} selected blocks, got {num_selected}"
-    itemsize = 4 if dtype == "float32" else 2
-    rows = min(power(group), 64)
-    tilings = [
-        choose(kernel, rows, 64, D, Dv, itemsize, capability) for kernel in ("forward", "dq")
-    ]
-    tilings += [choose("dkv", 64, 64, D, Dv, itemsize, capability)]
-    tilings += [scores_tiling(group, D, itemsize, capability)]
-    if None in tilings:
-        return (
-            f"takes widths and groups whose tiles fit in the shared memory of compute capability "
-            f"{capability}, got {dtype} with D={D}, Dv={Dv}, {group} query heads a key/value head"
-        )
-    return None
 
 
 @functools.cache

@@ -33,20 +33,21 @@ def gated_sum(
 
 
 @triton.jit
-def _store_delta(do_rows, out, delta_out, row, there, c):
-    """delta = rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
-    out_rows = load_rows(out, row, there, c.WIDTH).to(tl.float32)
-    sums = tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
-    tl.store(delta_out + row, sums, mask=there)
+def _deltas(do, outputs, results, count, c):
+    """delta = rowsum(dO * O) of each. Where an output is 0, as in padding, dO may be anything."""
+    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
+    there = row < count
+    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
+    for i in tl.static_range(len(outputs)):
+        out_rows = load_rows(outputs[i], row, there, c.WIDTH).to(tl.float32)
+        sums = tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
+        tl.store(results[i] + row, sums, mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
 def delta(do, out, count, delta_out, c: tl.constexpr):
     """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
-    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
-    there = row < count
-    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
-    _store_delta(do_rows, out, delta_out, row, there, c)
+    _deltas(do, (out,), (delta_out,), count, c)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -56,9 +57,5 @@ def deltas(
     compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
 ):  # fmt: skip
     """`delta` of the three branches, which share the reading of `do`."""
-    row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
-    there = row < count
-    do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
-    _store_delta(do_rows, compressed, compressed_delta, row, there, c)
-    _store_delta(do_rows, selected, selected_delta, row, there, c)
-    _store_delta(do_rows, sliding, sliding_delta, row, there, c)
+    results = compressed_delta, selected_delta, sliding_delta
+    _deltas(do, (compressed, selected, sliding), results, count, c)

@@ -24,6 +24,7 @@ from kernels_pallas.triton.rows import (
     load_columns,
     load_rows,
     pair_of,
+    raised,
     softmax_start,
     softmax_step,
     store_rows,
@@ -42,6 +43,20 @@ def entry_place(table, entry, mask, P, PER_PAGE):
 
 
 @triton.jit
+def _row_of(lengths, batch, M, c):
+    """Tokens of a row, and the position of its first query; negative: no row."""
+    length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
+    return length, tl.where(length > 0, length - c.QUERIES, -c.QUERIES)
+
+
+@triton.jit
+def _complete(position, c):
+    """Compressed tokens that a query sees."""
+    complete = tl.maximum(position - c.COMPRESS_BLOCK + 1, -c.COMPRESS_STRIDE)
+    return (complete + c.COMPRESS_STRIDE) // c.COMPRESS_STRIDE
+
+
+@triton.jit
 def _scales(scale, place, head, mask, c, PER_PAGE):
     """Of tokens of one head, `[P, HEADS, PER_PAGE]`."""
     at = (place // PER_PAGE * c.HEADS + head) * PER_PAGE + place % PER_PAGE
@@ -49,13 +64,25 @@ def _scales(scale, place, head, mask, c, PER_PAGE):
 
 
 @triton.jit
-def load_values(value, scale, like, place, head, mask, c, PER_PAGE):
-    """`[keys, columns]` in the dtype of `like`."""
-    values = load_rows(value, place * c.HEADS + head, mask, c.VALUE_WIDTH)
+def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
+    """Of the entries at `place`, base 2, and their values, of which each may have scales.
+
+    Args:
+      arrays: keys and values, and the scales of both.
+    """
+    key, value, key_scale, value_scale = arrays
+    at = place * c.HEADS + head
+    keys = load_columns(key, at, mask, c.WIDTH)
+    if FP8_KEYS:
+        keys = keys.to(rows.dtype)
+    values = load_rows(value, at, mask, c.VALUE_WIDTH)
     if c.FP8:
-        scales = _scales(scale, place, head, mask, c, PER_PAGE)
-        values = (values.to(tl.float32) * scales[:, None]).to(like.dtype)
-    return values
+        scales = _scales(value_scale, place, head, mask, c, PER_PAGE)
+        values = (values.to(tl.float32) * scales[:, None]).to(rows.dtype)
+    logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
+    if FP8_KEYS:
+        logits *= _scales(key_scale, place, head, mask, c, PER_PAGE)[None, :]
+    return logits, values
 
 
 @triton.jit
@@ -63,26 +90,15 @@ def _split_walk(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`.
-
-    Args:
-      arrays: keys and values, and the scales of both.
-    """
-    key, value, key_scale, value_scale = arrays
+    """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`."""
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for block in range(begin, end, c.KEYS):
         at = block + tl.arange(0, c.KEYS)
         inner = at < end
         place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE)
-        keys = load_columns(key, place * c.HEADS + head, inner, c.WIDTH)
-        if FP8_KEYS:
-            keys = keys.to(rows.dtype)
-        of_values = value, value_scale, rows, place, head, inner
-        values = load_values(*of_values, c, PER_PAGE)
-        logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
-        if FP8_KEYS:
-            logits *= _scales(key_scale, place, head, inner, c, PER_PAGE)[None, :]
+        of_block = rows, arrays, place, head, inner, scale
+        logits, values = _logits(*of_block, c, PER_PAGE, FP8_KEYS)
         seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
         logits = tl.where(seen & inner[None, :], logits, NEGATIVE_INFINITY)
         if KEPT:
@@ -130,8 +146,8 @@ def partials(
         for i in tl.static_range(QUERIES):
             tl.store(counters + pair * QUERIES + i, 0)
 
-    length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
-    position = tl.where(length > 0, length - c.QUERIES, -c.QUERIES) + number // c.GROUP
+    length, first_position = _row_of(lengths, batch, M, c)
+    position = first_position + number // c.GROUP
     there = real & (position >= 0)
     row = (batch * c.QUERIES + number // c.GROUP) * (c.HEADS * c.GROUP)
     row = row + head * c.GROUP + number % c.GROUP
@@ -143,8 +159,7 @@ def partials(
     logits_at = logits + (pair * ALL + number) * candidates
     of_rows = rows, table, head, P, scale, logits_at, there
     if split < splits:
-        complete = tl.maximum(position - c.COMPRESS_BLOCK + 1, -c.COMPRESS_STRIDE)
-        high = tl.where(there, (complete + c.COMPRESS_STRIDE) // c.COMPRESS_STRIDE, 0)
+        high = tl.where(there, _complete(position, c), 0)
         begin = split * c.SPLIT
         end = tl.minimum(begin + c.SPLIT, tl.max(high, axis=0))
         low = tl.full([c.ROWS], 0, tl.int32)
@@ -177,8 +192,7 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
         mask = real[:, None] & (split < end)[None, :]
         theirs = tl.load(maxima + at[:, None] + split[None, :], mask=mask, other=float("-inf"))
         parts = tl.load(sums + at[:, None] + split[None, :], mask=mask, other=0.0)
-        larger = tl.maximum(most, tl.max(theirs, axis=1))
-        base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+        larger, base = raised(most, tl.max(theirs, axis=1))
         total *= tl.exp2(most - base)
         total += tl.sum(parts * tl.exp2(theirs - base[:, None]), axis=1)
         most = larger
@@ -294,11 +308,10 @@ def finish(
     row = token * (c.HEADS * c.GROUP) + head * c.GROUP + tl.minimum(number, c.GROUP - 1)
     rank = tl.arange(0, c.BEST)
 
-    length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
-    position = tl.where(length > 0, length - c.QUERIES, -c.QUERIES) + query_number
+    length, first_position = _row_of(lengths, batch, M, c)
+    position = first_position + query_number
     own = tl.where(position >= 0, position // c.PAGE, -1)
-    complete = tl.maximum(position - c.COMPRESS_BLOCK + 1, -c.COMPRESS_STRIDE)
-    seen = (complete + c.COMPRESS_STRIDE) // c.COMPRESS_STRIDE
+    seen = _complete(position, c)
     here = real & (number * 0 + position >= 0)
 
     statistics = pair * (c.QUERIES * c.GROUP) + query_number * c.GROUP
@@ -319,6 +332,7 @@ def finish(
 
     rows = load_rows(query, row, here, c.WIDTH)
     table = page_table + batch * M
+    selected = selected_key, selected_value, selected_key_scale, selected_value_scale
     state = softmax_start(c.GROUP_ROWS, columns(c.VALUE_WIDTH))
     STEPS: tl.constexpr = (c.PAGE + c.KEYS - 1) // c.KEYS
     A_PART: tl.constexpr = (c.N + c.PARTS - 1) // c.PARTS
@@ -331,14 +345,8 @@ def finish(
         key_at = tl.maximum(block, 0) * c.PAGE + inside
         inner = (inside < c.PAGE) & (key_at <= tl.where(block >= 0, position, -1))
         place = entry_place(table, key_at, inner, P, c.PAGE)
-        keys = load_columns(selected_key, place * c.HEADS + head, inner, c.WIDTH)
-        if c.FP8:
-            keys = keys.to(rows.dtype)
-        of_values = selected_value, selected_value_scale, rows, place, head, inner
-        values = load_values(*of_values, c, c.PAGE)
-        logit = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
-        if c.FP8:
-            logit *= _scales(selected_key_scale, place, head, inner, c, c.PAGE)[None, :]
+        of_block = rows, selected, place, head, inner, scale
+        logit, values = _logits(*of_block, c, c.PAGE, c.FP8)
         logit = tl.where(inner[None, :] & here[:, None], logit, NEGATIVE_INFINITY)
         state = softmax_step(logit, values, state, c)
 
@@ -364,6 +372,12 @@ def finish(
 
 
 @triton.jit
+def _handed(at, mask, other):
+    """What other programs wrote."""
+    return tl.load(at, mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
     """out = sum of what the parts added + gate * selected."""
     PARTS: tl.constexpr = c.PARTS
@@ -371,8 +385,7 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
-        theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
-        most = tl.maximum(most, theirs)
+        most = tl.maximum(most, _handed(part_maxima + at, real, float("-inf")))
     most = tl.where(most == NEGATIVE_INFINITY, 0.0, most)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
     acc = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
@@ -381,14 +394,11 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
     mask = real[:, None] & (column < c.VALUE_WIDTH)[None, :]
     for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
-        theirs = tl.load(part_maxima + at, mask=real, other=float("-inf"), cache_modifier=".cg")
-        share = tl.exp2(theirs - most)
-        total += share * tl.load(part_sums + at, mask=real, other=0.0, cache_modifier=".cg")
+        share = tl.exp2(_handed(part_maxima + at, real, float("-inf")) - most)
+        total += share * _handed(part_sums + at, real, 0.0)
         place = at[:, None] * c.VALUE_WIDTH + column[None, :]
-        acc += share[:, None] * tl.load(
-            part_outputs + place, mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        added += tl.load(part_added + place, mask=mask, other=0.0, cache_modifier=".cg")
+        acc += share[:, None] * _handed(part_outputs + place, mask, 0.0)
+        added += _handed(part_added + place, mask, 0.0)
     gate = _gate(gates, row, real, 1)
     empty = total == 0.0
     acc = acc * (gate / tl.where(empty, 1.0, total))[:, None]

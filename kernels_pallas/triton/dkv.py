@@ -60,27 +60,62 @@ def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
 
 
 @triton.jit
-def _no_sums(c):
-    """`sums` of `_step` before the first."""
+def _over_queries(
+    tile, arrays, lists, item, at, borders, stop, scale, head, c, LISTED
+):  # fmt: skip
+    """dk / scale and dv of a tile from the rows between the first and the last of four `borders`;
+    those between the second and the third see all of it.
+    """
     dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
     dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
-    return dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
+    sums = dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
+    for part in tl.static_range(3):
+        sums = _walk(
+            tile, arrays, lists, item, at, borders[part], borders[part + 1], stop, scale, sums,
+            head, c, part != 1, LISTED,
+        )  # fmt: skip
+    return sums[0], sums[1]
 
 
 @triton.jit
-def _interval_walk(
-    tile, arrays, first, last, item, at, begin, end, stop, scale, sums, head, c, MASKED
+def _walk(
+    tile, arrays, lists, item, at, begin, end, stop, scale, sums, head, c, MASKED, LISTED
 ):
+    """`_step` over query rows of the tokens from `item` on, or if `LISTED` of the entries of a
+    query list.
+
+    Args:
+      lists: first, last; or order, indices, position, key_start.
+      at: keys of the array.
+    """
     for start in range(begin, end, c.ROWS):
         row = start + tl.arange(0, c.ROWS)
-        token = item + row // c.GROUP
-        there = row < stop
-        seen = there[None, :]
-        if MASKED:
-            low = tl.load(first + token, mask=there, other=0)
-            high = tl.load(last + token, mask=there, other=0)
-            there &= low < high
-            seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
+        if LISTED:
+            order, indices, position, key_start = lists
+            there = row < stop
+            entry = tl.load(order + row // c.GROUP, mask=there, other=0)
+            token = item + entry // (c.N * c.COPIES)
+            seen = there[None, :]
+            if MASKED:
+                begins = tl.load(key_start + token)
+                ends = begins + tl.load(position + token) + 1
+                seen = at[:, None] < ends[None, :]
+                if c.COPIES == 2:
+                    slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
+                    begins += tl.load(indices + slot) * c.BLOCK
+                    seen &= (at[:, None] >= begins[None, :]) & (
+                        at[:, None] < (begins + c.BLOCK)[None, :]
+                    )
+        else:
+            first, last = lists
+            token = item + row // c.GROUP
+            there = row < stop
+            seen = there[None, :]
+            if MASKED:
+                low = tl.load(first + token, mask=there, other=0)
+                high = tl.load(last + token, mask=there, other=0)
+                there &= low < high
+                seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
         sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
     return sums
 
@@ -124,14 +159,11 @@ def of_intervals(
     tail = tl.minimum(tl.load(edges + 3) * c.GROUP, stop)
     tail = tl.maximum(tail - plain, 0) // c.ROWS * c.ROWS + plain
     arrays = query, do, lse, delta, gate, dlse
-    sums = _no_sums(c)
     borders = start, plain, tail, last_row
-    for part in tl.static_range(3):
-        sums = _interval_walk(
-            (keys, values), arrays, first, last, batch * T, at, borders[part],
-            borders[part + 1], stop, scale, sums, head, c, part != 1,
-        )  # fmt: skip
-    dk, dv, _, _ = sums
+    dk, dv = _over_queries(
+        (keys, values), arrays, (first, last), batch * T, at, borders, stop, scale, head, c,
+        False,
+    )  # fmt: skip
     dk *= scale_dk
     if c.DIRECT:
         row = beyond
@@ -140,31 +172,6 @@ def of_intervals(
         inner = inside >= 0
     store_rows(dk_out, row, dk, inner, c.WIDTH)
     store_rows(dv_out, row, dv, inner, c.VALUE_WIDTH)
-
-
-@triton.jit
-def _list_walk(
-    tile, arrays, order, indices, position, key_start, item, at, begin, end, stop, scale, sums,
-    head, c, MASKED,
-):  # fmt: skip
-    for start in range(begin, end, c.ROWS):
-        row = start + tl.arange(0, c.ROWS)
-        there = row < stop
-        entry = tl.load(order + row // c.GROUP, mask=there, other=0)
-        token = item + entry // (c.N * c.COPIES)
-        seen = there[None, :]
-        if MASKED:
-            begins = tl.load(key_start + token)
-            ends = begins + tl.load(position + token) + 1
-            seen = at[:, None] < ends[None, :]
-            if c.COPIES == 2:
-                slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
-                begins += tl.load(indices + slot) * c.BLOCK
-                seen &= (at[:, None] >= begins[None, :]) & (
-                    at[:, None] < (begins + c.BLOCK)[None, :]
-                )
-        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
-    return sums
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
@@ -215,15 +222,12 @@ def of_blocks(
         plain = tl.minimum(plain, last_row)
         tail = tl.maximum(stop - plain, 0) // c.ROWS * c.ROWS + plain
         arrays = query, do, lse, delta, gate, dlse
-        sums = _no_sums(c)
         order += list_row * entries
         borders = begin, plain, tail, last_row
-        for walk in tl.static_range(3):
-            sums = _list_walk(
-                (keys, values), arrays, order, indices, position, key_start, batch * T, at,
-                borders[walk], borders[walk + 1], stop, scale, sums, head, c, walk != 1,
-            )  # fmt: skip
-        dk, dv, _, _ = sums
+        lists = order, indices, position, key_start
+        dk, dv = _over_queries(
+            (keys, values), arrays, lists, batch * T, at, borders, stop, scale, head, c, True
+        )  # fmt: skip
         row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)
         store_rows(dk_out, row, dk * scale_dk, inside >= 0, c.WIDTH)
         store_rows(dv_out, row, dv, inside >= 0, c.VALUE_WIDTH)

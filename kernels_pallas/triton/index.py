@@ -15,13 +15,8 @@ keys, or scores are added over heads; `paged_blocks.best` chooses then.
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import (
-    NEGATIVE_INFINITY,
-    load_all_columns,
-    load_columns,
-    load_rows,
-)
-from kernels_pallas.triton.scores import HIGHEST, pack_index
+from kernels_pallas.triton.rows import NEGATIVE_INFINITY, load_columns, load_rows
+from kernels_pallas.triton.scores import HIGHEST, pack_index, unpacked
 
 NOTHING = tl.constexpr(-(2**63))
 
@@ -43,10 +38,7 @@ def _walk(rows, key, at, begin, end, S, best, c, MASKED):
         scores = tl.full([c.ROWS, c.BEST], NEGATIVE_INFINITY, tl.float32)
         for i in range(0, c.BEST * PARTS):
             row = first * c.POOL + i * c.KEYS + inside
-            if MASKED:
-                keys = load_columns(key, row, row < S, c.WIDTH)
-            else:
-                keys = load_all_columns(key, row, c.WIDTH)
+            keys = load_columns(key, row, row < S if MASKED else None, c.WIDTH)
             product = tl.dot(rows, keys, input_precision=c.PRECISION)
             if MASKED:
                 seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
@@ -55,8 +47,7 @@ def _walk(rows, key, at, begin, end, S, best, c, MASKED):
             scores = tl.where((slot == i // PARTS)[None, :], tl.maximum(scores, top), scores)
         block = first + slot[None, :]
         forced = (block < c.NUM_INITIAL) | (block > own[:, None] - c.NUM_LOCAL)
-        order = tl.where(forced, HIGHEST, ordered(scores))
-        packed = pack_index(order, block)
+        packed = pack_index(tl.where(forced, HIGHEST, ordered(scores)), block)
         candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
         packed = tl.where(candidate, packed, NOTHING)
         best = tl.topk(tl.reshape(tl.join(best, packed), [c.ROWS, 2 * c.BEST]), c.BEST)
@@ -95,11 +86,8 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     borders = 0, plain, end
     for part in tl.static_range(2):
         best = _walk(rows, key, at, borders[part], borders[part + 1], S, best, c, part == 1)
+    found = unpacked(best, NOTHING + 1, c)
     rank = tl.arange(0, c.BEST)
-    found = -(best & HIGHEST).to(tl.int32) + HIGHEST
-    found = tl.where((best != NOTHING) & (rank < c.N)[None, :], found, HIGHEST)
-    found = tl.sort(found, dim=1)
-    found = tl.where(found == HIGHEST, -1, found)
     store = out + (place * c.N)[:, None] + rank[None, :]
     tl.store(store, found, mask=real[:, None] & (rank < c.N)[None, :])
 

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import (
-    LOG2E,
     NEGATIVE_INFINITY,
     columns,
+    in_base_2,
     load_columns,
     load_rows,
+    raised,
     store_rows,
 )
 
@@ -46,6 +47,12 @@ def _entries(order, at, end, COUNT, EACH):
     """The entries from `at` on, each `EACH` times; 0 past the end."""
     place = at + tl.arange(0, COUNT * EACH) // EACH
     return tl.load(order + place, mask=place < end, other=0)
+
+
+@triton.jit
+def _number(entry, batch, T, head, c):
+    """Of `[B, T, INDEX_HEADS]`."""
+    return (batch * T + entry // c.N) * c.INDEX_HEADS + head
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
@@ -82,22 +89,21 @@ def kl_targets(
         following = _entries(order, begin + c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
         entry = _entries(order, begin, end, c.TOKENS, 1)
         next_entry = _entries(order, begin + c.TOKENS, end, c.TOKENS, 1)
-        number = ((batch * T + mine // c.N) * c.INDEX_HEADS + head) * c.GROUP + member
+        number = _number(mine, batch, T, head, c) * c.GROUP + member
         natural = tl.load(lse + number, mask=member < c.GROUP, other=NEGATIVE_INFINITY)
         upto = tl.load(position + batch * T + entry // c.N)
         for at in range(begin, end, c.TOKENS):
-            later = ((batch * T + following // c.N) * c.INDEX_HEADS + head) * c.GROUP + member
+            later = _number(following, batch, T, head, c) * c.GROUP + member
             next_natural = tl.load(lse + later, mask=member < c.GROUP, other=NEGATIVE_INFINITY)
             next_upto = tl.load(position + batch * T + next_entry // c.N)
             following = _entries(order, at + 2 * c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
             next_entry = _entries(order, at + 2 * c.TOKENS, end, c.TOKENS, 1)
             entry = _entries(order, at, end, c.TOKENS, 1)
-            chosen = _entries(order, at, end, c.TOKENS, c.GROUP_ROWS) // c.N
-            number = ((batch * T + chosen) * c.INDEX_HEADS + head) * c.GROUP + member
+            chosen = _entries(order, at, end, c.TOKENS, c.GROUP_ROWS)
+            number = _number(chosen, batch, T, head, c) * c.GROUP + member
             real = (at + row // c.GROUP_ROWS < end) & (member < c.GROUP)
             rows = load_columns(query, number, real, c.WIDTH)
-            # Of what sees nothing every probability is exp2(-inf).
-            lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
+            lse_log2 = in_base_2(natural)
             here = at + tl.arange(0, c.TOKENS) < end
             item = batch * T + entry // c.N
 
@@ -137,18 +143,17 @@ def kl_entries(
         step = tl.arange(0, c.ROWS)
         entry = _entries(order, begin, end, c.ROWS, 1)
         following = _entries(order, begin + c.ROWS, end, c.ROWS, 1)
-        to = ((batch * T + entry // c.N) * c.INDEX_HEADS + head) * c.N + entry % c.N
+        to = _number(entry, batch, T, head, c) * c.N + entry % c.N
         kept = load_rows(targets, to, begin + step < end, c.BLOCK)
         upto = tl.load(position + batch * T + entry // c.N)
         for at in range(begin, end, c.ROWS):  # asked for ahead as in `kl_targets`
-            item = batch * T + following // c.N
-            later = (item * c.INDEX_HEADS + head) * c.N + following % c.N
+            later = _number(following, batch, T, head, c) * c.N + following % c.N
             next_kept = load_rows(targets, later, at + c.ROWS + step < end, c.BLOCK)
-            next_upto = tl.load(position + item)
+            next_upto = tl.load(position + batch * T + following // c.N)
             after = _entries(order, at + 2 * c.ROWS, end, c.ROWS, 1)
             here = at + step < end
             chosen = _entries(order, at, end, c.ROWS, 1)
-            number = (batch * T + chosen // c.N) * c.INDEX_HEADS + head
+            number = _number(chosen, batch, T, head, c)
             rows = load_rows(index_query, number, here, c.WIDTH)
             to = number * c.N + chosen % c.N
             t = kept.to(tl.float32)
@@ -196,8 +201,7 @@ def kl_loss(
         there = _listed(indices, position, number, real, c, slot)
         at = number * c.N + slot
         theirs = tl.load(maxima + at, mask=there, other=NEGATIVE_INFINITY)
-        larger = tl.maximum(top, theirs)
-        base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+        larger, base = raised(top, theirs)
         part = tl.load(sums + at, mask=there, other=0.0)
         total = total * tl.exp(top - base) + part * tl.exp(theirs - base)
         whole += tl.load(masses + at, mask=there, other=0.0)

@@ -11,17 +11,13 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import (
-    NEGATIVE_INFINITY,
-    columns,
-    load_all_columns,
-    load_all_rows,
-    load_columns,
+    add,
     load_rows,
-    logits_gradient,
+    load_tile,
     pair_of,
-    row_statistics,
-    softmax_start,
-    softmax_step,
+    product,
+    rows_back,
+    start,
     store_attention,
     store_dq,
 )
@@ -46,10 +42,13 @@ def _tile(first, last, T, c):
 
 
 @triton.jit
-def _borders(low, high, S, c):
-    """The exact range of keys that some row sees, and its blocks: masked from `begin` to
-    `plain`, seen by all rows to `tail`, masked to `end`.
+def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
+    """The loop over the keys that some row sees: blocks are masked up to `plain`, seen by all rows
+    to `tail`, and masked to `end`. Returns the state of `rows.start` after it.
     """
+    origin = batch * S * c.HEADS + head
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
     sees = low < high
     least = tl.min(tl.where(sees, low, S), axis=0)
     beyond = tl.max(tl.where(sees, high, 0), axis=0)
@@ -58,31 +57,33 @@ def _borders(low, high, S, c):
     plain = (tl.max(low, axis=0) + c.KEYS - 1) // c.KEYS * c.KEYS
     plain = tl.minimum(tl.maximum(plain, begin), end)
     tail = tl.maximum(tl.min(high, axis=0) // c.KEYS * c.KEYS, plain)
-    return least, beyond, (begin, plain, tl.minimum(tail, end), end)
+    borders = begin, plain, tl.minimum(tail, end), end
+    state = start(c, BACK)
+    for part in tl.static_range(3):
+        state = _walk(
+            rows, key, value, (low, high, least, beyond), borders[part], borders[part + 1],
+            scale, state, c, part != 1, BACK,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit
-def _forward_walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED):
-    """`bounds`: of each row, and of all that some row sees; `state`: of `softmax_step`."""
+def _walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED, BACK):
     low, high, least, beyond = bounds
     inside = tl.arange(0, c.KEYS)
     for block in range(begin, end, c.KEYS):
         skip = tl.cast(block, tl.int64) * c.HEADS
         keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
+        inner, seen = None, None
         if MASKED:
             at = block + inside
             inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
-            values = load_rows(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
-        else:
-            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
-            values = load_all_rows(values_at, inside * c.HEADS, c.VALUE_WIDTH)
-        logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
+        tile = load_tile(keys_at, values_at, 0, inside * c.HEADS, inner, c, BACK)
+        products = product(rows, tile, scale, c, BACK)
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-            logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        state = softmax_step(logits, values, state, c)
+        state = add(state, products, seen, tile, c, BACK)
     return state
 
 
@@ -101,41 +102,8 @@ def forward(
     """
     batch, head, row, there, low, high = _tile(first, last, T, c)
     rows = load_rows(query, row, low < high, c.WIDTH)
-    origin = batch * S * c.HEADS + head
-    key += origin * c.WIDTH
-    value += origin * c.VALUE_WIDTH
-    least, beyond, borders = _borders(low, high, S, c)
-    bounds = low, high, least, beyond
-    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
-    for part in tl.static_range(3):
-        start, stop = borders[part], borders[part + 1]
-        of_part = rows, key, value, bounds, start, stop, scale, state
-        state = _forward_walk(*of_part, c, part != 1)
+    state = _attend(rows, key, value, batch, head, low, high, S, scale, c, False)
     store_attention(out, lse, gate, added, row, there, state, c)
-
-
-@triton.jit
-def _dq_walk(rows, do_rows, key, value, bounds, begin, end, scale, statistics, acc, c, MASKED):
-    low, high, least, beyond = bounds
-    inside = tl.arange(0, c.KEYS)
-    for block in range(begin, end, c.KEYS):
-        skip = tl.cast(block, tl.int64) * c.HEADS
-        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
-        if MASKED:
-            at = block + inside
-            inner = (at >= least) & (at < beyond)
-            keys = load_columns(keys_at, inside * c.HEADS, inner, c.WIDTH)
-            values = load_columns(values_at, inside * c.HEADS, inner, c.VALUE_WIDTH)
-        else:
-            keys = load_all_columns(keys_at, inside * c.HEADS, c.WIDTH)
-            values = load_all_columns(values_at, inside * c.HEADS, c.VALUE_WIDTH)
-        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c)
-        if MASKED:
-            at = block + inside
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-            ds = tl.where(seen, ds, 0.0)
-        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=c.PRECISION)
-    return acc
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
@@ -154,18 +122,6 @@ def dq(
       out: `[B, T, H, WIDTH]`: dq + added.
     """
     batch, head, row, there, low, high = _tile(first, last, T, c)
-    sees = low < high
-    rows = load_rows(query, row, sees, c.WIDTH)
-    do_rows = load_rows(do, row, sees, c.VALUE_WIDTH)
-    statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
-    origin = batch * S * c.HEADS + head
-    key += origin * c.WIDTH
-    value += origin * c.VALUE_WIDTH
-    least, beyond, borders = _borders(low, high, S, c)
-    acc = tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
-    bounds = low, high, least, beyond
-    for part in tl.static_range(3):
-        start, stop = borders[part], borders[part + 1]
-        of_part = rows, do_rows, key, value, bounds, start, stop, scale, statistics, acc
-        acc = _dq_walk(*of_part, c, part != 1)
+    rows = rows_back(query, do, lse, delta, gate, dlse, row, low < high, c)
+    acc = _attend(rows, key, value, batch, head, low, high, S, scale, c, True)
     store_dq(out, added, row, there, acc, scale_dq, c)

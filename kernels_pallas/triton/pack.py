@@ -60,11 +60,16 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 
 @triton.jit
-def _owner(item, slots, heads, per_batch):
-    """Batch row and head of a range, by its place in the list."""
-    batch = item // per_batch
-    head = item // slots % heads
-    return batch.to(tl.int64), head.to(tl.int64)
+def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
+    """Of a part of a range: batch row and head, which its place in the list says, rows in the
+    range, columns, the rows' tokens, and which of these the array has.
+    """
+    batch, head = item // per_batch, item // slots % heads
+    row = part * c.ROWS + tl.arange(0, c.ROWS)
+    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
+    token = tl.load(start + item) + row
+    there = (token >= 0) & (token < tokens)
+    return batch.to(tl.int64), head.to(tl.int64), row, column, token, there
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
@@ -84,12 +89,11 @@ def gather_ranges(
       slots, per_batch: ranges of one (query, head) and of one batch row.
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    batch, head = _owner(item, slots, heads, per_batch)
-    row = part * c.ROWS + tl.arange(0, c.ROWS)
-    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
-    token = tl.load(start + item) + row
+    batch, head, row, column, token, there = _tile_of(
+        item, part, start, tokens, heads, slots, per_batch, c
+    )
     inside = row < tl.load(length + item)
-    there = inside & (token >= 0) & (token < tokens)
+    there &= inside
     wide = (column < c.WIDTH)[None, :]
     source += batch * source_batch + head * source_head
     source += (token * source_token)[:, None] + (column * source_column)[None, :]
@@ -142,11 +146,10 @@ def add_ranges(
       grad: `[rows, WIDTH]` with the strides `grad_*`; rows outside all ranges are not read.
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    batch, head = _owner(item, slots, heads, per_batch)
-    row = part * c.ROWS + tl.arange(0, c.ROWS)
-    column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
-    token = tl.load(start + item) + row
-    there = (row < tl.load(length + item)) & (token >= 0) & (token < tokens)
+    batch, head, row, column, token, there = _tile_of(
+        item, part, start, tokens, heads, slots, per_batch, c
+    )
+    there &= row < tl.load(length + item)
     mask = there[:, None] & (column < c.WIDTH)[None, :]
     grad += ((tl.load(place + item) + row) * grad_row)[:, None]
     grad += (column * grad_column)[None, :]
@@ -179,12 +182,10 @@ def sum_ranges(
     before = tl.load(block + entry - 1, mask=entry > 0, other=-1)
     if own != before:  # an empty range is never the first of a block
         item = tl.load(order + entry)
-        batch, head = _owner(item, slots, heads, per_batch)
-        row = part * c.ROWS + tl.arange(0, c.ROWS)
-        column = tl.program_id(1) * c.COLUMNS + tl.arange(0, c.COLUMNS)
+        batch, head, row, column, token, there = _tile_of(
+            item, part, start, tokens, heads, slots, per_batch, c
+        )
         wide = column < c.WIDTH
-        token = tl.load(start + item) + row
-        there = (token >= 0) & (token < tokens)
         columns = grad + (column * grad_column)[None, None, :]
         found = tl.full([c.ROWS, c.COLUMNS], 0, total.dtype.element_ty)
         reach = tl.load(length + item)

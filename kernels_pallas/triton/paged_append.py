@@ -66,23 +66,6 @@ def _store(rows, pages, scale, at, head, c, PER_PAGE, WIDTH, FP8):
 
 
 @triton.jit
-def _store_token(new, pages, scale, token, at, head, c, WIDTH):
-    """`pages[at] = new[token]` of one head."""
-    one = tl.arange(0, 1)
-    row = load_rows(new, token * c.HEADS + head + one, one == 0, WIDTH)
-    _store(row, pages, scale, at, head, c, c.PAGE, WIDTH, c.FP8)
-
-
-@triton.jit
-def _keep_token(new, recent, token, slot, position, head, c, WIDTH):
-    """The token to its row's ring."""
-    one = tl.arange(0, 1)
-    row = load_rows(new, token * c.HEADS + head + one, one == 0, WIDTH)
-    at = slot.to(tl.int64) * c.RING + position % c.RING
-    store_rows(recent, at * c.HEADS + head + one, row, one == 0, WIDTH)
-
-
-@triton.jit
 def _store_mean(
     new, raw, raw_scale, recent, compressed, compressed_scale, token, begin, slot, R, table,
     position, at, head, P, c, WIDTH, FP8_MEAN,
@@ -157,33 +140,36 @@ def append(
     if c.SLOTS:
         slot = tl.load(slots + row)
     new = selected_key, selected_value, sliding_key, sliding_value, raw_key, raw_value
-    selected_pages = selected_key_pages, selected_value_pages
-    sliding_pages = sliding_key_pages, sliding_value_pages
-    raw_pages = raw_key_pages, raw_value_pages
-    pages = selected_pages + sliding_pages + raw_pages
-    selected_scales = selected_key_scale, selected_value_scale
-    sliding_scales = sliding_key_scale, sliding_value_scale
-    raw_scales = raw_key_scale, raw_value_scale
-    scales = selected_scales + sliding_scales + raw_scales
-    widths: tl.constexpr = (c.WIDTH, c.VALUE_WIDTH)
-    raw, recent = (raw_key, raw_value), (recent_key, recent_value)
+    pages = (
+        selected_key_pages, selected_value_pages, sliding_key_pages, sliding_value_pages,
+        raw_key_pages, raw_value_pages,
+    )  # fmt: skip
+    scales = (
+        selected_key_scale, selected_value_scale, sliding_key_scale, sliding_value_scale,
+        raw_key_scale, raw_value_scale,
+    )  # fmt: skip
+    recent = recent_key, recent_value
     compressed_pages = compressed_key_pages, compressed_value_pages
+    widths: tl.constexpr = (c.WIDTH, c.VALUE_WIDTH)
+    one = tl.arange(0, 1)
+    mine = token * c.HEADS + head + one
     if c.WRITES & (page >= 0):
         at = page.to(tl.int64) * c.PAGE + position % c.PAGE
         for i in tl.static_range(6 if c.SEPARATE else 2):
-            of_token = new[i], pages[i], scales[i], token, at, head
-            _store_token(*of_token, c, widths[i % 2])
+            row = load_rows(new[i], mine, one == 0, widths[i % 2])
+            _store(row, pages[i], scales[i], at, head, c, c.PAGE, widths[i % 2], c.FP8)
         if c.MEANS:
             into = position - c.COMPRESS_BLOCK + 1
             if (into >= 0) & (into % c.COMPRESS_STRIDE == 0):
                 for i in tl.static_range(2):
-                    arrays = raw[i], raw_pages[i], raw_scales[i], recent[i]
-                    means = compressed_pages[i], compressed_value_scale
-                    of_window = token, begin, slot, R, table, position, at, head, P
-                    of_all = arrays + means + of_window
-                    _store_mean(*of_all, c, widths[i], c.FP8 if i else False)
+                    _store_mean(
+                        new[4 + i], pages[4 + i], scales[4 + i], recent[i],
+                        compressed_pages[i], compressed_value_scale, token, begin, slot, R,
+                        table, position, at, head, P, c, widths[i], c.FP8 if i else False,
+                    )  # fmt: skip
     if c.FP8 & c.KEEPS:
         if (page >= 0) & (position >= length - c.RING) & (slot >= 0) & (slot < R):
+            at = slot.to(tl.int64) * c.RING + position % c.RING
             for i in tl.static_range(2):
-                of_ring = raw[i], recent[i], token, slot, position, head
-                _keep_token(*of_ring, c, widths[i])
+                row = load_rows(new[4 + i], mine, one == 0, widths[i])
+                store_rows(recent[i], at * c.HEADS + head + one, row, one == 0, widths[i])

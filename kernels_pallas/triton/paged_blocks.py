@@ -24,6 +24,7 @@ from kernels_pallas.triton.rows import (
     columns,
     load_columns,
     load_rows,
+    raised,
     softmax_start,
     softmax_step,
     store_attention,
@@ -360,8 +361,7 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
     for part in range(c.PARTS):
         at = number * c.PARTS + part
         theirs = tl.load(maxima + at, mask=real, other=NEGATIVE_INFINITY)
-        larger = tl.maximum(top, theirs)
-        base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+        larger, base = raised(top, theirs)
         less, weight = tl.exp2(top - base), tl.exp2(theirs - base)
         total = total * less + tl.load(sums + at, mask=real, other=0.0) * weight
         rows = load_rows(outputs, at, real, c.VALUE_WIDTH)

@@ -30,12 +30,14 @@ def pair_of(pair, HEADS):
 
 @triton.jit
 def load_rows(array, row, mask, WIDTH):
-    """`[rows, columns]` of the `[.., WIDTH]` array; zeros where the mask is not set."""
+    """`[rows, columns]` of the `[.., WIDTH]` array; zeros where the mask is not set. None: all rows
+    are there.
+    """
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
-    if WIDTH == columns(WIDTH):
-        return tl.load(at, mask=mask[:, None], other=0.0)
-    return tl.load(at, mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if mask is not None:
+        mask = mask[:, None]
+    return _load(at, mask, (column < WIDTH)[None, :], WIDTH)
 
 
 @triton.jit
@@ -43,29 +45,18 @@ def load_columns(array, row, mask, WIDTH):
     """The transpose of `load_rows`: `[columns, rows]`."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[None, :] * WIDTH + column[:, None]
-    if WIDTH == columns(WIDTH):
-        return tl.load(at, mask=mask[None, :], other=0.0)
-    return tl.load(at, mask=mask[None, :] & (column < WIDTH)[:, None], other=0.0)
+    if mask is not None:
+        mask = mask[None, :]
+    return _load(at, mask, (column < WIDTH)[:, None], WIDTH)
 
 
 @triton.jit
-def load_all_rows(array, row, WIDTH):
-    """`load_rows` of rows that are all there."""
-    column = tl.arange(0, columns(WIDTH))
-    at = array + row[:, None] * WIDTH + column[None, :]
+def _load(at, mask, inside, WIDTH):
     if WIDTH == columns(WIDTH):
-        return tl.load(at)
-    return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_all_columns(array, row, WIDTH):
-    """`load_columns` of rows that are all there."""
-    column = tl.arange(0, columns(WIDTH))
-    at = array + row[None, :] * WIDTH + column[:, None]
-    if WIDTH == columns(WIDTH):
-        return tl.load(at)
-    return tl.load(at, mask=(column < WIDTH)[:, None], other=0.0)
+        inside = mask
+    elif mask is not None:
+        inside = mask & inside
+    return tl.load(at, mask=inside, other=None if inside is None else 0.0)
 
 
 @triton.jit
@@ -88,6 +79,13 @@ def softmax_start(ROWS, COLUMNS):
 
 
 @triton.jit
+def raised(most, theirs):
+    """The greater of two maxima, and the same for exponents: 0 where nothing is seen."""
+    larger = tl.maximum(most, theirs)
+    return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+
+
+@triton.jit
 def softmax_step(logits, values, state, c):
     """One step of the online softmax over base-2 logits `[rows, keys]`, -inf: not seen.
 
@@ -95,8 +93,7 @@ def softmax_step(logits, values, state, c):
     O' = O exp2(m - m') + P V
     """
     most, total, acc = state
-    larger = tl.maximum(most, tl.max(logits, axis=1))
-    base = tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
+    larger, base = raised(most, tl.max(logits, axis=1))
     probs = tl.exp2(logits - base[:, None])
     less = tl.exp2(most - base)
     total = total * less + tl.sum(probs, axis=1)
@@ -124,15 +121,56 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 
 
 @triton.jit
-def logits_gradient(rows, do_rows, keys, values, statistics, scale, c):
-    """dS = P * (g dP - (g delta - dlse)), `[rows, keys]`, of keys and values `[columns, keys]`;
-    `statistics`: of `row_statistics`.
+def start(c, BACK):
+    """The sums of a query-stationary loop before its first tile of keys: the state of
+    `softmax_step`, or if `BACK` dq without the scale, the sum of dS K.
     """
-    lse_log2, gates, shift = statistics
-    logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
-    probs = tl.exp2(logits - lse_log2[:, None])
-    dp = tl.dot(do_rows, values, input_precision=c.PRECISION)
-    return probs * (dp * gates[:, None] - shift[:, None])
+    if BACK:
+        return tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
+    else:
+        return softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
+
+
+@triton.jit
+def load_tile(key, value, skip, at, inner, c, BACK):
+    """Keys and values of a tile, at `skip + at`, the latter as their product wants them."""
+    keys = load_columns(key + skip * c.WIDTH, at, inner, c.WIDTH)
+    if BACK:
+        values = load_columns(value + skip * c.VALUE_WIDTH, at, inner, c.VALUE_WIDTH)
+    else:
+        values = load_rows(value + skip * c.VALUE_WIDTH, at, inner, c.VALUE_WIDTH)
+    return keys, values
+
+
+@triton.jit
+def product(rows, tile, scale, c, BACK):
+    """S = scale Q K^T, base 2; if `BACK` dS = P * (g dP - (g delta - dlse)). `rows`: of the query,
+    or of `rows_back`.
+    """
+    keys, values = tile
+    if BACK:
+        query_rows, do_rows, lse_log2, gates, shift = rows
+        logits = tl.dot(query_rows, keys, input_precision=c.PRECISION) * scale
+        probs = tl.exp2(logits - lse_log2[:, None])
+        dp = tl.dot(do_rows, values, input_precision=c.PRECISION)
+        return probs * (dp * gates[:, None] - shift[:, None])
+    else:
+        return tl.dot(rows, keys, input_precision=c.PRECISION) * scale
+
+
+@triton.jit
+def add(state, products, seen, tile, c, BACK):
+    """`state` of `start` with a tile of keys, `products` of which are masked by `seen`, where this
+    is not None.
+    """
+    keys, values = tile
+    if seen is not None:
+        products = tl.where(seen, products, 0.0 if BACK else NEGATIVE_INFINITY)
+    if BACK:
+        ds = products.to(keys.dtype)
+        return tl.dot(ds, tl.trans(keys), state, input_precision=c.PRECISION)
+    else:
+        return softmax_step(products, values, state, c)
 
 
 @triton.jit
@@ -145,13 +183,18 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 
 @triton.jit
+def in_base_2(lse):
+    """+inf where nothing is seen: there every probability exp2(S - lse) is 0."""
+    return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
+
+
+@triton.jit
 def row_statistics(lse, delta, gate, dlse, row, mask, c):
     """lse_log2, g and g * delta - dlse of each row: dS = P * (g * dP - (g * delta - dlse)).
 
     Rows that see nothing: lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
     """
-    natural = tl.load(lse + row, mask=mask, other=float("-inf"))
-    log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
+    log2 = in_base_2(tl.load(lse + row, mask=mask, other=float("-inf")))
     shift = tl.load(delta + row, mask=mask, other=0.0)
     scale = tl.full(shift.shape, 1.0, tl.float32)
     if c.GATED:
@@ -160,3 +203,12 @@ def row_statistics(lse, delta, gate, dlse, row, mask, c):
     if c.LSE_GRAD:
         shift -= tl.load(dlse + row, mask=mask, other=0.0)
     return log2, scale, shift
+
+
+@triton.jit
+def rows_back(query, do, lse, delta, gate, dlse, row, mask, c):
+    """Of the query and of dO, and their `row_statistics`."""
+    rows = load_rows(query, row, mask, c.WIDTH)
+    do_rows = load_rows(do, row, mask, c.VALUE_WIDTH)
+    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, mask, c)
+    return rows, do_rows, lse_log2, gates, shift

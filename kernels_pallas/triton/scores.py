@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import (
-    LOG2E,
-    NEGATIVE_INFINITY,
-    load_all_rows,
+    in_base_2,
     load_columns,
     load_rows,
     pair_of,
@@ -44,6 +42,16 @@ def pack_scores(score, block, own, c):
 
 
 @triton.jit
+def unpacked(best, least, c):
+    """The blocks of the candidates `best` from `least` on, ascending, -1 behind them."""
+    rank = tl.arange(0, c.BEST)
+    found = -(best & HIGHEST).to(tl.int32) + HIGHEST
+    found = tl.where((best >= least) & (rank < c.N)[None, :], found, HIGHEST)
+    found = tl.sort(found, dim=1)
+    return tl.where(found == HIGHEST, -1, found)
+
+
+@triton.jit
 def _walk(
     rows, key, lse_log2, low, high, base, own, begin, end, keys_end, scale, carried, best, c,
     MASKED,
@@ -58,11 +66,10 @@ def _walk(
     weight = tl.where(token < c.RATIO, tl.minimum(-token + c.RATIO, c.COVER), 0).to(tl.float32)
     for first in range(begin, end, c.BLOCKS):
         keys_at = key + tl.cast(first, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
+        inner = None
         if MASKED or c.RATIO != c.RATIO_ROWS:
             inner = (phase < c.RATIO) & (first * c.RATIO + place < keys_end)
-            keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
-        else:
-            keys = load_all_rows(keys_at, place * c.HEADS, c.WIDTH)
+        keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
         logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
         probs = tl.exp2(logits - lse_log2[None, :])
         if MASKED or c.RATIO != c.RATIO_ROWS:
@@ -129,9 +136,7 @@ def best_blocks(
     sees = real & (low < high)
     row = item_of * (c.HEADS * c.GROUP) + head * c.GROUP + head_of
     rows = load_columns(query, row, sees, c.WIDTH)
-    natural = tl.load(lse + row, mask=sees, other=float("-inf"))
-    # Of what sees nothing every probability is exp2(-inf).
-    lse_log2 = tl.where(natural == NEGATIVE_INFINITY, float("inf"), natural * LOG2E)
+    lse_log2 = in_base_2(tl.load(lse + row, mask=sees, other=float("-inf")))
 
     begin = tl.min(begins, axis=0)
     end = tl.max(begins + own + 1, axis=0)
@@ -151,10 +156,7 @@ def best_blocks(
             rows, key, lse_log2, low, high, begins, own, borders[part], borders[part + 1],
             count, scale, carried, best, c, part == 1,
         )  # fmt: skip
+    found = unpacked(best, 0, c)
     rank = tl.arange(0, c.BEST)
-    found = -(best & HIGHEST).to(tl.int32) + HIGHEST
-    found = tl.where((best >= 0) & (rank < c.N)[None, :], found, HIGHEST)
-    found = tl.sort(found, dim=1)
-    found = tl.where(found == HIGHEST, -1, found)
     place = out + ((item * c.HEADS + head) * c.N)[:, None] + rank[None, :]
     tl.store(place, found, mask=(token < T)[:, None] & (rank < c.N)[None, :])

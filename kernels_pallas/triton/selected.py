@@ -12,15 +12,13 @@ import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import (
-    NEGATIVE_INFINITY,
-    columns,
-    load_columns,
+    add,
     load_rows,
-    logits_gradient,
+    load_tile,
     pair_of,
-    row_statistics,
-    softmax_start,
-    softmax_step,
+    product,
+    rows_back,
+    start,
     store_attention,
     store_dq,
 )
@@ -114,47 +112,45 @@ def _tile(position, key_start, T, c):
 
 
 @triton.jit
-def _lists_of(place, arrays, c):
-    """Of a tile: where its sequence begins, its block list and the length of it, and where the
-    blocks begin that each row chose, `[ROWS, SLOTS]`, which one token's rows do not read.
+def _attend(
+    rows, key, value, indices, key_start, lists, counts, at_tile, T, S, scale, c, BACK
+):  # fmt: skip
+    """The loop over a tile's block list, or a token's blocks. Returns the state of `rows.start`
+    after it.
     """
-    token, tile, item, there, head = place
-    indices, key_start, lists, counts = arrays
+    tile, batch, head, item, there, end = at_tile
+    origin = batch * S * c.HEADS + head
+    key += origin * c.WIDTH
+    value += origin * c.VALUE_WIDTH
+    beyond = tl.minimum(tl.max(end, axis=0), S)
+    state = start(c, BACK)
+    begin, chosen = 0, None
     if c.TOKENS == 1:
-        start = tl.load(key_start + token)
+        token = batch * T + tile % T
+        begin = tl.load(key_start + token)
         lists = indices + (token * c.HEADS + head) * c.N
         count = c.N
-        chosen = item[:, None]
     else:
-        start = 0
         lists += tl.cast(tile, tl.int64) * c.ENTRIES
         count = tl.load(counts + tile)
         chosen = _starts(indices, key_start, item, there, head, c)
-    return start, lists, count, chosen
-
-
-@triton.jit
-def _block(lists, i, start, beyond, c):
-    """Of step i: the first key of its block, its keys in the block, which may lie behind it, and in
-    the sequence, and which of them there are.
-    """
-    found = tl.load(lists + i // c.PARTS)
-    if c.TOKENS == 1:
-        there = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
-        found = tl.where(there, start + found * c.BLOCK, NONE - c.BLOCK)
-    inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
-    at = found + inside
-    return found, inside, at, (inside < c.BLOCK) & (at < beyond) & (at >= 0)
-
-
-@triton.jit
-def _seen(found, at, inner, end, chosen, c):
-    """Which of the keys of the block `found` each row sees."""
-    seen = inner[None, :] & (at[None, :] < end[:, None])
-    if c.TOKENS > 1:
-        row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
-        seen &= (row_mask > 0)[:, None]
-    return seen
+    for i in range(count * c.PARTS):
+        found = tl.load(lists + i // c.PARTS)
+        if c.TOKENS == 1:
+            some = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
+            found = tl.where(some, begin + found * c.BLOCK, NONE - c.BLOCK)
+        inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
+        at = found + inside  # may lie behind the block
+        inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
+        skip = tl.cast(found, tl.int64) * c.HEADS
+        block = load_tile(key, value, skip, inside * c.HEADS, inner, c, BACK)
+        products = product(rows, block, scale, c, BACK)
+        seen = inner[None, :] & (at[None, :] < end[:, None])
+        if c.TOKENS > 1:  # rows of other tokens
+            row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
+            seen &= (row_mask > 0)[:, None]
+        state = add(state, products, seen, block, c, BACK)
+    return state
 
 
 @triton.jit(do_not_specialize=["T", "S", "scale"])
@@ -172,23 +168,10 @@ def forward(
     """
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = load_rows(query, row, end > 0, c.WIDTH)
-    origin = batch * S * c.HEADS + head
-    key += origin * c.WIDTH
-    value += origin * c.VALUE_WIDTH
-    beyond = tl.minimum(tl.max(end, axis=0), S)
-    state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
-    place = batch * T + tile % T, tile, item, there, head
-    arrays = indices, key_start, lists, counts
-    start, lists, count, chosen = _lists_of(place, arrays, c)
-    for i in range(count * c.PARTS):
-        found, inside, at, inner = _block(lists, i, start, beyond, c)
-        skip = tl.cast(found, tl.int64) * c.HEADS
-        keys = load_columns(key + skip * c.WIDTH, inside * c.HEADS, inner, c.WIDTH)
-        values = load_rows(value + skip * c.VALUE_WIDTH, inside * c.HEADS, inner, c.VALUE_WIDTH)
-        logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
-        seen = _seen(found, at, inner, end, chosen, c)
-        logits = tl.where(seen, logits, NEGATIVE_INFINITY)
-        state = softmax_step(logits, values, state, c)
+    of_tile = tile, batch, head, item, there, end
+    state = _attend(
+        rows, key, value, indices, key_start, lists, counts, of_tile, T, S, scale, c, False
+    )  # fmt: skip
     store_attention(out, lse, gate, added, row, there, state, c)
 
 
@@ -201,27 +184,9 @@ def dq(
 ):  # fmt: skip
     """Programs as of `forward`; do, lse, delta, gate, dlse, added, out as of `interval.dq`."""
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
-    sees = end > 0
-    rows = load_rows(query, row, sees, c.WIDTH)
-    do_rows = load_rows(do, row, sees, c.VALUE_WIDTH)
-    statistics = row_statistics(lse, delta, gate, dlse, row, sees, c)
-    origin = batch * S * c.HEADS + head
-    key += origin * c.WIDTH
-    value += origin * c.VALUE_WIDTH
-    beyond = tl.minimum(tl.max(end, axis=0), S)
-    acc = tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
-    place = batch * T + tile % T, tile, item, there, head
-    arrays = indices, key_start, lists, counts
-    start, lists, count, chosen = _lists_of(place, arrays, c)
-    for i in range(count * c.PARTS):
-        found, inside, at, inner = _block(lists, i, start, beyond, c)
-        skip = tl.cast(found, tl.int64) * c.HEADS
-        keys = load_columns(key + skip * c.WIDTH, inside * c.HEADS, inner, c.WIDTH)
-        values = load_columns(
-            value + skip * c.VALUE_WIDTH, inside * c.HEADS, inner, c.VALUE_WIDTH
-        )
-        ds = logits_gradient(rows, do_rows, keys, values, statistics, scale, c)
-        seen = _seen(found, at, inner, end, chosen, c)
-        ds = tl.where(seen, ds, 0.0)
-        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=c.PRECISION)
+    rows = rows_back(query, do, lse, delta, gate, dlse, row, end > 0, c)
+    of_tile = tile, batch, head, item, there, end
+    acc = _attend(
+        rows, key, value, indices, key_start, lists, counts, of_tile, T, S, scale, c, True
+    )  # fmt: skip
     store_dq(out, added, row, there, acc, scale_dq, c)

@@ -70,48 +70,42 @@ def _normed(x, norm, eps, WIDTH):
 
 
 @triton.jit
-def _split(
-    projection, heads, norm, eps, angles, there, turning, inside, row, WIDTH, TURN, NORMS
-):
+def _head(
+    projection, heads, mean, given, norm, eps, partial, angles, there, turning, inside, row,
+    mean_row, WIDTH, TURN, GROUP, NORMS, BACK,
+):  # fmt: skip
     """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, turned where
     `turning`.
+
+    Back, with a part of the mean's gradient where a mean was made of `GROUP` heads. `given` is the
+    projection that was split, `partial` the place of this program's dw.
     """
     column = tl.arange(0, columns(WIDTH))
-    mask = there[:, None] & (column < WIDTH)[None, :]
-    x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
-    if NORMS:
-        x = _normed(x.to(tl.float32), norm, eps, WIDTH)
-    if TURN:
-        x = _turned(x.to(tl.float32), angles, turning, WIDTH)
-    store_rows(heads, row, x, there, WIDTH)
-
-
-@triton.jit
-def _join(
-    projection, heads, mean, given, norm, eps, partial, angles, there, turning, inside, row,
-    mean_row, WIDTH, TURN, GROUP, NORMS,
-):  # fmt: skip
-    """The way back, with a part of the mean's gradient where a mean was made of `GROUP` heads.
-
-    `given` is the projection that was split, `partial` the place of this program's dw.
-    """
-    x = load_rows(heads, row, there, WIDTH).to(tl.float32)
-    if GROUP > 0:
-        x += load_rows(mean, mean_row, there, WIDTH).to(tl.float32) / GROUP
-    if TURN:
-        x = _turned(x, angles, turning, WIDTH)
-    column = tl.arange(0, columns(WIDTH))
-    mask = there[:, None] & (column < WIDTH)[None, :]
-    if NORMS:
-        at = given + inside[:, None] + column[None, :]
-        head = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        reciprocal = _reciprocal(head, eps, WIDTH)
-        head *= reciprocal
-        tl.store(partial + column, tl.sum(x * head, axis=0), mask=column < WIDTH)
-        x *= _weight(norm, WIDTH)
-        x = (x - head * (tl.sum(x * head, axis=1)[:, None] / WIDTH)) * reciprocal
-    at = projection + inside[:, None] + column[None, :]
-    tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
+    if BACK:
+        x = load_rows(heads, row, there, WIDTH).to(tl.float32)
+        if GROUP > 0:
+            x += load_rows(mean, mean_row, there, WIDTH).to(tl.float32) / GROUP
+        if TURN:
+            x = _turned(x, angles, turning, WIDTH)
+        mask = there[:, None] & (column < WIDTH)[None, :]
+        if NORMS:
+            at = given + inside[:, None] + column[None, :]
+            head = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            reciprocal = _reciprocal(head, eps, WIDTH)
+            head *= reciprocal
+            tl.store(partial + column, tl.sum(x * head, axis=0), mask=column < WIDTH)
+            x *= _weight(norm, WIDTH)
+            x = (x - head * (tl.sum(x * head, axis=1)[:, None] / WIDTH)) * reciprocal
+        at = projection + inside[:, None] + column[None, :]
+        tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
+    else:
+        mask = there[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
+        if NORMS:
+            x = _normed(x.to(tl.float32), norm, eps, WIDTH)
+        if TURN:
+            x = _turned(x.to(tl.float32), angles, turning, WIDTH)
+        store_rows(heads, row, x, there, WIDTH)
 
 
 @triton.jit
@@ -164,48 +158,30 @@ def _walk(
         partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # of values: not used
     if head < QUERIES:
         at, row = begin + head * c.WIDTH, token * QUERIES + head
-        if BACK:
-            group = token * c.HEADS + head // GROUP
-            _join(
-                projection, query, mean, given, query_norm, eps, partial, angles, there, there,
-                at, row, group, c.WIDTH, True, c.MEANS * GROUP, NORMS,
-            )  # fmt: skip
-        else:
-            _split(
-                projection, query, query_norm, eps, angles, there, there, at, row,
-                c.WIDTH, True, NORMS,
-            )  # fmt: skip
+        group = token * c.HEADS + head // GROUP
+        _head(
+            projection, query, mean, given, query_norm, eps, partial, angles, there, there,
+            at, row, group, c.WIDTH, True, c.MEANS * GROUP, NORMS, BACK,
+        )  # fmt: skip
     elif head < QUERIES + PAIRS:
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
         at, row = begin + head * c.WIDTH, token * c.HEADS + pair % c.HEADS
         # A turn by no angle where nothing is loaded: of a key that stays as it is.
         turning = there & (pair >= c.RAW_KEYS * c.HEADS)
-        if BACK:
-            _join(
-                projection, key, mean, given, key_norm, eps, partial, angles, there, turning,
-                at, row, row, c.WIDTH, True, 0, NORMS,
-            )  # fmt: skip
-        else:
-            _split(
-                projection, key, key_norm, eps, angles, there, turning, at, row,
-                c.WIDTH, True, NORMS,
-            )  # fmt: skip
+        _head(
+            projection, key, mean, given, key_norm, eps, partial, angles, there, turning,
+            at, row, row, c.WIDTH, True, 0, NORMS, BACK,
+        )  # fmt: skip
     elif head < QUERIES + 2 * PAIRS:
         pair = head - QUERIES - PAIRS
         value = _of_branch(heads, pair // c.HEADS, 4)
         at = begin + (QUERIES + PAIRS) * c.WIDTH + pair * c.VALUE_WIDTH
         row = token * c.HEADS + pair % c.HEADS
-        if BACK:
-            _join(
-                projection, value, mean, given, key_norm, eps, partial, angles, there, there,
-                at, row, row, c.VALUE_WIDTH, False, 0, False,
-            )  # fmt: skip
-        else:
-            _split(
-                projection, value, key_norm, eps, angles, there, there, at, row,
-                c.VALUE_WIDTH, False, False,
-            )  # fmt: skip
+        _head(
+            projection, value, mean, given, key_norm, eps, partial, angles, there, there,
+            at, row, row, c.VALUE_WIDTH, False, 0, False, BACK,
+        )  # fmt: skip
     elif head < OWN:
         if c.GATES > 0:
             BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
@@ -213,9 +189,9 @@ def _walk(
             if BACK:
                 _join_gates(projection, gates, token, there, at, c.GATES, c.ROW - BEFORE)
             else:
-                _split(
-                    projection, gates, key_norm, eps, angles, there, there, at, token,
-                    c.GATES, False, False,
+                _head(
+                    projection, gates, mean, given, key_norm, eps, partial, angles, there, there,
+                    at, token, token, c.GATES, False, 0, False, False,
                 )  # fmt: skip
     else:
         group = head - OWN

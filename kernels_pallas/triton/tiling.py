@@ -159,6 +159,7 @@ def choose(
             return None
 
 
+@functools.cache
 def scores_tiling(
     group: int, D: int, itemsize: int, capability: tuple[int, int]
 ) -> Tiling | None:
