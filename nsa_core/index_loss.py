@@ -1,9 +1,10 @@
-"""Checks of `indexer_kl`, for either framework."""
+"""Checks of `indexer_kl`, and what its plain form attends to, for either framework."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nsa_core import block_lists, validate
+from nsa_core.array_ops import ArrayOps
 
 
 class Teacher(NamedTuple):
@@ -18,10 +19,31 @@ class Teacher(NamedTuple):
     pairs: int
     heads: int
 
-    @property
-    def of_one(self) -> int:
-        """Pairs of an index head."""
-        return self.pairs // self.index_heads
+    def targets(self, xp: Any, logits, lse, seen):
+        """t `[B, Q, Hi, K]` from logits `[B, Q, pairs, heads, K]` and lse `[B, Q, H]`."""
+        lse = xp.where(lse == -math.inf, math.inf, lse).reshape(*logits.shape[:4], 1)
+        probs = xp.exp(logits - lse).sum(3)
+        each = self.pairs // self.index_heads
+        probs = probs.reshape(*probs.shape[:2], self.index_heads, each, -1).sum(3)
+        return xp.where(seen, probs / (each * self.heads), 0)
+
+
+def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
+    """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the keys' rows, which may be none of
+    the array where they are not seen; None for all.
+
+    Args:
+      lists: `[B, Q, Hi or 1, n]`, or None; position, start: `[B, Q]`.
+    """
+    position, start = position[..., None, None], start[..., None, None]
+    if lists is None:
+        local = ops.arange(position, keys)[0] - start
+        return (local >= 0) & (local <= position), None
+    # A number beyond the keys would be one of them in 32 bits.
+    lists = ops.xp.where(lists < -(-keys // block), lists, -1)[..., None]
+    token = lists * block + ops.arange(lists, block)[0]
+    seen, rows = (lists >= 0) & (token <= position[..., None]), token + start[..., None]
+    return tuple(x.reshape(*x.shape[:3], -1) for x in (seen, rows))
 
 
 def check(query, key, lse, index_query, index_key, block_indices, block_size) -> Teacher:

@@ -192,14 +192,12 @@ def _loss(
     def chunk(index_query, query, lse, position, start, *rest):
         *lists, index_key, key = rest
         query, key, lse = lax.stop_gradient((query, key, lse))
-        position, start = position[..., None, None], start[..., None, None]
         scores = jnp.einsum("bqhd,bkd->bqhk", index_query, index_key, **exact) * index_scale
         query = query.reshape(*query.shape[:2], teacher.pairs, teacher.heads, width)
+        named = lists[0] if listed else None
+        seen, row = index_loss.seen_keys(JAX_OPS, named, position, start, block, keys)
         if listed:
-            token = lists[0][..., None] * block + jnp.arange(block, dtype=jnp.int32)
-            seen = (lists[0] >= 0)[..., None] & (token <= position[..., None])
-            row = jnp.clip(token + start[..., None], 0, keys - 1)
-            seen, row = (x.reshape(*x.shape[:3], -1) for x in (seen, row))
+            row = jnp.clip(row, 0, keys - 1)
             # Of a query each row is named once, so that its gradient is no sum.
             each = jnp.broadcast_to(row, (*scores.shape[:3], row.shape[3]))
             unseen = jnp.broadcast_to(~seen, each.shape)
@@ -210,16 +208,10 @@ def _loss(
             near = key[which, row, head]
             logits = jnp.einsum("bqphd,bqpkd->bqphk", query, near, **exact)
         else:
-            local = jnp.arange(keys, dtype=jnp.int32) - start
-            seen = (local >= 0) & (local <= position)
             near = jnp.repeat(key, repeats, axis=2)
             logits = jnp.einsum("bqphd,bkpd->bqphk", query, near, **exact)
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(logits.dtype))
-        lse = lse.reshape(*lse.shape[:2], teacher.pairs, teacher.heads, 1)
-        probs = jnp.exp(logits * scale - lse).sum(axis=3)
-        probs = probs.reshape(*probs.shape[:2], teacher.index_heads, teacher.of_one, -1)
-        t = jnp.where(seen, probs.sum(axis=3) / (teacher.of_one * teacher.heads), 0)
-        t = lax.stop_gradient(t)
+        lse = lse.astype(logits.dtype)
+        t = lax.stop_gradient(teacher.targets(jnp, logits * scale, lse, seen))
         scores = jnp.where(seen, scores, -jnp.inf)
         top = lax.stop_gradient(scores.max(axis=-1, keepdims=True, initial=-jnp.inf))
         top = jnp.where(top == -jnp.inf, 0, top)
@@ -232,8 +224,7 @@ def _loss(
     shared = index_key, lax.stop_gradient(key)
     count, more = query.shape[2], 0
     if block_indices is not None:
-        # A number beyond the keys would be one of them in 32 bits.
-        arrays.append(jnp.where(block_indices < -(-keys // block), block_indices, -1))
+        arrays.append(block_indices)
         count, more = teacher.pairs * (width + teacher.heads), keys * teacher.index_heads
         keys_of = block_indices.shape[-1] * block
     else:

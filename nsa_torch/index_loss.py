@@ -16,6 +16,7 @@ from nsa_torch.first_order import first_order
 from nsa_torch.geometry import Geometry, geometry, own_tokens
 from nsa_torch.indexer import PLAIN, runs_on
 from nsa_torch.plain import as_given
+from nsa_torch.torch_ops import TORCH_OPS
 
 
 def indexer_kl(
@@ -145,42 +146,29 @@ class _Work(NamedTuple):
             heads = self.teacher.pairs * (width + self.teacher.heads)
         return chunks(self.query.shape[1], batch * (keys * heads + most) * 4)
 
-    def seen(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the keys' rows, None for all."""
-        position = self.where.position[:, part, None, None]
-        start = self.where.key_start[:, part, None, None]
-        if self.block_indices is None:
-            local = torch.arange(self.key.shape[1], device=position.device) - start
-            return (local >= 0) & (local <= position), None
-        lists = self.block_indices[:, part].long()
-        inside = torch.arange(self.block_size, device=lists.device)
-        token = lists[..., None] * self.block_size + inside
-        seen = (lists[..., None] >= 0) & (token <= position[..., None])
-        rows = torch.where(seen, token + start[..., None], self.key.shape[1])
-        return seen.flatten(-2), rows.flatten(-2)
-
-    def attention(self, part: slice, seen: Tensor, rows: Tensor | None) -> Tensor:
-        """t `[B, Q, Hi, K]`."""
-        teacher, dtype = self.teacher, wide(self.query.dtype)
+    def attention(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """t `[B, Q, Hi, K]`, which keys are seen, and their rows, behind the keys where they are
+        not; None for all.
+        """
+        teacher, dtype, keys = self.teacher, wide(self.query.dtype), self.key.shape[1]
+        lists = None if self.block_indices is None else self.block_indices[:, part]
+        at = self.where.position[:, part], self.where.key_start[:, part]
+        seen, rows = index_loss.seen_keys(TORCH_OPS, lists, *at, self.block_size, keys)
         query = self.query[:, part].to(dtype).unflatten(2, (teacher.pairs, teacher.heads))
         repeats = teacher.pairs // teacher.kv_heads
         if rows is None:
             key = self.key.to(dtype).repeat_interleave(repeats, dim=2)
             logits = torch.einsum("bqphd,bkpd->bqphk", query, key)
         else:
-            row = rows.clamp(max=self.key.shape[1] - 1)
+            rows = rows.long().masked_fill(~seen, keys)
+            row = rows.clamp(max=keys - 1)
             row = row.repeat_interleave(teacher.pairs // row.shape[2], dim=2)
             batch = torch.arange(row.shape[0], device=row.device)[:, None, None, None]
             head = torch.arange(teacher.pairs, device=row.device)[:, None] // repeats
             key = self.key[batch, row, head].to(dtype)  # [B, Q, pairs, K, D]
             logits = query @ key.mT
         lse = self.lse[:, part].to(dtype)
-        some = lse > -torch.inf
-        lse = lse.masked_fill(~some, torch.inf).unflatten(2, (teacher.pairs, teacher.heads))
-        probs = torch.exp(logits * self.scale - lse[..., None]).sum(dim=3)
-        probs = probs.unflatten(2, (teacher.index_heads, teacher.of_one)).sum(dim=3)
-        found = probs / (teacher.of_one * teacher.heads)
-        return found.masked_fill(~seen, 0)
+        return teacher.targets(torch, logits * self.scale, lse, seen), seen, rows
 
     def log_probs(
         self, query: Tensor, key: Tensor, seen: Tensor, rows: Tensor | None
@@ -197,8 +185,7 @@ class _Work(NamedTuple):
     def loss(self, index_query: Tensor, index_key: Tensor) -> Tensor:
         loss = index_query.new_empty(index_query.shape[:3], dtype=wide(index_query.dtype))
         for part in self.parts():
-            seen, rows = self.seen(part)
-            t = self.attention(part, seen, rows)
+            t, seen, rows = self.attention(part)
             logp = self.log_probs(index_query[:, part], index_key, seen, rows)
             loss[:, part] = (torch.xlogy(t, t) - t * logp).sum(dim=-1)
         return loss
@@ -209,8 +196,7 @@ class _Work(NamedTuple):
         dq = torch.empty_like(index_query)
         dk = torch.zeros_like(index_key, dtype=dtype)
         for part in self.parts():
-            seen, rows = self.seen(part)
-            t = self.attention(part, seen, rows)
+            t, seen, rows = self.attention(part)
             logp = self.log_probs(index_query[:, part], index_key, seen, rows)
             p = logp.exp().masked_fill(~seen, 0)
             ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None].to(dtype)

@@ -42,9 +42,9 @@ DECODE = {
 M3 = Index(128, 16, 0, 1, None, None, 1)
 QSA = Index(1, 512, 0, 0, "relu", "sum", 4)
 INDEX = {
-    "pages": ListsCase(1, 1024, B=8),
-    "m3 pages": IndexCase(1, 0, M3, B=8, pages=1024),
-    "qsa pages": IndexCase(1, 0, QSA, B=8, pages=1024),
+    "pages": ListsCase(1, 1024, B=8, capability=(9, 0)),
+    "m3 pages": IndexCase(1, 0, M3, B=8, pages=1024, capability=(9, 0)),
+    "qsa pages": IndexCase(1, 0, QSA, B=8, pages=1024, capability=(8, 0)),
     "m3": IndexCase(32768, 32768, M3),
     "loss": ListsCase(32768, 32768, loss=True),
     "qsa": IndexCase(32768, 8192, QSA),

@@ -203,6 +203,7 @@ class IndexCase:
     B: int = 1
     pages: int = 0
     page: int = 128
+    capability: tuple[int, int] | None = None  # of which it has the tiles, on all GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +216,12 @@ class ListsCase:
     block: int = 128
     B: int = 1
     loss: bool = False
+    capability: tuple[int, int] | None = None
 
 
 def index_launches(case: IndexCase, capability: tuple[int, int]) -> list[Launch]:
     """The kernels that score and choose blocks, of keys in pages of few lists and of many."""
-    ops, dtype = Recording(capability), getattr(torch, case.dtype)
+    ops, dtype = Recording(case.capability or capability), getattr(torch, case.dtype)
     empty = functools.partial(torch.empty, device="meta")
     if not case.pages:
         query, key = empty(case.B, case.T, 4, 128, dtype=dtype), empty(case.B, case.S, 128)
@@ -231,12 +233,16 @@ def index_launches(case: IndexCase, capability: tuple[int, int]) -> list[Launch]
         table, lengths = (empty(*x, dtype=torch.int32) for x in ((rows, case.pages), (rows,)))
         query = empty(rows * case.T, 4, 128, dtype=dtype)
         paged_blocks.blocks(ops, query, keys, Paged(table, lengths, None), case.index)
-    return list({repr(x.kernel.constants): x for x in ops.launches}.values())
+    found = {}
+    for launch in ops.launches:  # of `digits` one step
+        if getattr(launch.kernel.constants, "SHIFT", 16) == 16:
+            found.setdefault(launch.kernel.name, launch)
+    return [*found.values()]
 
 
 def lists_launches(case: ListsCase, capability: tuple[int, int]) -> list[Launch]:
     """The kernels of attention to blocks in pages, or of an indexer's loss."""
-    ops, dtype = Recording(capability), torch.bfloat16
+    ops, dtype = Recording(case.capability or capability), torch.bfloat16
     empty = functools.partial(torch.empty, dtype=dtype, device="meta")
     ints = functools.partial(empty, dtype=torch.int32)
     if not case.loss:
