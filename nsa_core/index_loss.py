@@ -8,7 +8,7 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Teacher(NamedTuple):
-    """Which attention heads an index head learns from.
+    """What an index head learns from: attention heads, over all keys or listed blocks of `block`.
 
     A pair is a key/value head read by an index head, `pairs = max(Hi, Hkv)`: pair `p` has the
     `heads` query heads `p * heads ..`, of key/value head `p * Hkv // pairs`.
@@ -18,11 +18,14 @@ class Teacher(NamedTuple):
     kv_heads: int
     pairs: int
     heads: int
+    block: int
+    scale: float
+    index_scale: float
 
     def targets(self, xp: Any, logits, lse, seen):
         """t `[B, Q, Hi, K]` from logits `[B, Q, pairs, heads, K]` and lse `[B, Q, H]`."""
         lse = xp.where(lse == -math.inf, math.inf, lse).reshape(*logits.shape[:4], 1)
-        probs = xp.exp(logits - lse).sum(3)
+        probs = xp.exp(logits * self.scale - lse).sum(3)
         each = self.pairs // self.index_heads
         probs = probs.reshape(*probs.shape[:2], self.index_heads, each, -1).sum(3)
         return xp.where(seen, probs / (each * self.heads), 0)
@@ -46,8 +49,10 @@ def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
     return tuple(x.reshape(*x.shape[:3], -1) for x in (seen, rows))
 
 
-def check(query, key, lse, index_query, index_key, block_indices, block_size) -> Teacher:
-    """By shape and dtype alone.
+def check(
+    query, key, lse, index_query, index_key, block_indices, block_size, scale, index_scale
+) -> Teacher:
+    """By shape and dtype alone; arguments of `indexer_kl`.
 
     Raises:
       ValueError: an argument that nothing takes.
@@ -83,5 +88,12 @@ def check(query, key, lse, index_query, index_key, block_indices, block_size) ->
         raise ValueError(
             f"block_size must be None where block_indices are None, got {block_size}"
         )
+    validate.scaling(scale)
+    validate.scaling(index_scale, "index_scale")
     pairs = math.lcm(index_heads, kv_heads)
-    return Teacher(index_heads, kv_heads, pairs, heads // pairs)
+    return Teacher(
+        *(index_heads, kv_heads, pairs, heads // pairs),
+        block=block_lists.within(block_size or 1, key.shape[1]),
+        scale=width**-0.5 if scale is None else scale,
+        index_scale=index_query.shape[3] ** -0.5 if index_scale is None else index_scale,
+    )

@@ -74,88 +74,62 @@ def indexer_kl(
       NotImplementedError: the named implementation cannot run this.
     """
     given = query, key, lse, index_query, index_key, block_indices
-    teacher = index_loss.check(*given, block_size)
-    block_size = block_lists.within(block_size or 1, key.shape[1])
-    validate.scaling(scale)
-    validate.scaling(index_scale, "index_scale")
+    teacher = index_loss.check(*given, block_size, scale, index_scale)
     validate.segments(segment_ids, *key.shape[:2])
     validate.length(kv_len, query, segment_ids, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])
     if block_indices is not None:
         checks.distinct(block_indices)
-    scales = {
-        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-        "index_scale": index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
-    }
-    at = {"kv_len": kv_len, "segment_ids": segment_ids}
-
     name = runs_on(
         *(implementation, query, segment_ids is not None and "takes no packed rows"),
-        "takes named blocks, got all keys"
-        if block_indices is None
-        else triton_index.loss_why_not(query, key, index_query, block_indices, block_size),
+        triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
     run = compiled(_on_triton if name == "triton" else _loss)
-    return run(*given, teacher=teacher, block=block_size, **scales, **at)
+    return run(*given, teacher=teacher, kv_len=kv_len, segment_ids=segment_ids)
 
 
-def _real(index_query, index_key, where: geometry.QueryLayout, at):
-    """What an indexer makes, with zeros for padding: its gradients are products of both."""
+def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
+    """Where queries are, and what an indexer makes, with zeros for padding: its gradients are
+    products of both.
+    """
+    at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
+    config = block_lists.config_of(block, 1)
+    where = geometry.query_layout(*query.shape[:2], **at, config=config)
     (index_query,) = zero_padding(jnp, where, index_query)
-    return index_query, geometry.without_padding(index_key, **at)
+    return where, index_query, geometry.without_padding(index_key, **at)
 
 
 def _on_triton(
-    query,
-    key,
-    lse,
-    index_query,
-    index_key,
-    block_indices,
-    *,
-    teacher: Teacher,
-    block: int,
-    scale: float,
-    index_scale: float,
-    kv_len,
-    segment_ids,
+    query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at
 ):
-    del teacher
-    keys = key.shape[1]
-    at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
-    config = block_lists.config_of(block, 1)
-    where = geometry.query_layout(*query.shape[:2], **at, config=config)
-    lists = triton_index.lists_for(JAX_OPS, block_indices, index_query, keys, block)
+    block, indexer = teacher.block, (index_query, index_key)
+    where, *indexer = _placed(query, key, *indexer, block, **at)
+    lists = triton_index.lists_for(JAX_OPS, block_indices, index_query, key.shape[1], block)
     position = jnp.asarray(where.position, jnp.int32)
     frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
-    real = _real(index_query, index_key, where, at)
-    return _kernel_loss((block, scale, index_scale), lists, position, *frozen, *real)
+    return _kernel_loss(teacher, lists, position, *frozen, *indexer)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel_loss(how, lists, position, *arrays):
-    return _kernel_loss_forward(how, lists, position, *arrays)[0]
+def _kernel_loss(teacher, lists, position, *arrays):
+    return _kernel_loss_forward(teacher, lists, position, *arrays)[0]
 
 
-def _kernel_loss_forward(how, lists, position, *arrays):
+def _kernel_loss_forward(teacher, lists, position, *arrays):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    block, *scales = how
-
     def run(lists, position, *arrays):
-        return triton_index.loss(TRITON_OPS, arrays, lists, position, block, scales)
+        return triton_index.loss(TRITON_OPS, arrays, lists, position, teacher)
 
     loss, kept = foldable(run)(lists, position, *arrays)
     return loss, (*arrays[3:], lists, position, kept)
 
 
-def _kernel_loss_backward(how, residuals, grad):
+def _kernel_loss_backward(teacher, residuals, grad):
     from nsa_jax.triton_ops import TRITON_OPS
 
-    block, _, index_scale = how
-
     def run(*arrays):
-        return triton_index.gradients(TRITON_OPS, *arrays, block=block, scale=index_scale)
+        return triton_index.gradients(TRITON_OPS, teacher, *arrays)
 
     return *[None] * 5, *foldable(run)(*residuals, grad)
 
@@ -163,26 +137,10 @@ def _kernel_loss_backward(how, residuals, grad):
 _kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)
 
 
-def _loss(
-    query,
-    key,
-    lse,
-    index_query,
-    index_key,
-    block_indices,
-    *,
-    teacher: Teacher,
-    block: int,
-    scale: float,
-    index_scale: float,
-    kv_len,
-    segment_ids,
-):
-    batch, length, _, width = query.shape
-    keys = key.shape[1]
-    at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
-    where = geometry.query_layout(batch, length, **at, config=block_lists.config_of(block, 1))
-    index_query, index_key = _real(index_query, index_key, where, at)
+def _loss(query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at):
+    (batch, _, _, width), keys, block = query.shape, key.shape[1], teacher.block
+    indexer = index_query, index_key
+    where, index_query, index_key = _placed(query, key, *indexer, block, **at)
     repeats, listed = teacher.pairs // teacher.kv_heads, block_indices is not None
     exact = {
         "precision": precision_of(jnp.float32),
@@ -192,7 +150,8 @@ def _loss(
     def chunk(index_query, query, lse, position, start, *rest):
         *lists, index_key, key = rest
         query, key, lse = lax.stop_gradient((query, key, lse))
-        scores = jnp.einsum("bqhd,bkd->bqhk", index_query, index_key, **exact) * index_scale
+        scores = jnp.einsum("bqhd,bkd->bqhk", index_query, index_key, **exact)
+        scores *= teacher.index_scale
         query = query.reshape(*query.shape[:2], teacher.pairs, teacher.heads, width)
         named = lists[0] if listed else None
         seen, row = index_loss.seen_keys(JAX_OPS, named, position, start, block, keys)
@@ -211,7 +170,7 @@ def _loss(
             near = jnp.repeat(key, repeats, axis=2)
             logits = jnp.einsum("bqphd,bkpd->bqphk", query, near, **exact)
         lse = lse.astype(logits.dtype)
-        t = lax.stop_gradient(teacher.targets(jnp, logits * scale, lse, seen))
+        t = lax.stop_gradient(teacher.targets(jnp, logits, lse, seen))
         scores = jnp.where(seen, scores, -jnp.inf)
         top = lax.stop_gradient(scores.max(axis=-1, keepdims=True, initial=-jnp.inf))
         top = jnp.where(top == -jnp.inf, 0, top)

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_core import block_lists, index_loss, validate
+from nsa_core import block_lists, index_loss
 from nsa_core.array_ops import zero_padding
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index
@@ -74,12 +74,8 @@ def indexer_kl(
     if block_indices is not None:
         given["block_indices"] = block_indices
     checks.tensors(**given)
-    teacher = index_loss.check(
-        query, key, lse, index_query, index_key, block_indices, block_size
-    )
-    block_size = block_lists.within(block_size or 1, key.shape[1])
-    validate.scaling(scale)
-    validate.scaling(index_scale, "index_scale")
+    arrays = query, key, lse, index_query, index_key, block_indices
+    teacher = index_loss.check(*arrays, block_size, scale, index_scale)
     checks.devices(query, given)
     checks.packed(cu_seqlens, query, "query")
     length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
@@ -87,20 +83,14 @@ def indexer_kl(
         checks.distinct(block_indices)
     options: dict[str, Any] = {"kv_len": length}
     options["cu_seqlens"] = checks.clamped(cu_seqlens, query.shape[1])
-    config = block_lists.config_of(block_size, 1)
+    config = block_lists.config_of(teacher.block, 1)
     where = geometry(*query.shape[:2], **options, config=config, device=query.device)
-    scales = (
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
-    )
     index_query, index_key = _real(index_query, index_key, where, length)
     tensors = query.detach(), key.detach(), lse.detach()
-    work = _Work(*tensors, block_indices, block_size, where, teacher, *scales)
+    work = _Work(*tensors, block_indices, where, teacher)
     name = runs_on(
         *(implementation, query, cu_seqlens is not None and "takes no packed rows"),
-        "takes named blocks, got all keys"
-        if block_indices is None
-        else triton_index.loss_why_not(query, key, index_query, block_indices, block_size),
+        triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
     run = _Loss if name == PLAIN else _KernelLoss
     with as_given(query):
@@ -131,18 +121,15 @@ class _Work(NamedTuple):
     key: Tensor
     lse: Tensor
     block_indices: Tensor | None
-    block_size: int
     where: Geometry
     teacher: Teacher
-    scale: float
-    index_scale: float
 
     def parts(self):
         batch, _, heads, width = self.query.shape
         keys, most = self.key.shape[1], 0
         if self.block_indices is not None:
             most = keys * self.teacher.index_heads
-            keys = self.block_indices.shape[-1] * self.block_size
+            keys = self.block_indices.shape[-1] * self.teacher.block
             heads = self.teacher.pairs * (width + self.teacher.heads)
         return chunks(self.query.shape[1], batch * (keys * heads + most) * 4)
 
@@ -153,7 +140,7 @@ class _Work(NamedTuple):
         teacher, dtype, keys = self.teacher, wide(self.query.dtype), self.key.shape[1]
         lists = None if self.block_indices is None else self.block_indices[:, part]
         at = self.where.position[:, part], self.where.key_start[:, part]
-        seen, rows = index_loss.seen_keys(TORCH_OPS, lists, *at, self.block_size, keys)
+        seen, rows = index_loss.seen_keys(TORCH_OPS, lists, *at, self.teacher.block, keys)
         query = self.query[:, part].to(dtype).unflatten(2, (teacher.pairs, teacher.heads))
         repeats = teacher.pairs // teacher.kv_heads
         if rows is None:
@@ -168,7 +155,7 @@ class _Work(NamedTuple):
             key = self.key[batch, row, head].to(dtype)  # [B, Q, pairs, K, D]
             logits = query @ key.mT
         lse = self.lse[:, part].to(dtype)
-        return teacher.targets(torch, logits * self.scale, lse, seen), seen, rows
+        return teacher.targets(torch, logits, lse, seen), seen, rows
 
     def log_probs(
         self, query: Tensor, key: Tensor, seen: Tensor, rows: Tensor | None
@@ -179,7 +166,7 @@ class _Work(NamedTuple):
         if rows is not None:
             row = rows.clamp(max=key.shape[1] - 1)
             scores = scores.gather(-1, row.expand(*scores.shape[:3], -1))
-        scores = (scores * self.index_scale).masked_fill(~seen, -torch.inf)
+        scores = (scores * self.teacher.index_scale).masked_fill(~seen, -torch.inf)
         return scores.log_softmax(dim=-1).masked_fill(~seen, 0)
 
     def loss(self, index_query: Tensor, index_key: Tensor) -> Tensor:
@@ -200,7 +187,7 @@ class _Work(NamedTuple):
             logp = self.log_probs(index_query[:, part], index_key, seen, rows)
             p = logp.exp().masked_fill(~seen, 0)
             ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None].to(dtype)
-            ds = ds * self.index_scale
+            ds = ds * self.teacher.index_scale
             if rows is not None:  # a row behind the keys takes what is not seen
                 whole = ds.new_zeros(*ds.shape[:3], keys + 1)
                 ds = whole.scatter_(-1, rows.expand_as(ds), ds)[..., :keys]
@@ -214,13 +201,12 @@ class _KernelLoss(torch.autograd.Function):
     def forward(ctx, index_query, index_key, work: _Work):
         from nsa_torch.triton_ops import TRITON_OPS as ops
 
-        keys, block = work.key.shape[1], work.block_size
-        lists = triton_index.lists_for(ops, work.block_indices, index_query, keys, block)
+        sizes = work.key.shape[1], work.teacher.block
+        lists = triton_index.lists_for(ops, work.block_indices, index_query, *sizes)
         position = work.where.position.to(torch.int32).contiguous()
         arrays = work.query, work.key, work.lse.float(), index_query, index_key
-        scales = work.scale, work.index_scale
-        loss, kept = triton_index.loss(ops, arrays, lists, position, block, scales)
-        ctx.how = block, work.index_scale
+        loss, kept = triton_index.loss(ops, arrays, lists, position, work.teacher)
+        ctx.teacher = work.teacher
         ctx.save_for_backward(index_query, index_key, lists, position, *kept)
         return loss
 
@@ -231,7 +217,7 @@ class _KernelLoss(torch.autograd.Function):
 
         index_query, index_key, lists, position, *kept = ctx.saved_tensors
         given = index_query, index_key, lists, position, Kept(*kept), grad
-        return *triton_index.gradients(ops, *given, *ctx.how), None
+        return *triton_index.gradients(ops, ctx.teacher, *given), None
 
 
 class _Loss(torch.autograd.Function):

@@ -24,6 +24,7 @@ from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
 from nsa_core.index import Index
+from nsa_core.index_loss import Teacher
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.steps import triton_backward, triton_decode, triton_forward, triton_index
 from nsa_core.steps import triton_paged_blocks as paged_blocks
@@ -255,10 +256,10 @@ def lists_launches(case: ListsCase, capability: tuple[int, int]) -> list[Launch]
     lse = empty(case.B, case.T, 64, dtype=torch.float32)
     indexer = empty(case.B, case.T, 4, 128), empty(case.B, case.S, 128)
     lists, position = ints(case.B, case.T, 4, case.n), ints(case.B, case.T)
-    arrays, scales = (query, key, lse, *indexer), (0.1, 0.1)
-    found, kept = triton_index.loss(ops, arrays, lists, position, case.block, scales)
-    rest = lists, position, kept, found, case.block, 0.1
-    triton_index.gradients(ops, *indexer, *rest)
+    teacher = Teacher(4, 4, 4, 16, case.block, 0.1, 0.1)
+    arrays = query, key, lse, *indexer
+    found, kept = triton_index.loss(ops, arrays, lists, position, teacher)
+    triton_index.gradients(ops, teacher, *indexer, lists, position, kept, found)
     return ops.launches
 
 

@@ -18,6 +18,7 @@ from kernels_pallas.triton.tiling import (
 )
 from nsa_core.array_ops import ArrayOps
 from nsa_core.index import MAX_POOL, Index
+from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_backward, triton_paged_blocks
 from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
 from nsa_core.steps.triton_forward import array_of
@@ -138,6 +139,8 @@ def _tiles(capability, dtype: str, width: int, pool: int, best: int) -> Tiling:
 
 def loss_why_not(query, key, index_query, lists, block: int) -> str | None:
     """Why the kernels of the loss cannot run a problem, or None."""
+    if lists is None:
+        return "takes named blocks, got all keys"
     heads, width, dtype = *query.shape[2:], dtype_name(query)
     index_heads, index_width = index_query.shape[2:]
     index_dtype, kv_heads = dtype_name(index_query), key.shape[2]
@@ -229,16 +232,16 @@ def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -
     return TritonKernel.of(f"index_kl:{name}", cdiv(count, queries), [count], outputs, **sizes)
 
 
-def loss(ops: ArrayOps, arrays, lists, position, block: int, scales):
+def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
     """The loss `[B, T, Hi]`, and a `Kept`.
 
     Args:
       arrays: query, key, lse, index_query, index_key; lists: of `lists_for`.
-      scales: of the attention's logits, and of the indexer's.
     """
     query, key, lse, index_query, index_key = arrays
     (heads, width), (keys, kv_heads) = query.shape[2:], key.shape[1:3]
     length, index_heads, n = lists.shape[1:]
+    block, log2_scale = teacher.block, teacher.scale * LOG2E
     about = list_sizes(length, n, keys, block, False)
     of = ops.derive(
         triton_backward.block_query_lists, lists, position, position * 0, sizes=about
@@ -250,7 +253,7 @@ def loss(ops: ArrayOps, arrays, lists, position, block: int, scales):
     # t is at most 1, and of small ones the difference counts.
     targets = Array((*lists.shape[:3], n * block), "float16" if narrow else "float32")
     kernel = _over_lists(
-        *("kl_targets", about, lists, keys, scales[0] * LOG2E, [of_entries, targets], tiles),
+        *("kl_targets", about, lists, keys, log2_scale, [of_entries, targets], tiles),
         WIDTH=width,
         PRECISION=precision(dtype),
         HEADS=kv_heads,
@@ -261,7 +264,7 @@ def loss(ops: ArrayOps, arrays, lists, position, block: int, scales):
     masses, targets = ops.run(kernel, query, key, lse, position, *of)
     tiles = _kl_tiles(narrow, capability, (64, 16), (4, 3))
     kernel = _over_lists(
-        *("kl_entries", about, lists, keys, scales[1], [of_entries] * 3, tiles),
+        *("kl_entries", about, lists, keys, teacher.index_scale, [of_entries] * 3, tiles),
         WIDTH=index_query.shape[3],
         PRECISION=precision(dtype),
         ROWS=tiles[0],
@@ -273,9 +276,10 @@ def loss(ops: ArrayOps, arrays, lists, position, block: int, scales):
 
 
 def gradients(
-    ops: ArrayOps, index_query, index_key, lists, position, kept: Kept, grad, block, scale
+    ops: ArrayOps, teacher: Teacher, index_query, index_key, lists, position, kept: Kept, grad
 ):
-    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`; `scale`: the indexer's."""
+    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`."""
+    block, scale = teacher.block, teacher.index_scale
     batch, length, heads, n = lists.shape
     keys, width = index_key.shape[1:]
     about = list_sizes(length, n, keys, block, False)
