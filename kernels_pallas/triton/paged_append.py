@@ -152,12 +152,12 @@ def append(
     compressed_pages = compressed_key_pages, compressed_value_pages
     widths: tl.constexpr = (c.WIDTH, c.VALUE_WIDTH)
     one = tl.arange(0, 1)
-    mine = token * c.HEADS + head + one
     if c.WRITES & (page >= 0):
         at = page.to(tl.int64) * c.PAGE + position % c.PAGE
         for i in tl.static_range(6 if c.SEPARATE else 2):
-            row = load_rows(new[i], mine, one == 0, widths[i % 2])
-            _store(row, pages[i], scales[i], at, head, c, c.PAGE, widths[i % 2], c.FP8)
+            mine = token * c.HEADS + head + one
+            of_head = load_rows(new[i], mine, one == 0, widths[i % 2])
+            _store(of_head, pages[i], scales[i], at, head, c, c.PAGE, widths[i % 2], c.FP8)
         if c.MEANS:
             into = position - c.COMPRESS_BLOCK + 1
             if (into >= 0) & (into % c.COMPRESS_STRIDE == 0):
@@ -169,7 +169,9 @@ def append(
                     )  # fmt: skip
     if c.FP8 & c.KEEPS:
         if (page >= 0) & (position >= length - c.RING) & (slot >= 0) & (slot < R):
-            at = slot.to(tl.int64) * c.RING + position % c.RING
             for i in tl.static_range(2):
-                row = load_rows(new[4 + i], mine, one == 0, widths[i])
-                store_rows(recent[i], at * c.HEADS + head + one, row, one == 0, widths[i])
+                mine = token * c.HEADS + head + one
+                of_head = load_rows(new[4 + i], mine, one == 0, widths[i])
+                at = slot.to(tl.int64) * c.RING + position % c.RING
+                place = at * c.HEADS + head + one
+                store_rows(recent[i], place, of_head, one == 0, widths[i])
