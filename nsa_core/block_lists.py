@@ -82,7 +82,7 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
     `paged_layout.Tokens` of the queries. `paged`: page_table, lengths, cu_seqlens_q.
     """
     page_table, lengths, starts = paged
-    lengths = lengths.clip(None, page_table.shape[1] * page)
+    lengths = ops.xp.clip(lengths, None, page_table.shape[1] * page)
     tokens = paged_layout.tokens_of(ops, lengths, starts, lists.shape[0])
     if include == "tail":
         lists = with_tail(ops.xp, lists[None], tokens.position[None], block_size)[0]
