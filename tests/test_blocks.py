@@ -495,7 +495,11 @@ def test_an_attention_that_selects_by_an_indexer():
 def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     """For a GPU that need not be there."""
     pretend.machine(monkeypatch, jax_capability=(9, 0))
-    for module in ("index_loss", "blocks", "indexer"):  # the last is whose name the others import
+    for module in (
+        "index_loss",
+        "blocks",
+        "indexer",
+    ):  # the last is whose name the others import
         place = f"nsa_jax.{module}.runs_on"
         monkeypatch.setattr(place, lambda *_: "triton")
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
