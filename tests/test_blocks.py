@@ -128,14 +128,14 @@ def name_of(function: str, case: Case) -> str:
 def on_torch(function: str, case: Case, implementation=None, device="cpu", gradients=None):
     """Results and gradients."""
     dtype, wide = getattr(torch, case.dtype), ("lse",) if case.dtype != "float64" else ()
-    given = {
-        name: x.to(device, torch.float32 if name in wide else dtype)
-        if x.is_floating_point() and not name.endswith("pages")
-        else x.to(device)
-        for name, x in given_of(function, case).items()
-    }
-    for name in [x for x in given if x.endswith("pages")]:  # still between other pages
-        given[name] = given[name]._base.to(device, dtype)[:, 0]
+    given = {}
+    for name, x in given_of(function, case).items():
+        if name.endswith("pages"):  # still between other pages
+            given[name] = x._base.to(device, dtype)[:, 0]
+        elif x.is_floating_point():
+            given[name] = x.to(device, torch.float32 if name in wide else dtype)
+        else:
+            given[name] = x.to(device)
     options = options_of(function, case, True) | {"implementation": implementation}
     options |= {k: x.to(device) for k, x in options.items() if isinstance(x, torch.Tensor)}
     call = functools.partial(getattr(nsa_torch, name_of(function, case)), **options)

@@ -296,12 +296,18 @@ FEW += (
 )
 
 
-@by_device
 @pytest.mark.parametrize(
-    ("name", "few"), [*((x, False) for x in PROBLEMS), *((x, True) for x in FEW)]
+    ("name", "few", "device"),
+    [
+        *((x, False, "cpu") for x in PROBLEMS),
+        *(pytest.param(x, False, "cuda", marks=pytest.mark.gpu) for x in PROBLEMS),
+        *((x, True, "cpu") for x in FEW),
+    ],
 )
 def test_lists(name, few, device, monkeypatch):
-    """`few`: chunks of several words, and few blocks that have bits at a time."""
+    """`few`: chunks of several words, and few blocks that have bits at a time. Machine code is
+    built by processes that do not have these limits.
+    """
     problem = PROBLEMS[name]
     if few:
         set_limits(monkeypatch, query_list_chunks=1, query_list_bits=32)

@@ -664,7 +664,11 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
             patch.setattr("nsa_torch.checks.is_read", lambda x: False)
         meta = nsa_torch.varlen_metadata(numbers, config=SMALL)
         assert (meta.total, meta.padded, meta.max_seqlen) == (None, True, None)
-        assert same(run(varlen=meta), run(cu_seqlens=numbers)) and meta.total == T
+        if device == "cpu":
+            assert same(run(varlen=meta), run(cu_seqlens=numbers))
+        else:  # torch adds up gradients of gathered keys in any order
+            torch.testing.assert_close(run(varlen=meta), run(cu_seqlens=numbers))
+        assert meta.total == T
         with pytest.raises(ValueError, match="of the 80 tokens of query, got total=90"):
             nsa_torch.attention(*(x[:, :80] for x in inputs), config=SMALL, varlen=meta)
         meta = nsa_torch.varlen_metadata(numbers, max_seqlen=59, total=T, config=SMALL)

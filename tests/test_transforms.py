@@ -343,7 +343,7 @@ def jax_export(name):
 
 
 CHECKS = {
-    "no values, shapes only": (
+    "shapes without values": (
         meta,
         lambda name: jax.eval_shape(jax_attention(name), *arrays()),
     ),
