@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """The machine code of `kernels`; what is missing is built, by one process at a time.
+        """The machine code of `kernels`; each that is missing is built by one process.
 
         Raises:
           ValueError: as `description.describe`.
@@ -143,18 +143,25 @@ class Store:
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}
         errors = {}
-        if None in found.values():
-            with self._locked():
-                missing = [key for key, built in found.items() if built is None]
-                found |= {key: self.get(wanted[key]) for key in missing}
-                missing = [key for key in missing if found[key] is None]
-                for i, built in building.build([wanted[x] for x in missing], jobs, progress):
-                    kernel = wanted[missing[i]]
-                    if isinstance(built, RuntimeError):
-                        errors[kernel.name] = built
-                    else:
-                        found[missing[i]] = built
-                        self.put(kernel, built)
+        with contextlib.ExitStack() as stack:
+            locks = {}
+            # All processes take locks in the order of the keys, so that none waits in a circle.
+            for key in sorted(key for key, built in found.items() if built is None):
+                locks[key] = lock = self._lock(key)
+                stack.callback(lock.release)
+                if built := self.get(wanted[key]):  # another process built it meanwhile
+                    found[key] = built
+                    lock.release()
+            missing = [key for key, built in found.items() if built is None]
+            todo = [wanted[key] for key in missing]
+            for i, built in building.build(todo, jobs, progress) if todo else ():
+                key = missing[i]
+                if isinstance(built, RuntimeError):
+                    errors[wanted[key].name] = built
+                else:
+                    found[key] = built
+                    self.put(wanted[key], built)
+                locks[key].release()
         if errors:
             first, *others = errors.values()
             more = f"{len(errors)} of {len(wanted)} kernels ({', '.join(errors)}); the first: "
@@ -234,17 +241,20 @@ class Store:
                 found.append(Entry(path, name, key, status.st_size, status.st_mtime, preset))
         return sorted(found, key=lambda entry: -entry.used)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """While no other process builds, where the folder can hold a lock."""
-        with contextlib.ExitStack() as stack:
-            try:
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if self._is_trusted():
-                    stack.enter_context(filelock.FileLock(self.folder / "lock"))
-            except (OSError, NotImplementedError) as error:
-                _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
-            yield
+    def _lock(self, key: str) -> filelock.BaseFileLock:
+        """A lock that is held: no other process builds this kernel. Where the folder can hold none,
+        it is not.
+        """
+        folder = self.folder / "locks"
+        lock = filelock.FileLock(folder / key)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._is_trusted():
+                folder.mkdir(mode=0o700, exist_ok=True)
+                lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
+        return lock
 
 
 @functools.cache
