@@ -264,7 +264,7 @@ def cached_attention(
             x = getattr(whole, f"{name}_{kind}")
             if name == "compressed":
                 x = x[:, first:slots]
-                return x if tokens else x.contiguous()
+                return x if tokens else x.clone()  # kernels read from aligned addresses
             return x[:, :tokens]
 
         sliding = "sliding" if pages.separate else "selected"

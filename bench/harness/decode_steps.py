@@ -70,7 +70,7 @@ class Cached:
                 cut = slice(first, first + self.config.num_compressed(self.tokens))
             for kind in ("key", "value"):
                 x = getattr(cache, f"{branch}_{kind}")[:, cut]
-                found[f"{branch}_{kind}"] = x.contiguous() if self.torch else x
+                found[f"{branch}_{kind}"] = x.clone() if self.torch else x
         return found
 
     def step(self, branch: str) -> "Step":
