@@ -110,5 +110,10 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
         told = []
         for each in error.errors():
             key = ".".join(str(x) for x in (where, *each["loc"][1:]) if x != "")
-            told.append(f"{key}: {each['msg']}, got {each['input']!r}")
+            rule = each["msg"].removeprefix("Value error, ")
+            if each["type"] == "unexpected_keyword_argument":
+                rule = "unknown key"
+            # A rule of a whole section has the value that breaks it in its text.
+            got = "" if isinstance(each["input"], dict) else f", got {each['input']!r}"
+            told.append(f"{key}: {rule}{got}")
         raise ValueError("; ".join(told)) from None

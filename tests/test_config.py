@@ -35,8 +35,8 @@ def test_yaml_numbers_are_read_by_type(tmp_path):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("inner: {rate: 1}", "config.inner.rate: Unexpected keyword argument"),
-        ("outer: 1", "config.outer: Unexpected keyword argument"),
+        ("inner: {rate: 1}", "config.inner.rate: unknown key"),
+        ("outer: 1", "config.outer: unknown key"),
         ("inner: {steps: 1.5}", "config.inner.steps: Input should be a valid integer, got 1.5"),
         ("inner: {steps: many}", "config.inner.steps: Input should be a valid integer"),
         ("inner: {fast: 1}", "config.inner.fast: Input should be a valid boolean, got 1"),

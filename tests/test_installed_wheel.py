@@ -68,7 +68,7 @@ def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
         with torch.no_grad():
             _, cache = made(x, made.init_cache(batch=1, capacity=201))
             made(x[:, :1], cache, prefill=False)
-    assert len(ran) > 30
+    assert len(ran) > 20
     assert not [kernel.name for kernel in ran if key(kernel) not in there]
 
 

@@ -173,7 +173,7 @@ def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
     [
         ([OK, OK], "two steps are called 'good'"),
         ([OK | {"needs": ["none"]}], r"good needs \['none'\]"),
-        ([OK | {"timout": 1}], "step.timout: Unexpected keyword argument"),
+        ([OK | {"timout": 1}], "step.timout: unknown key"),
         ("good", "expected a list `steps`"),
     ],
 )

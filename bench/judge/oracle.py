@@ -104,6 +104,8 @@ def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None)
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}
+    if branch in ("compressed", "scores"):
+        arguments = {name.removeprefix("compressed_"): x for name, x in arguments.items()}
     if branch == "scores":
         return {"scores": reference.block_scores(**arguments, **where)}
     if branch == "all":
