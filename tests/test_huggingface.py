@@ -45,6 +45,7 @@ from nsa_torch.huggingface import (
     to_safetensors,
 )
 from nsa_torch.huggingface.cache import CACHE
+from tests.oracles import nsa
 
 SIZES = dict(
     vocab_size=64,
@@ -176,6 +177,77 @@ def test_a_row_is_bitwise_the_same_whatever_the_padding_of_others(kind):
     assert torch.equal(one[0], other[0]) and torch.equal(one[3, 38:], other[3, 38:])
     ids, mask = left_padded((0,))
     assert torch.equal(run(ids).logits, run(ids, attention_mask=mask).logits)
+
+
+def rotated(x, base):
+    """Rotary embedding of `x` [1, T, H, D] by complex numbers."""
+    _, T, _, D = x.shape
+    rates = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angle = torch.arange(T)[:, None, None] * rates
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
+def attention_by_hand(config, kind, h, at):
+    """An attention layer's output for `h` [1, T, hidden_size]; `at`: a weight by its name."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    linear = lambda x, name: F.linear(x, at(f"{name}.weight"))
+    split = lambda name, count: linear(h, name).unflatten(-1, (count, -1))
+    fc = lambda x, name: linear(x, name) + at(f"{name}.bias")
+    turned = lambda name, count: rotated(
+        split(name, count), config.rope_parameters["rope_theta"]
+    )
+    query = turned("W_Q", heads)
+    names = [""] if kind == "dense" else ["_cmp", "_sel", "_win"]
+    keys = [turned(f"W_K{name}", groups) for name in names]
+    values = [split(f"W_V{name}", groups) for name in names]
+    if kind == "dense":
+        causal = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()[None, None]
+        out, *_ = nsa.attend(query, *keys, *values, causal, None)
+        return linear(out.flatten(2), "out")
+    if config.gate == "head":
+        logits = fc(h, "gate").unflatten(-1, (heads, 3))
+    else:
+        pooled = query.unflatten(2, (groups, -1)).mean(3)
+        logits = fc(F.silu(fc(pooled, "gate.fc1")), "gate.fc2")
+        logits = logits.repeat_interleave(heads // groups, dim=2)
+    compressed = [
+        (x.unfold(1, config.compress_block, config.compress_stride) * weight[:, 0]).sum(-1)
+        for x, weight in (
+            (keys[0], at("phi_k_conv.weight")),
+            (values[0], at("phi_v_conv.weight")),
+        )
+    ]
+    sizes = dict(config=config.layer_spec.config, compressed=compressed)
+    out = nsa.attention(query, keys, values, logits.sigmoid(), **sizes).out
+    return linear(out.flatten(2), "out")
+
+
+def by_hand(made, ids):
+    """Logits of one row in float64, from the equations: no code of the model's."""
+    config, state = made.config, {k: v.double() for k, v in made.state_dict().items()}
+    norm = lambda x, name: F.rms_norm(
+        x, x.shape[-1:], state[f"{name}.weight"], config.rms_norm_eps
+    )
+    x = state["model.embed_tokens.weight"][ids]
+    for i, kind in enumerate(config.layer_attention):
+        name = f"model.layers.{i}"
+        at = lambda part, name=name: state[f"{name}.self_attn.{part}"]
+        x = x + attention_by_hand(config, kind, norm(x, f"{name}.input_layernorm"), at)
+        h = norm(x, f"{name}.post_attention_layernorm")
+        gate, up, down = (state[f"{name}.mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        x = x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+    return F.linear(norm(x, "model.norm"), state["lm_head.weight"])
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "head"])
+@torch.no_grad()
+def test_logits_are_those_of_the_equations(gate):
+    """A layer of each kind. Blocks of the first layer are chosen by score."""
+    made, ids = model("pooled", gate=gate), tokens(1)
+    want = by_hand(made, ids)
+    close(made(ids).logits.double(), want)
+    assert want.abs().max() > 0.5
 
 
 @by_kind
