@@ -13,6 +13,7 @@ but find the function (`plain`), `call` does without it.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
     """Constants to `torch.compile`, to which lengths alone vary."""
-    sizes = (getattr(config, name) for name in SIZES)
+    sizes = (operator.index(getattr(config, name)) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 

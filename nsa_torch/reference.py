@@ -9,7 +9,9 @@ from nsa_torch.torch_ops import TORCH_OPS
 
 def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
     index = torch.arange(num_keys, device=device).expand(batch, num_keys)
-    lengths = torch.as_tensor(kv_len, dtype=torch.int64, device=device).expand(batch)[:, None]
+    # Not `as_tensor`, which makes a length that `torch.compile` has no number for a constant.
+    lengths = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    lengths += torch.atleast_1d(kv_len)[:, None] if isinstance(kv_len, torch.Tensor) else kv_len
     sequence, position = torch.where(index < lengths, 0, -1), index
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(device, torch.int64)

@@ -206,7 +206,7 @@ def test_no_length_compiles_anything():
         case = DecodeCase(**{"B": 2, "T": 1, "H": 16, "Hkv": 1, "D": 64, "Dv": 64} | changes)
         return [x.kernel.constants for x in decode_launches(case, (9, 0))[:2]]
 
-    assert constants(pages=64) == constants(pages=64, B=3) == constants(pages=110)
+    assert constants(pages=65) == constants(pages=65, B=3) == constants(pages=110)
     assert constants(pages=1024) == constants(pages=2**14)
 
 

@@ -167,11 +167,14 @@ def run(
     return Result(name, shown, status, seconds, reason)
 
 
-def answer(command: str, *words: str) -> tuple[int, Any]:
+def answer(
+    command: str, *words: str, variables: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
     """The exit status of `python -m <command>`, and the JSON of the last line that it prints; what
-    comes before is dropped, and a process that failed has none."""
+    comes before is dropped, and a process that failed has none. `variables`: as of `run`."""
     called = [sys.executable, "-m", module(command), *words]
-    done = subprocess.run(called, stdout=subprocess.PIPE, text=True)
+    env = environment(variables or {})
+    done = subprocess.run(called, stdout=subprocess.PIPE, text=True, env=env)
     said = None if done.returncode else json.loads(done.stdout.splitlines()[-1])
     return done.returncode, said
 
