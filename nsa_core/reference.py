@@ -152,7 +152,7 @@ def compressed_attention(
 
 
 def _scores(rows: Rows, query, key, config, scale):
-    """Scores `[B, T, Hkv, N]` (Eqs. 8-10), and their logarithms."""
+    """Scores `[B, Hkv, T, N]` (Eqs. 8-10), and their logarithms."""
     xp, arange = rows.ops.xp, rows.ops.arange
     *_, probs, logs, before = _compressed(rows, query, key, key[..., :0], config, scale)
     probs, logs = probs.sum(axis=2), rows.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
@@ -174,13 +174,12 @@ def _scores(rows: Rows, query, key, config, scale):
     probs, logs = rows.ops.pad_end(probs, 3, 1, 0), rows.ops.pad_end(logs, 3, 1, -xp.inf)
     weights = rows.ops.cast(weights, probs.dtype)
     scores = (probs[*at, slot] * weights).sum(axis=-1)
-    logs = rows.nn.logsumexp(logs[*at, slot] + xp.log(weights), axis=-1)
-    return xp.swapaxes(scores, 1, 2), xp.swapaxes(logs, 1, 2)
+    return scores, rows.nn.logsumexp(logs[*at, slot] + xp.log(weights), axis=-1)
 
 
 def block_scores(rows: Rows, query, key, *, config, scale=None):
     """Importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
-    return _scores(rows, query, key, config, scale)[0]
+    return rows.ops.xp.swapaxes(_scores(rows, query, key, config, scale)[0], 1, 2)
 
 
 def select_blocks(rows: Rows, query, key, *, config, scale=None):
@@ -189,7 +188,7 @@ def select_blocks(rows: Rows, query, key, *, config, scale=None):
     limits = xp.finfo(scores.dtype)
     least = float(limits.tiny) * 2**36
     scores = xp.where(scores < least, logs.clip(float(limits.min), None), scores)
-    own = rows.own(rows.position // config.select_block, -1)[..., None]
+    own = rows.own(rows.position // config.select_block, -1)[:, None]  # [B, 1, T, 1]
     count, n = scores.shape[-1], config.num_selected
     block = rows.ops.arange(query, count)[0]
     forced = (block < config.num_initial) | (block > own - config.num_local)
@@ -199,7 +198,7 @@ def select_blocks(rows: Rows, query, key, *, config, scale=None):
     order = rows.ops.to_int32(xp.argsort(-ranked, axis=-1, stable=True)[..., :n])
     chosen = xp.where(order <= own, order, count)
     chosen = rows.ops.sort(chosen.reshape(-1, n))[0].reshape(chosen.shape)
-    return rows.ops.to_int32(xp.where(chosen == count, -1, chosen))
+    return rows.ops.to_int32(xp.swapaxes(xp.where(chosen == count, -1, chosen), 1, 2))
 
 
 def selected_attention(
