@@ -41,13 +41,14 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
         raise ValueError(f"{name} must have {rank} axes, got shape {got}")
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
-    jax = sys.modules.get("jax")
-    is_cast = type(x).__module__ == "numpy" and not (jax and jax.config.jax_enable_x64)
-    if dtype_name(x) == "float64" and is_cast:
-        raise ValueError(
-            f"{name} must not be a NumPy array of float64: JAX makes float32 of it unless "
-            "jax_enable_x64 is set"
-        )
+    if dtype_name(x) == "float64" and type(x).__module__ == "numpy":
+        # Not before: torch.compile would take the modules of that moment for all there are.
+        jax = sys.modules.get("jax")
+        if not (jax and jax.config.jax_enable_x64):
+            raise ValueError(
+                f"{name} must not be a NumPy array of float64: JAX makes float32 of it unless "
+                "jax_enable_x64 is set"
+            )
     for other, y in like.items():
         if x.dtype != y.dtype:
             raise ValueError(

@@ -168,9 +168,9 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     chosen = REGISTRY.choices(asked, implementation, step=step)
     if debug.on:
         debug.choices(TORCH, asked, chosen)
-    whole = chosen.attention
-    for choice in (*chosen, *([] if whole is None else [whole])):
+    for choice in chosen:
         choice.load()  # imports, here where torch.compile does not look
+    whole = chosen.attention
     found = *(x.implementation for x in chosen), None if whole is None else whole.implementation
     return found if key is None else plans.keep(key, found)
 

@@ -82,6 +82,14 @@ else:
     raise AssertionError("implementation jax ran")
 """
 
+COMPILED = """
+import torch, nsa_torch
+inputs = [torch.randn(1, 70, *shape) for shape in ((4, 16), (2, 16), (2, 16), (4, 3))]
+compiled = torch.compile(nsa_torch.attention, fullgraph=True, backend="eager")
+out, want = (f(*inputs, implementation="jax") for f in (compiled, nsa_torch.attention))
+torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+"""
+
 
 @pytest.mark.parametrize(
     "code",
@@ -89,6 +97,7 @@ else:
         pytest.param(PLANS, id="what plans imports no framework"),
         pytest.param(NAMES, id="public names are there after the import"),
         pytest.param(TORCH, id="portable paths of torch need no JAX"),
+        pytest.param(COMPILED, id="an implementation is imported by a call that is compiled"),
     ],
 )
 def test_imports(code):
