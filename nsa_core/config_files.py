@@ -101,7 +101,9 @@ def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") ->
       ValueError: unknown keys, or values that are not of the field's type; the message names
         each key with its section.
     """
-    import pydantic  # a part of a second, which calls without a file do not wait for
+    # A part of a second, which goes before the first file: of settings, of training, or, at the
+    # first automatic choice on a GPU that has one, of a device.
+    import pydantic
 
     adapter = pydantic.TypeAdapter(list[cls], config={"extra": "forbid", "strict": True})
     try:

@@ -39,7 +39,9 @@ class _LengthParser(flags.ArgumentParser):
     syntactic_help = "a number, or never"
 
     def parse(self, argument):
-        return policy.parse(argument)
+        if argument == policy.NEVER or (argument.isascii() and argument.isdigit()):
+            return argument if argument == policy.NEVER else int(argument)
+        raise ValueError(f"must be {policy.NEVER} or an integer from 0, got {argument!r}")
 
 
 _THRESHOLDS = {

@@ -22,7 +22,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
+
+from annotated_types import Ge, MinLen
 
 from nsa_core import config_files
 
@@ -34,7 +36,8 @@ DECODE = "decode"  # a step over a paged cache
 type Ours = Literal["mosaic", "triton", "fa2"]  # the portable paths are always allowed
 type Step = Literal["compressed", "scores", "selected", "sliding"]
 type Pass = Literal["forward", "fwdbwd"]
-type Length = int | Literal["never"]
+type Length = Annotated[int, Ge(0)] | Literal["never"]
+type Text = Annotated[str, MinLen(1)]
 KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
 # Automatic choice takes these only where the device's file has a threshold of the step that was
 # measured for them, by a commit of this library, or by default on these compute capabilities,
@@ -52,20 +55,6 @@ DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
 PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 
-def parse(value: Any) -> Length:
-    """A threshold: `never`, or a length from 0.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    if value == NEVER:
-        return NEVER
-    whole = isinstance(value, str) and value.isascii() and value.isdigit()
-    if whole or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return int(value)
-    raise ValueError(f"a threshold must be {NEVER} or an integer from 0, got {value!r}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
     """From where on a kernel is chosen; None: no threshold, "never": nowhere.
@@ -78,13 +67,6 @@ class Thresholds:
     fa2_min_len_cmp: Length | None = None
     sel_min_len: Length | None = None
     sel_triton_min_L: Length | None = None
-
-    def __post_init__(self):
-        for name, value in self.given().items():
-            try:
-                parse(value)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
 
     def given(self) -> dict[str, Length]:
         """Those that are not None."""
@@ -100,11 +82,21 @@ class Rule:
     """
 
     kernel: Ours
-    steps: tuple[Step, ...]
+    steps: Annotated[tuple[Step, ...], MinLen(1)]
     allowed: bool
-    reason: str
-    since: str
+    reason: Text
+    since: Text
     provisional: bool = False
+
+
+class Evidence(TypedDict, total=False):
+    """What a threshold was derived from; more than what is read here."""
+
+    __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
+    kernel: Ours
+    value: Length
+    over_portable_path: Length
+    commits: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +112,7 @@ class Device:
     path: Path
     runtime: Thresholds = Thresholds()
     policy: tuple[Rule, ...] = ()
-    evidence: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    evidence: dict[str, Evidence] = dataclasses.field(default_factory=dict, hash=False)
     faster_than_dense: dict[str, dict[Pass, Length]] = dataclasses.field(
         default_factory=dict, hash=False
     )

@@ -2,8 +2,9 @@
 
 It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
 the same code in the low precision is the yardstick of the tolerance rule. Of a config whose
-`compute_dtype` is float8_e4m3, the yardstick rounds what its kernels round. It shares no code
-with the fast paths, needs memory for `[T, S]` per head, and is never chosen for its speed.
+`compute_dtype` is float8_e4m3, the yardstick rounds what its kernels round. It shares nothing with
+the fast paths but the array operations of each framework (`ArrayOps`), needs memory for `[T, S]`
+per head, and is never chosen for its speed.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays are either framework's. `nsa_jax.reference` and
 `nsa_torch.reference` have these functions under the arguments of their public ones.

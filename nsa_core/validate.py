@@ -1,6 +1,7 @@
 """Checks of public arguments: each error names the argument, what was expected, what came.
 
-They read only `shape` and `dtype`, so the torch front end checks its tensors with them too.
+Of an array they read `shape` and `dtype` alone, so that both frameworks check by them; numbers
+(`numbers`, `borders`) are given by a caller that has read them.
 """
 
 import itertools

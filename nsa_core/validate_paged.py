@@ -1,4 +1,6 @@
-"""Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
+"""Checks of a paged cache's arguments for both frameworks, by shape and dtype, and by the numbers
+of what the caller's `read` reads on the host.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

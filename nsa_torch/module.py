@@ -278,7 +278,9 @@ class NSAAttention(nn.Module):
         return self.spec.compress_params(self, rates)
 
     def _key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values, which a kind of layer may share."""
+        """The projections of keys and values; a subclass may name fewer, of which the last stands
+        for the branches that are left (`bench.lm.torch_lm.SharedWindow`).
+        """
         return self.spec.key_values
 
     def init_cache(

@@ -235,7 +235,7 @@ DAMAGED = [
     ({"device": "Other"}, " must be of the device in its name, got 'Other'"),
     ({"x": 1}, ".x: "),
     ({"runtime": 3}, ".runtime: "),
-    ({"runtime": {"fa2_min_len_win": -1}}, "fa2_min_len_win: a threshold must be never or an"),
+    ({"runtime": {"fa2_min_len_win": -1}}, "fa2_min_len_win."),
     ({"runtime": {"fa2_min_len": 1}}, ".runtime.fa2_min_len: "),
     ({"policy": [{"kernel": "fa2"}]}, ".policy.0.steps: "),
     ({"policy": [RULE | {"kernel": "sdpa"}]}, ".policy.0.kernel: Input should be 'mosaic'"),
@@ -245,7 +245,12 @@ DAMAGED = [
     ({"faster_than_dense": {LENGTHS: 16384}}, f".faster_than_dense.{LENGTHS}: "),
     ({"faster_than_dense": {LENGTHS: {"decode": 1}}}, LENGTHS),
     ({"faster_than_dense": {LENGTHS: {"forward": "soon"}}}, "got 'soon'"),
+    ({"faster_than_dense": {LENGTHS: {"forward": -1}}}, "got -1"),
     ({"faster_than_dense": ["x"]}, ".faster_than_dense: "),
+    ({"policy": [RULE | {"steps": []}]}, ".policy.0.steps: "),
+    ({"policy": [RULE | {"reason": ""}]}, ".policy.0.reason: "),
+    ({"policy": [RULE | {"since": ""}]}, ".policy.0.since: "),
+    ({"evidence": {"sel_min_len": {"over_portable_path": "soon"}}}, "over_portable_path"),
     (None, "is not YAML"),
 ]
 

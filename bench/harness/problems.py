@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import nsa_jax
 from nsa_core import config_files, debug
 from nsa_core.config import NSAConfig
-from nsa_core.policy import Thresholds
+from nsa_core.policy import Length, Thresholds
 from nsa_core.types import Branches
 
 from . import heartbeat, text
@@ -43,13 +43,10 @@ class Runtime:
     selected_kernel: str
     sliding_kernel: str
     on_unsupported: Literal["error", "fallback"]
-    fa2_min_len_win: int | Literal["never"] | None = None
-    fa2_min_len_cmp: int | Literal["never"] | None = None
-    sel_min_len: int | Literal["never"] | None = None
-    sel_triton_min_L: int | Literal["never"] | None = None
-
-    def __post_init__(self):
-        _ = self.thresholds  # checks them
+    fa2_min_len_win: Length | None = None
+    fa2_min_len_cmp: Length | None = None
+    sel_min_len: Length | None = None
+    sel_triton_min_L: Length | None = None
 
     @property
     def thresholds(self) -> Thresholds:
