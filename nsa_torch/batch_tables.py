@@ -25,7 +25,7 @@ from kernels_pallas.triton import capability
 from nsa_core import varlen
 from nsa_core.plan.buffers import Derived, Plan
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
-from nsa_core.varlen import Capacity
+from nsa_core.varlen import Capacity, Tokens
 from nsa_torch import triton_ops
 from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS, capability_of
@@ -234,6 +234,7 @@ class PlanTables:
 
         for i, step in enumerate(self.steps):
             static: Any = dict(step.static)
+            # Fields of `Tokens`; of what other steps write, numbers that it does not have.
             read = [x.buffer - columns for x in step.reads]
             written = step.writes[0].buffer if step.writes else 0
             parts: list[dict[str, Any]] = []  # of each two tables
@@ -249,7 +250,7 @@ class PlanTables:
                 case varlen._query_tiles:
                     tiles_of[written] = static["tokens"]
                     parts = [{"kind": KINDS.query_tiles} | runs_of(static["tokens"])]
-                case key_bounds.by_row:
+                case key_bounds.by_row if all(n in range(len(Tokens._fields)) for n in read):
                     tile = static["tile"]
                     sizes = {"tokens": tile.tokens, "group": tile.group, "rows": tile.rows}
                     ends = dict(zip(("first", "last"), read, strict=False))

@@ -9,11 +9,11 @@ import torch
 import nsa_torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
-from nsa_core.config import NSAConfig
+from nsa_core.config import FLOAT8, NSAConfig
 from nsa_torch import batch_tables, mosaic
 from nsa_torch.batch_tables import PlanTables
 from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
-from nsa_torch.kernel_path import SAVING
+from nsa_torch.kernel_path import FORWARD, SAVING
 from tests.devices import needs_gpu
 from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, kernel
@@ -30,11 +30,17 @@ CASES = {
     "nothing": (70, [0, 0, 0], NSAConfig(), (2, 2, 64)),
     "a chunk": (131, [0, 59, 59, 101, 128], SMALL, (12, 2, 64), 74),
     "two chunks": (140, [0, 2, 58, 91, 91, 92, 126], ODD, (2, 2, 64), 52, 31),
+    # Bounds that are made of other tables than those of tokens: keys in e4m3 have places.
+    "e4m3": (300, [0, 12, 41, 170, 300], NSAConfig(compute_dtype=FLOAT8), (32, 2, 128)),
 }
+# Steps that no kernel makes.
+BY_TORCH = {"tokens_of_slots", "slots_of_tokens", "chunk_words"}
+BY_TORCH_OF_PLACES = {"end", "causal_end", "window", "by_row"}
 
 
 def plans(length, ends, config, layer, queries=None, gap=0):
-    """Of a call with residuals and its gradient."""
+    """Of a call with residuals and its gradient; in e4m3, which has none, of a call."""
+    pass_ = SAVING if config.compute_dtype is None else FORWARD
     mode = SHARED_KV if queries is None else PRECOMPRESSED
     heads, kv_heads, width = layer
     sizes = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
@@ -46,7 +52,7 @@ def plans(length, ends, config, layer, queries=None, gap=0):
     arguments[-3] = gap
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        return mosaic.PATH.planned[mode, SAVING].plans(arguments, torch.device("cpu"))
+        return mosaic.PATH.planned[mode, pass_].plans(arguments, torch.device("cpu"))
 
 
 @kernel
@@ -60,10 +66,8 @@ def test_tables(name):
         device = torch.device(DEVICE)
         made = [PlanTables(steps, wanted, device, kernels) for kernels in (True, False)]
         by_torch = {step.name for i, step in enumerate(steps) if i not in made[0].by_kernels}
-        assert (
-            by_torch <= {"tokens_of_slots", "slots_of_tokens", "chunk_words"}
-            and not made[1].by_kernels
-        )
+        others = BY_TORCH_OF_PLACES if name == "e4m3" else set()
+        assert by_torch <= BY_TORCH | others and not made[1].by_kernels
         found, right = (tables(ends.to(DEVICE)) for tables in made)
         for number in wanted:
             x, y = found[made[0].tensor(number)], right[made[1].tensor(number)]
