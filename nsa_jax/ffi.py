@@ -15,14 +15,16 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import ALIGNMENT, Kernel
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import build, description, loaded
 from nsa_jax import jax_problem, xla_call
@@ -67,7 +69,20 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
     first = len(kernel.inputs) - kernel.in_place
     aliases = {first + i: i for i in range(kernel.in_place)} or None
     custom = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-    return tuple(custom(*kernel.shaped(arrays), kernel=text, key=key))
+    operands = kernel.shaped(arrays)
+    for i, x in enumerate(operands[:first]):
+        operands[i] = x if _starts_aligned(x) else jax.lax.optimization_barrier(x)
+    return tuple(custom(*operands, kernel=text, key=key))
+
+
+def _starts_aligned(x: Any) -> bool:
+    """Whether every contiguous slice of this shape starts at a multiple of `ALIGNMENT`.
+
+    XLA passes a slice of a larger array to a custom call without a copy wherever it starts at a
+    multiple of 128 bytes. A barrier between the slice and the call prevents it.
+    """
+    inner = next((i for i, size in enumerate(x.shape) if size > 1), len(x.shape)) + 1
+    return math.prod(x.shape[inner:]) * jnp.dtype(x.dtype).itemsize % ALIGNMENT == 0
 
 
 def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None) -> int:

@@ -185,6 +185,24 @@ def test_a_program_has_no_loops(length, heads, kv_heads, packed, has, hopper):
     assert ("searchsorted" in text) == packed
 
 
+@pytest.mark.parametrize(("kv_heads", "copied"), [(1, True), (2, False)])
+def test_slices_that_start_anywhere_are_copied(kv_heads, copied, hopper):
+    """XLA hands over a slice of an array where it lies; rows of 128 bytes do not all start at a
+    multiple of 256 bytes, which kernels read from.
+    """
+
+    def sliced(query, key, value):
+        return mosaic.sliding_attention(query, key[:, 1:], value[:, 1:], config=CONFIG)
+
+    types = [jax.ShapeDtypeStruct((1, 96, 4, 64), jnp.bfloat16)]
+    types += [jax.ShapeDtypeStruct((1, 97, kv_heads, 64), jnp.bfloat16)] * 2
+    text = jax.jit(sliced).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    names = re.search(
+        r"custom_call @nsa_launch_mosaic_kernel\(%\w+, (%\w+), (%\w+)", text
+    ).groups()
+    assert all((f"{x} = stablehlo.optimization_barrier" in text) == copied for x in names)
+
+
 def test_chunks_of_context_parallelism_copy_no_tokens(hopper, monkeypatch):
     """Tokens behind a chunk are those of other devices: they need not become zeros."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
