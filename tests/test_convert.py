@@ -152,7 +152,9 @@ def tokens(rows=2, width=REACH, seed=1):
 
 @torch.no_grad()
 def logits(model, ids, dtype=torch.float32):
-    return model.to(dtype)(ids, use_cache=False).logits.double().cpu().numpy()
+    if model.dtype != dtype:
+        model.to(dtype)  # rounds the rates of its rotation too
+    return model(ids, use_cache=False).logits.double().cpu().numpy()
 
 
 @functools.cache

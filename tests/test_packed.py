@@ -91,9 +91,12 @@ def calls(api, inputs, implementation, **packed):
     config, how = packed["config"], packed | {"implementation": implementation}
     length = query.shape[1]
     pair = [x[:, : config.num_compressed(length)] for x in (key, value)]
-    chosen = np.full((*key.shape[:3], config.num_selected), -1, np.int32)
-    chosen[..., 0] = 0
-    chosen = jnp.array(chosen) if api is nsa_jax else torch.tensor(chosen, device=query.device)
+    shape = *key.shape[:3], config.num_selected
+    if api is nsa_jax:
+        chosen = jnp.full(shape, -1, jnp.int32).at[..., 0].set(0)
+    else:
+        chosen = torch.full(shape, -1, dtype=torch.int32, device=query.device)
+        chosen[..., 0].zero_()  # no number comes from the host
     return {
         "attention": lambda: [api.attention(*inputs, **how)],
         "compress": lambda: [api.compress(key, **packed)],
