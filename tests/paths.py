@@ -104,7 +104,8 @@ def steps_of_fa2(p, device="cpu") -> dict:
     """Its index work alone: without a GPU the public functions refuse it."""
     from nsa_torch import fa2
 
-    where, found = in_torch(p, device) | {"kv_len": p.kv_len or p.case.S}, {}
+    kv_len = p.case.S if p.kv_len is None else p.kv_len
+    where, found = in_torch(p, device) | {"kv_len": kv_len}, {}
     for branch, tensors in p.steps.items():
         inputs = [x.detach() for x in tensors]
         leaves = [x.requires_grad_() for x in inputs[:3]]
