@@ -42,21 +42,6 @@ class Case:
         )
 
 
-CASES = (
-    Case(63, 63, H=2, Hkv=2),  # G=1
-    Case(111, 111, H=6, Hkv=2, D=24, Dv=8),  # G=3
-    Case(37, 111, H=6, Hkv=1, D=8, Dv=12),  # G=6, T < S
-    Case(97, 97, H=16, Hkv=1, D=16, Dv=8, B=1),  # G=16
-    Case(1, 75, H=4, Hkv=2),  # one token
-    Case(5, 5, B=1),  # no compressed token at all
-    Case(40, 40, config=dataclasses.replace(SMALL, window=0, num_selected=9)),  # n > blocks
-    Case(90, 90, B=1, segments=(20, 1, 43, 8, -18)),
-    Case(50, 90, B=1, H=6, Hkv=2, segments=(20, 1, 43, 8, -18)),
-    Case(130, 130, H=8, Hkv=2, D=32, Dv=16, dtype="bfloat16", config=PAPER),
-    Case(77, 77, H=3, Hkv=1, dtype="float16"),
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Problem:
     case: Case
@@ -167,16 +152,3 @@ def selection(query, key, **options):
         found = _by_torch("select_blocks", (query, key), exact=False, **options)
         return jnp.asarray(found)
     return call(reference.select_blocks, query, key, **options)
-
-
-def under_a_loss_scale(size_of_do=4800.0):
-    """Query, key, value, gates and the output's gradient: float16 has the gradients of all of these
-    but the gates, and not those of the probabilities, dO . V, nor by default those of the logits.
-    """
-    rng = np.random.default_rng(0)
-    size = {"query": 1 / 64, "key": 1 / 64, "value": 64.0, "do": size_of_do}
-    heads = {"query": 4, "key": 2, "value": 2, "do": 4}
-    made = [size[x] * rng.standard_normal((1, 40, heads[x], 16), np.float32) for x in size]
-    products = np.einsum("bqhd,bkhd->bhqk", made[3] / 3, made[2].repeat(2, axis=2))
-    assert np.abs(products).max() > np.finfo(np.float16).max
-    return *made[:3], np.full((1, 40, 4, 3), 1 / 3, np.float32), made[3]

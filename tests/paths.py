@@ -57,11 +57,15 @@ def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
     return dict(zip(p.names, found, strict=gradients))
 
 
-def steps_of_torch(p, implementation, device="cpu", of_lse=True) -> dict:
+def steps_of_torch(
+    p, implementation, device="cpu", of_lse=True, only=(*BRANCHES, "scores")
+) -> dict:
     """Of a `Problem` or of `Ragged` rows."""
     where, found = in_torch(p, device) | {"kv_len": moved(p.kv_len, device)}, {}
     where["implementation"] = implementation
     for branch, tensors in p.steps.items():
+        if branch not in only:
+            continue
         inputs = [x.to(device).detach() for x in tensors]
         leaves = [x.requires_grad_() for x in inputs[:3]]
         results = getattr(nsa_torch, f"{branch}_attention")(*inputs, **where)
@@ -70,8 +74,10 @@ def steps_of_torch(p, implementation, device="cpu", of_lse=True) -> dict:
         grads = torch.autograd.grad(results[:used], leaves, weights[:used])
         names = (f"{branch}.{x}" for x in STEP_NAMES)
         found |= dict(zip(names, (*results, *grads), strict=True))
-    query, key, _ = (x.to(device) for x in p.steps["compressed"])
-    return found | {"block_indices": nsa_torch.select_blocks(query, key, **where)}
+    if "scores" in only:
+        query, key, _ = (x.to(device) for x in p.steps["compressed"])
+        found["block_indices"] = nsa_torch.select_blocks(query, key, **where)
+    return found
 
 
 def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) -> dict:

@@ -467,6 +467,17 @@ def check(p: Problem, found: dict, expected) -> None:
             assert not array(x)[exact[name] == 0].any(), f"{name}: not 0 where nothing is seen"
 
 
+def check_loud(p: Problem, found: dict) -> None:
+    """Gradients of tokens where dO . V is beyond float16."""
+    value = p.values[0].repeat_interleave(p.case.H // p.case.Hkv, 2)
+    product = torch.einsum("bqhd,bkhd->bhqk", p.weight.float() / 3, value.float())
+    assert product.abs().max() > torch.finfo(torch.float16).max
+    for name in ("dquery", "dkey", "dvalue"):
+        exact = p.expected[0][name]
+        error = np.abs(array(found[name]).astype(np.float64) - exact).max()
+        assert error < 0.02 * np.abs(exact).max(), name
+
+
 def check_selection(p: Problem, block_indices) -> None:
     """Of the compressed keys of `steps`: by the rules exactly, of blocks left out none that scores
     more than float32 decides; where all scores are apart, the oracle's very blocks.

@@ -26,10 +26,11 @@ from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
-from tests import interpreted_triton, pretend
-from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
+from tests import interpreted_triton, pretend, problems
+from tests.inputs import PAPER, SMALL, Case, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
+from tests.paths import of_torch
 from tests.reach import NUMBERS
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 from tests.torch_inputs import BRANCHES as BRANCH_NAMES
@@ -37,7 +38,6 @@ from tests.torch_inputs import (
     check_branch,
     check_reach,
     check_selection,
-    check_under_a_loss_scale,
     check_whole,
     cu_seqlens,
     poison,
@@ -139,14 +139,15 @@ def test_any_blocks_in_any_order(case, monkeypatch):
     """Blocks behind the query, empty slots anywhere: output and gradients."""
     if INTERPRETED:  # query lists with whole tiles of rows behind a block's own tokens
         set_limits(monkeypatch, triton_segment=256)
-    check_branch(case, "selected", "triton", DEVICE, any_blocks)
+    check_branch(case, "selected", "triton", DEVICE, "any")
 
 
 @kernel
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_under_a_loss_scale(dtype):
     """The kernels multiply with gradients of the logits in 16 bits."""
-    check_under_a_loss_scale(dtype, "triton", DEVICE, 600.0)
+    p = problems.problem(problems.Case(40, 40, dtype=dtype, loud=600.0, blocks="given"))
+    problems.check_loud(p, of_torch(p, "triton", DEVICE))
 
 
 @kernel

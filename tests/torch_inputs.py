@@ -12,13 +12,13 @@ import torch
 
 import nsa_jax
 import nsa_torch.mosaic
-from bench.judge.parity import assert_parity, check_indices
-from nsa_jax import mosaic, reference
+from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig, fa2
-from tests import torch_oracle
-from tests.inputs import SMALL, problem, selection, under_a_loss_scale
+from tests import problems
+from tests.inputs import SMALL, problem, selection
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
+from tests.paths import of_torch, steps_of_torch
 from tests.reach import NUMBERS
 from tests.reach import check_reach as check_reach_of
 
@@ -88,248 +88,31 @@ def run(step, implementation, *tensors, **options):
     return getattr(nsa_torch, name)(*tensors, implementation=implementation, **options)
 
 
-def compiled(function, *arrays):
-    """`function(*arrays)`, compiled fast rather than well."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function, compiler_options=options)(*arrays)
+def posed(case, blocks, own=False):
+    """`case` of `tests.inputs` as a problem whose padding is NaN; float32 decides a selection."""
+    shape = {name: x for name, x in vars(case).items() if name != "segments"}
+    documents = case.segments and tuple(n for n in case.segments if n >= 0)
+    if blocks == "own" and case.dtype != "float32":
+        blocks = "given"
+    return problems.problem(problems.Case(**shape, documents=documents, blocks=blocks, own=own))
 
 
-def float64(x):
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.asarray(np.asarray(x), jnp.float64) if floating else x
-
-
-@contextlib.contextmanager
-def float64_world():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def where_of(case, device="cpu"):
-    packed = case.segments is not None
-    return {
-        "config": case.config,
-        "kv_len": None if packed else case.S,
-        "cu_seqlens": cu_seqlens(case, device),
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    inputs: dict  # of a branch: the arrays that it takes
-    weights: dict  # of a branch: the gradient of its output
-    exact: dict  # of a branch: (out, lse, gradients), and scores, in float64
-    rough: dict  # the same in the precision of the case
-
-
-def bind(name, indices, **options):
-    """`reference.<name>` as a function of query, key and value."""
-    function = getattr(reference, name)
-    return lambda query, key, value: function(query, key, value, *indices, **options)
-
-
-@functools.lru_cache
-def expected(case, blocks=None) -> Expected:
-    """The oracle and the yardstick of every step, forward and backward.
-
-    `blocks`: a function of the case to the block indices; None: those of the reference.
-    """
-    p = problem(case)
-    shape = (*p.query.shape[:3], case.Dv)
-    normal = np.random.default_rng(1).normal
-    weights = {branch: jnp.asarray(normal(size=shape), case.dtype) for branch in BRANCHES}
-    if torch_oracle.USED:
-        return _by_torch(case, blocks, weights)
-    options = {"config": case.config, "segment_ids": p.segment_ids}
-
-    def make_inputs(query, key, value):
-        pair = tuple(reference.compress(x, **options) for x in (key, value))
-        if blocks is None:
-            indices = reference.select_blocks(query, pair[0], **p.where)
-        else:
-            indices = jnp.asarray(blocks(case))
-        return {
-            "compressed": (query, *pair),
-            "selected": (query, key, value, indices),
-            "sliding": (query, key, value),
-        }
-
-    def results(inputs, weights, dtype):
-        found = {"scores": reference.block_scores(*inputs["compressed"][:2], **p.where)}
-        for branch, (query, key, value, *indices) in inputs.items():
-            attend = bind(f"{branch}_attention", indices, compute_dtype=dtype, **p.where)
-            out, pull, lse = jax.vjp(attend, query, key, value, has_aux=True)
-            found[branch] = (out, lse, *pull(weights[branch]))
-        return found
-
-    def everything(weights, *tokens):
-        inputs = make_inputs(*tokens)
-        return inputs, results(inputs, weights, jnp.dtype(case.dtype))
-
-    inputs, rough = compiled(everything, weights, p.query, p.key, p.value)
-    with float64_world():
-        wide = functools.partial(results, dtype=jnp.float64)
-        exact = compiled(wide, *jax.tree.map(float64, (inputs, weights)))
-        exact, rough = jax.tree.map(np.asarray, (exact, rough))
-    return Expected(inputs, weights, exact, rough)
-
-
-def _by_torch(case, blocks, weights) -> Expected:
-    p = problem(case)
-    pair = tuple(torch_oracle.compressed(x, p) for x in (p.key, p.value))
-    indices = selection(p.query, pair[0], **p.where) if blocks is None else blocks(case)
-    inputs = {
-        "compressed": (p.query, *pair),
-        "selected": (p.query, p.key, p.value, jnp.asarray(indices)),
-        "sliding": (p.query, p.key, p.value),
-    }
-
-    def results(exact):
-        run = functools.partial(torch_oracle.results, exact=exact, **p.where)
-        found = {"scores": run("block_scores", inputs["compressed"][:2])[0][0]}
-        for branch, arrays in inputs.items():
-            both = run(f"{branch}_attention", arrays, cotangents=(weights[branch],))
-            found[branch] = (*both[0], *both[1])
-        return found
-
-    return Expected(inputs, weights, results(True), results(False))
-
-
-def check_branch(case, branch, implementation, device="cpu", blocks=None):
-    want = expected(case, blocks)
-    inputs = [tensor(x, device) for x in want.inputs[branch]]
-    floats = [x.requires_grad_() for x in inputs[:3]]
-    options = where_of(case, device)
-    out, lse = run(branch, implementation, *inputs, **options)
-    assert out.dtype == inputs[0].dtype and lse.dtype == torch.float32
-    grads = torch.autograd.grad(out, floats, tensor(want.weights[branch], device))
-    names = ("out", "lse", "dquery", "dkey", "dvalue")
-    exact, rough = want.exact[branch], want.rough[branch]
-    for name, got, good, low in zip(names, (out, lse, *grads), exact, rough, strict=True):
-        assert_parity(
-            f"{branch}.{name}",
-            array(got),
-            good,
-            low,
-            dtype=jnp.dtype(case.dtype),
-            selection=name == "out" and branch == "selected",
-        )
+def check_branch(case, branch, implementation, device="cpu", blocks="given"):
+    p, how = posed(case, blocks), {"of_lse": False, "only": (branch,)}
+    found = steps_of_torch(p, implementation, device, **how)
+    problems.check(p, found, p.expected_steps(False))
 
 
 def check_selection(case, implementation, device="cpu"):
-    """The very indices of the reference in float32; else by the float64 scores."""
-    want = expected(case)
-    query, key = (tensor(x, device) for x in want.inputs["compressed"][:2])
-    got = array(run("scores", implementation, query, key, **where_of(case, device)))
-    assert got.dtype == np.int32
-    if case.dtype == "float32" and device == "cpu":
-        np.testing.assert_array_equal(got, want.inputs["selected"][3])
-    if case.segments is None:
-        positions = np.arange(case.T) + case.S - case.T
-        result = check_indices(got, want.exact["scores"], positions, case.config)
-        assert result.ok, result.reason
-
-
-@functools.lru_cache
-def expected_whole(case, shared=False):
-    """`attention` and its gradients by `query, keys, values, gates`, exact and rough; `shared`:
-    all branches have the same keys and values, whose gradient is the sum.
-    """
-    p = problem(case)
-    normal = np.random.default_rng(2).normal
-    keys = Branches(*(jnp.asarray(normal(size=p.key.shape), case.dtype) for _ in range(3)))
-    values = Branches(*(jnp.asarray(normal(size=p.value.shape), case.dtype) for _ in range(3)))
-    if shared:
-        keys, values = Branches.each(keys[0]), Branches.each(values[0])
-    weight = jnp.asarray(normal(size=(*p.query.shape[:3], case.Dv)), case.dtype)
-    options = {"config": case.config, "segment_ids": p.segment_ids}
-
-    def select(query, keys):
-        compressed_key = reference.compress(keys.compressed, **options)
-        return reference.select_blocks(query, compressed_key, **p.where)
-
-    def attention(indices, dtype, query, keys, values, gates):
-        key, value = (
-            x._replace(compressed=reference.compress(x.compressed, **options))
-            for x in (keys, values)
-        )
-        outputs = []
-        for branch, *pair in zip(BRANCHES, key, value, strict=True):
-            slots = [indices] if branch == "selected" else []
-            attend = bind(f"{branch}_attention", slots, compute_dtype=dtype, **p.where)
-            outputs.append(attend(query, *pair)[0])
-        gates = Branches(*(gates[..., i] for i in range(3)))
-        return reference.combine(Branches(*outputs), gates)
-
-    def both_of(dtype, weight, indices, *inputs):
-        out, pull = jax.vjp(functools.partial(attention, indices, dtype), *inputs)
-        return out, pull(weight)
-
-    inputs = (p.query, keys, values, p.gates)
-    if torch_oracle.USED:
-        indices = selection(p.query, torch_oracle.compressed(keys.compressed, p), **p.where)
-        leaves, tree = jax.tree.flatten(inputs)
-        run = functools.partial(torch_oracle.results, cotangents=(weight,), **p.where)
-        both = [run("whole_of_tokens", [*leaves, indices], exact=x) for x in (True, False)]
-        exact, rough = ((out[0], tree.unflatten(gradients)) for out, gradients in both)
-    else:
-        indices = compiled(select, p.query, keys)
-        narrow = functools.partial(both_of, jnp.dtype(case.dtype))
-        rough = compiled(narrow, weight, indices, *inputs)
-        with float64_world():
-            wide = functools.partial(both_of, jnp.float64)
-            exact = compiled(wide, *jax.tree.map(float64, (weight, indices, *inputs)))
-            exact, rough = jax.tree.map(np.asarray, (exact, rough))
-    if shared:
-        exact, rough = _summed(*exact), _summed(*rough)
-    return inputs, weight, indices, exact, rough
-
-
-def _summed(out, gradients):
-    query, *pair, gates = gradients
-    key, value = (sum(x.astype(np.float64) for x in branches) for branches in pair)
-    return out, (query, key, value, gates)
-
-
-def check_under_a_loss_scale(dtype, implementation, device="cpu", *size):
-    """dO . V is beyond float16, and no gradient that is asked for."""
-    *tensors, gates, do = (torch.from_numpy(x).to(device) for x in under_a_loss_scale(*size))
-
-    def gradients(dtype, implementation):
-        *leaves, given, grad = (x.to(dtype) for x in (*tensors, gates, do))
-        leaves = [x.requires_grad_() for x in leaves]
-        options = {"config": SMALL, "implementation": implementation}
-        out = nsa_torch.attention(*leaves, given, **options)
-        return torch.autograd.grad(out, leaves, grad)
-
-    pairs = gradients(dtype, implementation), gradients(torch.float32, "reference")
-    for got, want in zip(*pairs, strict=True):
-        assert (got.float() - want).abs().max() < 0.02 * want.abs().max()
+    p = posed(case, "own")
+    found = steps_of_torch(p, implementation, device, only=("scores",))
+    problems.check_selection(p, found["block_indices"])
 
 
 def check_whole(case, implementation, device="cpu", shared=False):
     """`shared`: all branches look at the same keys and values."""
-    (query, keys, values, gates), weight, indices, exact, rough = expected_whole(case, shared)
-    leaf = lambda x: tensor(x, device).requires_grad_()
-    query, gates = leaf(query), leaf(gates)
-    key, value = ([leaf(x[0])] if shared else Branches(*map(leaf, x)) for x in (keys, values))
-    out = nsa_torch.attention(
-        query,
-        *(x[0] if shared else x for x in (key, value)),
-        gates,
-        config=case.config,
-        # In float32 the selection is exact, so it is left to the call.
-        block_indices=None if case.dtype == "float32" else tensor(indices, device),
-        cu_seqlens=cu_seqlens(case, device),
-        implementation=implementation,
-    )
-    moving = (query, *key, *value, gates)
-    grads = torch.autograd.grad(out, moving, tensor(weight, device))
-    branches = ["shared"] if shared else BRANCHES
-    names = ("out", "dquery", *(f"d{x}.{b}" for x in ("key", "value") for b in branches))
-    sides = jax.tree.leaves(exact), jax.tree.leaves(rough)
-    for name, got, *pair in zip((*names, "dgates"), (out, *grads), *sides, strict=True):
-        assert_parity(name, array(got), *pair, dtype=jnp.dtype(case.dtype))
+    p = posed(case, "own", own=not shared)
+    problems.check(p, of_torch(p, implementation, device), p.expected)
 
 
 class Inputs:
