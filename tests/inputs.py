@@ -1,8 +1,7 @@
-"""One builder of problems, and the float64 oracle and low-precision yardstick of each step."""
+"""Problems in arrays of JAX, of two rows by default."""
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any
 
 import jax
@@ -10,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_core.config import NSAConfig
-from nsa_jax import reference
-from tests import problems, torch_oracle
+from tests import problems
 
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=10
@@ -82,73 +80,16 @@ def problem(case: Case, seed: int = 0) -> Problem:
     )
 
 
-def any_blocks(case: Case) -> np.ndarray:
-    """As `problems.any_blocks`."""
-    return problems.any_blocks(case).numpy()
-
-
 def call(function, *arrays, **options):
     """`function` compiled as a whole: op by op each shape would cost a compilation an op."""
     return jax.jit(functools.partial(function, **options))(*arrays)
 
 
-def once(function):
-    """`function`, of arrays and options, called once for what is the same in every bit: for
-    references, which no test changes.
-    """
-    results = {}
-
-    def content(x):
-        if not hasattr(x, "dtype"):
-            return type(x), x
-        x = np.asarray(x)
-        return x.shape, x.dtype.name, hashlib.sha256(x.tobytes()).digest()
-
-    @functools.wraps(function)
-    def known(*arrays, **options):
-        leaves, tree = jax.tree.flatten((arrays, options))
-        key = (tree, *map(content, leaves))
-        if key not in results:
-            results[key] = function(*arrays, **options)
-        return results[key]
-
-    return known
-
-
-def _by_torch(name, arrays, **options):
-    outputs, _ = torch_oracle.results(name, arrays, **options)
-    return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-
-@once
-def oracle(name: str, *arrays, **options):
-    """`reference.<name>` in float64 on the already rounded `arrays`, as NumPy."""
-    if torch_oracle.USED:
-        return _by_torch(name, arrays, exact=True, **options)
-    with jax.enable_x64(True):
-        wide = [
-            jnp.asarray(np.asarray(x), jnp.float64)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-            for x in arrays
-        ]
-        out = call(getattr(reference, name), *wide, **options)
-        return jax.tree.map(np.asarray, out)
-
-
-@once
-def yardstick(name: str, *arrays, **options):
-    """`reference.<name>` computed in the arrays' own precision, as NumPy."""
-    if torch_oracle.USED and options["config"].compute_dtype is None:
-        return _by_torch(name, arrays, exact=False, **options)
-    out = call(getattr(reference, name), *arrays, compute_dtype=arrays[0].dtype, **options)
-    return jax.tree.map(np.asarray, out)
-
-
-@once
-def selection(query, key, **options):
-    """The indices of the reference."""
-    if torch_oracle.USED:
-        found = _by_torch("select_blocks", (query, key), exact=False, **options)
-        return jnp.asarray(found)
-    return call(reference.select_blocks, query, key, **options)
+def posed(case: Case, blocks: str = "given", own: bool = True, **rest):
+    """`case` as a problem of the tables, in which padding is NaN; float32 decides a selection."""
+    shape = {name: x for name, x in vars(case).items() if name != "segments"}
+    documents = case.segments and tuple(n for n in case.segments if n >= 0)
+    if blocks == "own" and case.dtype != "float32" and "ties" not in rest:
+        blocks = "given"
+    shape |= {"documents": documents, "blocks": blocks, "own": own, **rest}
+    return problems.problem(problems.Case(**shape))

@@ -7,6 +7,7 @@ yardstick of the tolerance rule (`bench.judge.parity`) make of it, by names that
 import dataclasses
 import functools
 
+import jax
 import ml_dtypes
 import numpy as np
 import torch
@@ -171,6 +172,38 @@ CASES |= {
 }
 
 
+def by_heads(found_of):
+    """What `found_of` gives for a problem, made for one key/value head of one row at a time: on a
+    GPU its `[T, S]` has room beside those of other tests.
+    """
+
+    def joined(axis, found):
+        cat = lambda *x: (torch.cat if isinstance(x[0], torch.Tensor) else np.concatenate)(
+            x, axis
+        )
+        return jax.tree.map(cat, *found)
+
+    @functools.wraps(found_of)
+    def whole(p, *rest):
+        case = p.case
+        if case.B * case.Hkv == 1:
+            return found_of(p, *rest)
+        alone = dataclasses.replace(case, B=1, H=case.H // case.Hkv, Hkv=1)
+
+        def of(row, head):
+            def own(x):
+                each = x.shape[2] // case.Hkv
+                return x[row : row + 1, :, head * each : (head + 1) * each]
+
+            _, *tensors = (getattr(p, x.name) for x in dataclasses.fields(p))
+            return found_of(Problem(alone, *jax.tree.map(own, tensors)), *rest)
+
+        rows = ([of(row, head) for head in range(case.Hkv)] for row in range(case.B))
+        return joined(0, [joined(2, heads) for heads in rows])
+
+    return whole
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """Torch tensors on the CPU in the case's dtype; `keys` and `values` one, or three of branches;
@@ -212,6 +245,7 @@ class Problem:
         return [query, *(each(*x) if self.case.own else x[0] for x in both), gates]
 
     @functools.cached_property
+    @by_heads
     def steps(self) -> dict[str, list[torch.Tensor]]:
         """What each branch reads, in the case's dtype; the selection is the oracle's."""
         config = self.case.config
@@ -261,6 +295,7 @@ class Problem:
         return torch.where(self.rows.padding(x.shape[1]).to(x.device)[:, None, None], 0, x)
 
     @functools.cached_property
+    @by_heads
     def expected(self) -> list[dict[str, np.ndarray]]:
         """The output and gradients of the whole, exact and as in the case's dtype."""
         found = []
@@ -272,6 +307,7 @@ class Problem:
         return found
 
     @functools.cache  # noqa: B019  # as long as `problem` keeps it
+    @by_heads
     def expected_steps(self, of_lse: bool = True) -> list[dict[str, np.ndarray]]:
         """Of each branch output, log-sum-exp and gradients by both of these, exact and rough."""
         found = []

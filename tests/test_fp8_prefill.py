@@ -28,12 +28,15 @@ from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_jax import mosaic
-from nsa_torch import Branches, NSAConfig
+from nsa_torch import Branches, NSAConfig, reference
 from tests.devices import needs_gpu
 from tests.inputs import Case as InputCase
-from tests.inputs import oracle, problem, selection, yardstick
+from tests.inputs import problem
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
+from tests.paths import to_jax
+from tests.problems import array
+from tests.torch_inputs import tensor
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
@@ -296,16 +299,18 @@ def outputs_of(jaxpr):
 def test_a_branch(branch):
     """A chunk of a longer row; keys have a mean."""
     p = problem(InputCase(7, 75, 16, 1, 32, 16, 1, SMALL, dtype="bfloat16"))
-    key, indices = p.key + 3, []
+    query, key, value = (tensor(x) for x in (p.query, p.key + 3, p.value))
+    indices, where = [], {"config": SMALL, "kv_len": 75}
     if branch == "selected":
-        compressed = nsa_jax.compress(key, config=SMALL)
-        indices = [selection(p.query, compressed, config=SMALL, kv_len=75)]
-    given, where = (p.query, key, p.value, *indices), {"config": SMALL, "kv_len": 75}
-    name = f"{branch}_attention"
+        compressed = nsa_torch.compress(key, config=SMALL)
+        indices = [reference.select_blocks(query, compressed, **where)]
+    given, name = (p.query, p.key + 3, p.value, *map(to_jax, indices)), f"{branch}_attention"
     function = functools.partial(getattr(nsa_jax, name), implementation="mosaic", **where)
     is_query = lambda x: x.dtype == "float32" and x.size == p.query.size
     assert not any(map(is_query, outputs_of(jax.make_jaxpr(function)(*given).jaxpr)))
-    exact, rough = oracle(name, *given, **where), yardstick(name, *given, **where)
+    judge, low = getattr(reference, name), {"compute_dtype": torch.bfloat16}
+    exact = map(array, judge(*(x.double() for x in (query, key, value)), *indices, **where))
+    rough = map(array, judge(query, key, value, *indices, **where, **low))
     for part, mine, want, low in zip(
         ("out", "lse"), map(np.asarray, function(*given)), exact, rough, strict=True
     ):

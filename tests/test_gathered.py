@@ -19,17 +19,15 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from tests import pretend
 from tests.devices import needs_gpu
-from tests.inputs import PAPER, Case, problem
+from tests.inputs import PAPER, Case, posed, problem
 from tests.limits import set_limits
 from tests.mosaic_checks import (
-    arrays_of,
+    bits,
     check_any_blocks,
     check_step,
     check_steps,
     check_whole,
-    puller,
     run,
-    whole,
 )
 
 FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
@@ -62,9 +60,9 @@ def leaving(monkeypatch):
 
 def left(case, **change):
     """The problem, in which a tile leaves that has far blocks and near ones."""
-    p = problem(dataclasses.replace(case, **change))
+    p = posed(dataclasses.replace(case, **change))
     tokens = 64 * p.case.Hkv // p.case.H
-    indices, first = np.asarray(arrays_of(p)[1]), p.case.S - p.case.T
+    indices, first = p.block_indices.numpy(), p.case.S - p.case.T
     block = p.case.config.select_block
 
     def blocks(tile, head):
@@ -85,17 +83,17 @@ def left(case, **change):
 
 @pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1), (G16, 1)], ids=str)
 def test_forward(case, parts, interpreted, leaving):
-    check_steps(left(case), ("selected_attention",))
+    check_steps(left(case), "selected")
     assert {kernel.spec.segments for kernel in leaving} == {parts}
 
 
 def test_gates_and_other_branches(interpreted, leaving):
-    check_steps(left(G4, T=24), ("whole",))
+    check_steps(left(G4, T=24), "whole")
 
 
 def test_gradients_of_the_branch(interpreted, leaving):
     """Of which a slab is staged at a time."""
-    check_step(left(G3, Dv=128), "selected_attention")
+    check_step(left(G3, Dv=128), "selected")
     specs = [kernel.spec for kernel in leaving if kernel.name == "gathered_dq"]
     assert {(staged_columns(x, x.D + x.Dv, x.D), x.D) for x in specs} == {(64, 128)}
 
@@ -109,7 +107,7 @@ def test_gradients(interpreted, leaving, monkeypatch):
 
 def test_gradients_of_large_blocks(interpreted, leaving):
     """Those of the query gathered too, of fewer heads than have dS stored."""
-    check_step(left(G16, T=20, H=6), "selected_attention")
+    check_step(left(G16, T=20, H=6), "selected")
     assert {(x.name, x.spec.block) for x in leaving} == {
         ("gathered_forward", 128),
         ("gathered_dq", 128),
@@ -118,7 +116,8 @@ def test_gradients_of_large_blocks(interpreted, leaving):
 
 def test_any_blocks_in_any_order(interpreted, leaving):
     """Half the tokens of the second tile do not see the last block."""
-    check_any_blocks(left(G3, T=45, S=397))
+    left(G3, T=45, S=397)
+    check_any_blocks(dataclasses.replace(G3, T=45, S=397))
 
 
 def test_later_tokens_change_nothing(interpreted, leaving):
@@ -190,30 +189,23 @@ CASES = [
 @needs_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_gpu(case, long_parts):
-    p = problem(case)
-    check_steps(p, ("selected_attention", "whole"))
-    check_any_blocks(p)
+    check_steps(posed(case), "selected", "whole")
+    check_any_blocks(case)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], *CASES[-4:]], ids=str)
 def test_gradients_on_gpu(case, long_parts):
-    check_whole(problem(case))
+    check_whole(posed(case))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_repeated_calls_are_bitwise_equal(long_parts):
-    p = problem(dataclasses.replace(CASES[3], T=4096, S=4096))
-    arrays, indices = arrays_of(p)
-    cotangent = problem(p.case, 1).query[..., : p.case.Dv]
-    attend = whole(p, indices)
-    pull = puller(attend)
-    runs = [[np.asarray(attend(*arrays)), *pull(arrays, cotangent)] for _ in range(3)]
-    for one, other in itertools.pairwise(runs):
-        for got, want in zip(one, other, strict=True):
-            np.testing.assert_array_equal(got, want)
+    p = posed(dataclasses.replace(CASES[3], T=4096, S=4096))
+    for one, other in itertools.pairwise([bits(p) for _ in range(3)]):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.gpu

@@ -14,26 +14,24 @@ import nsa_jax
 from kernels_pallas.specs import scores, work_items
 from nsa_core.config import NSAConfig
 from tests import pretend
-from tests.inputs import PAPER, Case, call, problem
+from tests.inputs import PAPER, Case, call, posed, problem
 from tests.limits import set_limits
 from tests.mosaic_checks import (
     ARRAYS,
     BLOCK_128,
     PACKED,
     TIES,
-    arrays_of,
     attention,
+    bits,
     check_any_blocks,
     check_step,
     check_steps,
     check_ties,
     check_whole,
     normal,
-    puller,
     run,
-    whole,
 )
-from tests.mosaic_checks import STEPS as ATTENTIONS
+from tests.oracles.nsa import BRANCHES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +44,6 @@ pytestmark = [
 MIDDLE = NSAConfig(num_selected=8, window=200)
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 WIDTHS = 64, 96  # the same forward and backward: a kernel serves all lengths, and is built once
-ALL = ("compressed_attention", "scores", "selected_attention", "sliding_attention", "whole")
 PAPER_HEADS = Case(1337, 1337, 32, 2, 192, 128, 1, PAPER, dtype="bfloat16")
 CASES = (
     *(Case(777, 777, 2 * G, 2, *WIDTHS, 1, MIDDLE, dtype="bfloat16") for G in GROUPS),
@@ -83,13 +80,13 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps(case):
-    check_steps(problem(case), ALL)
+    check_steps(posed(case), *BRANCHES, "scores", "whole")
 
 
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_any_blocks_in_any_order(scale):
     for heads in (2, 6, 32):
-        check_any_blocks(problem(dataclasses.replace(CASES[0], H=heads, T=701, S=777)), scale)
+        check_any_blocks(dataclasses.replace(CASES[0], H=heads, T=701, S=777), scale)
 
 
 # 134 blocks; a tile with tokens of two sequences.
@@ -122,7 +119,7 @@ def specs(request, monkeypatch):
 @pytest.mark.parametrize(("group", "segments"), GROUPED, ids=str)
 def test_scores_of_both_ways(group, segments, specs):
     case = dataclasses.replace(BLOCKS, H=2 * group, Hkv=2, segments=segments)
-    check_steps(problem(case), ("scores",))
+    check_steps(posed(case), "scores")
     assert all(spec.swap_ab == (group > 16) for spec in specs)
 
 
@@ -138,7 +135,7 @@ def test_scores_of_both_ways(group, segments, specs):
 @pytest.mark.parametrize("group", [4, 16])
 def test_scores_of_other_blocks(group, config):
     case = dataclasses.replace(BLOCKS, H=group, Hkv=1, S=1100, config=config)
-    check_steps(problem(case), ("scores",))
+    check_steps(posed(case), "scores")
 
 
 @pytest.mark.parametrize("case", TIES, ids=str)
@@ -248,36 +245,31 @@ GRADIENTS = (
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradients(case):
-    check_whole(problem(case))
+    check_whole(posed(case))
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("case", [OF_THREE, OF_SIXTEEN, *GRADIENTS[9:11]], ids=str)
 def test_gradients_of_a_step(case, name):
     """Those of the log-sum-exp too."""
-    check_step(problem(case), name)
+    check_step(posed(case), name)
 
 
 @pytest.mark.parametrize("longest", [100, work_items.MAX_ENTRIES])
 def test_gradients_of_popular_blocks(longest, monkeypatch):
     """Every query has the first block: its list is many work items."""
     set_limits(monkeypatch, item_entries=longest)
-    p = problem(dataclasses.replace(OF_SIXTEEN, T=900, S=900))
-    indices = np.asarray(arrays_of(p)[1])
-    assert (indices == 0).any(axis=-1).all()
-    check_step(p, "selected_attention")
+    p = posed(dataclasses.replace(OF_SIXTEEN, T=900, S=900))
+    assert (p.block_indices == 0).any(dim=-1).all()
+    check_step(p, "selected")
 
 
 @pytest.mark.parametrize("heads", [2, 6, 32])
 def test_repeated_gradients_are_bitwise_equal(heads):
-    p = problem(dataclasses.replace(PAPER_HEADS, H=heads, T=4096, S=4096))
-    arrays, indices = arrays_of(p)
-    cotangent = problem(p.case, 1).query[..., : p.case.Dv]
-    pull = puller(whole(p, indices))
-    first, *others = (pull(arrays, cotangent) for _ in range(3))
+    p = posed(dataclasses.replace(PAPER_HEADS, H=heads, T=4096, S=4096), "any")
+    first, *others = (bits(p) for _ in range(3))
     for other in others:
-        for got, want in zip(other, first, strict=True):
-            np.testing.assert_array_equal(got, want)
+        jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
 def test_cached_attention_in_chunks():

@@ -26,9 +26,9 @@ from nsa_torch import execute, input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import plan_checks, planned
 from tests.devices import needs_gpu
-from tests.inputs import PAPER, Case, problem
+from tests.inputs import PAPER, Case, posed
 from tests.limits import set_limits
-from tests.mosaic_checks import arrays_of, check_step, check_whole, pulled, whole
+from tests.mosaic_checks import bits, check_step, check_whole
 from tests.test_torch_mosaic import inputs
 
 FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
@@ -89,7 +89,7 @@ def stored(monkeypatch):
 
 @pytest.mark.parametrize("case", [G8, G16, G64], ids=str)
 def test_gradients(case, interpreted, stored):
-    check_whole(problem(case))
+    check_whole(posed(case))
 
 
 @pytest.mark.parametrize(
@@ -97,30 +97,30 @@ def test_gradients(case, interpreted, stored):
 )
 def test_ds_chunks(name, interpreted, stored, ds_chunks):
     """Those of the branch alone begin with nothing that they are added to."""
-    p = problem(G10)
-    check_whole(p) if name == "whole" else check_step(p, "selected_attention")
+    p = posed(G10)
+    check_whole(p) if name == "whole" else check_step(p, "selected")
 
 
 def test_one_ds_chunk_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
     set_limits(monkeypatch, ds_chunk_bytes=1)
-    check_step(problem(G10), "selected_attention")
+    check_step(posed(G10), "selected")
 
 
 def test_blocks_of_the_future_and_empty_slots(interpreted, stored):
     """The first tokens of a tile do not see the block that the others see."""
-    p = problem(dataclasses.replace(G16, T=7, S=132))  # positions 125 to 131: 3 are before 128
+    p = posed(dataclasses.replace(G16, T=7, S=132))  # positions 125 to 131: 3 are before 128
     indices = np.full((1, 7, 2, 3), -1, np.int32)
     indices[..., 1] = 2
     indices[:, :, 1, 0] = 0
-    check_step(p, "selected_attention", jnp.asarray(indices))
+    check_step(p, "selected", indices)
 
 
 def test_neighbours_that_select_other_blocks(interpreted, stored):
-    p = problem(dataclasses.replace(G16, T=14, S=450))
+    p = posed(dataclasses.replace(G16, T=14, S=450))
     indices = np.full((1, 14, 2, 3), -1, np.int32)
     token, head = np.ogrid[:14, :2]
     indices[0, ..., 0], indices[0, ..., 1] = token % 5, 5 + (token + head) % 2
-    check_step(p, "selected_attention", jnp.asarray(indices))
+    check_step(p, "selected", indices)
 
 
 def test_ds_is_written_by_the_pass_of_dk():
@@ -316,7 +316,7 @@ CASES = [
 @needs_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_on_gpu(case, stored):
-    check_whole(problem(case))
+    check_whole(posed(case))
 
 
 @pytest.mark.gpu
@@ -325,10 +325,8 @@ def test_gradients_on_gpu(case, stored):
 def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     """Not a bit, and neither does a run repeated."""
     if framework == "jax":
-        p = problem(CASES[0])
-        arrays, indices = arrays_of(p)
-        cotangent = problem(p.case, 1).query  # as wide as the output
-        gradients = lambda: pulled(whole(p, indices), arrays, cotangent)
+        p = posed(CASES[0])
+        gradients = lambda: [*bits(p).values()]
     else:
         tensors = inputs(1500, 1500, 64, 4, 128, 128, device="cuda")
 

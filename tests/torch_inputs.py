@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import nsa_jax
 import nsa_torch.mosaic
 from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig, fa2
 from tests import problems
-from tests.inputs import SMALL, problem, selection
+from tests.inputs import SMALL, posed, problem
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
 from tests.paths import of_torch, steps_of_torch
@@ -88,15 +87,6 @@ def run(step, implementation, *tensors, **options):
     return getattr(nsa_torch, name)(*tensors, implementation=implementation, **options)
 
 
-def posed(case, blocks, own=False):
-    """`case` of `tests.inputs` as a problem whose padding is NaN; float32 decides a selection."""
-    shape = {name: x for name, x in vars(case).items() if name != "segments"}
-    documents = case.segments and tuple(n for n in case.segments if n >= 0)
-    if blocks == "own" and case.dtype != "float32":
-        blocks = "given"
-    return problems.problem(problems.Case(**shape, documents=documents, blocks=blocks, own=own))
-
-
 def check_branch(case, branch, implementation, device="cpu", blocks="given"):
     p, how = posed(case, blocks), {"of_lse": False, "only": (branch,)}
     found = steps_of_torch(p, implementation, device, **how)
@@ -164,10 +154,9 @@ def check_reach(case, branch, implementation, device="cpu", numbers=NUMBERS):
     """`reach.check_reach` of a token in the middle of `case`."""
     p = problem(case)
     compress = functools.partial(nsa_torch.compress, config=case.config)
-    indices = tensor(
-        selection(p.query, nsa_jax.compress(p.key, config=case.config), config=case.config),
-        device,
-    )
+    query, key = (tensor(x, device) for x in (p.query, p.key))
+    options = {"config": case.config, "implementation": "reference"}
+    indices = nsa_torch.select_blocks(query, compress(key), **options)
 
     def function(*arrays):
         *leaves, do = (tensor(x, device).to(getattr(torch, case.dtype)) for x in arrays)
