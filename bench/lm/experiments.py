@@ -245,7 +245,7 @@ EXPERIMENTS = {
             *("shared_taps_n64", "shared_taps_half", "shared_taps_fine"),
             *("shared_taps_index", "shared_taps_third"),
         ),
-        (7, 8),
+        (7, 8, 9),
     ),
     "selection_13m": Experiment(
         "What makes a small model's selection find what counts at rows of 8k?",
