@@ -14,21 +14,26 @@ Exit status: 0 if all were caught, 1 if one was not, 2 if a row or an argument i
 """
 
 import argparse
-import multiprocessing
+import contextlib
+import functools
 import os
+import queue
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 NEEDED = {"path", "name", "file", "old", "new", "tests"}
 TIMEOUT = 600.0  # seconds of one mutant
-PROCESSES = multiprocessing.get_context("fork")
 
 
 def label(row: dict) -> str:
@@ -75,99 +80,73 @@ def controls(rows) -> list[dict]:
     ]
 
 
-class Seen:
-    """The first failure of a run, and how many tests passed."""
-
-    failed, passed = None, 0
-
-    def pytest_runtest_logreport(self, report):
-        self.passed += report.passed and report.when == "call"
-        if report.failed and self.failed is None:
-            self.failed = report.nodeid
-
-
-def run_tests(copy: Path, row: dict, answer) -> None:
-    """Answers with pytest's status, the first failure and the number of passed tests."""
-    os.setsid()  # what the tests start ends with them
-    with open(copy / "tests.log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.chdir(copy)
-    os.environ["PYTHONPATH"] = str(copy)
-    os.environ["TRITON_INTERPRET"] = str(int(row.get("triton", False)))
-    sys.path[:] = [str(copy), *(x for x in sys.path if x not in ("", str(ROOT)))]
-    for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:
-        del sys.modules[name]  # the checkout's
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
-    import pytest
-
-    options = ["-x", "-q", "-m", "not gpu", f"--basetemp={copy}.temporary"]
-    options += ["-p", "no:cacheprovider", "-p", "no:tests.durations"]  # which sorts tests
-    seen = Seen()
-    status = pytest.main([*options, *row["tests"]], plugins=[seen])
-    answer.send((int(status), seen.failed, seen.passed))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def run(copy: Path, row: dict) -> tuple:
-    """What `run_tests` answers, with the mistake of the row, if any, in the copy."""
-    path = copy / row["file"] if "file" in row else None
-    if path is not None:
-        text, before = path.read_text(), path.stat()
-        path.write_text(mutated(text, row))
-        forget_compiled(path)
-    receive, send = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=run_tests, args=(copy, row, send))
-    child.start()
-    send.close()
+@contextlib.contextmanager
+def mistaken(copy: Path, row: dict) -> Iterator[None]:
+    """Within: the mistake of the row, if any, is in the copy."""
+    if "file" not in row:
+        yield
+        return
+    path = copy / row["file"]
+    text, before = path.read_text(), path.stat()
+    path.write_text(mutated(text, row))
     try:
-        return receive.recv() if receive.poll(TIMEOUT) else ("timed out", None, 0)
-    except EOFError:
-        return "crashed", None, 0
-    finally:
+        yield
+    finally:  # Python knows what it compiled by a file's size and second
+        path.write_text(text)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def run(copy: Path, row: dict) -> tuple[int | str, str]:
+    """pytest's status and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu"]
+    # The plugin sorts tests.
+    command += ["-p", "no:cacheprovider", "-p", "no:tests.durations"]
+    command += [f"--basetemp={copy}.temporary", *row["tests"]]
+    environment = {
+        "PYTHONPATH": str(copy),
+        "TRITON_INTERPRET": str(int(row.get("triton", False))),
+        "CUDA_VISIBLE_DEVICES": "",  # a GPU changes which tests are run
+    }
+    # What the tests start ends with their session.
+    how: dict = {"cwd": copy, "env": os.environ | environment, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with mistaken(copy, row), subprocess.Popen(command, **how, **pipes) as child:
         try:
-            os.killpg(child.pid, 9)
-        except ProcessLookupError:
-            pass
-        child.join()
-        if path is not None:
-            path.write_text(text)
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-            forget_compiled(path)
+            printed, _ = child.communicate(timeout=TIMEOUT)
+            return child.returncode, printed
+        except subprocess.TimeoutExpired:
+            return "timed out", ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
-def forget_compiled(path: Path) -> None:
-    """Python knows what it compiled by a file's size and second."""
-    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-        compiled.unlink()
-
-
-def _tail(log: Path) -> str:
-    return log.read_text()[-1500:] if log.is_file() else ""
-
-
-def work(copy: Path, rows, todo, answers) -> None:
-    """Takes numbers of rows until None: as rows they would not fit into the pipe all at once."""
+def copied(folder: Path) -> Path:
+    """A new copy of the tracked files as they are in the working tree."""
+    copy = Path(tempfile.mkdtemp(dir=folder))
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(lambda x: x and (ROOT / x).is_file(), listed.stdout.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
-    while (number := todo.get()) is not None:
-        row, began = rows[number], time.monotonic()
-        try:
-            status, failed, passed = run(copy, row)
-        except (OSError, ValueError) as error:  # the checkout changed meanwhile
-            status, failed, passed = repr(error), None, 0
-        if "file" not in row:
-            good = status == 0 and passed > 0
-        else:
-            good = (status == 1 and failed) or (row.get("at_import") and status in (2, 4))
-        why = failed or f"{passed} passed, status {status}"
-        tail = "" if good else "\n" + _tail(copy / "tests.log")
-        answers.put((bool(good), time.monotonic() - began, f"{label(row)}: {why}{tail}"))
+    return copy
+
+
+def judged(copies: queue.Queue, row: dict) -> bool:
+    """Whether a row ends as it must, in a copy that no other row has; prints how it ended."""
+    copy, began = copies.get(), time.monotonic()
+    status, printed = run(copy, row)
+    copies.put(copy)
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S.*)", printed, re.MULTILINE)
+    if "file" not in row:
+        good, words = status == 0, ("FAILED", "passed")
+    else:
+        good = status == 1 or (row.get("at_import", False) and status in (2, 4))
+        words = "NOT CAUGHT", "caught"
+    why = f"{label(row)}: {failures[0] if failures else f'status {status}'}"
+    tail = "" if good else "\n" + printed[-1500:]
+    print(f"{words[good]} {time.monotonic() - began:6.1f} s  {why}{tail}", flush=True)
+    return good
 
 
 def main(arguments=None) -> int:
@@ -193,27 +172,13 @@ def main(arguments=None) -> int:
     except (ValueError, OSError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    right, wrong = ("passed", "FAILED") if given.control else ("caught", "NOT CAUGHT")
-    rows, began, good = controls(rows) if given.control else rows, time.monotonic(), 0
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU changes which tests are run
-    import torch  # noqa: F401  # once for all processes, which are forked from this one
-
-    todo, answers = PROCESSES.SimpleQueue(), PROCESSES.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-        copies = [Path(folder) / str(i) for i in range(min(given.j, len(rows)))]
-        workers = [
-            PROCESSES.Process(target=work, args=(x, rows, todo, answers)) for x in copies
-        ]
-        for worker in workers:
-            worker.start()
-        for number in [*range(len(rows)), *[None] * len(workers)]:
-            todo.put(number)
-        for _ in rows:
-            caught, seconds, text = answers.get()
-            good += caught
-            print(f"{right if caught else wrong} {seconds:6.1f} s  {text}", flush=True)
-        for worker in workers:
-            worker.join()
+    rows, began = controls(rows) if given.control else rows, time.monotonic()
+    copies: queue.Queue = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPool(given.j) as pool:
+        for _ in range(min(given.j, len(rows))):
+            copies.put(copied(Path(folder)))
+        good = sum(pool.imap_unordered(functools.partial(judged, copies), rows))
+    right = "passed" if given.control else "caught"
     print(f"{good} of {len(rows)} {right}, {time.monotonic() - began:.0f} s")
     return int(good < len(rows))
 
