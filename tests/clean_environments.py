@@ -2,7 +2,7 @@
 
     python tests/clean_environments.py             # all of ENVIRONMENTS
     python tests/clean_environments.py base jax    # these
-    python tests/clean_environments.py --linked --wheel dist/x.whl torch
+    python tests/clean_environments.py --wheel dist/x.whl torch
 
 Everything lies under build/clean. Each environment runs a program, away from the checkout, and
 must not have the packages that its extras do not bring. The examples of README.md run there.
@@ -10,13 +10,11 @@ They run in a project that has packages called `bench`, `configs`, `interop` and
 before the library on the path and behind it. `tests/test_extras.py` runs the same programs in the
 test suite, where absence is simulated.
 
-`--linked` takes no package from an index: those of this environment are linked, without the ones
-that must be absent and what needs them. `--wheel` takes one that was built before, or an sdist,
-which has no kernels: `base`, `jax` and `nnx` run with it.
+`--wheel` takes one that was built before, or an sdist, which has no kernels: `base`, `jax` and
+`nnx` run with it.
 """
 
 import argparse
-import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -197,45 +195,15 @@ def wheel() -> Path:
     return built
 
 
-def link(folder: Path, absent: tuple[str, ...]) -> None:
-    """Links the packages of this environment into that in `folder`, with their metadata, without
-    `absent`, what needs them, and this library."""
-    (site,) = folder.glob("lib/python*/site-packages")
-    found = {_plain(x.name): x for x in importlib.metadata.distributions()}
-    needs = {name: {_plain(y) for y in x.requires or ()} for name, x in found.items()}
-    left_out = {"native-sparse-attention"}
-    rest = [name for name in found if name.partition("-")[0] in {_plain(x) for x in absent}]
-    while rest:
-        if (name := rest.pop()) not in left_out:
-            left_out.add(name)
-            rest += [other for other, names in needs.items() if name in names]
-    for name, each in found.items():
-        if name not in left_out and (files := each.files):
-            for top in {x.parts[0] for x in files} - {"..", "__pycache__"}:
-                target = Path(str(each.locate_file(top))).resolve()
-                if target.exists() and not (site / top).exists():
-                    (site / top).symlink_to(target)
-
-
-def _plain(requirement: str) -> str:
-    """The normal form of the name in a requirement that no extra asks for."""
-    name, _, marker = requirement.partition(";")
-    found = re.match(r"[\w.-]+", name)
-    return "" if "extra" in marker or not found else re.sub("[-_.]+", "-", found[0]).lower()
-
-
-def check(name: str, built: Path, linked: bool) -> None:
+def check(name: str, built: Path) -> None:
     """Installs the wheel and the extras of `name` in a new environment, runs its program."""
     environment, folder = ENVIRONMENTS[name], FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=not linked)
+    venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    if linked:
-        link(folder, environment.absent)
-        _pip(sys.executable, "--python", python, "install", "--no-deps", built)
-    else:
-        wanted = f"native-sparse-attention{environment.extras} @ {built.as_uri()}"
-        _pip(python, "install", wanted)
+    wanted = f"native-sparse-attention{environment.extras} @ {built.as_uri()}"
+    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", wanted]
+    subprocess.run(pip, check=True)
     print(f"{name}: installed {environment.extras or 'without extras'}", flush=True)
     own = project(folder / "project")
     for first in (True, False):
@@ -246,23 +214,17 @@ def check(name: str, built: Path, linked: bool) -> None:
     print(f"{name}: ok", flush=True)
 
 
-def _pip(python: Path | str, *arguments: Path | str) -> None:
-    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", default=list(ENVIRONMENTS))
-    parser.add_argument("--linked", action="store_true", help="packages of this environment")
     parser.add_argument("--wheel", type=Path, help="default: that of this checkout, built here")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(ENVIRONMENTS)):
         sys.exit(f"environments must be among {list(ENVIRONMENTS)}, got {unknown}")
     built = options.wheel.resolve(strict=True) if options.wheel else wheel()
     for name in options.names:
-        check(name, built, options.linked)
+        check(name, built)
 
 
 if __name__ == "__main__":

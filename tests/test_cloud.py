@@ -19,6 +19,7 @@ import yaml
 
 from bench.harness import seed_names
 from bench.harness.process import ROOT
+from tests import versions
 
 TASKS = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
 TRAIN = [path for path in TASKS if path.stem.startswith("train_")]  # several nodes
@@ -168,56 +169,6 @@ def test_training_tasks_differ_in_the_run_alone():
     assert {task.pop("name") for task in tasks} == {"nsa-train-torch", "nsa-train-jax"}
     assert len({task.pop("run") for task in tasks}) == 2 and tasks[0] == tasks[1]
     assert all(f"`{path.stem}`" in README for path in TRAIN)
-
-
-@pytest.mark.parametrize(
-    ("task", "old", "new"),
-    [
-        ("train_torch", "--rdzv-backend", "--rdzv-backnd"),
-        ("train_torch", "--config 125m_2gpu", "--config 125m_2gpus"),
-        ("train_torch", "parallel.devices", "parallel.device"),
-        ("train_torch", "--out", "--outt"),
-        ("train_jax", "$SKYPILOT_NODE_RANK", "$SKYPILOT_RANK"),
-        ("train_jax", "bench.train", "bench.training"),
-    ],
-    ids=str,
-)
-def test_a_broken_training_task_is_caught(task, old, new, capsys):
-    from absl import flags
-
-    text = (ROOT / "cloud" / "sky" / f"{task}.yaml").read_text()
-    assert old in text
-    faults = AssertionError, SystemExit, FileNotFoundError, ValueError, flags.Error
-    with pytest.raises(faults):
-        check_training(yaml.safe_load(text.replace(old, new)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"autostop": None},
-        {"max_hourly_cost": 100},
-        {"use_spot": True},
-        {"autostop": {"idle_minutes": 15}},
-        {"gpus": 8},
-    ],
-    ids=str,
-)
-def test_a_task_without_limits_is_caught(change):
-    path = ROOT / "cloud" / "sky" / "lambda.yaml"
-    task = yaml.safe_load(path.read_text())
-    task["resources"] |= change
-    with pytest.raises((AssertionError, KeyError, TypeError)):
-        check_task(task, "lambda", path.read_text())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["if true; then", "python -m bench.none", "make none", "python -m bench.oneshot --no"],
-)
-def test_a_broken_command_is_caught(text):
-    with pytest.raises(AssertionError):
-        check_shell(text)
 
 
 def in_scratch(program: str, tmp_path: Path, *arguments: str) -> str:
@@ -511,6 +462,7 @@ def test_workflows_run_the_checks_and_the_gpu():
     for name in ("ci", "release"):  # the parts are all tests
         parts = flows[name]["test"]["strategy"]["matrix"]["part"]
         assert parts == [f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)]
+    assert tuple(flows["ci"]["versions"]["strategy"]["matrix"]["name"]) == versions.NAMES
     assert any("bench.oneshot" in text for text in commands["gpu-bench"])
     bench, propose = flows["gpu-bench"]["bench"], flows["gpu-bench"]["propose"]
     assert bench["runs-on"] == ["self-hosted", "gpu"] and "permissions" not in bench

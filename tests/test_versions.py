@@ -1,9 +1,6 @@
 """Which versions `make test-versions` installs, and how it tells what it found."""
 
-import re
-
 import pytest
-import yaml
 from packaging.requirements import Requirement
 
 from bench import doc_tables
@@ -68,21 +65,3 @@ def test_what_was_found_is_a_table(tmp_path):
 def test_every_listed_file_is_there():
     missing = [x for x in versions.TESTS if not (versions.ROOT / "tests" / x).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize("name", ["ci", "release"])
-def test_jobs_call_what_is_run_here_too(name):
-    """Targets of the Makefile, tests by pytest, and what only a workflow can do."""
-    workflow = yaml.safe_load((versions.ROOT / f".github/workflows/{name}.yml").read_text())
-    makefile = (versions.ROOT / "Makefile").read_text()
-    elsewhere = ("gh release", "grep -qx", ".venv/bin/python -m p")
-    for job in workflow["jobs"].values():
-        for step in job["steps"]:
-            line = step.get("run", "make check")
-            words = [x for x in line.split()[1:] if re.fullmatch(r"[a-z-]+", x)]
-            if not line.startswith(elsewhere):
-                assert line.startswith("make ") and words
-                assert all(re.search(rf"^{x}:", makefile, re.MULTILINE) for x in words[:1])
-    if name == "ci":
-        matrix = workflow["jobs"]["versions"]["strategy"]["matrix"]
-        assert tuple(matrix["name"]) == versions.NAMES
