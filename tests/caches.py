@@ -19,7 +19,6 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_core.types import Branches
 from nsa_torch import NSAConfig
 from nsa_torch.cache import crop
-from tests import loops
 from tests.oracles import fp8, nsa
 
 SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=9)
@@ -99,13 +98,12 @@ class Rows:
 
     def compressed(self, kind, tokens):
         """Of a row's tokens."""
-        config = self.sizes.config
+        place, param = nsa.Rows(len(tokens), len(tokens), (len(tokens),)), None
         if self.params is not None:
-            param = jax.tree.map(np.float64, self.params[kind == "value"])
-            return loops.compress(tokens.astype(np.float64), param, config)
-        starts = range(0, len(tokens) - config.compress_block + 1, config.compress_stride)
-        means = [tokens[i : i + config.compress_block].mean(0) for i in starts]
-        return self.sizes.narrow(np.reshape(means, (-1, *tokens.shape[1:])))
+            param = [torch.from_numpy(np.float64(x)) for x in self.params[kind == "value"]]
+        x = torch.from_numpy(tokens.astype(np.float64))[None]
+        found = nsa.compress(x, self.sizes.config, place, param)[0].numpy()
+        return self.sizes.narrow(found) if param is None else found
 
 
 class Pages:

@@ -64,8 +64,6 @@ class Rules:
 class Stages(NamedTuple):
     """Everything that the attention computes on its way, in order."""
 
-    compressed_key: np.ndarray
-    compressed_value: np.ndarray
     compressed: np.ndarray
     compressed_lse: np.ndarray
     scores: np.ndarray
@@ -78,31 +76,17 @@ class Stages(NamedTuple):
 
 
 # What a padding row holds.
-UNSEEN = Stages(0, 0, 0, -np.inf, 0, -1, 0, -np.inf, 0, -np.inf, 0)
+UNSEEN = Stages(0, -np.inf, 0, -1, 0, -np.inf, 0, -np.inf, 0)
 
 
-def compress(x, params, config):
-    """Eq. 7: [S, Hkv, D] -> [C, Hkv, D]; the mean, a weighted sum or the MLP by `params`."""
+def compress(x, config):
+    """Eq. 7: [S, Hkv, D] -> [C, Hkv, D], the means of windows."""
     block, stride = config.compress_block, config.compress_stride
     starts = [s for s in range(0, len(x), stride) if s + block <= len(x)]
     out = np.zeros((len(starts), *x.shape[1:]))
     for i, start in enumerate(starts):
         for head in range(x.shape[1]):
-            window = x[start : start + block, head]
-            match params:
-                case None:
-                    out[i, head] = sum(window) / block
-                case (weight,):
-                    out[i, head] = sum(weight[m] * window[m] for m in range(block))
-                case (position, w1, b1, w2, b2, *rates):
-                    tokens = [window[m] + position[m] for m in range(block)]
-                    z = np.concatenate(tokens) @ w1 + b1
-                    gelu = z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-                    out[i, head] = gelu @ w2 + b2
-                    for pair, rate in enumerate(rates[0] if rates else ()):
-                        even, odd = out[i, head, 2 * pair], out[i, head, 2 * pair + 1]
-                        spun = (even + 1j * odd) * np.exp(1j * rate * (start + (block - 1) / 2))
-                        out[i, head, 2 * pair : 2 * pair + 2] = spun.real, spun.imag
+            out[i, head] = sum(x[start : start + block, head]) / block
     return out
 
 
@@ -157,11 +141,10 @@ def select(scores, p, S, rules):
     return sorted(forced + rest[: rules.num_free(len(forced))])
 
 
-def attention(query, keys, values, gates, rules, params=(None, None), scale=None):
+def attention(query, keys, values, gates, rules, scale=None):
     """Eq. 5 for one sequence, every stage of it.
 
-    `keys`, `values` and the last axis of `gates` [T, H, 3]: compressed, selected, sliding;
-    `params`: how keys and how values are compressed.
+    `keys`, `values` and the last axis of `gates` [T, H, 3]: compressed, selected, sliding.
     """
     T, S, Hkv, config = len(query), len(keys[0]), keys[0].shape[1], rules.config
     position = [rules.position(t, T, S) for t in range(T)]
@@ -170,9 +153,8 @@ def attention(query, keys, values, gates, rules, params=(None, None), scale=None
         probability, lse = softmax(query, key, sees, rules, scale)
         return probability, weigh(probability, value, rules), lse
 
-    ck = compress(keys[0], params[0], config)
-    cv = compress(values[0], params[1], config)
-    p_cmp, *compressed = attend(ck, cv, lambda t, g, i: rules.sees_compressed(position[t], i))
+    pair = compress(keys[0], config), compress(values[0], config)
+    p_cmp, *compressed = attend(*pair, lambda t, g, i: rules.sees_compressed(position[t], i))
 
     scores = block_scores(p_cmp, Hkv, -(-S // config.select_block), rules)
     blocks = np.full((T, Hkv, config.num_selected), -1)
@@ -189,25 +171,21 @@ def attention(query, keys, values, gates, rules, params=(None, None), scale=None
     _, *sliding = attend(keys[2], values[2], lambda t, g, u: rules.sees_sliding(position[t], u))
     branches = (compressed[0], selected[0], sliding[0])
     out = sum(gates[..., c, None] * branch for c, branch in enumerate(branches))
-    return Stages(ck, cv, *compressed, scores, blocks, *selected, *sliding, out)
+    return Stages(*compressed, scores, blocks, *selected, *sliding, out)
 
 
 def packed(spans, query, keys, values, gates, rules, **options):
     """`attention` of every sequence [start, end) of the row on its own, laid side by side.
 
     What belongs to no sequence is padding. The T queries are the last T tokens of the row.
-    Compressed tokens stand without gaps, and the unused ones at the end are 0.
     """
     shapes = attention(query, keys, values, gates, rules, **options)
     whole = Stages(*(np.full_like(x, unseen) for x, unseen in zip(shapes, UNSEEN, strict=True)))
-    first_query, slot = len(keys[0]) - len(query), 0
+    first_query = len(keys[0]) - len(query)
     for start, end in rules.sequences(spans):
         rows = slice(max(start - first_query, 0), max(end - first_query, 0))
         own_keys, own_values = ([x[start:end] for x in xs] for xs in (keys, values))
         part = attention(query[rows], own_keys, own_values, gates[rows], rules, **options)
-        slots = slice(slot, slot + len(part.compressed_key))
-        slot = slots.stop
-        for name, stage in part._asdict().items():
-            where = slots if name in ("compressed_key", "compressed_value") else rows
-            getattr(whole, name)[where][..., : stage.shape[-1]] = stage
+        for stage, of_part in zip(whole, part, strict=True):
+            stage[rows][..., : of_part.shape[-1]] = of_part
     return whole

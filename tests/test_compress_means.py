@@ -49,8 +49,7 @@ def draw_tokens(spec):
 def exact_means(spec, *tokens):
     config = types.SimpleNamespace(compress_block=spec.block, compress_stride=spec.stride)
     found = (
-        np.stack([loops.compress(row.astype(np.float64), None, config) for row in x])
-        for x in tokens
+        np.stack([loops.compress(row.astype(np.float64), config) for row in x]) for x in tokens
     )
     zeros = (0, 0), (0, spec.rows - spec.C), (0, 0), (0, 0)
     return [np.pad(x, zeros) for x in found]

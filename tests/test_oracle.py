@@ -69,7 +69,7 @@ def by_oracle(name):
     found = nsa.attention(*tensors, config=case.config, **where)
     outs = [x for branch in nsa.BRANCHES for x in found.branches[branch]]
     parts = *outs[:2], found.scores, found.block_indices, *outs[2:], found.out
-    return dict(zip(loops.Stages._fields[2:], (array(x)[0] for x in parts), strict=True))
+    return dict(zip(loops.Stages._fields, (array(x)[0] for x in parts), strict=True))
 
 
 def differing(name, rules):
