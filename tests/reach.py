@@ -1,9 +1,14 @@
 """What a token that is not finite reaches in one branch, against docs/kernels/numerics.md."""
 
+import functools
 import re
 from pathlib import Path
 
 import numpy as np
+import torch
+
+import nsa_torch
+from tests.problems import array
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels" / "numerics.md"
 HEADING = "## How far"
@@ -69,3 +74,32 @@ def check_reach(function, arrays, implementation, branch, token, numbers=NUMBERS
                 spreads = spreads | OF_DP.get(name, set())
             assert reached <= (spreads if may_spread else set()), (name, number, reached)
             assert reached or finite or not may_spread, (name, number, "the table says more")
+
+
+def steps(api, case, where, name, blocks):
+    """Each branch as a function of query, keys and values, and the selection."""
+    options = {"config": case.config, "implementation": name, **where}
+    compress = functools.partial(api.compress, config=case.config, **where)
+    of_compressed = options | ({} if where else {"kv_len": case.S})
+    return {
+        "compressed": lambda query, *pair: api.compressed_attention(
+            query, *map(compress, pair), **of_compressed
+        ),
+        "selected": lambda *x: api.selected_attention(*x, blocks, **options),
+        "sliding": lambda *x: api.sliding_attention(*x, **options),
+    }, lambda query, key: api.select_blocks(query, compress(key), **of_compressed)
+
+
+def check_torch(p, branch, name, device="cpu", numbers=NUMBERS):
+    """`check_reach` of a token in the middle of a problem."""
+    dtype, blocks = getattr(torch, p.case.dtype), p.block_indices.to(device)
+    step = steps(nsa_torch, p.case, {}, name, blocks)[0][branch]
+
+    def function(*arrays):
+        *leaves, do = (torch.tensor(x, dtype=dtype, device=device) for x in arrays)
+        leaves = [x.requires_grad_() for x in leaves]
+        out, lse = step(*leaves)
+        return [array(x) for x in (out, lse, *torch.autograd.grad(out, leaves, do))]
+
+    arrays = [np.float32(array(x)) for x in (p.query, p.keys[0], p.values[0], p.weight)]
+    check_reach(function, arrays, name, branch, p.case.T // 2 + 5, numbers)

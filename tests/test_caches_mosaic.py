@@ -95,7 +95,6 @@ def ran(monkeypatch, blocks):
 
 
 SMALLEST = Variant(2, 4, 2, 128)
-EIGHT_WARPS = Variant(4, 8, 4, 128)
 BORDERS = [0, 1, 15, 16, 31, 32, 47, 48, 63, 64, 65, 511, 512, 513, 1023, 1025]
 
 

@@ -12,7 +12,7 @@ import nsa_jax
 import nsa_torch
 from tests.oracles import nsa
 from tests.problems import SMALL, Case, array, problem
-from tests.reach import NUMBERS, check_reach
+from tests.reach import NUMBERS, check_reach, steps
 
 LENGTH, TOKEN = 70, 40
 # The width of values is the length, so that values of ones and zeros show probabilities.
@@ -20,26 +20,13 @@ WHOLE = Case(LENGTH, LENGTH, D=8, Dv=LENGTH, blocks="any")
 PACKED = Case(LENGTH, LENGTH, D=8, Dv=LENGTH, blocks="any", documents=(40, 1, 20))
 
 
-def steps(api, where, name, blocks):
-    """Each branch as a function of query, keys and values, and the selection."""
-    options = {"config": SMALL, "implementation": name, **where}
-    compress = functools.partial(api.compress, config=SMALL, **where)
-    of_compressed = options | ({} if where else {"kv_len": LENGTH})
-    return {
-        "compressed": lambda query, *pair: api.compressed_attention(
-            query, *map(compress, pair), **of_compressed
-        ),
-        "selected": lambda *x: api.selected_attention(*x, blocks, **options),
-        "sliding": lambda *x: api.sliding_attention(*x, **options),
-    }, lambda query, key: api.select_blocks(query, compress(key), **of_compressed)
-
-
 @functools.cache
 def of_jax(name, case):
     p, ids = problem(case), {}
     if case.documents:
         ids = {"segment_ids": jnp.asarray(p.rows.tokens()[0][None].numpy(), jnp.int32)}
-    branches, select = steps(nsa_jax, ids, name, jnp.asarray(p.block_indices.numpy()))
+    blocks = jnp.asarray(p.block_indices.numpy())
+    branches, select = steps(nsa_jax, case, ids, name, blocks)
 
     @jax.jit
     def function(query, key, value, do):
@@ -57,7 +44,7 @@ def of_torch(name, case):
     p, bounds = problem(case), {}
     if case.documents:
         bounds = {"cu_seqlens": torch.tensor(np.cumsum([0, *case.documents]))}
-    branches, select = steps(nsa_torch, bounds, name, p.block_indices)
+    branches, select = steps(nsa_torch, case, bounds, name, p.block_indices)
 
     def function(*arrays):
         *leaves, do = map(torch.tensor, arrays)

@@ -36,15 +36,14 @@ from nsa_torch import (
 from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
 from tests import planned, pretend, stand_in_kernels
-from tests.inputs import PAPER, SMALL, Case
+from tests.inputs import PAPER, SMALL, Case, posed
 from tests.limits import set_limits
-from tests.reach import NUMBERS
+from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
     check_branch,
-    check_reach,
     check_selection,
     check_whole,
     on_the_cpu,
@@ -330,7 +329,8 @@ def test_nan_in_padding_goes_nowhere():
 @pytest.mark.usefixtures("interpreted")
 def test_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    check_reach(dataclasses.replace(TOKENS, T=24, S=24), branch, "mosaic", "cpu", NUMBERS[::2])
+    p = posed(dataclasses.replace(TOKENS, T=24, S=24), own=False)
+    check_torch(p, branch, "mosaic", "cpu", NUMBERS[::2])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -696,7 +696,7 @@ def test_any_blocks_in_any_order_on_gpu(case):
 @gpu
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_what_nan_reaches_on_gpu(branch):
-    check_reach(REACH_ON_GPU, branch, "mosaic", "cuda")
+    check_torch(posed(REACH_ON_GPU), branch, "mosaic", "cuda")
 
 
 @gpu

@@ -21,7 +21,6 @@ from tests.inputs import SMALL
 from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu
 
 FAST = pytest.mark.parametrize("implementation", ["sdpa", "fa2"])
-ALL = pytest.mark.parametrize("implementation", ["reference", "sdpa", "fa2"])
 
 
 @pytest.fixture(autouse=True)

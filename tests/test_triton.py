@@ -27,16 +27,15 @@ from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems
-from tests.inputs import PAPER, SMALL, Case, problem
+from tests.inputs import PAPER, SMALL, Case, posed, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 from tests.paths import of_torch
-from tests.reach import NUMBERS
+from tests.reach import NUMBERS, check_torch
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 from tests.torch_inputs import BRANCHES as BRANCH_NAMES
 from tests.torch_inputs import (
     check_branch,
-    check_reach,
     check_selection,
     check_whole,
     cu_seqlens,
@@ -155,8 +154,8 @@ def test_gradients_under_a_loss_scale(dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    case = Case(24, 24, H=2, Hkv=1, B=1, D=8, Dv=8)
-    check_reach(case, branch, "triton", DEVICE, NUMBERS[::2] if INTERPRETED else NUMBERS)
+    p = posed(Case(24, 24, H=2, Hkv=1, B=1, D=8, Dv=8))
+    check_torch(p, branch, "triton", DEVICE, NUMBERS[::2] if INTERPRETED else NUMBERS)
 
 
 @kernel

@@ -1,9 +1,8 @@
-"""Problems on torch tensors, and what JAX's oracle says of them."""
+"""Paths in torch on problems of `tests.inputs`, and what stands in for a GPU."""
 
 import contextlib
 import ctypes
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +10,15 @@ import numpy as np
 import torch
 
 import nsa_torch.mosaic
-from nsa_jax import mosaic
-from nsa_torch import Branches, NSAConfig, fa2
+from nsa_torch import Branches, fa2
 from tests import problems
-from tests.inputs import SMALL, posed, problem
+from tests.inputs import SMALL, posed
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
 from tests.paths import of_torch, steps_of_torch
-from tests.reach import NUMBERS
-from tests.reach import check_reach as check_reach_of
 
-TIGHT = NSAConfig(8, 8, 8, num_selected=3, num_initial=0, num_local=0, window=3)  # l = d = l'
 FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
 BRANCHES = Branches._fields
-# The steps around Mosaic kernels of each framework, and what it makes of a numpy array.
-FRAMEWORKS = {
-    "jax": (mosaic.OPS, jnp.asarray),
-    "torch": (nsa_torch.torch_ops.TORCH_OPS, torch.from_numpy),
-}
 
 
 def tensors_at(kernel, addresses):
@@ -61,11 +51,6 @@ def tensor(x, device="cpu"):
     if x.dtype == jnp.bfloat16:
         return torch.tensor(np.asarray(x.astype(jnp.float32)), device=device).bfloat16()
     return torch.tensor(np.asarray(x), device=device)
-
-
-def array(x):
-    x = x.detach().cpu()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def cu_seqlens(case, device="cpu"):
@@ -148,27 +133,3 @@ def poison(x, lengths):
     token = torch.arange(x.shape[1], device=x.device)
     hidden = token >= torch.tensor(lengths, device=x.device)[:, None]
     return x.masked_fill(hidden[..., None, None], float("nan"))
-
-
-def check_reach(case, branch, implementation, device="cpu", numbers=NUMBERS):
-    """`reach.check_reach` of a token in the middle of `case`."""
-    p = problem(case)
-    compress = functools.partial(nsa_torch.compress, config=case.config)
-    query, key = (tensor(x, device) for x in (p.query, p.key))
-    options = {"config": case.config, "implementation": "reference"}
-    indices = nsa_torch.select_blocks(query, compress(key), **options)
-
-    def function(*arrays):
-        *leaves, do = (tensor(x, device).to(getattr(torch, case.dtype)) for x in arrays)
-        query, key, value = (x.requires_grad_() for x in leaves)
-        if branch == "compressed":
-            inputs = query, compress(key), compress(value)
-        else:
-            inputs = query, key, value, *([indices] if branch == "selected" else [])
-        out, lse = run(branch, implementation, *inputs, config=case.config)
-        results = out, lse, *torch.autograd.grad(out, leaves, do)
-        return [array(x.float()) for x in results]
-
-    do = np.random.default_rng(1).normal(size=(*p.query.shape[:3], case.Dv))
-    arrays = [np.array(x, np.float32) for x in (p.query, p.key, p.value, do)]
-    check_reach_of(function, arrays, implementation, branch, case.T // 2 + 5, numbers)
