@@ -273,16 +273,8 @@ def select_blocks(
       ValueError: an argument that no implementation could take.
       NotImplementedError: the named implementation cannot run this.
     """
-    validate.configuration(config)
-    validate.queries(query)
-    rows = rows_of(segment_ids, varlen, config, query.shape[0])
-    ids = geometry.ids_of(rows)
-    kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
-    checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
     arrays = query, compressed_key
-    return one_step(
-        "scores", implementation, arrays, query.shape[-1], config, kv_len, rows, scale
-    )
+    return _step("scores", arrays, config, kv_len, segment_ids, varlen, scale, implementation)
 
 
 @any_rank
@@ -305,15 +297,8 @@ def compressed_attention(
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
     """
-    validate.configuration(config)
-    validate.queries(query)
-    rows = rows_of(segment_ids, varlen, config, query.shape[0])
-    ids = geometry.ids_of(rows)
-    kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
-    checks.within("kv_len", kv_len, 0, validate.most_tokens(config, compressed_key.shape[1]))
-    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    arrays, width = (query, compressed_key, compressed_value), compressed_value.shape[-1]
-    return one_step("compressed", implementation, arrays, width, config, kv_len, rows, scale)
+    arrays, where = (query, compressed_key, compressed_value), (kv_len, segment_ids, varlen)
+    return _step("compressed", arrays, config, *where, scale, implementation)
 
 
 @any_rank
@@ -343,14 +328,8 @@ def selected_attention(
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
-    validate.attention(query, key, value, config, segment_ids, scale)
-    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
-    validate.indices(block_indices, query, key, config)
-    validate.length(kv_len, query, rows, key.shape[1])
-    checks.within("kv_len", kv_len, 0, key.shape[1])
-    checks.distinct(block_indices)
-    arrays, width = (query, key, value, block_indices), value.shape[-1]
-    return one_step("selected", implementation, arrays, width, config, kv_len, rows, scale)
+    arrays, where = (query, key, value), (kv_len, segment_ids, varlen)
+    return _step("selected", arrays, config, *where, scale, implementation, block_indices)
 
 
 @any_rank
@@ -372,18 +351,37 @@ def sliding_attention(
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
-    validate.attention(query, key, value, config, segment_ids, scale)
-    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
-    validate.length(kv_len, query, rows, key.shape[1])
-    checks.within("kv_len", kv_len, 0, key.shape[1])
-    arrays, width = (query, key, value), value.shape[-1]
-    return one_step("sliding", implementation, arrays, width, config, kv_len, rows, scale)
+    arrays, where = (query, key, value), (kv_len, segment_ids, varlen)
+    return _step("sliding", arrays, config, *where, scale, implementation)
 
 
-def one_step(step, implementation, arrays, value_width, config, kv_len, rows, scale):
-    """One step alone, chosen and run; `arrays`: the query, the keys, and what else it reads."""
-    query, key, *_ = arrays
-    chosen = choices_of(query, key, value_width, config, rows, implementation, step)
+def _step(
+    step, arrays, config, kv_len, segment_ids, varlen, scale, implementation, block_indices=None
+):
+    """One step alone, checked, chosen and run; `arrays`: the query, its keys, and the values."""
+    query, key, *values = arrays
+    value = values[0] if values else query
+    if of_tokens := step in ("selected", "sliding"):
+        validate.attention(query, key, value, config, segment_ids, scale)
+    else:
+        validate.configuration(config)
+        validate.queries(query)
+    shape = query.shape[0], key.shape[1] if of_tokens else None
+    rows = rows_of(segment_ids, varlen, config, *shape)
+    if of_tokens:
+        most = key.shape[1]
+        validate.length(kv_len, query, rows, most)
+    else:
+        kv_len = validate.scoring(query, key, config, kv_len, geometry.ids_of(rows), scale)
+        most = validate.most_tokens(config, key.shape[1])
+    checks.within("kv_len", kv_len, 0, most)
+    if step == "compressed":
+        validate.compressed(query, key, value, config, kv_len)
+    if step == "selected":
+        validate.indices(block_indices, query, key, config)
+        checks.distinct(block_indices)
+        arrays += (block_indices,)
+    chosen = choices_of(query, key, value.shape[-1], config, rows, implementation, step)
     return loaded(getattr(chosen, step))(
         *arrays, config=config, kv_len=kv_len, segment_ids=rows, scale=scale
     )

@@ -12,7 +12,7 @@ from nsa_core import block_lists, paged_layout, validate, validate_paged
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
-from nsa_jax.api import Name, OutLse, one_step
+from nsa_jax.api import Name, OutLse, choices_of, loaded
 from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.derivatives import refuse_derivatives
@@ -129,9 +129,9 @@ def block_attention(
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     config = block_lists.config_of(block_size // parts, entries * parts)
-    place = config, kv_len, segment_ids, scale
-    given = query, key, value, found
-    out, lse = one_step("selected", implementation, given, value.shape[-1], *place)
+    about = query, key, value.shape[-1], config, segment_ids, implementation, "selected"
+    where = {"config": config, "kv_len": kv_len, "segment_ids": segment_ids, "scale": scale}
+    out, lse = loaded(choices_of(*about).selected)(query, key, value, found, **where)
     return (out, lse) if return_residual else out
 
 

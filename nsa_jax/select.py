@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange, reduce
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -23,40 +23,25 @@ from nsa_jax.numerics import grouped, logits_of, softmax
 LEAST_EXACT = 2.0**-90
 
 
-def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):
+def map_to_blocks(
+    probs: Float[Array, "... C"], num_blocks: int, config: NSAConfig, log: bool = False
+):
     """Eq. 9: `score[j] = sum_i w(i, j) * probs[i]`, `w` counting shared stride blocks.
 
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
     the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
+    `log`: logarithms are given and returned.
     """
-    cover = config.compress_block // config.compress_stride
     ratio = config.select_block // config.compress_stride
-    size, count = num_blocks * ratio, probs.shape[-1]
-    lead = [(0, 0)] * (probs.ndim - 1)
-    by_stride = jnp.zeros((*probs.shape[:-1], size), probs.dtype)
-    for shift in range(cover):
-        tail = max(size - shift - count, 0)
-        by_stride += jnp.pad(probs, [*lead, (shift, tail)])[..., :size]
-    return reduce(by_stride, "... (n r) -> ... n", "sum", r=ratio)
-
-
-def log_map_to_blocks(logs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):
-    """`log(map_to_blocks(exp(logs)))`: of `r` tokens that begin in block `j`, the last ones share
-    their last stride blocks with block `j + 1`.
-    """
-    cover = config.compress_block // config.compress_stride
-    ratio = config.select_block // config.compress_stride
-    size, lead = num_blocks * ratio, [(0, 0)] * (logs.ndim - 1)
-    tail = max(size - logs.shape[-1], 0)
-    logs = jnp.pad(logs, [*lead, (0, tail)], constant_values=-jnp.inf)[..., :size]
-    logs = rearrange(logs, "... (n r) -> ... n r", r=ratio)
-    times = jnp.minimum(jnp.arange(ratio, 0, -1, dtype=logs.dtype), cover)
-    own = jax.nn.logsumexp(logs + jnp.log(times), axis=-1)
-    if cover == 1:
-        return own
-    following = logs[..., 1 - cover :] + jnp.log(jnp.arange(1, cover, dtype=logs.dtype))
-    following = jax.nn.logsumexp(following, axis=-1)[..., :-1]
-    return jnp.logaddexp(own, jnp.pad(following, [*lead, (1, 0)], constant_values=-jnp.inf))
+    size, lead = num_blocks * ratio, [(0, 0)] * (probs.ndim - 1)
+    nothing, add = (-jnp.inf, jnp.logaddexp) if log else (0, jnp.add)
+    by_stride = jnp.full((*probs.shape[:-1], size), nothing, probs.dtype)
+    for shift in range(config.compress_block // config.compress_stride):
+        ends = shift, max(size - shift - probs.shape[-1], 0)
+        shifted = jnp.pad(probs, [*lead, ends], constant_values=nothing)[..., :size]
+        by_stride = add(by_stride, shifted)
+    by_block = rearrange(by_stride, "... (n r) -> ... n r", r=ratio)
+    return jax.nn.logsumexp(by_block, axis=-1) if log else by_block.sum(axis=-1)
 
 
 def choose(
@@ -131,9 +116,9 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
             local * config.compress_stride + last_token <= position[..., None]
         )
         probs, lse = softmax(logits, seen[:, None, None])
-        shares, nothing, to_blocks = probs.sum(axis=2), 0, map_to_blocks  # [B, Hkv, Q, C]
+        shares, nothing = probs.sum(axis=2), 0  # [B, Hkv, Q, C]
         if log:
-            nothing, to_blocks = -jnp.inf, log_map_to_blocks
+            nothing = -jnp.inf
             shares = jnp.where(seen[:, None, None], logits - lse[..., None], nothing)
             one_head = shares.shape[2] == 1
             shares = shares[:, :, 0] if one_head else jax.nn.logsumexp(shares, axis=2)
@@ -141,7 +126,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
             shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
             shifted = jnp.take_along_axis(shares, shift, axis=-1)
             shares = jnp.where(start[:, None, :, None] + slot < count, shifted, nothing)
-        return rearrange(to_blocks(shares, blocks, config), "b k q n -> b q k n")
+        return rearrange(map_to_blocks(shares, blocks, config, log), "b k q n -> b q k n")
 
     arrays = (query, where.position, where.compressed_start)
     return scores, arrays, batch * heads * max(count, 1) * 4
