@@ -11,7 +11,7 @@ import nsa_torch
 from tests.problems import array
 
 DOCS = Path(__file__).parents[1] / "docs" / "kernels" / "numerics.md"
-HEADING = "## How far"
+HEADING = "## Range"
 RESULTS = "out", "lse", "dq", "dk", "dv"
 NUMBERS = np.nan, np.inf, 3e38
 # Of the four products the operand that may be NaN, and what of other tokens it may then reach.
