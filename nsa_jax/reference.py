@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import lax
 
 from nsa_core import reference
-from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_core.reference import Rows, wide
 from nsa_jax.jax_ops import JAX_OPS
@@ -56,35 +54,13 @@ selected_attention = _target("selected_attention", True)
 sliding_attention = _target("sliding_attention", True)
 
 
-def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
-    """`phi` over every window of `l` tokens, one each `d` tokens (Eq. 7)."""
-    rows = _rows(x.shape[0], x.shape[1], 0, x.shape[1], segment_ids)
-    starts = rows.windows(config, config.num_compressed(x.shape[1]))
-    first = jnp.clip(starts, 0)
-    taps = first[..., None] + jnp.arange(config.compress_block, dtype=jnp.int32)
-    windows = jax.vmap(lambda row, index: row[index])(x, taps)  # [B, C, l, Hkv, D]
-    windows = windows.astype(wide(jnp, x.dtype))
-    exact = {"precision": lax.Precision.HIGHEST}
-    if params is None:
-        out = windows.mean(axis=2)
-    elif isinstance(params, PoolParams):
-        weight = params.weight.astype(windows.dtype)
-        out = jnp.einsum("bclkd,ld->bckd", windows, weight, **exact)
-    elif isinstance(params, MLPParams | RopeMLPParams):
-        embedding, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params[:5])
-        flat = rearrange(windows + embedding[:, None], "b c l k d -> b c k (l d)")
-        hidden = jax.nn.gelu(jnp.matmul(flat, w1, **exact) + b1, approximate=True)
-        out = jnp.matmul(hidden, w2, **exact) + b2
-    if isinstance(params, RopeMLPParams):
-        middle = (
-            rows.at(rows.position, first).astype(windows.dtype)
-            + (config.compress_block - 1) / 2
-        )
-        angle = middle[..., None, None] * params.rates.astype(windows.dtype)
-        turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
-        spun = jax.lax.complex(out[..., 0::2], out[..., 1::2]) * turn
-        out = jnp.stack([spun.real, spun.imag], axis=-1).reshape(out.shape)
-    return jnp.where(starts[:, :, None, None] >= 0, out, 0).astype(x.dtype)
+def compress(x, *, config: NSAConfig):
+    """The means of windows of `l` tokens, one each `d` tokens (Eq. 7)."""
+    first = jnp.arange(config.num_compressed(x.shape[1]), dtype=jnp.int32)
+    taps = first[:, None] * config.compress_stride + jnp.arange(
+        config.compress_block, dtype=jnp.int32
+    )
+    return x[:, taps].mean(axis=2, dtype=wide(jnp, x.dtype)).astype(x.dtype)
 
 
 def combine(outputs, gates):
