@@ -73,7 +73,6 @@ def block_attention(
     checks.tensors(**given)
     block_lists.check(query, key, value, block_indices, block_size, include, scale)
     block_size = block_lists.within(block_size, key.shape[1])
-    checks.devices(query, given)
     checks.packed_keys(cu_seqlens, query, key)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     entries, kv_heads = block_indices.shape[-1], key.shape[2]
@@ -175,7 +174,6 @@ def paged_block_attention(
     checks.tensors(**given)
     block_lists.check_paged(*tensors, block_size, include, cu_seqlens_q, scale)
     block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
-    checks.devices(query, given)
     pool, page = key_pages.shape[:2]
     at = page_table, lengths, cu_seqlens_q, query.shape[0]
     validate_paged.numbers(checks.read, *at, pool, page)

@@ -210,7 +210,7 @@ def cached_attention(
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     contents = cache.contents.with_facts(facts_of(compress_params, made_with))
-    checks.devices(query, {**given, "cache": cache.length})
+    checks.tensors(query, cache=cache.length)
     checks.parameters(compress_params, query, "query")
     _check_runs_once(cache)
     num_new = query.shape[1]

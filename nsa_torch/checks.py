@@ -15,17 +15,22 @@ from nsa_torch.plain import TENSORS
 FEWEST = 8  # sequences that tables have room for
 
 
-def tensors(**given):
+def tensors(at=None, name_of_at="query", /, **given):
     """That each is a tensor with memory of its own, by itself or as a field of `Branches` or of
-    parameters.
+    parameters, on the device of `at`, by default of the first.
     """
     for name, each in _each(given):
-        if isinstance(each, Tensor):
-            _whole(name, each)
-        else:
+        if not isinstance(each, Tensor):
             module = type(each).__module__.partition(".")[0]
             kind = f"a {module}." if hasattr(each, "dtype") else ""
             raise ValueError(f"{name} must be a torch tensor, got {kind}{type(each).__name__}")
+        _whole(name, each)
+        if at is None:
+            at, name_of_at = each, name
+        if each.device != at.device:
+            raise ValueError(
+                f"{name} must be on the device of {name_of_at}, {at.device}, got {each.device}"
+            )
 
 
 def present(**given):
@@ -72,7 +77,6 @@ def tokens(
     """`length`: tokens of the whole sequence, where these are a rank's."""
     tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
-    devices(query, {key_name: key, value_name: value})
     packed_keys(cu_seqlens, query, key, length)
 
 
@@ -90,7 +94,6 @@ def attention(
     query,
     key,
     value,
-    gates,
     compressed_tokens,
     block_indices,
     cu_seqlens,
@@ -98,8 +101,8 @@ def attention(
     scale,
     length=None,
 ):
-    """The tensors of `functional.attention`, keys, values and gates by branch; `length`: as of
-    `tokens`.
+    """The tensors of `functional.attention` but its gates, keys and values by branch; `length`: as
+    of `tokens`.
     """
     for *names, k, v in validate.named(key, value):
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
@@ -109,7 +112,6 @@ def attention(
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
     validate.same_in_branches(key, value)
-    devices(query, {f"gates.{b}": x for b, x in zip(Branches._fields, gates, strict=False)})
     if compressed_tokens is not None:
         pair = validate.pair(compressed_tokens)
         count = key.selected.shape[1] if length is None else length
@@ -130,18 +132,17 @@ def gates(gates, query) -> Branches:
 def packed(cu_seqlens, x, name, length=None):
     if cu_seqlens is None:
         return
-    borders_array(cu_seqlens)
+    borders_array(cu_seqlens, "cu_seqlens", x, name)
     if x.shape[0] != 1:
         raise ValueError(
             f"{name} must be one row, B=1, where cu_seqlens are given, got B={x.shape[0]}"
         )
-    devices(x, {"cu_seqlens": cu_seqlens})
     borders(cu_seqlens, x.shape[1] if length is None else length)
 
 
-def borders_array(cu_seqlens, name="cu_seqlens"):
-    """That they are borders, whatever their numbers."""
-    tensors(**{name: cu_seqlens})
+def borders_array(cu_seqlens, name="cu_seqlens", *at):
+    """That they are borders, whatever their numbers; `at`: as of `tensors`."""
+    tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
         raise ValueError(
@@ -234,10 +235,9 @@ def length(kv_len, query, cu_seqlens, capacity, most=None):
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None where cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
-        tensors(kv_len=kv_len)
+        tensors(query, kv_len=kv_len)
     validate.length(kv_len, query, None, capacity)
     if isinstance(kv_len, Tensor):
-        devices(query, {"kv_len": kv_len})
         if (limit := capacity if most is None else most) is not None:
             within("kv_len", kv_len, 0, limit)
     return capacity if kv_len is None else kv_len
@@ -247,39 +247,20 @@ def scoring(query, compressed_key, config, kv_len, cu_seqlens, scale):
     tensors(query=query, compressed_key=compressed_key)
     validate.scoring(query, compressed_key, config, kv_len, None, scale)
     packed(cu_seqlens, query, "query")
-    devices(query, {"compressed_key": compressed_key})
     most = validate.most_tokens(config, compressed_key.shape[1])
     kv_len = length(kv_len, query, cu_seqlens, None, most)
     return query.shape[1] if kv_len is None else kv_len
 
 
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None):
-    given = {"compressed_key": compressed_key, "compressed_value": compressed_value}
-    tensors(**given)
+    tensors(query, compressed_key=compressed_key, compressed_value=compressed_value)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value)
-    devices(query, given)
 
 
 def indices(block_indices, query, key, config):
-    tensors(block_indices=block_indices)
+    tensors(query, block_indices=block_indices)
     validate.indices(block_indices, query, key, config)
-    devices(query, {"block_indices": block_indices})
     distinct(block_indices)
-
-
-def devices(query, tensors, name_of_query="query"):
-    """That what is given is on the device of `query`."""
-    wanted = getattr(query, "device", None)
-    for name, tensor in _each(tensors):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.device != wanted:
-            raise ValueError(
-                f"{name} must be on the device of {name_of_query}, {wanted}, "
-                f"got {tensor.device}"
-            )
 
 
 def parameters(params, x, name_of_x):
@@ -287,8 +268,7 @@ def parameters(params, x, name_of_x):
     found = []
     for one in params:
         if one is not None:
-            tensors(params=one)
-            devices(x, {"params": one}, name_of_x)
+            tensors(x, name_of_x, params=one)
             found += one
     return found
 

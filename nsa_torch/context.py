@@ -237,7 +237,7 @@ def attention(
         validate.queries(query)
         each = validate.gates(gates, query)
         shards = Shards.of(ranks, "query", query.shape[1], context_layout)
-        rest = each, compressed, block_indices, cu_seqlens, config, scale
+        rest = compressed, block_indices, cu_seqlens, config, scale
         checks.attention(query, key, value, *rest, shards.length)
         validate.in_dtype_of_query(config, "context parallelism")
         named = {"query": query}

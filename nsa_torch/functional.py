@@ -151,7 +151,7 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
         validate.flag("recompute", recompute)
         checks.tensors(query=query, gates=gates)
         gates = checks.gates(gates, query)
-        rest = gates, compressed, block_indices, cu_seqlens
+        rest = compressed, block_indices, cu_seqlens
         checks.attention(query, key, value, *rest, config, scale)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     chosen = choose(description(*problem, gates), implementation)
@@ -430,7 +430,7 @@ def explain(
         checks.tensors(query=query, gates=gates)
         each = checks.gates(gates, query)
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
-    checks.attention(query, key, value, each, compressed, None, cu_seqlens, config, None)
+    checks.attention(query, key, value, compressed, None, cu_seqlens, config, None)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     return REGISTRY.choices(problem_of(*problem, gates=each), implementation)
 

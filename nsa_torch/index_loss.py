@@ -76,7 +76,6 @@ def indexer_kl(
     checks.tensors(**given)
     arrays = query, key, lse, index_query, index_key, block_indices
     teacher = index_loss.check(*arrays, block_size, scale, index_scale)
-    checks.devices(query, given)
     checks.packed(cu_seqlens, query, "query")
     length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     if block_indices is not None:

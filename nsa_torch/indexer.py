@@ -77,7 +77,6 @@ def index_blocks(
     forced = num_initial, num_local
     index = Index(pool, num_selected, *forced, activation, reduce, entry)
     index = indexing.check(index_query, index_key, index, cu_seqlens is not None)
-    checks.devices(index_query, given)
     checks.packed(cu_seqlens, index_query, "index_query")
     batch, length = index_query.shape[:2]
     if cu_seqlens is None:
@@ -153,7 +152,6 @@ def paged_index_blocks(
     chosen = num_selected, num_initial, num_local
     index = Index(pool, *chosen, activation, reduce, entry)
     index = indexing.check_paged(*tensors, cu_seqlens_q, index)
-    checks.devices(index_query, given)
     pool_pages, keys = index_key_pages.shape[:2]
     at = page_table, lengths, cu_seqlens_q, index_query.shape[0]
     validate_paged.numbers(checks.read, *at, pool_pages, keys * entry)

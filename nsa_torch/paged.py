@@ -139,7 +139,6 @@ class PagedCache(PagedArrays):
                     f"{name} must have pages of select_block={config.select_block} tokens, "
                     f"got {x.shape[1]}"
                 )
-        checks.devices(key_pages, given, "key_pages")
         if (compressed_key is None) != (compressed_value is None):
             raise ValueError(
                 "compressed_key and compressed_value must both be given or both be None"
@@ -275,7 +274,8 @@ def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
     """Of what is copied, among `count`."""
-    checks.tensors(source=source, target=target)
+    checks.tensors(source=source)
+    checks.tensors(target=target)
     validate_paged.copied(source, target)
     for name, numbers in (("source", source), ("target", target)):
         checks.within(name, numbers, 0, count - 1)
@@ -401,7 +401,7 @@ def checked_tokens(
     """Arguments and errors as of `append`."""
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q, slots=slots)
-    checks.tensors(**given)
+    checks.tensors(cache.selected_key, "the cache", **given)
     key, value = (
         Branches(*(y.resolve_neg() for y in x))
         if isinstance(x, Branches)
@@ -417,7 +417,6 @@ def checked_tokens(
         pair = key.compressed[None], value.compressed[None]
         validate.phi_pair(params, *pair, cache.config, "params")
     contents = cache.contents.with_facts(facts_of(params, made_with))
-    checks.devices(cache.selected_key, given, "the cache")
     learned = checks.parameters(params, cache.selected_key, "the cache")
     at = page_table, lengths, cu_seqlens_q
     sizes = count, cache.own_pages, cache.config.select_block

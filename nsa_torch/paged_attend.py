@@ -351,10 +351,9 @@ def explain(
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q)
-    checks.tensors(**given)
+    checks.tensors(cache.selected_key, "the cache", **given)
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    checks.devices(cache.selected_key, given, "the cache")
     sizes = query.shape[0], cache.own_pages, cache.config.select_block
     validate_paged.numbers(checks.read, page_table, lengths, cu_seqlens_q, *sizes)
     page_table = cache.in_memory(page_table)
