@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 
 import jax
@@ -10,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import nsa_jax
 import nsa_torch
+from nsa_torch import fa2
 from tests.oracles.nsa import BRANCHES
 from tests.problems import CASES, STEP_NAMES, Problem, array, moved
 
@@ -60,15 +59,22 @@ def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
 def steps_of_torch(
     p, implementation, device="cpu", of_lse=True, only=(*BRANCHES, "scores")
 ) -> dict:
-    """Of a `Problem` or of `Ragged` rows."""
+    """Of a `Problem` or of `Ragged` rows. On a CPU FA-2 is its index work alone, since the public
+    functions refuse it there.
+    """
     where, found = in_torch(p, device) | {"kv_len": moved(p.kv_len, device)}, {}
-    where["implementation"] = implementation
+    api, index_work = nsa_torch, implementation == "fa2" and device == "cpu"
+    if index_work:
+        api, only = fa2, BRANCHES
+        where["kv_len"] = p.case.S if p.kv_len is None else p.kv_len
+    else:
+        where["implementation"] = implementation
     for branch, tensors in p.steps.items():
         if branch not in only:
             continue
         inputs = [x.to(device).detach() for x in tensors]
         leaves = [x.requires_grad_() for x in inputs[:3]]
-        results = getattr(nsa_torch, f"{branch}_attention")(*inputs, **where)
+        results = getattr(api, f"{branch}_attention")(*inputs, **where)
         weights = [x.to(device) for x in (p.weight, p.lse_weight)]
         used = 1 + of_lse
         grads = torch.autograd.grad(results[:used], leaves, weights[:used])
@@ -106,74 +112,6 @@ def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) 
     return jax.jit(all_steps)(arrays, weights, lengths)
 
 
-def steps_of_fa2(p, device="cpu") -> dict:
-    """Its index work alone: without a GPU the public functions refuse it."""
-    from nsa_torch import fa2
-
-    kv_len = p.case.S if p.kv_len is None else p.kv_len
-    where, found = in_torch(p, device) | {"kv_len": kv_len}, {}
-    for branch, tensors in p.steps.items():
-        inputs = [x.detach() for x in tensors]
-        leaves = [x.requires_grad_() for x in inputs[:3]]
-        results = getattr(fa2, f"{branch}_attention")(*inputs, **where)
-        grads = torch.autograd.grad(results[0], leaves, p.weight)
-        names = (f"{branch}.{x}" for x in STEP_NAMES)
-        found |= dict(zip(names, (*results, *grads), strict=True))
-    return found
-
-
-def cached(p: Problem, framework, device="cpu", **options) -> dict:
-    """Through the dense cache."""
-    api, convert = FRAMEWORKS[framework]
-    case, made = p.case, {"config": p.case.config, "separate": p.case.own}
-    where = {"device": device} if framework == "torch" else {}
-    sizes = case.B, case.S, case.Hkv, case.D, case.Dv
-    cache = api.init_cache(*sizes, **made, **where, dtype=convert(p.query, device).dtype)
-    step = functools.partial(api.cached_attention, config=case.config, scale=case.scale)
-    outs = []
-    for _, new in pieces(p, framework, device):
-        with torch.no_grad():
-            out, cache = step(*new, cache, **options)
-        outs.append(array(out))
-    return {"out": np.concatenate(outs, axis=1)[:, -case.T :]}
-
-
-def paged(p: Problem, framework, device="cpu", **options) -> dict:
-    """Through pages in any order, to which tokens are appended before each piece is attended."""
-    api, convert = FRAMEWORKS[framework]
-    case, made = p.case, {"config": p.case.config, "separate": p.case.own}
-    where = {"device": device} if framework == "torch" else {}
-    width, rng, outs = -(-case.S // case.config.select_block), np.random.default_rng(0), []
-    pages = rng.permutation(case.B * width + 2)[: case.B * width].reshape(case.B, width)
-    table = convert(torch.from_numpy(pages).int(), device)
-    sizes = case.B * width + 2, case.Hkv, case.D, case.Dv
-    cache = api.PagedCache(*sizes, **made, **where, dtype=convert(p.query, device).dtype)
-    for end, new in pieces(p, framework, device, flat=True):
-        query, key, value, gates = new
-        lengths = convert(torch.full((case.B,), end, dtype=torch.int32), device)
-        with torch.no_grad():
-            cache = api.append(cache, key, value, table, lengths) or cache
-            at = cache, table, lengths
-            out = api.paged_attention(query, gates, *at, scale=case.scale, **options)
-        outs.append(array(out).reshape(case.B, -1, *out.shape[1:]))
-    return {"out": np.concatenate(outs, axis=1)[:, -case.T :]}
-
-
-def pieces(p: Problem, framework, device, flat=False):
-    """Arguments of a prefill, of single tokens and of another piece, and where each ends; tokens
-    before the first query have one that is 0. `flat`: tokens of all rows in one dimension.
-    """
-    api, convert = FRAMEWORKS[framework]
-    query, *pairs, gates = p.leaves
-    query, gates = (F.pad(x, (0, 0, 0, 0, p.case.S - p.case.T, 0)) for x in (query, gates))
-    sizes = [0, p.case.config.compress_block + 1, 1, 1]
-    bounds = [x for x in itertools.accumulate(sizes) if x < p.case.S]
-    for begin, end in itertools.pairwise([*bounds, p.case.S]):
-        new = [x[:, begin:end] for x in (query, *pairs, gates)]
-        new = [convert(x.flatten(0, 1) if flat else x, device) for x in new]
-        yield end, p.of(new, api.Branches)
-
-
 def in_torch(p: Problem, device) -> dict:
     bounds = None
     if p.case.documents is not None:
@@ -192,22 +130,16 @@ def to_jax(x: torch.Tensor) -> jax.Array:
     return jnp.asarray(array(x), str(x.dtype).removeprefix("torch."))
 
 
-FRAMEWORKS = {
-    "torch": (nsa_torch, lambda x, device: x.to(device)),
-    "jax": (nsa_jax, lambda x, device: to_jax(x)),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """`whole`, `steps`: from a problem to results by name, None where there is none, and the names
-    of `problems.CASES` that each takes; `fixtures`: what they run in.
+    """`whole`, `steps`: from a problem to results by name, and the names of `problems.CASES` that
+    each takes; `fixtures`: what they run in.
     """
 
-    whole: Callable[..., dict] | None
+    whole: Callable[..., dict]
     cases: tuple[str, ...]
-    steps: Callable[..., dict] | None = None
-    cases_of_steps: tuple[str, ...] = ()
+    steps: Callable[..., dict]
+    cases_of_steps: tuple[str, ...]
     fixtures: tuple[str, ...] = ()
     marks: tuple[pytest.MarkDecorator, ...] = ()
     of_lse: bool = True  # whether a log-sum-exp has a gradient
@@ -231,30 +163,21 @@ def jax_path(implementation, cases, cases_of_steps=None, gradients=True, **optio
     return Path(whole, cases, steps, alone, **options)
 
 
-def cache_path(run, framework, *cases) -> Path:
-    return Path(functools.partial(run, framework=framework), cases)
-
-
 # Names of `problems.CASES`. XLA compiles each problem anew: the references have few of them.
 EVERY = tuple(CASES)[: tuple(CASES).index("float16") + 1]
 FEW = "fewer queries than keys", "few blocks of many", "empty documents", "bfloat16"
 PARTS = "few blocks of many", "empty documents"
-CACHED = "five heads a group", "few blocks of many", "windows and blocks alike"
 PATHS = {
     "torch reference": torch_path("reference", PARTS, EVERY),
     "torch sdpa": torch_path("sdpa", EVERY),
     "torch sdpa in chunks": torch_path("sdpa", PARTS, FEW, fixtures=("in_chunks",)),
     "torch sdpa in long chunks": torch_path("sdpa", (), PARTS, fixtures=("long_chunks",)),
-    "torch fa2": Path(None, (), steps_of_fa2, EVERY, fixtures=("fa2_on_a_cpu",), of_lse=False),
+    "torch fa2": torch_path("fa2", (), EVERY, fixtures=("fa2_on_a_cpu",), of_lse=False),
     "torch jax": torch_path("jax", PARTS, FEW),
-    "torch cached": cache_path(cached, "torch", *CACHED),
-    "torch paged": cache_path(paged, "torch", *CACHED),
     "jax reference": jax_path("reference", PARTS, (*FEW, "ties", "no compressed token")),
     "jax xla": jax_path("xla", (*EVERY, "many queries of a block"), EVERY),
     "jax xla in chunks": jax_path("xla", PARTS[:1], (), fixtures=("in_chunks",)),
     "jax xla token by token": jax_path("xla", PARTS[:1], (), fixtures=("token_by_token",)),
-    "jax cached": cache_path(cached, "jax", CACHED[1]),
-    "jax paged": cache_path(paged, "jax", CACHED[1]),
 }
 for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax", "jax")):
     PATHS[f"torch {name} negated"] = torch_path(

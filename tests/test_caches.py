@@ -44,6 +44,7 @@ PATHS = {"torch": TorchPages, "jax": JaxPages}
 by_path = pytest.mark.parametrize("path", PATHS)
 by_fp8 = pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 SIZES = dict.fromkeys(HISTORIES, Sizes())
+SIZES["tokens"] = Sizes(config=NSAConfig(16, 16, 16, 3, 0, 0, window=3))  # l = d = l'
 SIZES |= {"chunks": OWN, "draft tokens": OWN, "even rows": Sizes(H=2, config=LAZY)}
 
 
@@ -99,7 +100,9 @@ def test_learned_compression_of_pages(path, history, kind, changes):
     check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
 
 
-ROWS = [  # path, history, phi; means and single tokens are those of `test_parity`
+ROWS = [  # path, history, phi
+    (JaxDense, "chunks and tokens", None),
+    (TorchDense, "chunks and tokens", None),
     (JaxDense, "chunks and tokens", "rope"),
     (JaxDense, "a row that begins later", None),
     (TorchDense, "rows of different lengths", None),

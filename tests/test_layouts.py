@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.oracles import fa2
-from tests.paths import of_torch, steps_of_fa2
+from tests.paths import of_torch, steps_of_torch
 from tests.problems import CASES, check, problem
 
 
@@ -53,4 +53,5 @@ def test_strides_change_nothing(name, shift, implementation, monkeypatch):
         check(strided, of_torch(strided, implementation), strided.expected)
         return
     monkeypatch.setattr("nsa_torch.fa2.varlen", fa2.varlen)
-    check(strided, steps_of_fa2(strided), strided.expected_steps(False))
+    found = steps_of_torch(strided, "fa2", of_lse=False)
+    check(strided, found, strided.expected_steps(False))
