@@ -187,6 +187,7 @@ MOSAIC = (
     "kernel: three heads a group",
     "kernel: four heads a group",
     "kernel: documents",
+    "kernel: query tiles with rows of no token",
     "kernel: wide",
     "kernel: no compressed token",
     "kernel: blocks in three tiles",

@@ -116,6 +116,9 @@ CASES |= {
     "kernel: blocks in three tiles": Case(
         24, 220, H=2, Hkv=1, config=LARGE, documents=(10, 200), dtype="float16", blocks="given"
     ),
+    "kernel: query tiles with rows of no token": Case(
+        13, 33, H=5, Hkv=1, D=96, Dv=80, dtype="bfloat16", blocks="given"
+    ),
     "kernel: wide": Case(20, 20, H=2, Hkv=1, D=192, Dv=128, dtype="bfloat16"),
     "kernel: no compressed token": Case(5, 5, H=2, Hkv=1, dtype="bfloat16"),
     "kernel: more slots than blocks": Case(

@@ -36,8 +36,7 @@ from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import operators, plans, torch_ops
 from nsa_torch import paged_attend as torch_paged_attend
 from tests import pretend, test_mosaic_compiled
-from tests.paths import in_jax, to_jax
-from tests.problems import SMALL, STEP_NAMES, Case, check, problem
+from tests.problems import SMALL, Case
 from tests.torch_inputs import on_the_cpu
 
 REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
@@ -562,21 +561,6 @@ def test_gathered_query_tiles_can_be_copied():
     kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "gathered", False))
     assert (kernel.spec.query_tile, kernel.spec.query_tile.tokens) == (Tile(5, 16, 32), 4)
     assert lowering.lower(kernel)
-
-
-def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
-    p = problem(Case(13, 33, H=5, Hkv=1, D=96, Dv=80, dtype="bfloat16", blocks="given"))
-    *leaves, blocks = map(to_jax, p.steps["selected"])
-
-    def gradients(weights, *leaves):
-        options = {"kv_len": 33, "implementation": "mosaic"}
-        attend = lambda *x: nsa_jax.selected_attention(*x, blocks, **in_jax(p), **options)
-        results, pull = jax.vjp(attend, *leaves)
-        return *results, *pull(weights)
-
-    found = jax.jit(gradients)((to_jax(p.weight), to_jax(p.lse_weight)), *leaves)
-    names = [f"selected.{x}" for x in STEP_NAMES]
-    check(p, dict(zip(names, found, strict=True)), p.expected_steps())
 
 
 @pytest.mark.parametrize(("shape", "names"), ACCEPTED)
