@@ -18,12 +18,12 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from typing import Any
 
 from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
 from ..lm.log import Line, Speed
-from .render import kernel_name
+from .render import filled, kernel_name, short
 
 QUESTIONS = {
     "forward": "forward",
@@ -139,6 +139,10 @@ class Panel:
     points: tuple[Point, ...] = ()
 
     @property
+    def name(self) -> str:
+        return QUESTIONS[self.question]
+
+    @property
     def crossover(self) -> int | None:
         """The length from which NSA is faster at every measured length."""
         known = [point for point in reversed(self.points) if point.faster is not None]
@@ -194,10 +198,6 @@ class Panel:
 def _gain(point: Point) -> str:
     ratio = point.ratio(point.ours)
     return point.ours.status if ratio is None else f"{ratio:.2g}x"
-
-
-def short(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
@@ -266,51 +266,39 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def sentence(device: str, each: Sequence[Panel]) -> str:
+def sentence(device: str, each: Iterable[Panel]) -> str:
     """All answers in words."""
-    parts = "; ".join(f"{QUESTIONS[panel.question]} {panel.answer}" for panel in each)
-    return f"{device}: {parts}."
-
-
-# From here on: drawing. A panel is an SVG of its own, so that panels stand beside or below
-# each other as the screen is wide; those of a device share the horizontal axis.
-WIDTH, HEIGHT = 300, 210
-LEFT, RIGHT, TOP, BOTTOM = 36, 14, 20, 24
-LABELS = 6  # an axis has about so many
-LEGEND = (
-    "Up: times as fast as the fastest dense kernel at that length, which is 1. Across: tokens. "
-    "A dot is a measurement; at a hollow one a fast dense kernel was not measured. A difference "
-    "counts where it is larger than the spread of the samples, and at all longer lengths too."
-)
+    return f"{device}: {'; '.join(f'{panel.name} {panel.answer}' for panel in each)}."
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Where tokens and ratios stand; both axes are logarithmic, limits are powers of two."""
+    """Where tokens and ratios are drawn, in pixels; both axes are logarithmic, limits are powers
+    of two. A panel is an SVG of its own, so that panels stand beside or below each other as the
+    screen is wide."""
 
     tokens: tuple[float, float]
     ratios: tuple[int, int]
 
-    @classmethod
-    def of(cls, panel: Panel, tokens: tuple[float, float]) -> "Axes":
-        ratios = [p.ratio(run) for line in panel.lines.values() for p, run in line]
-        logs = [math.log2(ratio) for ratio in ratios if ratio]
-        return cls(tokens, (min(-1, *map(math.floor, logs)), max(1, *map(math.ceil, logs))))
+    WIDTH, HEIGHT = 300, 210
+    LEFT, TOP = 36, 20
+    right, foot = WIDTH - 14, HEIGHT - 24
+    LABELS = 6  # an axis has about so many
 
     def x(self, tokens: int) -> float:
         low, high = self.tokens
         share = (math.log2(tokens) - low) / (high - low)
-        return round(LEFT + 10 + share * (WIDTH - LEFT - RIGHT - 20), 1)
+        return round(self.LEFT + 10 + share * (self.right - self.LEFT - 20), 1)
 
     def y(self, ratio: float) -> float:
         low, high = self.ratios
         share = (math.log2(ratio) - low) / (high - low)
-        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+        return round(self.foot - share * (self.foot - self.TOP), 1)
 
     def labels(self) -> Iterator[tuple[float, str, str]]:
         """Height, class and text of the lines across; 1 is always among them."""
         low, high = self.ratios
-        step = -(-(high - low) // LABELS)
+        step = -(-(high - low) // self.LABELS)
         for power in range(low + -low % step, high + 1, step):
             text = f"{2**power}x" if power >= 0 else f"1/{2**-power}"
             yield self.y(2.0**power), "grid" if power else "one", text
@@ -318,135 +306,54 @@ class Axes:
     def lengths(self) -> list[int]:
         """The powers of two that the horizontal axis names."""
         low, high = math.ceil(self.tokens[0]), math.floor(self.tokens[1])
-        return [2**power for power in range(low, high + 1, -(-(high - low + 1) // LABELS))]
+        return [2**power for power in range(low, high + 1, -(-(high - low + 1) // self.LABELS))]
+
+    def curve(self, line: Iterable[tuple[Point, Run]]) -> dict[str, list[Any]]:
+        """Of one kernel: its dots, the stretches that join dots which follow each other, and where
+        a row without a time interrupts them, with its status."""
+        stretches: list[list[str]] = [[]]
+        dots, failed = [], []
+        for point, run in line:
+            x, ratio, times = self.x(point.tokens), point.ratio(run), run.times_ms
+            if ratio is None or times is None:
+                stretches.append([])
+                failed.append((x, run.status))
+                continue
+            y = self.y(ratio)
+            stretches[-1].append(f"{x},{y}")
+            said = f"{short(point.tokens)} tokens: {times[0]:.3g} ms, "
+            said += f"{ratio:.2g} times as fast as the fastest dense kernel"
+            missing = ", ".join(map(kernel_name, point.missing))
+            dots.append({"x": x, "y": y, "said": said, "missing": missing})
+        joined = [" ".join(each) for each in stretches if len(each) > 1]
+        return {"dots": dots, "stretches": joined, "failed": failed}
+
+
+class Chart:
+    """The panels of a device, drawn by `chart.html`; they share the horizontal axis."""
+
+    WIDTH, HEIGHT, LEFT = Axes.WIDTH, Axes.HEIGHT, Axes.LEFT
+    CAPTION = 26  # above each panel of a picture, and above all of them
+
+    def __init__(self, device: str, each: Sequence[Panel]):
+        self.panels, self.sentence = each, sentence(device, each)
+        drawn = [panel for panel in each if panel.drawn]
+        self.names = sorted({name for panel in drawn for name in panel.lines})  # ours is first
+        lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
+        self.tokens = min(lengths), max(lengths)
+
+    def axes(self, panel: Panel) -> Axes:
+        ratios = [p.ratio(run) for line in panel.lines.values() for p, run in line]
+        logs = [math.log2(ratio) for ratio in ratios if ratio]
+        limits = min(-1, *map(math.floor, logs)), max(1, *map(math.ceil, logs))
+        return Axes(self.tokens, limits)
 
 
 def figure(device: str, each: Sequence[Panel]) -> str:
     """The HTML of a device: the sentence, the panels and what their lines are."""
-    drawn = [panel for panel in each if panel.drawn]
-    lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
-    tokens = min(lengths), max(lengths)
-    names = sorted({name for panel in drawn for name in panel.lines})  # ours is the first
-    marks = "".join(f'<li><i class="{_class(x)}"></i>{escape(_name(x))}</li>' for x in names)
-    return (
-        f'<p class="lead">{escape(sentence(device, each))}</p>'
-        f'<ul class="marks">{marks}</ul>'
-        f'<div class="answers">{"".join(_panel(panel, tokens) for panel in each)}</div>'
-        f'<p class="soft">{escape(LEGEND)}</p>'
-    )
-
-
-def _panel(panel: Panel, tokens: tuple[float, float]) -> str:
-    name, answer = QUESTIONS[panel.question].capitalize(), escape(panel.answer)
-    kind = "sub yes" if panel.crossover and panel.drawn else "sub"
-    title = f'<figcaption>{name} <span class="{kind}">{answer}</span></figcaption>'
-    if not panel.drawn:
-        return f'<figure class="none">{title}</figure>'
-    below = f"{panel.about}; commit {panel.commits}"
-    drawing = svg(panel, Axes.of(panel, tokens))
-    return f'<figure>{title}{drawing}<p class="sub">{escape(below)}</p></figure>'
-
-
-def svg(panel: Panel, axes: Axes) -> str:
-    """The drawing; above 1, where NSA is faster, the ground is coloured."""
-    right, foot = WIDTH - RIGHT, HEIGHT - BOTTOM
-    size = f'width="{right - LEFT}" height="{axes.y(1) - TOP}"'
-    parts = [f'<rect class="faster" x="{LEFT}" y="{TOP}" {size}/>']
-    for y, kind, text in axes.labels():
-        parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(_text(LEFT - 5, y + 3.5, text, anchor="end"))
-    for tokens in axes.lengths():
-        parts.append(_text(axes.x(tokens), HEIGHT - 8, short(tokens)))
-    for name, line in panel.lines.items():
-        parts.append(_line(name, line, axes))
-    if panel.crossover is not None:
-        x, said = axes.x(panel.crossover), f"faster from {short(panel.crossover)}"
-        parts.append(f'<line class="from" x1="{x}" x2="{x}" y1="{TOP}" y2="{foot}"/>')
-        anchor = "end" if x > WIDTH / 2 else "start"
-        parts.append(_text(x, TOP - 7, said, anchor=anchor, kind="from"))
-    label = escape(f"{QUESTIONS[panel.question]} {panel.answer}")
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
-    return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-# Colours of the page (`page.html`) on paper that is always light.
-PICTURE_STYLE = """
-text { font: 11px system-ui, sans-serif; fill: #1c2127; }
-.title { font-size: 12px; font-weight: 600; }
-.ours { --of: #0b6b4c; } .cudnn { --of: #8a63d2; }
-.flash { --of: #c2410c; } .other { --of: #7c8794; }
-line { stroke: #dedbd3; } .one { stroke: #5d6672; stroke-width: 1.5; } .faster { fill: #e2f2ea; }
-polyline { fill: none; stroke: var(--of); stroke-width: 1.3; }
-polyline.ours { stroke-width: 2.6; }
-circle, .mark { fill: var(--of); stroke: var(--of); } .hollow { fill: #ffffff; stroke-width: 2; }
-line.from { stroke: #0b6b4c; stroke-dasharray: 3 3; stroke-width: 1.5; }
-text.from { fill: #0b6b4c; }
-text.bad { fill: #b3261e; }
-"""
-CAPTION = 26  # above each panel of a picture, and above all of them
+    return filled("chart.html", "answers", Chart(device, each))
 
 
 def picture(device: str, each: Sequence[Panel]) -> str:
-    """The panels that can be drawn as one SVG of its own, two beside each other."""
-    drawn = [panel for panel in each if panel.drawn]
-    lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
-    tokens = min(lengths), max(lengths)
-    height, parts = CAPTION + HEIGHT, []
-    names = sorted({name for panel in drawn for name in panel.lines})
-    for place, name in enumerate(names):
-        x = LEFT + place * WIDTH // 2
-        mark = f'class="mark {_class(name)}" x="{x}" y="12" width="16" height="4"'
-        parts += [f"<rect {mark}/>", _text(x + 22, 18, _name(name), anchor="start")]
-    for place, panel in enumerate(drawn):
-        x, y = place % 2 * WIDTH, CAPTION + place // 2 * height
-        title = f"{QUESTIONS[panel.question].capitalize()}: {panel.answer}"
-        parts.append(_text(x + 8, y + 18, title, anchor="start", kind="title"))
-        size = f'<svg x="{x}" y="{y + CAPTION}" width="{WIDTH}" height="{HEIGHT}" '
-        parts.append(svg(panel, Axes.of(panel, tokens)).replace("<svg ", size, 1))
-    box = f'viewBox="0 0 {2 * WIDTH} {CAPTION + -(-len(drawn) // 2) * height}"'
-    label = f'role="img" aria-label="{escape(sentence(device, each))}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {box} {label}><style>{PICTURE_STYLE}</style>'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(parts)}</svg>\n'
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
-    where = f'class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}"'
-    return f"<text {where}>{escape(text)}</text>"
-
-
-def _line(name: str, line: Sequence[tuple[Point, Run]], axes: Axes) -> str:
-    """Dots of one kernel, joined where they follow each other. A row without a time breaks the
-    line; of ours its status stands at the foot."""
-    stretches: list[list[str]] = [[]]
-    dots = []
-    for point, run in line:
-        x, ratio, times = axes.x(point.tokens), point.ratio(run), run.times_ms
-        if ratio is None or times is None:
-            stretches.append([])
-            if not name:
-                dots.append(_text(x, HEIGHT - BOTTOM - 4, run.status, kind="bad"))
-            continue
-        y = axes.y(ratio)
-        stretches[-1].append(f"{x},{y}")
-        said = f"{_name(name)}, {short(point.tokens)} tokens: {times[0]:.3g} ms, "
-        said += f"{ratio:.2g} times as fast as the fastest dense kernel"
-        hollow = " hollow" if not name and point.missing else ""
-        if hollow:
-            said += f"; not measured: {', '.join(map(kernel_name, point.missing))}"
-        circle = f'class="{_class(name)}{hollow}" cx="{x}" cy="{y}" r="{2.5 if name else 4}"'
-        dots.append(f"<circle {circle}><title>{escape(said)}</title></circle>")
-    joined = (" ".join(each) for each in stretches if len(each) > 1)
-    lines = (f'<polyline class="{_class(name)}" points="{each}"/>' for each in joined)
-    return "".join([*lines, *dots])
-
-
-def _name(line: str) -> str:
-    return kernel_name(line) if line else "NSA"
-
-
-def _class(line: str) -> str:
-    if not line:
-        return "ours"
-    return line if line in ("cudnn", "flash") else "other"
+    """The panels that can be drawn as one SVG."""
+    return filled("chart.html", "picture", Chart(device, each)).lstrip()

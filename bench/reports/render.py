@@ -1,11 +1,12 @@
 """Tables and plots of records; nothing here knows more than the records do."""
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..harness.markdown import number
 from ..harness.records import FIELDS, Record
@@ -43,6 +44,38 @@ KERNEL_NAMES = {
 
 def kernel_name(implementation: str) -> str:
     return KERNEL_NAMES.get(implementation, implementation)
+
+
+def short(tokens: float) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+@functools.cache
+def _templates() -> Any:
+    """Of this folder; every text that they are given is escaped."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    found = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    found.filters |= {
+        "short": short,
+        "number": number,
+        "kernel": lambda line: kernel_name(line) if line else "NSA",
+        "css": lambda line: (
+            (line if line in ("cudnn", "flash") else "other") if line else "ours"
+        ),
+    }
+    return found
+
+
+def filled(name: str, macro: str | None = None, *given: Any, **values: Any) -> str:
+    """A template with its values, or what one of its macros makes of `given`."""
+    template = _templates().get_template(name)
+    if macro is None:
+        return template.render(values)
+    return str(getattr(template.module, macro)(*given))
 
 
 def problem_of(record: Record) -> tuple[str, ...]:
