@@ -96,7 +96,7 @@ class Evidence(TypedDict, total=False):
     kernel: Ours
     value: Length
     over_portable_path: Length
-    commits: tuple[str, ...]
+    commits: list[str]
 
 
 @dataclasses.dataclass(frozen=True)

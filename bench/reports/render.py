@@ -62,7 +62,7 @@ def _templates() -> Any:
     found.filters |= {
         "short": short,
         "number": number,
-        "kernel": lambda line: kernel_name(line) if line else "NSA",
+        "kernel": lambda line: KERNEL_NAMES.get(line, line) or "NSA",
         "css": lambda line: (
             (line if line in ("cudnn", "flash") else "other") if line else "ours"
         ),
