@@ -59,14 +59,9 @@ def _templates() -> Any:
     found = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
-    found.filters |= {
-        "short": short,
-        "number": number,
-        "kernel": lambda line: KERNEL_NAMES.get(line, line) or "NSA",
-        "css": lambda line: (
-            (line if line in ("cudnn", "flash") else "other") if line else "ours"
-        ),
-    }
+    named = lambda line: kernel_name(line) if line else "NSA"
+    css = lambda line: (line if line in ("cudnn", "flash") else "other") if line else "ours"
+    found.filters.update(short=short, number=number, kernel=named, css=css)
     return found
 
 
