@@ -117,7 +117,7 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     """Calls a JAX function on torch tensors, safe in stream order and lifetime.
 
     The function must be pure (what it reads of its inputs leaves through its outputs) and
-    should be one jitted object from call to call, or it is traced anew each time. Nothing is
+    should be one jitted object from call to call, or it is traced again each time. Nothing is
     recorded for autograd.
 
     Args:

@@ -159,7 +159,7 @@ class ArrayOps(Protocol):
         ...
 
     def contiguous(self, x: Any) -> Any:
-        """`x`, or a copy that lies in memory row by row."""
+        """`x`, or a copy that is stored in memory row by row."""
         ...
 
     def take_rows(self, x: Any, index: Any) -> Any:

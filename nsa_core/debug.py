@@ -180,7 +180,7 @@ def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> N
 
 
 def _value(x: Any) -> str:
-    """As it is where that is one word, else quoted."""
+    """As it is where that is one word, otherwise quoted."""
     text = str(x).lower() if isinstance(x, bool) else str(x)
     return json.dumps(text) if " " in text or not text else text
 

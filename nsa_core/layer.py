@@ -68,14 +68,14 @@ class LayerSpec:
         place in the sequence, so that a query cannot tell how far it is. "mlp_rope": the same MLP
         of keys that are not rotated; the compressed key is, by the middle of its window, so that
         a product with a query follows from their distance.
-      phi_hidden: hidden width of the MLP; None: twice the width that it compresses.
+      phi_hidden: hidden width of the MLP; None means twice the width that it compresses.
       kv: "separate": keys and values of each branch, of projections of their own. "shared": one
         key and one value for all branches, as dense attention has: a cache keeps a third.
       gate: what three gates a token are made of. "head": of the layer's input by a linear map,
         sigmoids, for each query head. "sigmoid", "softmax" (seed): of the mean rotated query by an
         MLP, for each key/value head; softmax: the three add up to one. "selected": 0, 1, 0, of no
         weights: the selected branch alone.
-      gate_hidden: hidden width of that MLP; None: `d_k // 2`.
+      gate_hidden: hidden width of that MLP; None means `d_k // 2`.
       gate_bias: where the biases of "head" start: compressed, selected, sliding; None:
         (-2, 2, 2). No part of what a layer is: other starts load the same checkpoints.
       gate_temp: the gate's logits are divided by it.
@@ -369,7 +369,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
         default. Its `compute_dtype` is no part of a spec.
 
     Raises:
-      ValueError: a size is given beside `config`, or as of `LayerSpec`.
+      ValueError: a size is given beside `config`, or as in `LayerSpec`.
     """
     named = {name: value for name, value in values.items() if value is not None}
     if config is None:

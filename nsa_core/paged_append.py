@@ -41,8 +41,8 @@ def append(
 
     Args:
       phi: the framework's `apply_phi`.
-      key .. slots: as of `nsa_torch.append`, checked.
-      wrong: bool `[B]`, the rows whose compressed tokens become NaN; None: none.
+      key .. slots: as in `nsa_torch.append`, checked.
+      wrong: bool `[B]`, the rows whose compressed tokens become NaN; None means none.
       raw_is_there: whether the new tokens are in their pages.
     """
     config, arrays, count = cache.config, cache.tensors(), key.selected.shape[0]

@@ -16,7 +16,7 @@ made of tokens that were not rounded: the newest ones of a row lie in a ring too
     raw token p         recent[slot of the row, p % (2 l)]
 
 It may have anything, another row's tokens too: a token in it counts where it may be what the page's
-was rounded from (`rounding.is_of`), else the page's is taken.
+was rounded from (`rounding.is_of`), otherwise the page's is taken.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PagedArrays:
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
       sliding_key, sliding_value: as the selected ones, or None: the sliding branch reads these.
-      raw_key, raw_value: what compressed tokens are made of, or None: the selected ones.
+      raw_key, raw_value: what compressed tokens are computed from, or None: the selected ones.
       contents: what the tokens were made with.
       selected_key_scale, ..: of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`: the
@@ -93,7 +93,7 @@ class PagedArrays:
 
     @property
     def raw(self) -> tuple[Any, Any]:
-        """Keys and values that compressed tokens are made of."""
+        """Keys and values that compressed tokens are computed from."""
         if self.raw_key is not None:
             return self.raw_key, self.raw_value
         return self.selected_key, self.selected_value
@@ -165,7 +165,7 @@ def shapes(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each of `ARRAYS`; None: not there. `fp8_rows`: of a cache in fp8.
+    """The shape of each of `ARRAYS`; None means not there. `fp8_rows`: of a cache in fp8.
 
     Raises:
       ValueError: a size that is not a positive int, no configuration, no bool.

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether kernels on pages take as many queries a row."""
+        """Whether kernels on pages take as many queries per row."""
         return self.queries <= QUERIES
 
     @property

@@ -39,7 +39,7 @@ type Pass = Literal["forward", "fwdbwd"]
 type Length = Annotated[int, Ge(0)] | Literal["never"]
 type Text = Annotated[str, MinLen(1)]
 KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
-# Automatic choice takes these only where the device's file has a threshold of the step that was
+# Automatic choice takes these only if the device's file has a threshold of the step that was
 # measured for them, by a commit of this library, or by default on these compute capabilities,
 # which no other kernel of ours is for. A rule of the device's file goes before. A step over a
 # paged cache asks for no threshold: what stands behind gathers all pages.
@@ -57,10 +57,10 @@ PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """From where on a kernel is chosen; None: no threshold, "never": nowhere.
+    """From where on a kernel is chosen; None means no threshold, "never": nowhere.
 
     Of `fa2` in tokens of the sequence, for the sliding (`win`) and the compressed (`cmp`)
-    branch; of the selected branch in keys a query selects, `num_selected * select_block`.
+    branch; of the selected branch in keys that a query selects, `num_selected * select_block`.
     """
 
     fa2_min_len_win: Length | None = None
@@ -220,7 +220,7 @@ def heads_of(
 
 
 def dense_note(problem: Any) -> str | None:
-    """From which length NSA is faster than dense attention here; None: not known."""
+    """From which length NSA is faster than dense attention here; None means not known."""
     device = of(problem.device)
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
     if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):

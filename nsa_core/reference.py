@@ -1,7 +1,7 @@
 """The oracle: every branch dense, with explicit boolean masks built from token indices.
 
 It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
-the same code in the low precision is the yardstick of the tolerance rule. Of a config whose
+the same code in the low precision is the baseline of the tolerance rule. Of a config whose
 `compute_dtype` is float8_e4m3, the yardstick rounds what its kernels round. It shares nothing with
 the fast paths but the array operations of each framework (`ArrayOps`), needs memory for `[T, S]`
 per head, and is never chosen for its speed.

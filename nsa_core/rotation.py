@@ -3,7 +3,7 @@
 Pair `i` of a head of width D turns by `rate = base**(-2i / D)` a position. A scaling divides the
 rates of slow pairs by `factor`, keeps those of fast pairs, and goes from one to the other between.
 Names and numbers are those of transformers' `rope_parameters`. Scalings that follow the length of
-a text ("dynamic", "longrope") are none: keys would have to be rotated anew as it grows.
+a text ("dynamic", "longrope") are none: keys would have to be rotated again as it grows.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ Shapes:
 
 Query heads of one group are adjacent: head `h` reads key/value head `h // G`. Queries are
 aligned to the end of the keys: query `t` sits at position `p = t + kv_len - T` of its
-sequence. In a packed batch positions restart in every sequence and nothing crosses a border.
+sequence. In a packed batch positions restart in every sequence and nothing crosses a boundary.
 
 Numerics, for every implementation:
   Softmax, log-sum-exp and accumulation in float32 (float64 for float64 input); `lse` natural
@@ -31,5 +31,5 @@ class Branches[X](NamedTuple):
 
     @classmethod
     def each(cls, value: Any) -> "Branches[Any]":
-        """`value` itself if it is a `Branches`, else `value` for every branch."""
+        """`value` itself if it is a `Branches`, otherwise `value` for every branch."""
         return value if isinstance(value, cls) else cls(value, value, value)

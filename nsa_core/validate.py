@@ -22,7 +22,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")
 LAYOUT = "tokens come before heads: query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]"
 
-# How long each axis is; None: of any length.
+# How long each axis is; None means of any length.
 type Axes = Sequence[int | None]
 
 
@@ -350,7 +350,7 @@ def sizes(least: int = 1, /, **values: int) -> None:
 
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """`config`, None: the cache's. What the cache holds must be what it asks for."""
+    """`config`, None means the cache's. What the cache holds must be what it asks for."""
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be one of init_cache, got {type(cache).__name__}")
     if config is None:

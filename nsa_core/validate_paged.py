@@ -101,7 +101,7 @@ def numbers(
     that count their tokens of the call, and entries of the pages that they need.
 
     Args:
-      read: an array in NumPy; None: the host does not read it.
+      read: an array in NumPy; None means the host does not read it.
       count: tokens of the call.
       pool: pages, of `size` tokens each.
       writes: an entry below 0 is none to write to, and two rows must not write to one page.
@@ -221,7 +221,7 @@ def longest(
 
 
 def slots(cache: PagedArrays, found, lengths) -> None:
-    """Which row of `recent` each row has, int32 `[B]`; None: row `b` the `b`-th."""
+    """Which row of `recent` each row has, int32 `[B]`; None means row `b` the `b`-th."""
     if found is not None:
         array("slots", found, 1, INDICES)
         shape("slots", found, tuple(lengths.shape))

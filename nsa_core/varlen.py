@@ -1,4 +1,4 @@
-"""Where the sequences of packed rows stand: tables that kernels read, made once a batch.
+"""Where the sequences of packed rows stand: tables that kernels read, made once per batch.
 
 Keys of each sequence have places of their own, in which blocks and tiles begin where the sequence
 does: a sequence begins at a multiple of `unit`, of which 64 keys and `select_block` both are

@@ -1,11 +1,11 @@
 """The public functions: validation once, then the chosen implementation of every step.
 
-Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Wherever `key`/`value` is taken,
-a `Branches` of arrays is taken too (paper section 3.3.3). `implementation` is None
+Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Functions that accept `key`/`value`
+also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back.
 
 Every function raises `ValueError` for input that no implementation could take (the message
-names the argument, what was expected and what came) and `NotImplementedError` when a named
+names the argument, the rule and the value) and `NotImplementedError` when a named
 implementation cannot run the problem.
 """
 
@@ -65,20 +65,20 @@ def attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
       config: the sizes; defaults are the paper's. Its `compute_dtype` is for inference.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None: the mean.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means the mean.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means selected
         from the compressed scores.
-      segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence; negative:
-        padding, which sees nothing (output 0) and is not seen.
-      varlen: in its place, what `varlen_metadata` made of it once for all layers.
-      scale: of the logits; None: `D**-0.5`.
-      recompute: keep inputs and selection for the backward pass, which then computes the
-        branches again; else three arrays like the output are kept besides.
+      segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence. Negative ids
+        are padding: its outputs are 0, and no query attends to it.
+      varlen: the result of `varlen_metadata`, once for all layers, in place of `segment_ids`.
+      scale: factor of the logits; None means `D**-0.5`.
+      recompute: save only inputs and selection for the backward pass, which then computes the
+        branches again. Otherwise three more arrays like the output are saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
-        (`nsa_jax.context`); the arrays are then this device's tokens, `T = S`, but `compressed`
-        is that of the whole sequence.
-      context_layout: which tokens a device has, `zigzag` or `contiguous`.
-      implementation: a name for all steps, or `Branches` of names; None: automatic.
+        (`nsa_jax.context`). The arrays then contain the tokens of this device, `T = S`;
+        `compressed` describes the whole sequence.
+      context_layout: distribution of the tokens over devices, `zigzag` or `contiguous`.
+      implementation: a name for all steps, or `Branches` of names; None means automatic.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
@@ -155,7 +155,7 @@ def attend(
     recompute=False,
     assume_finite=False,
 ):
-    """`attention` on compressed tokens that are there already (see `cache.py`).
+    """`attention` on given compressed tokens (see `cache.py`).
 
     Args:
       assume_finite: keys and values behind `kv_len` are finite, and no query is padding, so that
@@ -220,10 +220,11 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_core.compress_params`).
-      segment_ids: `[B, S]`; the tokens of all sequences then stand in the order of their first
-        token, without gaps, zeros in the slots left over.
-      varlen: as of `attention`.
+      params: None means the mean; `PoolParams` and `MLPParams` are learnable
+        (`nsa_core.compress_params`).
+      segment_ids: `[B, S]`. The tokens of all sequences then follow each other in the order of
+        their first token, without gaps, with zeros in the remaining slots.
+      varlen: as in `attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -252,19 +253,19 @@ def select_blocks(
 ) -> Int[Array, "B T Hkv n"]:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
-    Of equal scores the lower block is chosen. Scores too small for float32, of logits 87 less than
-    the log-sum-exp, `reference` and, on a CPU, `xla` order too; others take them for 0
-    (docs/kernels/numerics.md).
+    If scores are equal, the lower block is chosen. Scores too small for float32 (logits 87 below
+    the log-sum-exp) are still ordered by `reference`, and by `xla` on a CPU. Other
+    implementations treat them as 0 (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the sizes.
       kv_len: number of keys, int or int32 `[]` or `[B]`; query `t` is at `t + kv_len - T`.
-        None: `T`.
-      segment_ids, varlen: of a packed batch, as of `attention`.
-      scale: of the logits; None: `D**-0.5`.
-      implementation: a name; None: automatic.
+        None means `T`.
+      segment_ids, varlen: a packed batch, as in `attention`.
+      scale: factor of the logits; None means `D**-0.5`.
+      implementation: a name; None means automatic.
 
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
@@ -321,10 +322,10 @@ def selected_attention(
       query: `[B, T, H, D]`.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch. Keys behind the query are not seen, whatever it names.
+        sequence in a packed batch. Keys after the query are masked in any case.
       config: the sizes.
-      kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
-      segment_ids, varlen, scale, implementation: as of `select_blocks`.
+      kv_len: number of valid keys, int or int32 `[]` or `[B]`; None means `S`.
+      segment_ids, varlen, scale, implementation: as in `select_blocks`.
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
@@ -347,7 +348,7 @@ def sliding_attention(
 ) -> OutLse:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 
-    Args: as of `selected_attention`, without `block_indices`.
+    Args: as in `selected_attention`, without `block_indices`.
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
@@ -358,7 +359,7 @@ def sliding_attention(
 def _step(
     step, arrays, config, kv_len, segment_ids, varlen, scale, implementation, block_indices=None
 ):
-    """One step alone, checked, chosen and run; `arrays`: the query, its keys, and the values."""
+    """Checks, chooses and runs one step; `arrays`: the query, its keys, and the values."""
     query, key, *values = arrays
     value = values[0] if values else query
     if of_tokens := step in ("selected", "sliding"):
@@ -399,15 +400,15 @@ def explain(
     varlen: PackedRows | None = None,
     implementation: Names = None,
 ) -> Choices:
-    """What `attention` would run for these arguments (without `context_axis`), and why not what
-    stands before it.
+    """Explains the choice of `attention` for these arguments (without `context_axis`).
 
-    Args: as of `attention`. `gates` and `compressed` are checked; they decide nothing.
+    Args: the same as in `attention`. `gates` and `compressed` are checked, but do not affect the
+      choice.
 
     Returns:
-      A choice a step, with the reason of each refusal; printed, a line each.
+      One choice per step, with the reason of each refusal. It prints as one line per step.
 
-    Raises: as `attention`.
+    Raises: the same errors as `attention`.
     """
     key, value = Branches.each(key), Branches.each(value)
     if gates is not None:
@@ -428,7 +429,7 @@ def choices_of(
 
     Args:
       query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
-      step: the one that is named `implementation`; None: of all steps.
+      step: the one that is named `implementation`; None means of all steps.
     """
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
@@ -440,6 +441,6 @@ def choices_of(
 
 
 def loaded(choice: Choice):
-    """What runs a step, compiled, and watched while `nsa_core.debug` tells events."""
+    """The compiled implementation of a step, watched while `nsa_core.debug` reports events."""
     name, run = choice.implementation, compiled(choice.load())
     return debug.watch(jax_debug.JAX, choice.step, name, run, REGISTRY)

@@ -57,10 +57,10 @@ def block_attention(
         twice: it would count twice.
       block_size: tokens of a block. Kernels take multiples of 16 up to 128, larger multiples of 64
         where these cut into 64 make up to 64 entries.
-      scale: of the logits; None: `D**-0.5`.
+      scale: factor of the logits; None means `D**-0.5`.
       include: `selected`; `tail`: also the query's own block where the query is not its last
         token, which must not be named then.
-      query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None: `T`.
+      query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`; None: `S`. The
         last valid query stands at the last valid key.
       segment_ids: int `[B, S]` of packed rows, as of `nsa_jax.attention`; block indices are local
@@ -197,10 +197,10 @@ def paged_block_attention(
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
       lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
-      block_indices: int32 `[N, G, n]`, as of `block_attention`.
+      block_indices: int32 `[N, G, n]`, as in `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
         number.
-      block_size, scale, include, return_residual: as of `block_attention`; a block may have any
+      block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
       implementation: `triton` (kernels: GPUs from Ampere on), `xla` (gathers and a softmax), or
         None: the first that can.

@@ -43,7 +43,7 @@ class NSACache(NamedTuple):
     selected_value: Float[Array, "B M Hkv Dv"]
     sliding_key: Float[Array, "B M Hkv D"] | None
     sliding_value: Float[Array, "B M Hkv Dv"] | None
-    raw_key: Float[Array, "B M Hkv D"] | None  # what compressed tokens are made of
+    raw_key: Float[Array, "B M Hkv D"] | None  # what compressed tokens are computed from
     raw_value: Float[Array, "B M Hkv Dv"] | None
     compressed_key: Float[Array, "B M/d Hkv D"]  # token `i` at `i + l/d - 1`
     compressed_value: Float[Array, "B M/d Hkv Dv"]
@@ -145,7 +145,7 @@ def cached_attention(
       compress_params: of the keys and of the values (`nsa_core.compress_params`).
       made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
         a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
-      scale, implementation: as of `attention`.
+      scale, implementation: as in `attention`.
 
     Returns:
       `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache with the tokens.

@@ -19,7 +19,7 @@ def is_read(x: Any) -> bool:
 
 
 def read(x: Any) -> np.ndarray | None:
-    """The numbers of an argument; None: the host does not read them."""
+    """The numbers of an argument; None means the host does not read them."""
     return np.asarray(x) if is_read(x) else None
 
 

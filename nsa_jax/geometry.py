@@ -16,7 +16,7 @@ from nsa_jax.numerics import put
 
 @dataclasses.dataclass(frozen=True)
 class QueryLayout:
-    """One entry a query. Key index `k` belongs to local position `k - key_start`."""
+    """One entry per query. Key index `k` belongs to local position `k - key_start`."""
 
     position: Int[Array, "B T"]  # in its own sequence; -1: padding, sees nothing
     key_start: Int[Array, "B T"]  # key index of the sequence's first token

@@ -56,9 +56,9 @@ def index_blocks(
         entry * r + entry - 1`, and is seen from the last of them on.
       pool: keys of a block, which has `pool * entry` tokens.
       num_selected: `n`, blocks of a query at most, the forced ones included.
-      num_initial, num_local: forced blocks, as of `NSAConfig`.
+      num_initial, num_local: forced blocks, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum`: one list for all heads; None: a list a head.
+      reduce: `sum`: one list for all heads; None means a list a head.
       kv_len: number of tokens, an int or int32 `[]` or `[B]`; None: `S'`, with an `entry` above
         1: `T`.
       segment_ids: int `[B, S']` of packed rows, `entry` 1; blocks are local to the sequence.

@@ -66,7 +66,7 @@ class _Lengths:
 
     Args:
       ops: of kernels that read tables of packed rows (`nsa_core.varlen`); None: they do not.
-      padded: whether queries before the first key are padding; else there are none.
+      padded: whether queries before the first key are padding; otherwise there are none.
     """
 
     def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None, padded=True):
@@ -244,7 +244,7 @@ class KernelPath:
         Args:
           key, value: the compressed field is not read.
           compressed: `(k_cmp, v_cmp)`.
-          assume_finite: as of `api.attend`.
+          assume_finite: as in `api.attend`.
         """
         ops = self.ops()
         sizes = key.selected.shape[1], kv_len, segment_ids, config

@@ -71,7 +71,7 @@ class HeadNorm(nnx.Module):
 
 
 class Gate(nnx.Module):
-    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+    """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
 
     def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -171,7 +171,7 @@ class NSAAttention(nnx.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
-      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None: they are `fields`.
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`); None means they are `fields`.
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
         `kv="shared"`, in place of "sigmoid" and "separate".

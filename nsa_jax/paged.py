@@ -143,10 +143,10 @@ def append(
         `Branches` of them where the cache is `separate`.
       page_table: int32 `[B, M]`; what a row does not need may be anything.
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       made_with: as in `cached_attention`.
-      slots: as of `nsa_torch.append`, of a cache in fp8.
+      slots: as in `nsa_torch.append`, of a cache in fp8.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of

@@ -45,9 +45,9 @@ def paged_attention(
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
-      page_table, lengths, cu_seqlens_q: as of `append`.
+      page_table, lengths, cu_seqlens_q: as in `append`.
       config: must be the cache's where it is given.
-      scale: of the logits; None: `D**-0.5`.
+      scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: no row of `cu_seqlens_q` is longer; it may exceed the tokens of a table, which
         then count in its place. None: `N`. Up to 8, rows are padded to it and run on kernels that
         read pages.

@@ -15,7 +15,7 @@ import numpy as np
 
 from nsa_jax.jax_ops import JaxOps
 
-# For which GPU kernels are compiled; None: JAX's first device.
+# For which GPU kernels are compiled; None means JAX's first device.
 _posed: contextvars.ContextVar[tuple[int, int] | None]
 _posed = contextvars.ContextVar("posed", default=None)
 

@@ -34,7 +34,7 @@ def varlen_metadata(
     while `nsa_jax.debug` tells events; there they are the caller's word.
 
     Args:
-      segment_ids: `[B, S]`, as of `attention`.
+      segment_ids: `[B, S]`, as in `attention`.
       config: of the calls.
       max_segments: runs of equal ids of a row at most, those of padding too; None: `S`. Mosaic
         kernels then go by the sequences' own tiles, as in rows of one sequence.
@@ -66,7 +66,7 @@ def rows_of(
     """What the steps take as `segment_ids`: these, or the `PackedRows` of `varlen`.
 
     Args:
-      batch, length: of the rows; length: None: any.
+      batch, length: of the rows; length: None means any.
 
     Raises:
       ValueError: both are given, or `varlen` is of other rows or another config.

@@ -149,7 +149,7 @@ for _mode in MODES:
 
 
 def attention(*tensors: Any, **options: Any) -> Tensor:
-    """All steps in one call; arguments as of `all_steps`. The backward pass always computes the
+    """All steps in one call; arguments as in `all_steps`. The backward pass always computes the
     forward pass again.
     """
     return all_steps(_kind, *tensors, **options)

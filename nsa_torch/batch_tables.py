@@ -31,10 +31,10 @@ from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS, capability_of
 
 ATTRIBUTE = "nsa_tables"
-UNKNOWN = None, True, 0  # `Tables.sizes` of borders that have none
+UNKNOWN = None, True, 0  # `Tables.sizes` of boundaries that have none
 MAX_NUMBERS = 2**14  # numbers that one program adds up
 
-type Make = Callable[[Tensor], Sequence[Tensor]]  # of borders; hashable
+type Make = Callable[[Tensor], Sequence[Tensor]]  # of boundaries; hashable
 
 
 class Tables:
@@ -53,7 +53,7 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """A copy of the borders' tensor has none of the arrays yet."""
+        """A copy of the boundaries' tensor has none of the arrays yet."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
@@ -61,14 +61,14 @@ class Tables:
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
-        """Makes everything anew, in the same memory, on the current stream."""
+        """Makes everything again, in the same memory, on the current stream."""
         self._shared.refill(borders.device, lambda make: make(borders.detach()))
         for x in self.gaps.values():
             getattr(x, ATTRIBUTE).refill(x)
 
 
 class _Derived(NamedTuple):
-    """Makes what a function gives of borders and numbers."""
+    """Makes what a function gives of boundaries and numbers."""
 
     function: Callable[..., Sequence[Tensor]]
     static: tuple[tuple[str, Hashable], ...]
@@ -78,7 +78,7 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """What `make` gives of borders, or has given where they say so."""
+    """What `make` gives of boundaries, or has given where they say so."""
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
@@ -109,7 +109,7 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
     """The same borders for calls whose queries have `gap` tokens between their halves; the same
-    tensor each time where the borders keep what follows from them.
+    tensor each time where the boundaries keep what follows from them.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -118,7 +118,7 @@ def with_gap(borders: Tensor, gap: int) -> Tensor:
 
 
 def of_one(length: int, gap: int, device: torch.device) -> Tensor:
-    """The borders of one sequence, for calls whose queries have a gap."""
+    """The boundaries of one sequence, for calls whose queries have a gap."""
     make = lambda: [torch.arange(0, length + 1, length, dtype=torch.int32, device=device)]
     (found,) = SHARED.get((of_one, length, gap, device), device, make)
     return attach(tables_of(found) or Tables(length, False, gap), found)

@@ -40,7 +40,7 @@ class NSACache:
     """Keys and values, to which each call appends, whether gradients are recorded or not.
 
     Each array of a `PagedCache` is an attribute here too, row by row: `selected_key`
-    `[B, M, Hkv, D]`, `M` the capacity in whole pages; None: there is none.
+    `[B, M, Hkv, D]`, `M` the capacity in whole pages; None means there is none.
     """
 
     pages: PagedCache  # row `b` has the `n` pages from `b n` on
@@ -119,7 +119,7 @@ def init_cache(
       kv_heads, key_width, value_width: Hkv, D and Dv.
       config: of all calls on the cache.
       dtype: of its keys and values.
-      device: of the tensors; None: torch's default.
+      device: of the tensors; None means torch's default.
       separate: whether each branch has keys and values of its own (`Branches`): three times the
         raw tokens.
 
@@ -164,13 +164,13 @@ def cached_attention(
     that it makes.
 
     Args:
-      query, key, value, gates: of the new tokens, as of `attention`, with `S = T`.
+      query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
       config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
       compress_params: of the keys and of the values (`nsa_core.compress_params`).
       made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
         a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
-      scale, implementation: as of `attention`.
+      scale, implementation: as in `attention`.
       new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads on a CPU alone: the first
         `new_lengths` of the `T` tokens are the sequence's own. The rest is padding, whose output
         means nothing; it needs room in the cache, and the tokens after it take its place. None:

@@ -74,7 +74,7 @@ def describe(
     Args:
       given: its tensors, None or several together in place of one; the borders of a packed row
         last.
-      checked: as of `functional.decided`, which refuses fewer of these.
+      checked: as in `functional.decided`, which refuses fewer of these.
     """
     names = implementation if type(implementation) is Branches else (implementation,)
     if (

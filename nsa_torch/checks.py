@@ -81,7 +81,7 @@ def tokens(
 
 
 def packed_keys(cu_seqlens, query, key, length=None):
-    """`cu_seqlens` of queries and keys; `length`: as of `tokens`."""
+    """`cu_seqlens` of queries and keys; `length`: as in `tokens`."""
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
             "query must be as long as key where cu_seqlens are given, "
@@ -141,7 +141,7 @@ def packed(cu_seqlens, x, name, length=None):
 
 
 def borders_array(cu_seqlens, name="cu_seqlens", *at):
-    """That they are borders, whatever their numbers; `at`: as of `tensors`."""
+    """That they are boundaries, whatever their numbers; `at`: as in `tensors`."""
     tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
@@ -158,7 +158,7 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
 
 
 def read(x: Tensor) -> Any:
-    """The numbers of an argument, a numpy array; None: the host does not read them."""
+    """The numbers of an argument, a numpy array; None means the host does not read them."""
     return x.detach().cpu().numpy() if is_read(x) else None
 
 
@@ -274,7 +274,7 @@ def parameters(params, x, name_of_x):
 
 
 def device(given) -> torch.device:
-    """Of tensors to be made; None: torch's default."""
+    """Of tensors to be made; None means torch's default."""
     try:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:

@@ -61,7 +61,7 @@ class Call:
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """Of a unit: one of all queries where the kernels can, else one of each chunk."""
+        """Of a unit: one of all queries where the kernels can, otherwise one of each chunk."""
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
             return [(tokens, end, options) for tokens, end in self.shards.calls]
@@ -170,7 +170,7 @@ def local_graph(
         i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
         if i is not None and x.dtype == dtypes[i]:
             return i, (x.size(), x.stride(), x.storage_offset())
-        # Borders come with their tables, which another tensor would not have.
+        # Boundaries come with their tables, which another tensor would not have.
         present[1].append(x.detach() if tables_of(x) is None else x)
         return len(present[1]) - 1, None
 
@@ -230,7 +230,7 @@ class _Attention(torch.autograd.Function):
                     part = function(*leaves)
                 out.put(part, unit, tokens)
         if keep:
-            # The borders too, so that torch knows if they were written to since.
+            # The boundaries too, so that torch knows if they were written to since.
             ctx.save_for_backward(call.options["cu_seqlens"], *tensors, *kept)
             ctx.call, ctx.graphs, ctx.count, ctx.calls = call, graphs, len(tensors), calls
         return out.found
@@ -305,7 +305,7 @@ class Whole:
         self._found: Tensor | None = None
 
     def put(self, part: Tensor | None, unit: Unit, tokens: slice) -> None:
-        """`part` `[1, t, h, ..]` of a unit; None: zeros."""
+        """`part` `[1, t, h, ..]` of a unit; None means zeros."""
         if part is not None and part.shape == self.shape and part.dtype == self.like.dtype:
             self._found = part
         else:

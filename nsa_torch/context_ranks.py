@@ -129,7 +129,7 @@ def agree(
 ) -> tuple[dict[str, Any], Tensor]:
     """What `describe()` gives, if it gives the same on every rank, and the row that says it.
 
-    Every call gathers one row of numbers. On a GPU the host writes and reads them only where this
+    Every call gathers one row of numbers. On a GPU the host writes and reads them only if this
     rank has not described the same before, since both wait for the device.
 
     Raises:

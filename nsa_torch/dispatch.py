@@ -94,7 +94,7 @@ def _table(step: str) -> tuple[Implementation, ...]:
         # tensor cores, but no kernel of its own for blocks
         ("fa2", products or "fa2", fa2.why_not),
         ("sdpa", products or "sdpa"),  # any device, memory bounded
-        # a second framework in the process: only where torch has nothing
+        # a second framework in the process: only if torch has nothing
         ("jax", "autograd", jax_why_not),
         ("reference", "reference"),  # dense
     ]
@@ -129,7 +129,7 @@ class Chosen(NamedTuple):
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
     """What runs a problem, as `description` gives it; `step`: as in `Registry.choices`.
 
-    Under `torch.compile` the choice is a constant, whatever the number of tokens.
+    Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
     # Plain, as the rest of what torch.compile takes as constant.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation

@@ -43,7 +43,7 @@ class Bundle(NamedTuple):
     much as half a launch, each time that it is made, kept and read.
 
     Attributes:
-      offsets: bytes, of each tensor that is kept; None: it has memory of its own.
+      offsets: bytes, of each tensor that is kept; None means it has memory of its own.
       bytes: of all.
     """
 
@@ -98,7 +98,7 @@ class BoundPlan:
         result.
 
     Attributes:
-      given: arguments that are not in a bundle; None: all are given.
+      given: arguments that are not in a bundle; None means all are given.
       slots: by buffer: of its parts, and where in it they begin.
       read_arguments: those that kernels read: they lie as kernels want them, or are copied.
       in_workspace, in_bundle: slots of what lies there, and where in it.

@@ -1,6 +1,6 @@
 """The three branches through FlashAttention-2's variable-length kernels (CUDA).
 
-`flash_attn` is called where it is installed, else the FA-2 that torch bundles. Both align
+`flash_attn` is called where it is installed, otherwise the FA-2 that torch bundles. Both align
 causal masks to the bottom right: the last query of a sequence sees its last key.
 
 Compressed: with `t = p - (l - 1)`, the queries of one residue class `t mod d` see `t // d + 1`

@@ -1,7 +1,7 @@
 """The public functions on torch tensors: validation once, then the chosen implementations.
 
 Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_core.types`.
-Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implementation` is None
+Functions that accept `key`/`value` also accept a `Branches` of tensors. `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back:
   `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
   `triton`     kernels (NVIDIA from 8.0, contiguous tensors; see `nsa_torch.triton`)
@@ -11,21 +11,21 @@ Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implemen
   `reference`  dense, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
-int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
-follows the last is padding. Positions restart, nothing crosses a border, block indices are
-local to the sequence. Where the host reads the numbers (on a CPU, and anywhere while
-`nsa_torch.debug` tells events), wrong ones raise `ValueError`. Elsewhere (on a GPU, and under
-torch.compile) they are put right:
+int64, from 0. Sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1` and may be empty. Tokens
+after the last sequence are padding. Positions restart, nothing crosses a boundary, and block
+indices are local to the sequence. If the host reads the numbers (on a CPU, and everywhere while
+`nsa_torch.debug` reports events), wrong numbers raise `ValueError`. On a GPU and under
+torch.compile they are corrected.
   the first is not 0                  it counts as 0
-  one is less than the one before it  it counts as that one
+  one is less than its predecessor    it counts as the predecessor
   one is beyond `T`                   it counts as `T`
-What follows from them is made anew in each call, or once a batch: `varlen_metadata`.
+Their tables are computed in each call, or once per batch with `varlen_metadata`.
 
-All functions return gradients for floating tensors, through the log-sum-exp too, where `fa2`
-alone has none and raises; none flows through the block indices. `reference` alone has second
-derivatives: of the others a backward pass that autograd records (`create_graph=True`) raises.
-Bad input raises `ValueError` (argument, expected, got); what an implementation cannot do raises
-`NotImplementedError`.
+All functions return gradients for floating tensors, also through the log-sum-exp, except that `fa2`
+raises for the latter. No gradient flows through the block indices. Only `reference` has second
+derivatives. With other implementations a recorded backward pass (`create_graph=True`) raises.
+Bad input raises `ValueError` (argument, expected, got). A case that an implementation does not
+support raises `NotImplementedError`.
 """
 
 from typing import Any, Literal
@@ -82,19 +82,19 @@ def attention(
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one tensor `[B, T, H, 3]` in the branches' order.
       config: the sizes; defaults are the paper's. Its `compute_dtype` is for inference.
-      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None: the mean.
-      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None means the mean.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means selected
         from the compressed scores.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
-      varlen: in place of `cu_seqlens`, what `varlen_metadata` made of them once a batch.
-      scale: of the logits; None: `D**-0.5`.
-      recompute: keep inputs and selection for the backward pass, which then computes the
-        branches again; else three tensors like the output are kept besides.
-      context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`);
-        the tensors are then this rank's tokens, `T = S`, but `compressed` and `cu_seqlens` are
-        those of the whole sequence.
-      context_layout: which tokens a rank has, `zigzag` or `contiguous`.
-      implementation: a name for all steps, or `Branches` of names; None: automatic.
+      varlen: the result of `varlen_metadata`, once per batch, in place of `cu_seqlens`.
+      scale: factor of the logits; None means `D**-0.5`.
+      recompute: save only inputs and selection for the backward pass, which then computes the
+        branches again. Otherwise three more tensors like the output are saved.
+      context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`).
+        The tensors then contain the tokens of this rank, `T = S`; `compressed` and `cu_seqlens`
+        describe the whole sequence.
+      context_layout: distribution of the tokens over ranks, `zigzag` or `contiguous`.
+      implementation: a name for all steps, or `Branches` of names; None means automatic.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
@@ -131,7 +131,7 @@ def decided(arguments, config, scale, recompute, implementation, checked: bool =
     """`attention`, of a known call by its program.
 
     Args:
-      arguments: its tensors, of which borders are clamped.
+      arguments: its tensors, of which boundaries are clamped.
       checked: they are known to fit, `key` and `value` as `Branches`; of a packed row the queries
         may then be the last `T` of the first `S` tokens.
     """
@@ -180,11 +180,11 @@ def attend(
     assume_finite=False,
     recompute=False,
 ):
-    """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
+    """The steps as `chosen`, on given compressed tokens (see `cache.py`).
 
     Args:
-      query .. block_indices: as of `attention`, `key`, `value` and `gates` as `Branches`.
-      compressed: None, the means, only where `chosen` runs all steps at once.
+      query .. block_indices: as in `attention`, `key`, `value` and `gates` as `Branches`.
+      compressed: None, the means, only if `chosen` runs all steps at once.
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
       assume_finite: keys and values that no query may look at are finite.
 
@@ -213,8 +213,8 @@ def attend(
             return whole(*tensors, **lengths, assume_finite=assume_finite, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
-        # Of tensors that are its arguments, not of those in tuples, a checkpoint knows whether they
-        # were written to since, and tells hooks.
+        # A checkpoint detects later writes to tensors that are its arguments, and calls hooks for
+        # them, but not for tensors in tuples.
         tensors = block_indices, lengths["cu_seqlens"], *key, *value, *gates, *compressed
         if not (recompute and torch.is_grad_enabled()):
             return by_branch(query, *tensors)
@@ -234,10 +234,10 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None: the mean; `PoolParams`, `MLPParams` of tensors: learnable.
-      cu_seqlens: `[num_seqs + 1]`; the tokens of all sequences then stand in the order of
-        their first token, without gaps, zeros in the slots left over.
-      varlen: as of `attention`.
+      params: None means the mean; `PoolParams` and `MLPParams` of tensors are learnable.
+      cu_seqlens: `[num_seqs + 1]`. The tokens of all sequences then follow each other in the
+        order of their first token, without gaps, with zeros in the remaining slots.
+      varlen: as in `attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -269,19 +269,19 @@ def select_blocks(
 ) -> Tensor:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
-    Of equal scores the lower block is chosen. Scores too small for float32, of logits 87 less than
-    the log-sum-exp, `reference`, and `sdpa` on a CPU, order too; others take them for 0
-    (docs/kernels/numerics.md).
+    If scores are equal, the lower block is chosen. Scores too small for float32 (logits 87 below
+    the log-sum-exp) are still ordered by `reference`, and by `sdpa` on a CPU. Other
+    implementations treat them as 0 (docs/kernels/numerics.md).
 
     Args:
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
       config: the sizes.
       kv_len: number of keys, an int, or int32 or int64 `[]` or `[B]` (`compressed_key` may
-        then be longer than they need); query `t` is at `t + kv_len - T`. None: `T`.
-      cu_seqlens, varlen: of a packed batch, as of `attention`.
-      scale: of the logits; None: `D**-0.5`.
-      implementation: a name; None: automatic.
+        then be longer than they need); query `t` is at `t + kv_len - T`. None means `T`.
+      cu_seqlens, varlen: a packed batch, as in `attention`.
+      scale: factor of the logits; None means `D**-0.5`.
+      implementation: a name; None means automatic.
 
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
@@ -310,11 +310,11 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
-    Args: as of `select_blocks`; `compressed_value`: `[B, C, Hkv, Dv]`. Raises: as `select_blocks`.
+    Args: the same as in `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
 
     Returns:
-      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
-      gives none: there it costs a second product `q . k`.
+      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. With
+      `sdpa` the latter costs a second product `q . k`, since SDPA does not return it.
     """
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
@@ -343,10 +343,10 @@ def selected_attention(
       query: `[B, T, H, D]`.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch. Keys behind the query are not seen, whatever it names.
+        sequence in a packed batch. Keys after the query are masked in any case.
       config: the sizes.
-      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
-      cu_seqlens, varlen, scale, implementation: as of `select_blocks`.
+      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
+      cu_seqlens, varlen, scale, implementation: as in `select_blocks`.
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
@@ -373,7 +373,7 @@ def sliding_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`.
 
-    Args: as of `selected_attention`, without `block_indices`.
+    Args: as in `selected_attention`, without `block_indices`.
 
     Returns: as `compressed_attention`. Raises: as `select_blocks`.
     """
@@ -385,7 +385,7 @@ def sliding_attention(
 
 
 def one_step(step, implementation, memory, config, kv_len, cu_seqlens, scale, *lists):
-    """One step alone, chosen and run.
+    """Chooses and runs one step.
 
     Args:
       memory: the query, the keys and the values by name.
@@ -413,16 +413,15 @@ def explain(
     varlen: VarlenMetadata | None = None,
     implementation: Names = None,
 ) -> Choices:
-    """What `attention` would run for these arguments (without `context_mesh`), and why not what
-    stands before it.
+    """Explains the choice of `attention` for these arguments (without `context_mesh`).
 
-    Args: as of `attention`. `gates` have a say where they alone want a gradient, `compressed`
-      where they want one or lie in memory in another way.
+    Args: the same as in `attention`. `gates` affect the choice if only they require a gradient,
+      `compressed` if it requires one or has another memory layout.
 
     Returns:
-      A choice a step, with the reason of each refusal; printed, a line each.
+      One choice per step, with the reason of each refusal. It prints as one line per step.
 
-    Raises: as `attention`.
+    Raises: the same errors as `attention`.
     """
     key, value = Branches.each(key), Branches.each(value)
     each = ()
@@ -436,7 +435,7 @@ def explain(
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):
-    """What decides between the implementations of `attention`, for `dispatch`."""
+    """The facts by which `dispatch` chooses an implementation of `attention`."""
     memory = {"query": query}
     for name, x in (("key", key), ("value", value)):
         memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}

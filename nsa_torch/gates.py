@@ -1,4 +1,4 @@
-"""The gates of a layer: three numbers a token and head, by which branches are added up."""
+"""The gates of a layer: three numbers per token and head, by which branches are added up."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ class GateOutput(nn.Linear):
     """A linear layer that starts near zero: gates start near equal."""
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws the weights again."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
         nn.init.zeros_(self.bias)
 
 
 class Gate(nn.Module):
-    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+    """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
 
     def __init__(self, spec: LayerSpec, **factory: Any):
         super().__init__()
@@ -28,7 +28,7 @@ class Gate(nn.Module):
         self.spec = spec
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws the weights again."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
@@ -54,7 +54,7 @@ class HeadGate(nn.Linear):
         super().__init__(spec.dim, 3 * spec.n_heads, **factory)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew: gates start near what their biases say."""
+        """Draws the weights again: gates start near what their biases say."""
         self.draw_weight()
         with torch.no_grad():
             self.bias.copy_(self.start_bias())

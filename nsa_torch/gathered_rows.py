@@ -32,12 +32,12 @@ def side_by_side(
     tokens as the pages have room for.
 
     Args:
-      page_table, lengths: as of `paged_attention`.
+      page_table, lengths: as in `paged_attention`.
       queries: of the longest row; its window is all that the sliding branch looks at.
       at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
         are copied.
       margin: tokens before those that the sliding branch looks at which must be zeros; what is
-        before may be left as it was in memory. None: all must.
+        before may be left as it was in memory. None means all must.
       last_page: of the selected branch the page of each row's last token alone.
     """
     config = cache.config

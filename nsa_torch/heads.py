@@ -62,11 +62,11 @@ def project(
 
     Args:
       query, keys, values: the projections, those of keys and values by branch.
-      position: as of `split`.
+      position: as in `split`.
       spec: sizes of the heads, and the rotation.
-      norms: as of `split`.
+      norms: as in `split`.
       means: whether the mean of each key/value head's query heads is wanted too.
-      gate: makes the logits of gates, which is one more projection; None: there are none.
+      gate: makes the logits of gates, which is one more projection; None means there are none.
       raw_keys: so many branches, the first, have keys that are not rotated.
 
     Raises:
@@ -198,7 +198,7 @@ def split(
       projection: `[B, T, sizes.row]`.
       position: `[B, T]` of the tokens, or `[1, T]` where all rows have the same.
       base, scale, scaling: of the rotation.
-      norms: of query and key heads, over their columns; None: none.
+      norms: of query and key heads, over their columns; None means none.
     """
     cos, sin = _angles(position, sizes.D, base, scale, scaling)
     plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)

@@ -53,10 +53,10 @@ def indexer_kl(
         `sliding_attention` return it; -inf: the row has no keys, and its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
-      block_indices: int32 `[B, T, Hi or 1, n]`, as of `block_attention`; None: all keys.
+      block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
       block_size: tokens of a block, where there are `block_indices`.
       scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
-      kv_len: number of keys; None: `S`.
+      kv_len: number of keys; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
       implementation: `triton` (kernels: GPUs from Ampere on; named blocks, no packed rows, an index
         head for each key/value head or more; keeps a number of 16 bits for each query, index head

@@ -73,7 +73,7 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
     Args:
       key, value: by branch.
       gates: by branch, or one alone in which all are.
-      compressed: keys and values in place of the compressed field; None: its tokens.
+      compressed: keys and values in place of the compressed field; None means its tokens.
     """
     if compressed is not None:
         mode = PRECOMPRESSED
@@ -116,7 +116,7 @@ def all_steps(
     Args:
       kind: of a mode and of what is kept.
       key, value: the compressed field is not read where `compressed` is given.
-      compressed: `(k_cmp, v_cmp)`; None: the means.
+      compressed: `(k_cmp, v_cmp)`; None means the means.
       assume_finite: keys and values that no query may look at are finite, as in a cache, so that
         they need not be copied to be kept out.
       recompute: the backward pass computes the branches again. Else it keeps their outputs.

@@ -55,7 +55,7 @@ class KernelPath:
       name: of the implementation.
       steps: on its kernels.
       masks: whether the kernels read nothing that no query may see, so that it need not be
-        finite; else such keys, values and rows of padding are zeroed in copies.
+        finite; otherwise such keys, values and rows of padding are zeroed in copies.
       list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
         entries of a selection and `select_block`.
 
@@ -220,7 +220,7 @@ class KernelPath:
 
         Args:
           place: `operators.REST`.
-          means: those that the forward pass took; None: it is this one.
+          means: those that the forward pass took; None means it is this one.
         """
         inputs = mode.inputs(tensors)
         if mode.joined:

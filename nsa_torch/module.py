@@ -48,7 +48,7 @@ class MLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws the weights again."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.w1, std=1 / math.sqrt(self.w1.shape[0]))
         nn.init.zeros_(self.b1)
@@ -103,7 +103,7 @@ class NSAAttention(nn.Module):
       compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
         attends to a cache computes in the dtype of its input.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
-      device, dtype: of the parameters; None: torch's defaults.
+      device, dtype: of the parameters; None means torch's defaults.
 
     The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
     averages of weights keep, and kv where it is "shared". `load_state_dict` raises `ValueError`
@@ -296,7 +296,7 @@ class NSAAttention(nn.Module):
           dtype: what the projections return; None: autocast's where it is on, otherwise that of the
             first floating-point parameter of 16 bits or more. Name it where weights are quantized,
             or where autocast is on only in the calls.
-          device: None: where the parameters are.
+          device: None means where the parameters are.
         """
         spec = self.spec
         tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
@@ -384,7 +384,7 @@ class NSAAttention(nn.Module):
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`; None: the tokens are whole sequences (training), and None
+          kv: from `init_cache`; None means the tokens are whole sequences (training), and None
             comes back. The call appends to the cache that it is given and returns that one, with
             or without gradients. Decode under `torch.no_grad()`: where gradients are recorded
             each call copies its tensors, and the graph keeps them.

@@ -217,7 +217,7 @@ def lengths(
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is made of those tensors that there are."""
+    """Whether autograd records what is computed from those tensors that there are."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 

@@ -112,10 +112,10 @@ class PagedCache(PagedArrays):
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
-          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None: made here, zeros.
+          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None means made here, zeros.
           separate: whether each branch has keys and values of its own, in pages made here, zeros.
           key_scale, value_scale: of pages in fp8, float32 `[P, Hkv, l']`, of each token and head.
-          compressed_dtype, max_rows: of pages in fp8, as of `PagedCache`; what such a cache has
+          compressed_dtype, max_rows: of pages in fp8, as in `PagedCache`; what such a cache has
             beside these pages and scales is made here.
 
         Raises:
@@ -318,14 +318,14 @@ def append(
     A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
     length 0 write nothing. Nor is it by an entry beyond the pool, an error where the host reads it
     (on a CPU, or where `debug` asks). Two rows must not write to the same page; one may begin with
-    pages that another fills in this call, but in a call of one token a row.
+    pages that another fills in this call, but in a call of one token per row.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
         `Branches` of them where the cache is `separate`.
       page_table: int32 `[B, M]`; what a row does not need may be anything.
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       made_with: as in `cached_attention`.
       slots: int32 `[B]`, of a cache in fp8: which of its `max_rows` rings of newest tokens each row
@@ -398,7 +398,7 @@ def checked_tokens(
     made_with: Facts,
     slots: Tensor | None = None,
 ) -> NewTokens:
-    """Arguments and errors as of `append`."""
+    """Arguments and errors as in `append`."""
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q, slots=slots)
     checks.tensors(cache.selected_key, "the cache", **given)
@@ -428,7 +428,7 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """What writes the tokens in one launch; None: torch does."""
+    """What writes the tokens in one launch; None means torch does."""
     if implementation not in (None, *APPENDERS):
         raise ValueError(
             f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"
@@ -460,6 +460,6 @@ def append_why_not(cache: PagedCache) -> str | None:
 def launches_of_means(tokens: int, rows: int, ragged: bool, means: bool) -> int:
     """How often a kernel that writes tokens and their means runs in a call. A row may begin with
     pages that another one fills in the same call, as engines share prefixes: a second launch makes
-    its means of what the first has written. In a step of one token a row, none may.
+    its means of what the first has written. In a step of one token per row, none may.
     """
     return 2 if means and (ragged or tokens > rows) else 1

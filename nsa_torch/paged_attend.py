@@ -69,18 +69,18 @@ def paged_attention(
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
-      page_table, lengths, cu_seqlens_q: as of `append`.
+      page_table, lengths, cu_seqlens_q: as in `append`.
       key, value, params, made_with, slots: as of `append`, which is called with them first; None:
         the tokens are in the cache.
       config: must be the cache's where it is given.
-      scale: of the logits; None: `D**-0.5`.
+      scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them, and
         elsewhere an undefined output of such rows; it may exceed the tokens of a table, which then
         count in its place. None: read from the device. Up to 8, rows are padded to it and run on
         kernels that read pages; a row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
         each run are attended together, and nothing is read from the device. The lengths may be
-        upper bounds. None: all rows are.
+        upper bounds. None means all rows are.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
         queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
@@ -158,7 +158,7 @@ def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
     """What attends from the last tokens `[B, T, H, D]` of all rows on kernels that read pages; None
-    where none does. Arguments as of `cached_attention` and `paged_attention`, checked.
+    where none does. Arguments as in `cached_attention` and `paged_attention`, checked.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -219,7 +219,7 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """What computes the output; `whole`, `full` as of `gathering`."""
+    """What computes the output; `whole`, `full` as in `gathering`."""
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
@@ -297,7 +297,7 @@ class Step(NamedTuple):
         return found
 
     def _key(self, given: list[Any]) -> Hashable | None:
-        """What a launch follows from; None: not from shapes alone."""
+        """What a launch follows from; None means not from shapes alone."""
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
         found, _ = call.describe(arrays, self.implementation, config, self.scale, False)

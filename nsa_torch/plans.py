@@ -92,7 +92,7 @@ class Planned(NamedTuple):
         Args:
           arguments: `Array`s in place of those in a bundle.
           tensors: among the arguments.
-          bundle, bundles: as of `BoundPlan`.
+          bundle, bundles: as in `BoundPlan`.
         """
         device = tensors[0].device
         if elsewhere := {x.device for x in tensors} - {device}:
@@ -124,7 +124,7 @@ class Planned(NamedTuple):
 
         Args:
           arguments: tensors, or arrays in their place.
-          device: None: of no GPU, whose tiles were never measured.
+          device: None means of no GPU, whose tiles were never measured.
         """
         ops = PlanOps(
             capability_of(device.index) if device and device.type == "cuda" else INTERPRETED

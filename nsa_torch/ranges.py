@@ -1,6 +1,6 @@
 """A selection as half-open key ranges, and how `fa2` may be handed ranges instead of blocks.
 
-Two ways to the same ranges: v1 walks over the rows on the host,
+Two ways to the same ranges: v1 loops over the rows on the host,
 v2 is a dozen operators on the device. `nsa_jax.ranges` is v2 in JAX.
 """
 
@@ -55,7 +55,7 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """The ranges that `using` asks for; None: the blocks themselves."""
+    """The ranges that `using` asks for; None means the blocks themselves."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None

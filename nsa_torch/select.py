@@ -1,7 +1,7 @@
 """Which blocks a query reads: scores from the compressed probabilities, then top-n.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
-too small for float32 are compared by their logarithms, which are made only where they decide.
+too small for float32 are compared by their logarithms, which are made only if they decide.
 """
 
 import functools

@@ -120,13 +120,13 @@ TORCH_OPS = TorchOps()
 
 @functools.cache
 def device_name(index: int | None) -> str:
-    """What the driver calls the GPU with this index; None: the current one."""
+    """What the driver calls the GPU with this index; None means the current one."""
     return torch.cuda.get_device_name(index)
 
 
 @functools.cache
 def capability_of(index: int | None) -> tuple[int, int]:
-    """The compute capability of the GPU with this index; None: the current one."""
+    """The compute capability of the GPU with this index; None means the current one."""
     return torch.cuda.get_device_capability(index)
 
 

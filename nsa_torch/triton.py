@@ -18,7 +18,7 @@ def _means_of(ops, key, value, params):
 
 
 def _gradients(ops, compressed, others, length, params):
-    """As of `nsa_core.steps.mosaic_compress`."""
+    """As in `nsa_core.steps.mosaic_compress`."""
     borders, found = _borders(params), []
     static = {"length": length, "config": params.config, "packed": bool(borders)}
     for i, grad in enumerate(compressed):

@@ -35,7 +35,7 @@ def append(
 ) -> None:
     """Writes new tokens to their pages in one launch; the means too, if compressed tokens are.
 
-    Arguments as of `paged.append`. The cache's tensors are contiguous.
+    Arguments as in `paged.append`. The cache's tensors are contiguous.
     """
     tokens = key.selected.shape[0]
     (rows, pages), ragged = page_table.shape, cu_seqlens_q is not None

@@ -24,7 +24,7 @@ class TritonOps(TorchOps):
 
 
 def launch(kernel: TritonKernel, *tensors: Tensor) -> list[Tensor]:
-    """The outputs; every tensor lies in memory row by row."""
+    """The outputs; every tensor is stored in memory row by row."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
         for shape, dtype in kernel.outputs

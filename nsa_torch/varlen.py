@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row stand, made once a batch for all layers.
+"""Where the sequences of a packed row stand, made once per batch for all layers.
 
     meta = nsa_torch.varlen_metadata(cu_seqlens, max_seqlen=8192, config=config)
     for layer in layers:
@@ -51,9 +51,9 @@ def varlen_metadata(
         Under False what follows the last sequence must be finite.
       max_sequences: room for sequences, up to which `update` takes any number; None: the next power
         of two, at least 8. Calls of any number of sequences with the same room, row and bucket of
-        `max_seqlen` (a power of two) have one signature: nothing is planned or compiled anew.
+        `max_seqlen` (a power of two) have one signature: nothing is planned or compiled again.
       config: of the calls.
-      device: of the calls, one that torch has; None: that of `cu_seqlens`.
+      device: of the calls, one that torch has; None means that of `cu_seqlens`.
 
     Returns:
       A `VarlenMetadata` for calls on such rows.
@@ -73,7 +73,7 @@ class VarlenMetadata:
     """Of a packed row; made by `varlen_metadata`, whose arguments its attributes are.
 
     Attributes:
-      cu_seqlens: its own borders, int32 `[max_sequences + 1]`, where the last is repeated.
+      cu_seqlens: its own boundaries, int32 `[max_sequences + 1]`, where the last is repeated.
     """
 
     cu_seqlens: Tensor
@@ -118,7 +118,7 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """A copy, or one in another process, makes what follows from the borders anew."""
+        """A copy, or one in another process, makes what follows from the boundaries again."""
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
@@ -152,7 +152,7 @@ class VarlenMetadata:
 
         Args:
           heads, kv_heads: query heads, and those of keys and values.
-          key_width, value_width: columns of a head; None: those of a key.
+          key_width, value_width: columns of a head; None means those of a key.
           gradients: of the backward pass too.
           implementation: `mosaic` or `triton`.
 
@@ -187,7 +187,7 @@ class VarlenMetadata:
             )
 
     def borders(self, x: Any, name: str, config: NSAConfig, length: int | None) -> Tensor:
-        """The borders of `x` [1, T, ..].
+        """The boundaries of `x` [1, T, ..].
 
         Args:
           length: T of the whole row.
@@ -233,7 +233,7 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> list[int] | None:
-        """Borders that were checked, where the host reads them."""
+        """Boundaries that were checked, where the host reads them."""
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
                 f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries at "
@@ -279,7 +279,7 @@ def borders_of(
     config: NSAConfig,
     length: int | None = None,
 ) -> Tensor | None:
-    """The borders of a call on `x` [B, T, ..]: `cu_seqlens`, or those of `varlen`.
+    """The boundaries of a call on `x` [B, T, ..]: `cu_seqlens`, or those of `varlen`.
 
     Args:
       length: tokens of the whole row, where `x` has others.

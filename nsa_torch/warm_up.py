@@ -34,7 +34,7 @@ def prepare(
     Args:
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
-      dtype, config, scale: of the calls, as of `attention`.
+      dtype, config, scale: of the calls, as in `attention`.
       gradients: those of the backward pass too.
       packed: for batches with `cu_seqlens`; else for compression by means too, of tokens that
         the branches share and of tokens of their own.

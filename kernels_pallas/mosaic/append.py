@@ -4,7 +4,7 @@ Loop order: a lane has two neighbouring columns (a 32-bit word) of the keys or t
 token. Where the token is the last of a window, position i d + l - 1, it also adds the window up:
 tokens of this call from the call, which other warps may not have written yet, older ones from
 their pages.
-Tile: 32 words a warp, four warps a CTA; no shared memory.
+Tile: 32 words per warp, four warps per CTA; no shared memory.
 What bounds it is the launch: a decode step of 8 rows moves some 16 KB, and one row in `d` reads a
 window of `l` tokens.
 """

@@ -103,5 +103,5 @@ def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)
-    words = 1 + -(-tile.tokens // 32)  # the first key of a block, and a bit a token
+    words = 1 + -(-tile.tokens // 32)  # the first key of a block, and a bit per token
     return 2 * max(forward, dq) + 4 * words * tile.tokens * num_selected

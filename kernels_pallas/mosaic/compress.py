@@ -4,7 +4,7 @@ Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of va
 warp walks over the stride blocks of a few neighbouring windows and adds each to the windows that
 it is in. Backward a warp has one stride block: its tokens are in the same windows, whose sum it
 makes once.
-Tile: 32 words a warp, four warps a CTA; no shared memory.
+Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
 backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
 """

@@ -31,7 +31,7 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     """Of a cluster. The page table is in shared memory, and apart from it the pages of new tokens,
-    which may not exist. `value` says whether of values, else of keys.
+    which may not exist. `value` says whether of values, otherwise of keys.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps

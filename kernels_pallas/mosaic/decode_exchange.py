@@ -23,7 +23,7 @@ from kernels_pallas.specs.decode import HEADS, STAT_BYTES, STRIP, WARP_COPY_BYTE
 from kernels_pallas.specs.tile import LANES
 
 COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
-KEPT_STATS = 8  # that a lane keeps in registers between its two walks over them
+KEPT_STATS = 8  # that a lane keeps in registers between its two loops over them
 
 
 def expected_bytes(lane: Lane, work: Work) -> list[Any]:
@@ -210,7 +210,7 @@ def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
 
 
 def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
-    """The sum over two lanes of `high` where `upper` holds, else of `low`."""
+    """The sum over two lanes of `high` where `upper` holds, otherwise of `low`."""
     return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
 
 

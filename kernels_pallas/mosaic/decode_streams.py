@@ -2,7 +2,7 @@
 
 A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it 16 bytes a lane and
 reads it with other lanes than copied it: a ring is private to its warp, whose lanes meet before
-they read a strip and before they copy over it. It lies in parts of 128 bytes a row,
+they read a strip and before they copy over it. It lies in parts of 128 bytes per row,
 `[16 rows, 128 bytes]`, and at the end perhaps one of 64, `[16 rows, 64 bytes]`. The chunks of 16
 bytes of a row's part are exchanged by the row's number (`turned`), so that all banks are used by
 8 lanes that take
@@ -257,7 +257,7 @@ class Queue:
     def add(
         self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
     ) -> list[Words]:
-        """`acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as of `clear`."""
+        """`acc + P V` of a strip, P `[16 heads, 16 keys]`; keys as in `clear`."""
         m, spec = self.lane.m, self.lane.spec
         stage, acc = self.take(turn), list(acc)
         self.clear(stage, first, low, high)

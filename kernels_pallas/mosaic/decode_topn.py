@@ -5,7 +5,7 @@ best of their own blocks, then each warp finds where its best stand among all th
 A block stands before another of a lower score, and of equal ones before a higher block. Scores
 are not negative, so their bits are compared as integers.
 
-    32 blocks a warp    each lane counts the lanes whose block stands before its own
+    32 blocks per warp    each lane counts the lanes whose block stands before its own
     more                winners are extracted one by one: a lane's best, the warp's highest
                         score, the lowest block among equals
     of all warps        each lane counts what stands before its own, read by all lanes at once
@@ -116,7 +116,7 @@ def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any
 
 
 def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """`_best` of one block a lane, in the order of the lanes: ranks, scores, blocks."""
+    """`_best` of one block per lane, in the order of the lanes: ranks, scores, blocks."""
     m, (score,), (block,) = lane.m, scores, blocks
 
     def count(i, state):

@@ -192,9 +192,9 @@ class KeyTile:
           stage: where they lie.
           keys: the left operands K and V, 64 keys.
           visible: called with the first of eight columns, and with first and last key of their
-            statistics: which query sees which key, `[64, 8]`; None: all see all.
+            statistics: which query sees which key, `[64, 8]`; None means all see all.
           selected: called with the first of eight columns: whether the token of a column selected
-            the block of its entry, `[8]`; None: all did, or `visible` knows.
+            the block of its entry, `[8]`; None means all did, or `visible` knows.
           take_ds: called with dS^T, in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers

@@ -4,7 +4,7 @@ Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of va
 chunk of tokens; then it adds up the chunks of its columns and rounds two tiles of 64 places, 16 at
 a time: these are the two words of e4m3 of a value's column, and of two keys two lanes exchange a
 word each.
-Tile: 32 words a warp, four warps a CTA; no shared memory.
+Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
 """
 
@@ -99,7 +99,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
                 scaled = []
                 for each, pair in enumerate(loaded):
                     there = key + each < stop
-                    # What is infinite becomes NaN, else it would be rounded to a number.
+                    # What is infinite becomes NaN, otherwise it would be rounded to a number.
                     pair = [
                         warp.where(there, (x - m + (x - x)) * s, 0.0)
                         for x, m, s in zip(pair, mean, inverse, strict=True)

@@ -353,7 +353,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
     def walked():
-        """The walk's result."""
+        """The loop's result."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
@@ -392,7 +392,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
                 plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
 
     def merge_slots(first, end):
-        """The walk's result, with those of the slots `first .. end - 1`; with it is carried
+        """The loop's result, with those of the slots `first .. end - 1`; with it is carried
         (row_max, row_sum).
         """
         selection = refs.indices, refs.position, b, kv_head
@@ -434,7 +434,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """What is left to do in a tile that is not gathered, whose rows are the walk's."""
+        """What is left to do in a tile that is not gathered, whose rows are the loop's."""
         if not forward:
             return
         lse = tile_rows.values(refs.walked_lse, *in_segment())
@@ -450,7 +450,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Writes the walk's rows, after `merged` changed them."""
+            """Writes the loop's rows, after `merged` changed them."""
             given = [(refs.walked, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []
             for source, target in given:

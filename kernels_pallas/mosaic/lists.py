@@ -1,6 +1,6 @@
 """The lists of selected attention, made without a sort, and the work items of query lists.
 
-The bitmap. The bitmap of a selection in shared memory: a word a block, a bit a token.
+The bitmap. The bitmap of a selection in shared memory: a word per block, a bit per token.
 
 Both lists are made from it: what a sort would
 bring together stands in one word. One warp has up to 64 neighbouring tokens, which may belong
@@ -16,11 +16,11 @@ of their sequence.
 Lanes read one entry of the selection each, `FETCHES` in flight, and set bits by atomic OR:
 entries that meet in one word do no harm, and no order of them matters.
 
-The block list of a tile. Algorithm, a warp a tile; for each sequence that the tile's tokens
+The block list of a tile. Algorithm, a warp per tile; for each sequence that the tile's tokens
 belong to, and each window of
 `WINDOW` of its blocks:
 
-    1. clear    one word a block and 32 tokens in shared memory
+    1. clear    one word per block and 32 tokens in shared memory
     2. join     every entry of the selection sets the bit of its token
     3. compact  32 blocks at a time, a lane a block: a vote says which have a bit; the number of
                 votes of the lanes below is the place in the list
@@ -52,7 +52,7 @@ The walk, a warp a chunk of tokens:
                 a lane a tile of keys: pass over the words of the blocks that touch the tile,
                 and count or write the query tiles with a bit
 
-    shared memory   bits [WARPS, bits]      a word a block, a bit a token
+    shared memory   bits [WARPS, bits]      a word per block, a bit per token
                     next_entry [WARPS, window]  entries counted, or where the next one goes
 
 No two warps write to one counter, so there are no atomics in global memory and the order is
@@ -69,7 +69,7 @@ segment of the tokens:
         tile in all segments, and takes a prefix sum of the totals too
     mark the rows of the table that are left in the segment as empty
 
-Bound by latency: two or three loads of `edges` a tile, and a store of 28 bytes an item; some
+Bound by latency: two or three loads of `edges` a tile, and a store of 28 bytes per item; some
 microseconds beside the milliseconds of what reads the table.
 """
 
@@ -92,7 +92,7 @@ NOWHERE = 2**31 - 1  # a block after all others
 FETCHES = 4  # entries of the selection that a lane waits for at once
 
 
-type Word = Any  # a 32-bit value a lane, of either machine (`warp.py`, `interpreter.py`)
+type Word = Any  # a 32-bit value per lane, of either machine (`warp.py`, `interpreter.py`)
 
 
 class Tokens(NamedTuple):
@@ -209,7 +209,7 @@ class BlockBitmap:
 
     def each(self, token0, visit, state):
         """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
-        selection, an entry a lane, some at a time; `exists`: whether the lane has one.
+        selection, an entry per lane, some at a time; `exists`: whether the lane has one.
         """
         warp = self.warp
 

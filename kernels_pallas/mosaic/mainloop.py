@@ -73,7 +73,7 @@ class Block(NamedTuple):
 
     key_stage: Any
     value_stage: Any
-    row_mask: Any  # [64], the rows that have this block at all; None: all
+    row_mask: Any  # [64], the rows that have this block at all; None means all
     visible: Callable[[], Any]  # [64, block], or None where its rows see all of it
     free_key: Callable[[], None]
     free_value: Callable[[], None]

@@ -225,7 +225,7 @@ class Buffers:
         columns count; the left one may be in registers. What is returned belongs to `finish`:
         until then it counts as running, and no loop may begin another round (`wgmma.py`).
 
-        `some`: the first row of the right operand that counts and how many do; None: all.
+        `some`: the first row of the right operand that counts and how many do; None means all.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
@@ -535,7 +535,7 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raises unless warpgroups may hold these registers a thread.
+    """Raises unless warpgroups may hold these registers per thread.
 
     `setmaxnreg` waits for registers that never come when the pool is too small: the GPU hangs
     instead of failing. The pool is what the launch allocated, `warpgroups` times the largest

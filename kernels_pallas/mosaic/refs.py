@@ -34,7 +34,7 @@ def build_kernel(
         out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python integers, or
         scalars that the kernel learns at its launch. `refs.cta` has the CTA's place on each axis
         of the grid (`cta_index`).
-      scratch: types of the scratch refs, in the order in which they lie in memory.
+      scratch: types of the scratch refs, in the order in which they are stored in memory.
       options: of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
 
     Raises:

@@ -145,7 +145,7 @@ class RowCopies:
             yield first + row, (first + row) * SLAB_ROW_BYTES + swizzled
 
     def _used(self, row):
-        """Whether a row stands for a head; None: all do."""
+        """Whether a row stands for a head; None means all do."""
         used = ROWS // self.group * self.group
         return row < used if used < ROWS else None
 

@@ -21,7 +21,7 @@ TFLOP = 2.2 ms; 8.8 G exponentials at 16 a clock and SM, 2.4 ms; query once 1.1 
 Of more heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2); the sum
 over the heads of a group
 runs along a row of registers. While a product runs, the probabilities of the one before it are
-made. The score rows of a tile stay in shared memory, where a warp a token takes out the best
+made. The score rows of a tile stay in shared memory, where a warp per token takes out the best
 blocks that are not forced.
 
 Loop order: query-stationary. For each tile of query rows (a CTA of one warpgroup): for each
@@ -120,7 +120,7 @@ def walk_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     return lax.fori_loop(right, stop, masked, carry)
 
 
-# A product's registers after rows 8 apart have been added: 8 rows a warp.
+# A product's registers after rows 8 apart have been added: 8 rows per warp.
 FOLDED = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )

@@ -1,4 +1,4 @@
-"""Selected attention, forward and dq: tiles of queries walk over their block lists.
+"""Selected attention, forward and dq: tiles of queries loop over their block lists.
 
 Algorithm: FlashAttention's online softmax, and its backward with the queries standing still
 (`mainloop.py`). In rows of tokens that did not select a block P = 0, and the maximum stays, or
@@ -69,12 +69,12 @@ def list_counts(block_counts, index) -> BlockCounts:
 
 
 class Walked(NamedTuple):
-    """The blocks that a tile walks over."""
+    """The blocks that a tile loops over."""
 
     full_blocks: Any  # need no mask by key, and come first
     blocks: Any
-    far_begin: Any  # places in the list from here on are `far` further than in the walk
-    far: Any  # how many blocks of the list are passed over; None: none is in any tile
+    far_begin: Any  # places in the list from here on are `far` further than in the loop
+    far: Any  # how many blocks of the list are passed over; None means none is in any tile
 
     def place(self, i):
         """Of the `i`-th one in the list."""

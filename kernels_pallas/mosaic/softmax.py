@@ -65,8 +65,8 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
       row_max: of the blocks before, `[64]`.
       scores: S, `[64, keys]`.
       c: scale * log2(e); a number, or of each row.
-      visible: `[64, keys]`, the keys that each row sees; None: all.
-      row_mask: `[64]`, the rows that have this block at all; None: all.
+      visible: `[64, keys]`, the keys that each row sees; None means all.
+      row_mask: `[64]`, the rows that have this block at all; None means all.
       offset: P is 2^offset times as large.
     """
     if visible is not None:
@@ -122,7 +122,7 @@ def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
       dp: dO V^T, `[64, keys]`.
       c: scale * log2(e).
       stats: of the rows.
-      visible: `[64, keys]`, the keys that each row sees; None: all.
+      visible: `[64, keys]`, the keys that each row sees; None means all.
     """
     shift, delta = (across(x, scores.shape) for x in (stats.shift, stats.delta))
     p = probabilities(scores, c, shift, visible)

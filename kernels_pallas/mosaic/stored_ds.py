@@ -30,7 +30,7 @@ did not select the block. Nothing is masked and no exponential is made.
                                                   ├─► dQ += dS K
     dS of block i   global memory ─► registers ───┘
 
-Bound: L2 to shared memory, as the walk of `selected_dq`, but half of its bytes, and dS from HBM
+Bound: L2 to shared memory, as the loop of `selected_dq`, but half of its bytes, and dS from HBM
 once. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
 """
 
@@ -118,7 +118,7 @@ class StoredDs:
         Args:
           indices: int32 `[B, T, Hkv, n]`.
           places: `position` `[B, T]`, and of packed rows `key_start` `[B, T]`: blocks are then
-            their first keys, else numbers in the sequence.
+            their first keys, otherwise numbers in the sequence.
           first: the first of the tokens.
           length: T.
         """

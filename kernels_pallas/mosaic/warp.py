@@ -1,4 +1,4 @@
-"""What a warp does: a 32-bit word a lane, and the instructions on words.
+"""What a warp does: a 32-bit word per lane, and the instructions on words.
 
 For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
 bytes. A program that takes its instructions as an argument also runs where kernels are interpreted,
@@ -264,7 +264,7 @@ def smallest(x: Word) -> Word:
 
 
 def votes(condition: Word) -> Word:
-    """One bit a lane: where it holds."""
+    """One bit per lane: where it holds."""
     return _ballot("ne", number(condition), 0)
 
 

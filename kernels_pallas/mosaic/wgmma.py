@@ -45,7 +45,7 @@ class Operand:
     Attributes:
       ref: its memory.
       transposed: read as `[width, rows]`; a right operand only.
-      some: the first of its rows that count and how many do, multiples of 8; None: all.
+      some: the first of its rows that count and how many do, multiples of 8; None means all.
     """
 
     ref: ir.Value

@@ -1,6 +1,6 @@
 """Mosaic kernels compiled ahead of time, kept on disk, launched without JAX.
 
-description   a kernel in JSON: what another process builds, what a key is made of
+description   a kernel in JSON: what another process builds, what a key is computed from
 build         kernels to machine code, in child processes (`build_child`, `lowering`: JAX)
 cubin         what a launch must know of a kernel's machine code
 store         machine code on disk

@@ -51,7 +51,7 @@ class BoundKernel:
     ):
         self.cubin, self.sizes, self.context = cubin, dict(sizes), function.context
         self.grid = (*reversed(grid), 1, 1, 1)[:3]
-        # Where the parameters lie in memory of their own; but for the maps, words.
+        # Where the parameters are stored in memory of their own; but for the maps, words.
         self._offsets: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # word, argument
         self._numbers: list[tuple[int, int]] = []  # word, value

@@ -143,7 +143,7 @@ def _read(child: Child) -> Built | str:
 
 
 def why_not() -> str | None:
-    """What this machine lacks to build kernels; None: nothing."""
+    """What this machine lacks to build kernels; None means nothing."""
     if _compiler() is None:
         return "a C compiler is missing, which builds kernels: install gcc"
     if not has_plugin():
@@ -193,7 +193,7 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """That which comes with the plugin, else one on PATH or of a CUDA toolkit."""
+    """That which comes with the plugin, otherwise one on PATH or of a CUDA toolkit."""
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:

@@ -56,7 +56,7 @@ class LaunchSequence:
         """Queues one run.
 
         Args:
-          stream, addresses: as of `BoundKernel.launch`.
+          stream, addresses: as in `BoundKernel.launch`.
 
         Raises:
           as `BoundKernel.launch`.

@@ -264,7 +264,7 @@ def _warn(message: str) -> None:
 
 
 def _read(path: Path, key: str, preset: bool = False) -> Built | None:
-    """What `Store.put` wrote; None where it is missing, damaged, or to be made anew."""
+    """What `Store.put` wrote; None where it is missing, damaged, or to be made again."""
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
         if head != _checksum(key, rest):

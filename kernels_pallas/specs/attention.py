@@ -1,7 +1,7 @@
 """What kernels of attention share: the sizes of the problem, and the descriptions of a branch.
 
 AttentionSizes   forward and gradients of each branch, gathered or not
-forward, dq      of a branch whose queries walk over the keys: `interval.py`, `selected.py`
+forward, dq      of a branch whose queries loop over the keys: `interval.py`, `selected.py`
 """
 
 import dataclasses

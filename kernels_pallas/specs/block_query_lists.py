@@ -1,6 +1,6 @@
 """The query lists of blocks: which queries selected the keys of each tile of keys.
 
-Key-stationary kernels walk over them: `dkv` (dk, dv) and `gathered`. The tokens are
+Key-stationary kernels loop over them: `dkv` (dk, dv) and `gathered`. The tokens are
 cut into chunks, and lists stand one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries

@@ -8,7 +8,7 @@ A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi =
 
 Both take keys and values in one launch. Sums are float32, rounded once to the dtype of the tokens.
 In packed rows compressed tokens stand in the slots of their sequences (`nsa_core.varlen`), which
-say the keys that there are: no window crosses a border.
+say the keys that there are: no window crosses a boundary.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class TokenWords:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Warps side by side that have these words, a word a lane."""
+        """Warps side by side that have these words, a word per lane."""
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
         return key, value
 

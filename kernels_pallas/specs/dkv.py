@@ -61,7 +61,7 @@ class Dkv(AttentionSizes):
       single_token: a list entry is one token, not neighbours that share a copy; for groups of
         up to `ROW_STATS_MIN_ROWS` query heads.
       want_dk, want_dv: which gradients this kernel makes.
-      selection_entries: list entries are places in a selection of so many blocks a token; 0:
+      selection_entries: list entries are places in a selection of so many blocks per token; 0:
         query tiles.
       stored_rows: dS is written too, of so many rows of `[B, Hkv]` (`specs/stored_ds.py`), which
         needs `selection_entries`; 0: it is not.

@@ -6,7 +6,7 @@ block list of a tile would be long. Blocks near the tile, which its tokens share
 and for the query's gradient (`partial_dq`, `merge_dq`):
 
     partials   one result for each token, key/value head and far block
-    merge      one for each token: the walk's and those of its far blocks, in a fixed order
+    merge      one for each token: the loop's and those of its far blocks, in a fixed order
 
 Partials take memory, so the tokens are taken in segments, one after the other.
 Bodies: `mosaic/gathered.py`.
@@ -38,7 +38,7 @@ class GatheredAttention(AttentionSizes):
     """Sizes; a selection block has `parts` times 64 keys, positions count in so many tokens."""
 
     n: int  # selected blocks of a token
-    gather_limit: int  # as of `SelectedAttention`
+    gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
     items: int  # work items of a segment, as many for each row of [B, Hkv]
@@ -46,7 +46,7 @@ class GatheredAttention(AttentionSizes):
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
     stays: bool = False  # merge finds what it does not change in the output
-    stats_tile: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
+    stats_tile: tuple[int, int] = (0, 0)  # as in `SelectedAttention`
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths, of segments too."""
@@ -200,21 +200,21 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 @described
 def merge(spec: GatheredAttention) -> Kernel:
     """added + gate * O of a segment, with O = sum_j 2^(lse_j - lse) O_j in gathered tiles, where j
-    is the walk or a far block, and O that of the walk elsewhere.
+    is the loop or a far block, and O that of the loop elsewhere.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       partials, partial_lse: of `partials`.
-      items: as of `partials`, if it `stays`: a row without any is passed over.
-      block_counts: int32 `[B * Hkv * tiles of T, 6]`, as of `selected.forward`.
+      items: as in `partials`, if it `stays`: a row without any is passed over.
+      block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, of each token among the keys, in `parts`.
       gate: float32 `[B, T, H]`, if `gated`.
-      segment: as of `partials`.
-      walked: `[B, segment_tokens, H, Dv]`, the output of the walk.
+      segment: as in `partials`.
+      walked: `[B, segment_tokens, H, Dv]`, the output of the loop.
       added: `[B, segment_tokens, H, Dv]`, if `added`.
-      walked_lse: float32 `[B, segment_tokens, H]`, natural, of the walk.
+      walked_lse: float32 `[B, segment_tokens, H]`, natural, of the loop.
 
     Outputs, in place of the last two inputs:
       out: `[B, segment_tokens, H, Dv]`.
@@ -244,12 +244,12 @@ def merge(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """dQ of a segment: that of the walk, and in gathered tiles of far blocks j too, sum_j dQ_j.
+    """dQ of a segment: that of the loop, and in gathered tiles of far blocks j too, sum_j dQ_j.
 
     Inputs:
       partials: of `partial_dq`.
-      items, block_counts, indices, position, segment: as of `merge`.
-      walked: `[B, segment_tokens, H, D]`, dQ of the walk, plus what that was added to.
+      items, block_counts, indices, position, segment: as in `merge`.
+      walked: `[B, segment_tokens, H, D]`, dQ of the loop, plus what that was added to.
 
     Output:
       dq: `[B, segment_tokens, H, D]`, in place of `walked`.

@@ -153,7 +153,7 @@ def forward_blocks(
     Args:
       group: query heads of a key/value head.
       key_width, value_width: D and Dv.
-      window: keys that a query sees at most; None: many blocks of them.
+      window: keys that a query sees at most; None means many blocks of them.
       fp8: whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:

@@ -200,7 +200,7 @@ def _entries_in(words: int) -> int:
 
 def tiling_qk(spec: Scores) -> Tiling:
     """Of Q K^T: as few padding rows as leave room for the scores of all tokens, or
-    four rows a token.
+    four rows per token.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:

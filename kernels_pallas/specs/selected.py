@@ -1,4 +1,4 @@
-"""Attention of every query to its selected blocks: a tile walks over its block list.
+"""Attention of every query to its selected blocks: a tile loops over its block list.
 
 Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they walk
 over the blocks near them, which their tokens share, and `specs/gathered.py` adds the far ones.
@@ -37,7 +37,7 @@ class BlockCounts(NamedTuple):
     full_blocks: Any  # blocks of the prefix that needs no mask by key
     blocks: Any  # of the whole list
     # Where far blocks begin and end in the list; the first slot of the selection that has a far
-    # block of some token, and one past the last. Read only where tiles may be gathered, and
+    # block of some token, and one past the last. Read only if tiles may be gathered, and
     # without meaning in packed rows.
     far_begin: Any
     far_end: Any
@@ -159,7 +159,7 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
     """Whether forward of the selected branch multiplies P V of a block beside the work on the next
     one: a thread then holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers
-    of P of each of two blocks, and a CTA a stage more of values and one less of keys.
+    of P of each of two blocks, and a CTA per stage more of values and one less of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 

@@ -150,7 +150,7 @@ def split_window(
     together read the same queries at about the same time, and L2 has them.
 
     Args:
-      spec, tiles_seen: as of `split_causal`.
+      spec, tiles_seen: as in `split_causal`.
       multiple: of which the number of segments is one.
     """
     streams = SMS // (int(tiles_seen(0, 1)) * spec.B * spec.Hkv)
@@ -256,7 +256,7 @@ class WorkItems:
     Attributes:
       longest: entries of a work item at most.
       first_query: where the lists are of places of packed rows (`nsa_core.varlen`), of which
-        `first_key` says the keys, the key that the first query is; None: of keys.
+        `first_key` says the keys, the key that the first query is; None means of keys.
       gap: keys between the first half of the queries and the second, there.
     """
 
@@ -326,7 +326,7 @@ class WorkItems:
     @property
     def items(self) -> int:
         """From a row's work items to the next row's: those of all segments if `halving`, where a
-        row's stand together, else those of a segment.
+        row's stand together, otherwise those of a segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
@@ -382,7 +382,7 @@ def dkv_work_items(
     gap: int = 0,
 ) -> WorkItems:
     """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
-    `entries_of_item`, `first_query`, `gap`: as of `WorkItems`.
+    `entries_of_item`, `first_query`, `gap`: as in `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)
@@ -414,7 +414,7 @@ def ordered_work_items(spec: WorkItems) -> Kernel:
 
 
 def _kernel(name: str, spec: WorkItems, inputs, outputs, warps: int) -> Kernel:
-    """A kernel with so many warps a row."""
+    """A kernel with so many warps per row."""
     return Kernel.named(
         name,
         spec,

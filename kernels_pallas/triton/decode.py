@@ -1,4 +1,4 @@
-"""Decode: a few queries a row, all branches, over a paged cache, in two launches.
+"""Decode: a few queries per row, all branches, over a paged cache, in two launches.
 
     partials   a program has one split of the compressed keys, or of the window, of one row and
                key/value head. It keeps the logits of the compressed keys for the scores, and of
@@ -9,7 +9,7 @@
 
 Split-K: a split has a fixed number of keys, so that the order of sums follows from the length of
 a row alone, not from the batch or the table. What bounds it is the memory's bandwidth: every
-compressed key and value once a row, and the keys and values of the window and the blocks.
+compressed key and value once per row, and the keys and values of the window and the blocks.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
     m = max m_s    lse = m + log2(sum l_s exp2(m_s - m))    O = sum exp2(m_s - lse) O_s
@@ -204,7 +204,7 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
 
 @triton.jit
 def _best_blocks(logits, candidates, lse_log2, own, seen, c):
-    """The `N` best of the blocks `0 .. own`, as of `scores.best_blocks`: int32 `[BEST]`,
+    """The `N` best of the blocks `0 .. own`, as in `scores.best_blocks`: int32 `[BEST]`,
     ascending, HIGHEST behind them.
 
         p[i] = sum_g exp2(S_gi - lse_g)
@@ -288,7 +288,7 @@ def finish(
     """Programs: B * HEADS * QUERIES * PARTS.
 
     Args:
-      query .. lengths: as of `partials`, with the pages of the selected branch.
+      query .. lengths: as in `partials`, with the pages of the selected branch.
       gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
       logits .. counters: of `partials`; of its counters each counts the parts that have ended.
       out: `[B * QUERIES, H, VALUE_WIDTH]`; indices: int32 `[B * QUERIES, HEADS, N]`.

@@ -129,12 +129,12 @@ def of_intervals(
     """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
-      query .. dlse: as of `interval.dq`.
+      query .. dlse: as in `interval.dq`.
       edges: int32 `[B, tiles, 4]`: the tokens that see some key of a tile begin and end, and
         those that see all its keys.
       scale_dk: the scale itself.
       DIRECT: there is one segment.
-      dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
+      dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; otherwise float32 partials
         `[programs, KEYS, .]`.
     """
     tiles = tl.cdiv(S, c.KEYS)
@@ -185,7 +185,7 @@ def of_blocks(
     a tile, which is a block of keys; a program has KEYS of them.
 
     Args:
-      query .. key_start: as of `selected.forward`; do .. dlse: as of `interval.dq`.
+      query .. key_start: as in `selected.forward`; do .. dlse: as in `interval.dq`.
       order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other; an
         entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
         begins behind its token.

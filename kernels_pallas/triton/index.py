@@ -98,7 +98,7 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
     ceil(blocks * POOL / CHUNK).
 
     Args:
-      query, key, position: as of `index_blocks`.
+      query, key, position: as in `index_blocks`.
       out: float32 `[B, count, HEADS or 1, blocks]`; written where a key is seen.
     """
     MADE: tl.constexpr = c.KEYS // c.POOL

@@ -67,7 +67,7 @@ def kl_targets(
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`; key: `[B, S, HEADS, WIDTH]`.
       lse: float32 `[B, T, INDEX_HEADS * GROUP]`, natural.
       position: int32 `[B, T]`, negative: padding.
-      order, starts, ends, tile_of: as of `dkv.of_blocks`, a row a batch row and index head;
+      order, starts, ends, tile_of: as in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
       masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
@@ -130,7 +130,7 @@ def kl_entries(
 
     Args:
       index_query: `[B, T, INDEX_HEADS, WIDTH]`; index_key: `[B, S, WIDTH]`.
-      targets, position, order, ..: as of `kl_targets`.
+      targets, position, order, ..: as in `kl_targets`.
       maxima, sums, crosses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
     """
     at_row, batch, head, tile, begin, end = _part_of(
@@ -224,7 +224,7 @@ def kl_gradients(
     """Programs: B * INDEX_HEADS * items.
 
     Args:
-      index_query, index_key, targets, position, order, ..: as of `kl_entries`.
+      index_query, index_key, targets, position, order, ..: as in `kl_entries`.
       index_lse, mass: of `kl_loss`; grad: float32 `[B, T, INDEX_HEADS]`, of the loss.
       query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, of a gradient of 1, written where listed.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
@@ -271,7 +271,7 @@ def kl_gradients(
 def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr):
     """`grad` times the sum of a query's partials, in the order of slots.
 
-    Programs: ceil(count / QUERIES). Args as of `kl_loss` and `kl_gradients`.
+    Programs: ceil(count / QUERIES). Args as in `kl_loss` and `kl_gradients`.
     """
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count

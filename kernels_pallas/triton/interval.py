@@ -1,6 +1,6 @@
 """Attention of each query to one interval of keys, and its dq: compressed and sliding branch.
 
-Query-stationary: a program has `ROWS` rows of one key/value head and walks over the blocks of
+Query-stationary: a program has `ROWS` rows of one key/value head and loops over the blocks of
 `KEYS` keys that any of them sees. Only blocks that some row sees in part are masked. Blocks
 begin at multiples of `KEYS` of the array, so that a row's sums do not depend on its tile.
 
@@ -112,7 +112,7 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs and arguments as of `forward`.
+    """Programs and arguments as in `forward`.
 
     Args:
       do: `[B, T, H, VALUE_WIDTH]`, of the gated output.

@@ -25,12 +25,12 @@ def cdiv(a: int, b: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
     """One launch. The function takes the arrays that `run` is given, `scalars`, `outputs`, and
-    `constants`, in this order; all arrays lie in memory row by row.
+    `constants`, in this order; all arrays are stored in memory row by row.
 
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
       programs: of the launch's only axis, at least 1.
-      scalars: what lengths decide, and the scale: no value compiles anything anew.
+      scalars: what lengths decide, and the scale: no value compiles anything again.
       outputs: shapes and dtypes.
       constants: what is compiled in, the only `tl.constexpr` of the function: a NamedTuple of
         sizes of a layer, of tiles, and switches.

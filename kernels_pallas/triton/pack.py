@@ -52,7 +52,7 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
 def sum_tile(longest: int, width: int) -> Tile:
     """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and walks long lists.
 
-    Few rows a program, so that many programs share the list of the block that all queries
+    Few rows per program, so that many programs share the list of the block that all queries
     read; several ranges a step, so that their reads are under way together.
     """
     rows = min(triton.next_power_of_2(longest), 8)

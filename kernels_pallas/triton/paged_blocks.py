@@ -300,7 +300,7 @@ def partials(
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, so many tokens
         from a page to the next.
       lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query's own block is seen too where that
-        is not complete. The rest as of `scores`.
+        is not complete. The rest as in `scores`.
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """

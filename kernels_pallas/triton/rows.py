@@ -1,7 +1,7 @@
 """Rows of query heads, and what kernels share.
 
 The rows of a key/value head are numbered through: row `r` is head `r % GROUP` of token
-`r // GROUP`, so that a tile has no row to spare, whatever the size of a group.
+`r // GROUP`, so that a tile has no row to spare, regardless of the size of a group.
 
 `c`, the last argument of a kernel, is what is compiled in: a NamedTuple of the descriptions. For
 Triton 3.6 and 3.7 its fields are plain numbers, of which functions written in Triton (`tl.zeros`)

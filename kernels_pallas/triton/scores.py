@@ -1,6 +1,6 @@
 """Scores and top-n: which blocks each token reads. No score leaves the chip.
 
-A program has `TOKENS` tokens of one key/value head and walks over the compressed keys, some
+A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, some
 blocks at a time. The product is transposed, `S^T = K Q^T`, so that the heads of a group lie
 along the columns that a thread holds, where they are added:
 

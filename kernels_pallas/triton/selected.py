@@ -1,9 +1,9 @@
 """Attention of each query to its selected blocks, and its dq.
 
 Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. Where a group
-fills a tile (`TOKENS` = 1) the loop is over a token's blocks; else over those of the
+fills a tile (`TOKENS` = 1) the loop is over a token's blocks; otherwise over those of the
 tile's block list, and rows of other tokens are masked. What bounds it is L2: a block's keys and
-values once a tile.
+values once per tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -162,7 +162,7 @@ def forward(
     """Programs: B * HEADS * ceil(T / TOKENS) * CHUNKS, which is ceil(GROUP / ROWS) or 1.
 
     Args:
-      query, key, value, gate, added, scale, out, lse: as of `interval.forward`.
+      query, key, value, gate, added, scale, out, lse: as in `interval.forward`.
       indices: int32 `[B, T, HEADS, N]`; position, key_start: int32 `[B, T]`.
       lists, counts: of `tile_block_lists`, read where TOKENS > 1.
     """
@@ -182,7 +182,7 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs as of `forward`; do, lse, delta, gate, dlse, added, out as of `interval.dq`."""
+    """Programs as in `forward`; do, lse, delta, gate, dlse, added, out as in `interval.dq`."""
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = rows_back(query, do, lse, delta, gate, dlse, row, end > 0, c)
     of_tile = tile, batch, head, item, there, end

@@ -36,7 +36,7 @@ class Place(enum.Enum):
 
 
 class Buffer(NamedTuple):
-    """An array that lies in memory row by row; `offset`: bytes, in the workspace."""
+    """An array that is stored in memory row by row; `offset`: bytes, in the workspace."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -49,7 +49,7 @@ def kernels_of(
     Args:
       heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
       dtype: `bfloat16` or `float16`.
-      scale: None: 1 / sqrt(key_width).
+      scale: None means 1 / sqrt(key_width).
       gradients: of a forward pass that keeps residuals and its backward pass, in place of a
         forward pass alone.
       packed: of rows with several sequences.

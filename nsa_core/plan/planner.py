@@ -23,7 +23,7 @@ from nsa_core.plan.buffers import (
 # Of what is derived before the first launch, so that launches stay together.
 SMALL_BYTES = 4 * 2**20
 
-# Read and written by launches that take as long as the host for a step of torch: some 10 us.
+# Read and written by launches that take as long as the host for a step of torch: about 10 us.
 BUSY_BYTES = 32 * 2**20
 
 # Of an argument. A release ends a row of launches, which costs the host one more.

@@ -135,7 +135,7 @@ def forward(
     """`(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
 
     Args:
-      block_indices: None: selected from the compressed scores.
+      block_indices: None means selected from the compressed scores.
       num_blocks: that a sequence has at most.
       pages: of the selected keys and values.
     """
@@ -176,7 +176,7 @@ def forward_with_residuals(
     params: Params,
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
-    """`(out, residuals)`; arguments as of `forward`."""
+    """`(out, residuals)`; arguments as in `forward`."""
     params.config.check_differentiable()
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)

@@ -10,7 +10,7 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dV_c    = gP_c^T dO
 
 A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
-dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
+dq is query-stationary, by the loop of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
 another kernel merges. For groups from 8 heads, `dkv` of the selected branch also stores dS, and
@@ -75,7 +75,7 @@ def nothing_flows(ops: ArrayOps, qkv: Qkv, added) -> Gradients:
 def sliding(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the sliding branch; arguments as of `compressed`."""
+    """Of the sliding branch; arguments as in `compressed`."""
     return _interval(ops, do, _sliding(qkv, rows, params), params, added)
 
 
@@ -242,7 +242,7 @@ def selected(
     Args:
       block_lists: `mosaic_forward.tile_block_lists` where they are there already.
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
-      do, rows, added: as of `compressed`.
+      do, rows, added: as in `compressed`.
     """
     layout, config, scale = params
     whole = block_indices

@@ -26,7 +26,7 @@ def attention(
     new: tuple[Branches, Branches] | None = None,
     slots: Any = None,
 ):
-    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries a row.
+    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
     Args as of `nsa_torch.paged_attention`; `new`: keys and values that the step appends first, of
     a framework whose arrays are memory; `slots`: then which ring of a cache in fp8 each row has.

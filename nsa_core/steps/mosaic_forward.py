@@ -131,7 +131,7 @@ def selected(
     Args:
       block_lists: `tile_block_lists` where they are there already.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
-      rounded: as of `sliding`; not with `pages`.
+      rounded: as in `sliding`; not with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
@@ -331,7 +331,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """The fields that every kernel of attention has; `rounded`: as of `sliding`."""
+    """The fields that every kernel of attention has; `rounded`: as in `sliding`."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return {

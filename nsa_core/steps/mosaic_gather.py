@@ -1,7 +1,7 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
 Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
-walks over the blocks near it alone, and leaves those that are far to
+loops over the blocks near it alone, and leaves those that are far to
 `kernels_pallas.specs.gathered`: neighbours are alike, and no output depends on later tokens. The
 device decides, so the host never waits, and either kernel passes over what is the other's.
 
@@ -46,7 +46,7 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     block, most = config.select_block, int(LONG_LIST * n)
-    # A block of 128 keys is a partial for twice as many bytes of the walk.
+    # A block of 128 keys is a partial for twice as many bytes of the loop.
     parts = parts_of_block(block, n)
     if packed or block != parts * ROWS or group > max_heads(block) or n > MAX_SELECTION_ENTRIES:
         return 0

@@ -21,7 +21,7 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
 
 def cut(ops: ArrayOps, block_indices, block: int) -> tuple[Any, int]:
-    """The selection in the blocks that kernels walk over, and how many keys they have."""
+    """The selection in the blocks that kernels loop over, and how many keys they have."""
     parts = parts_of_block(block, block_indices.shape[-1])
     if parts > 1:
         (block_indices,) = ops.derive(_parts_of_blocks, block_indices, parts=parts)

@@ -1,7 +1,7 @@
 """Gradients of the selected branch where `dkv` stores dS, for either framework.
 
 The keys' kernel makes dS of every token and block that it selected. It writes them to memory, and
-the query's gradient is one product a block in place of three, without V, dO and exponentials:
+the query's gradient is one product per block in place of three, without V, dO and exponentials:
 
     entries of a block ──► dkv ──► dk, dv partials ──► merge
                             │
@@ -82,7 +82,7 @@ def gradients(
       stats: `row_stats` of `base`.
       block_lists: of the tiles of forward, or None.
       added: may be a `LaterDq`.
-      placed: as of `mosaic_lists.merged`.
+      placed: as in `mosaic_lists.merged`.
     """
     query, key, _ = arrays
     selection_entries = block_indices.shape[-1]
@@ -223,7 +223,7 @@ def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> d
     """As `_merged`, of the rows of a chunk; other rows are those `before`.
 
     Args:
-      arrays: what the kernel reads besides.
+      arrays: what the kernel reads in addition.
       before: as it is returned; empty for the first chunk.
     """
     merged = {}

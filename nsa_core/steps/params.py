@@ -19,7 +19,7 @@ class Params(NamedTuple):
 
     Attributes:
       layout: where the queries stand.
-      scale: of the logits; None: `D**-0.5`.
+      scale: factor of the logits; None means `D**-0.5`.
     """
 
     layout: QueryLayout

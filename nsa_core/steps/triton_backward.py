@@ -41,7 +41,7 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def compressed(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the compressed branch; arguments as of `mosaic_backward.compressed`."""
+    """Of the compressed branch; arguments as in `mosaic_backward.compressed`."""
     if qkv.key.shape[1] == 0:
         return nothing_flows(ops, qkv, added)
     return _interval(ops, qkv, do, rows, VisibleCompressed(params.config), params, added)
@@ -50,13 +50,13 @@ def compressed(
 def sliding(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the sliding branch; arguments as of `mosaic_backward.compressed`."""
+    """Of the sliding branch; arguments as in `mosaic_backward.compressed`."""
     bounds = Window(params.config, qkv.key.shape[1])
     return _interval(ops, qkv, do, rows, bounds, params, added)
 
 
 def compressed_and_sliding(ops: ArrayOps, qkvs, do, rows, params: Params) -> tuple:
-    """As of `mosaic_backward`, a kernel each for dq."""
+    """As in `mosaic_backward`, a kernel each for dq."""
     dq, *compressed_pair = compressed(ops, qkvs[0], do, rows[0], params)
     dq, *sliding_pair = sliding(ops, qkvs[1], do, rows[1], params, dq)
     return dq, compressed_pair, sliding_pair
@@ -164,7 +164,7 @@ def selected(
     added=None,
     block_lists=None,
 ) -> Gradients:
-    """Of the selected branch; arguments as of `mosaic_backward.selected`."""
+    """Of the selected branch; arguments as in `mosaic_backward.selected`."""
     layout, config, scale = params
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)

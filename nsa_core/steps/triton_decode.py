@@ -23,9 +23,9 @@ def attention(
     lengths,
     scale: float | None,
 ):
-    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries a row.
+    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
-    Args as of `nsa_torch.paged_attention`.
+    Args as in `nsa_torch.paged_attention`.
     """
     config, (batch, pages) = cache.config, page_table.shape
     tokens, heads, width = query.shape

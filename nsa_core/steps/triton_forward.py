@@ -96,7 +96,7 @@ def selected_and_sum(
 
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
-    """A tile has the heads of one token where they fill 16 rows or more, else of as many
+    """A tile has the heads of one token where they fill 16 rows or more, otherwise of as many
     neighbouring tokens as 16 rows hold.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]

@@ -225,7 +225,7 @@ def _over_lists(
 
 
 def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -> TritonKernel:
-    """A kernel with so many queries of an index head a program."""
+    """A kernel with so many queries of an index head per program."""
     *rows, n = lists.shape
     count, heads = math.prod(rows), lists.shape[2]
     sizes = {"INDEX_HEADS": heads, "N": n, "BLOCK": block, "QUERIES": queries} | more

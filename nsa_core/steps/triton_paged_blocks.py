@@ -29,7 +29,7 @@ APART = "reads pages whose tokens lie in memory one after the other"
 
 
 class Paged(NamedTuple):
-    """Where the tokens of a call are: arguments as of `paged_block_attention`."""
+    """Where the tokens of a call are: arguments as in `paged_block_attention`."""
 
     page_table: Any
     lengths: Any
@@ -252,7 +252,7 @@ def index_why_not(query, pages, page_table, index: Index) -> str | None:
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """int32 `[N, Hi or 1, n]`; arguments as of `paged_index_blocks`."""
+    """int32 `[N, Hi or 1, n]`; arguments as in `paged_index_blocks`."""
     (tokens, heads, width), dtype = query.shape, dtype_name(query)
     (pool, per_page), table = pages.shape[:2], paged.page_table
     all_keys = table.shape[1] * per_page
@@ -291,7 +291,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     """The best blocks, int32 `[tokens, lists, n]`.
 
     Args:
-      scores: float32 `[.., lists, blocks]` of the tokens; places: as of `Paged.places`.
+      scores: float32 `[.., lists, blocks]` of the tokens; places: as in `Paged.places`.
       most_blocks: that there may be in any call of a problem; most: tokens of a row.
     """
     *tokens, lists, count = scores.shape

@@ -77,7 +77,7 @@ class Call(NamedTuple):
     """A model's call on `B` rows of `T` columns, the same for all layers."""
 
     columns: int  # before it, padding included
-    count: Tensor | None  # int64 [B], real tokens among the new columns; None: all are
+    count: Tensor | None  # int64 [B], real tokens among the new columns; None means all are
     position: Tensor  # int64 [B, T], of each column's token in its row
     after: Tensor  # int32 [B], tokens of each row after the call
     room: int  # tokens of a row that a layer has room for
@@ -483,7 +483,7 @@ def attend_pages(
     """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
 
     Args:
-      order: as of `Call`; None: tokens stand as they are in `x`.
+      order: as in `Call`; None means tokens stand as they are in `x`.
       at: which rows they are of, arguments of `paged_attention`.
     """
 
@@ -516,7 +516,7 @@ def attend_pages(
 
 
 def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether its steps of one token a row run on kernels that read pages."""
+    """Whether its steps of one token per row run on kernels that read pages."""
     spec = attention.spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
     options: Any = {"dtype": dtype, "device": device}

@@ -91,7 +91,7 @@ class NSAModelConfig(SavedConfig):
       vocab_size: tokens there are.
       hidden_size, intermediate_size: width of the model and of the SwiGLU.
       num_hidden_layers: blocks.
-      num_attention_heads, num_key_value_heads: None: as many of these as of those.
+      num_attention_heads, num_key_value_heads: None means as many of these as of those.
       head_dim, v_head_dim: width of a query and key head (even), of a value head. None:
         `hidden_size // num_attention_heads`; as wide as a key head.
       max_position_embeddings: tokens it is made for; nothing depends on it.

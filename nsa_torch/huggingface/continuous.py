@@ -188,7 +188,7 @@ def continuous_batching_config(
     Args:
       options: other fields of it. `use_cuda_graph` is about steps of one token a row; None: where
         there is a GPU. `max_blocks_per_request`: longer requests take no such steps; None: by the
-        prompts of `generate_batch`, else by `max_position_embeddings`.
+        prompts of `generate_batch`, otherwise by `max_position_embeddings`.
 
     Raises:
       ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
@@ -293,7 +293,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
     made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
     if given.use_async_batching is None:
         made.use_async_batching = made.use_cuda_graph[1]
-    if given.num_blocks is not None:  # the manager counts keys and values once a token
+    if given.num_blocks is not None:  # the manager counts keys and values once per token
         ours = bytes_of_block(config, model.dtype)
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
@@ -322,7 +322,7 @@ class ContinuousBatch:
 
     Attributes:
       x: without the padding, which no logits are asked of.
-      page_table, lengths, starts, runs: as of `paged_attention`, of all layers.
+      page_table, lengths, starts, runs: as in `paged_attention`, of all layers.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class ContinuousBatch:
         (starts_k,) = cu_seq_lens_k.values()
         self.starts: Tensor | None = None
         self.runs: list[Run] | None = None
-        if block_table is not None:  # a token a row; rows of no token have length 0
+        if block_table is not None:  # a token per row; rows of no token have length 0
             self.x, self.position = x, position
             self.page_table, self.lengths = block_table[0], starts_k.diff()
             return

@@ -213,8 +213,8 @@ def convert(
     Args:
       source: a folder, or owner/name on the Hugging Face Hub.
       start: "values", "gates" or "shared", as above.
-      dtype: of the weights; None: as they are.
-      dense_layers, nsa: as of `configuration`.
+      dtype: of the weights; None means as they are.
+      dense_layers, nsa: as in `configuration`.
       check: tokens on which the logits are compared with the dense model's, in float32.
 
     Raises:

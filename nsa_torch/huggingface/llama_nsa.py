@@ -94,7 +94,7 @@ class LlamaNSAAttention(LlamaAttention):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
     ) -> tuple[Tensor, None]:
         """out `[B, T, E]`, and None for the weights; `rest`: a cache by its name, and what Llama's
-        layers are given besides.
+        layers are given in addition.
         """
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -168,12 +168,12 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     """`from_pretrained(path, selection="exact")` or `"trained"`.
 
     A packed row is told by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
-    `position_ids` of one row that start anew.
+    `position_ids` of one row that start again.
 
     Raises:
       NotImplementedError: padding; a cache that is not one of transformers' dynamic ones.
       TypeError: a keyword that the model does not read.
-      ValueError: a packed row with a cache, or of wrong borders or positions.
+      ValueError: a packed row with a cache, or of wrong boundaries or positions.
     """
 
     config_class = LlamaNSAConfig

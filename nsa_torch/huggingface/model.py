@@ -268,10 +268,10 @@ class NSAModel(NSAPreTrainedModel):
         Args:
           attention_mask: as `rows.rows` says; a row may be padded on the left or on the right.
           position_ids: checked against the mask; without a mask, a single row whose positions
-            start anew is a packed one.
+            start again is a packed one.
           cache: an `NSAModelCache`, to which the tokens are appended; also as `past_key_values`,
             its name before transformers 5.24.
-          use_cache: makes a cache where none is given, but of a packed row. None: the
+          use_cache: makes a cache where none is given, but of a packed row. None means the
             configuration's outside training.
           cu_seq_lens_q: int `[sequences + 1]`, a packed row, as of transformers'
             `DataCollatorWithFlattening`. What follows from it is made once for all layers. Also as

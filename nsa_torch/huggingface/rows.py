@@ -34,10 +34,10 @@ LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transform
 class Rows(NamedTuple):
     """The real tokens among the `T` columns of a call, which follow those of the cache."""
 
-    first: Tensor | None = None  # int64 [B], padding on the left; None: nowhere
-    count: Tensor | None = None  # int64 [B], real tokens; None: every column
+    first: Tensor | None = None  # int64 [B], padding on the left; None means nowhere
+    count: Tensor | None = None  # int64 [B], real tokens; None means every column
     cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
-    empty: Tensor | None = None  # bool [B], rows of padding alone until now; None: none
+    empty: Tensor | None = None  # bool [B], rows of padding alone until now; None means none
     cache: NSAModelCache | None = None
     position: Tensor | None = None  # int64 [B, T], of aligned rows, for dense layers
     mask: Any = None  # the same, as transformers' attention functions take it
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
     def real(self, length: int) -> Tensor | None:
-        """bool `[B or 1, T]`: whether a column is a token; None: each is."""
+        """bool `[B or 1, T]`: whether a column is a token; None means each is."""
         if self.cu_seqlens is not None:
             if not checks.may_be_padded(self.cu_seqlens, length):
                 return None
@@ -102,10 +102,10 @@ def rows(
     """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
     Args:
-      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step, one token a row on
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step, one token per row on
         an `NSAPagedModelCache`, also takes `[B, 1]`: that of its own column.
       position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
-        cache they may start anew in a single row, which is then a packed one.
+        cache they may start again in a single row, which is then a packed one.
       call: its keywords, of which a packed row is told by one of `BORDERS`, int `[sequences + 1]`,
         or by `INDEX`, int `[1, T]`, on a GPU after a wait. One of `LONGEST`: the longest sequence
         has so many tokens at most, and nothing follows the last one.

@@ -19,7 +19,7 @@ class StepGraph:
 
     The first `WARMUP` calls run the model as it is. The next one captures a CUDA graph of all
     layers, and each call from then on replays it: the host launches once, rows grow, are
-    taken back and begin anew. The logits lie where the next call writes its own.
+    taken back and begin again. The logits lie where the next call writes its own.
 
     A graph reads the weights where they were and runs what Python chose when it was captured:
     adapters and their scaling, kernels, modes. After a change of these make another one, as each

@@ -36,7 +36,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """The model whose weights a training run wrote to `path`.
 
     Args:
-      model: takes the weights, in place; None: one as the file's hyper-parameters say, in
+      model: takes the weights, in place; None means one as the file's hyper-parameters say, in
         evaluation mode, as from `from_pretrained`.
 
     Raises:

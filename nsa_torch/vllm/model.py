@@ -87,7 +87,7 @@ class NSAForCausalLM(nn.Module):
 
     Raises:
       NotImplementedError: several devices, layers with dense attention, a cache of another dtype,
-        blocks that are moved elsewhere, quantized weights, guesses of another model.
+        blocks that are moved elsewhere, quantized weights, draft tokens of another model.
       ValueError: blocks of another size than `select_block`.
     """
 
