@@ -136,7 +136,9 @@ FUNCTIONS = [
 def lacking(function, module):
     """What the docstring of a public function does not say, nor those that it refers to."""
     said = inspect.getdoc(function) or ""
-    others = re.findall(r"(?:Args|Raises|Returns): as (?:of )?`(\w+)`", said)
+    others = re.findall(
+        r"(?:Args|Raises|Returns): (?:the same (?:errors )?)?as (?:of |in )?`(\w+)`", said
+    )
     said += "".join(inspect.getdoc(getattr(module, name)) or "" for name in others)
     wanted = *inspect.signature(function).parameters, "Raises"
     shapes = [] if re.search(r"`\[[A-Z]|Returns", said) else ["what comes back"]
