@@ -200,8 +200,7 @@ def main(argv: Sequence[str]) -> int:
     about = {
         "device": torch.cuda.get_device_name(),
         "before_commit": OTHER.value or records.head(there),
-        "time": records.utc_now(),
-    } | records.environment(COMMIT.value)
+    }
     for wave in waves(rows, MEMORY.value):
         with contextlib.ExitStack() as ends:
             children = [(p, (Child(there, p), Child(here, p))) for p in wave]
@@ -219,9 +218,10 @@ def main(argv: Sequence[str]) -> int:
                     failed |= bool(faults)
                     print(line(row, faults), flush=True)
                     shape = {k: v for k, v in vars(problem).items() if k != "name"}
-                    lines.append(about | vars(row) | shape | {"ratio": row.ratio})
+                    found = about | vars(row) | shape | {"ratio": row.ratio}
+                    lines.append(records.record("against", COMMIT.value, **found))
     if OUT.value:
-        records.append_lines(OUT.value, lines)
+        records.append(OUT.value, lines)
     return exit_status.WRONG if failed else exit_status.OK
 
 

@@ -26,7 +26,7 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
                 attention there, without lists
   peak_gib      the most that was allocated, arguments included
   extra_gib     the most that a call added to what was allocated before it, results included
-  error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
+  errors        distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
                 twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
                 of float32 scores: 2 % at most. Of the loss, of decoding and of QSA, from the plain
@@ -635,7 +635,7 @@ def line(row: Mapping[str, Any]) -> str:
         return f"{text} {row['status']}: {row['reason']}"
     peak = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.2f} GiB"
     peak += "" if row["extra_gib"] is None else f", {row['extra_gib']:.3f} of the call"
-    error = max(row["error_rms"].values(), default=float("nan"))
+    error = max(row["errors"].values(), default=float("nan"))
     return f"{text} {row['ms']:9.3f} ms{peak}  error rms {error:.2g}"
 
 
@@ -646,7 +646,7 @@ def main(argv: Sequence[str]) -> int:
             f"--heads must be a multiple of --kv_heads, got {HEADS.value}, {KV_HEADS.value}"
         )
     there = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
-    about = {"device": there, "time": records.utc_now()} | records.environment(COMMIT.value)
+    about = {"device": there}
     sizes = {
         "B": BATCH.value,
         "H": HEADS.value,
@@ -666,13 +666,14 @@ def main(argv: Sequence[str]) -> int:
             for name in names:
                 heartbeat.say(f"{mode} {length} {name}")
                 row = {"S": length, "mode": mode, "implementation": name, **sizes}
-                row |= {"error_rms": errors[name]} | problem.row(name)
+                row |= {"errors": errors[name]} | problem.row(name)
                 if name in OURS and row["status"] == "ok":
                     row |= _judged(mode, name, errors)
                 statuses.append((name, str(row["status"])))
                 print(line(row), flush=True)
                 if OUT.value:
-                    records.append_lines(OUT.value, [about | row])
+                    made = records.record("block_selection", COMMIT.value, **about, **row)
+                    records.append(OUT.value, [made])
                 if device() != "cpu":
                     torch.cuda.empty_cache()
     ours = [status for name, status in statuses if name in OURS]

@@ -156,7 +156,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, float]:
 
 def lines(
     problem: Problem, found: Mapping[str, float], commit: str | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[records.Record]:
     """Of `--out`."""
     for name in filter(found.__contains__, COLUMNS):
         yield records.variant("call_kernels", name, problem.name, found[name], commit)
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
             "  " + ", ".join(f"{name} {found[name]:.3f}" for name in COLUMNS if name in found)
         )
         if OUT.value:
-            records.append_lines(OUT.value, lines(problem, found, commit))
+            records.append(OUT.value, lines(problem, found, commit))
     return exit_status.OK
 
 

@@ -23,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from absl import flags
@@ -32,6 +31,7 @@ from nsa_torch.torch_ops import TorchOps
 
 from . import against, call_kernels
 from .harness import cli, exit_status, process, records
+from .harness.records import Record
 from .harness.timed_problem import Problem, torch_inputs
 
 FLAGS = flags.FlagValues()
@@ -102,7 +102,7 @@ def lines(
     launched: Sequence[tuple[str, str]],
     found: Sequence[Mapping[str, str]],
     commit: str | None,
-) -> Iterable[dict[str, Any]]:
+) -> Iterable[Record]:
     """Of `--out`.
 
     Raises:
@@ -123,18 +123,18 @@ def lines(
         waits = sorted(((mean(STALL.format(x)), x) for x in STALLS), reverse=True)[:2]
         said = ", ".join(f"{reason} {many:.1f}" for many, reason in waits)
         count = f" ({len(rows)} launches)" if len(rows) > 1 else ""
-        yield {
+        about = {
             "kernel": f"{problem}: {name}, {column}{count}",
-            "time_ms": float(f"{sum(times) / 1e6:.3g}"),
             "tensor_pipe_percent": round(mean(TENSOR)),
             "l2_traffic": f"{mean(L2):.0f} % busy, {mean(HITS):.0f} % hits; "
             f"HBM {mean(HBM) / 1e12:.1f} TB/s",
             "warps_wait_for": f"{said}; issue slots {mean(ISSUED):.0f} %",
-            "commit": commit and commit[:7],
         }
+        ms = float(f"{sum(times) / 1e6:.3g}")
+        yield Record(bench="counters", time_ms=ms, extra=about, commit=commit and commit[:7])
 
 
-def measure(problem: Problem, commit: str | None) -> Iterable[dict[str, Any]]:
+def measure(problem: Problem, commit: str | None) -> Iterable[Record]:
     """Lines of `--out`.
 
     Raises:
@@ -183,9 +183,9 @@ def main(argv: Sequence[str]) -> int:
     for problem in rows:
         found = list(measure(problem, commit))
         for line in found:
-            print(*line.values(), sep="; ", flush=True)
+            print(*line.extra.values(), f"{line.time_ms:g} ms", sep="; ", flush=True)
         if OUT.value:
-            records.append_lines(OUT.value, found)
+            records.append(OUT.value, found)
     return exit_status.OK
 
 

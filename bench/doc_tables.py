@@ -136,7 +136,7 @@ SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
 
 def commits(found: Iterable[Any]) -> str:
     """Of these records or lines, each once; None has none."""
-    names = (x["commit"] if isinstance(x, Mapping) else x and x.commit for x in found)
+    names = (x.get("commit") if isinstance(x, Mapping) else x and x.commit for x in found)
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
@@ -353,7 +353,7 @@ def targets(device: str = DEVICE.name) -> str:
 
 def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
     """A file of a device's folder that holds other lines than records."""
-    return [data for _, data in records.read_lines(DEVICE.parent / device / name)]
+    return records.flat_lines(DEVICE.parent / device / name)
 
 
 KINDS: Mapping[str, Kind] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
@@ -404,7 +404,7 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
         for each in lines_of(kind["file"], device or kind.get("device", DEVICE.name))
         if (line := kind.get("default", {}) | each)
         and all(line[field] in values for field, values in only.items())
-        and (line["commit"] or "").startswith(commit)
+        and (line.get("commit") or "").startswith(commit)
     ]
     if known and not lines:
         asked = ", ".join(f"{x} {only[x][0]!r}" for x in known)

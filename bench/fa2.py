@@ -27,7 +27,7 @@ from nsa_core.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
 
-from .harness import cli, command, problems
+from .harness import cli, command, problems, records
 from .harness.command import integers, shown, speed_up
 from .harness.jobs import Job
 from .harness.measure import Judged, guarded, judge, shape_without_inputs
@@ -253,7 +253,7 @@ class Problem:
             kernel = fa2.library() if ours else "scaled_dot_product_attention"
             each = each | {"extra": {"kernel": kernel, "path": path() if ours else name}}
             about["implementation"] = name
-            made.append(command.record_of("fa2", FLAGS.commit, **about | each))
+            made.append(records.record("fa2", FLAGS.commit, **about | each))
         return made
 
 

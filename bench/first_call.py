@@ -157,12 +157,11 @@ def main(argv: Sequence[str]) -> int:
         return exit_status.OK
     about = {
         "device": torch.cuda.get_device_name(),
-        "time": records.utc_now(),
         "H": HEADS.value,
         "Hkv": KV_HEADS.value,
         "D": WIDTH.value,
         "longest": LONGEST.value,
-    } | records.environment(COMMIT.value)
+    }
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
             words = *_own_flags(), f"--stage={stage}", f"--folder={folder}"
@@ -176,7 +175,8 @@ def main(argv: Sequence[str]) -> int:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             print(f"{stage:9} {shown}", flush=True)
             if OUT.value:
-                records.append_lines(OUT.value, [about | {"stage": stage} | found])
+                line = about | {"stage": stage} | found
+                records.append(OUT.value, [records.record("first_call", COMMIT.value, **line)])
     return exit_status.OK
 
 

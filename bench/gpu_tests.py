@@ -78,7 +78,7 @@ def age() -> str:
     runs = [
         line | {"time": datetime.datetime.fromisoformat(line["time"])}
         for path in sorted(records.FOLDER.glob(f"*/{KEPT}"))
-        for _, line in records.read_lines(path)
+        for line in records.flat_lines(path)
         if line["gpus"] == 1
     ]
     since = [run for run in runs if run["time"] >= change]
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         )
     folder = command.new_file(OUT.value, "tests.json").parent
     device = torch.cuda.get_device_name()
-    about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)
+    about = {"device": device}
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())
     if found is None:
@@ -116,9 +116,10 @@ def main(argv: Sequence[str]) -> int:
         "skipped": found.allowed | found.unknown,
         "seconds": round(time.monotonic() - start),
     }
-    records.append_lines(folder / NAME, [line])
+    made = [records.record("gpu_tests", COMMIT.value, **line)]
+    records.append(folder / NAME, made)
     if SAVE.value:
-        records.append_lines(records.folder_of(device) / KEPT, [line])
+        records.append(records.folder_of(device) / KEPT, made)
     print(f"{line['seconds']} s, written to {folder}")
     return exit_status.OK if status == 0 and found.ok else exit_status.WRONG
 

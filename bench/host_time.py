@@ -194,9 +194,9 @@ def one_launch() -> int:
     commit = records.environment(COMMIT.value)["commit"]
     rows = [records.variant("launch", "us", *found, commit) for found in launches().items()]
     for row in rows:
-        print(f"{row['variant']:24} {row['time_ms']:.2f} us a launch")
+        print(f"{row.extra['variant']:24} {row.time_ms:.2f} us a launch")
     if OUT.value:
-        records.append_lines(OUT.value, rows)
+        records.append(OUT.value, rows)
     return exit_status.OK
 
 
@@ -234,9 +234,12 @@ def main(argv: Sequence[str]) -> int:
         f"`add_` of torch {rows[0]['torch_add_ms'] * 1e3:.1f} us"
     )
     if OUT.value:
-        about = {"device": torch.cuda.get_device_name(), "time": records.utc_now()}
-        about |= {"implementation": IMPLEMENTATION.value} | records.environment(COMMIT.value)
-        records.append_lines(OUT.value, [about | row for row in rows])
+        about = {
+            "device": torch.cuda.get_device_name(),
+            "implementation": IMPLEMENTATION.value,
+        }
+        made = (records.record("host_time", COMMIT.value, **about, **row) for row in rows)
+        records.append(OUT.value, made)
     return exit_status.OK
 
 

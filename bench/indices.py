@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
             )
             found = fields.pop("comparison", None)
             fields |= {"branch": "scores", "mode": "forward", "refused": dict(choice.refused)}
-            record = command.record_of(
+            record = records.record(
                 "indices",
                 COMMIT.value,
                 implementation=choice.implementation,

@@ -175,21 +175,22 @@ def main(argv: Sequence[str]) -> int:
     folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
-    about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)
+    about = {"device": device}
     made, statuses = [], []
     try:
         with process.interruptible():
             for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
                 show(row)
                 statuses.append(row.status)
-                made.append(about | dataclasses.asdict(row))
-                records.append_lines(lines, made[-1:])
+                found = about | dataclasses.asdict(row)
+                made.append(records.record("memory_check", COMMIT.value, **found))
+                records.append(lines, made[-1:])
     except process.Interrupted as error:
         print(f"interrupted by {error}: {folder}")
         return 128 + error.number
     if SAVE.value:
         kept = records.folder_of(device) / "kernel_log" / lines.name
-        records.append_lines(kept, made)
+        records.append(kept, made)
     print(f"written to {folder}")
     return exit_status.of_statuses(statuses)
 

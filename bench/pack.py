@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
             for name in names:
                 row = measure(problem, runner, mode, name, SECONDS.value)
                 row |= {"mode": mode, "implementation": name}
-                record = command.record_of("pack", COMMIT.value, **about, **row)
+                record = records.record("pack", COMMIT.value, **about, **row)
                 records.append(lines, [record])
     done = records.read(lines)
     print(f"device: {runner.device}\n\n{table(done)}\nwritten to {lines}")

@@ -20,7 +20,7 @@ without a GPU), in JAX one process. A row of JSON each in `--out`:
   imbalance     compute_ms of the slowest device over the mean
   moved_mib     that a device receives, counted (`harness/scale_model.py`)
   memory_mib    the most that a device held
-  error_rms     up to `--checked` tokens: distance from a float32 oracle, beside that of one device;
+  errors        up to `--checked` tokens: distance from a float32 oracle, beside that of one device;
                 more than twice that is `wrong`. `--check rows` (torch): of 16 tokens of a sequence
                 of any length, and of every gradient where the others' outputs have none; more
                 than one rounding of the dtype is `wrong`
@@ -204,7 +204,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def predict(path: str) -> int:
-    rows = [x for _, x in records.read_lines(path) if x["status"] == "ok"]
+    rows = [x for x in records.flat_lines(path) if x["status"] == "ok"]
     bandwidth = None if LINK.value is None else LINK.value * 1e9
     count = 0
     for found in scale_model.by_problem(rows).values():
@@ -264,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
         name, there = torch.cuda.get_device_name(), torch.cuda.device_count()
         if max(devices) > there:
             raise NotImplementedError(f"{max(devices)} GPUs are needed, got {there}")
-    about = {"device": name, "time": records.utc_now()} | records.environment(COMMIT.value)
+    about = {"device": name}
     rows, broken = list[dict[str, Any]](), False
     for size in devices:
         found = problems(size)
@@ -282,7 +282,8 @@ def main(argv: Sequence[str]) -> int:
                     row["exposed_ms"] = row["ms"] - row["compute_ms"]
             print(line(row), flush=True)
             if OUT.value:
-                records.append_lines(OUT.value, [about | row])
+                made = records.record("scale", COMMIT.value, **about, **row)
+                records.append(OUT.value, [made])
         if reason:
             broken = True
             print(f"{size} devices: {len(some)} of {len(found)} rows: {reason}", flush=True)

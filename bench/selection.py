@@ -30,7 +30,7 @@ from absl import flags
 from nsa_core import config_files, policy
 from nsa_core import flags as kernel_flags
 
-from .harness import cli, command
+from .harness import cli, command, records
 from .harness.command import integers, shown, speed_up
 from .harness.measure import Judged, guarded, shape_without_inputs
 from .harness.parts import Parts
@@ -220,7 +220,7 @@ class Selection:
         about |= {"overlap": self.overlap}
         extra = {"mode": mode(row.dist), "dist": row.dist, "L": row.L, "nspans": row.runs}
         return [
-            command.record_of(
+            records.record(
                 "selection", FLAGS.commit, **about | each, extra=extra | {"streams": k}
             )
             for (k, _), each in zip(self.calls, found, strict=True)

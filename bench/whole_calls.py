@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
                         records.variant("whole_calls", mode, name, time, commit)
                         for mode, time in times.items()
                     ]
-                    records.append_lines(OUT.value, found)
+                    records.append(OUT.value, found)
         except OtherBits as error:
             print(error, flush=True)
             status = exit_status.WRONG

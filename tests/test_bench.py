@@ -80,18 +80,16 @@ class TestRecords:
         ("damage", "message"),
         [
             (lambda line: line[: len(line) // 2], "not a whole JSON line"),
-            (
-                lambda line: line.replace('"schema": 1', '"schema": 7'),
-                "schema must be 1, got 7",
-            ),
+            (lambda line: line.replace('"schema": 2', '"schema": 7'), "schema must be 2"),
             (lambda line: line.replace('"time_ms": 2.0', '"time_ms": NaN'), "time_ms must be"),
-            (lambda line: line.replace('"time_ms": 2.0', '"time_ms": -1'), "must be positive"),
+            (lambda line: line.replace('"time_ms": 2.0', '"time_ms": -1'), "time_ms must be"),
             (lambda line: line.replace('"time_ms": 2.0', '"time_ms": null'), "needs times"),
             (lambda line: line.replace('"status": "ok"', '"status": "fine"'), "status must be"),
             (lambda line: line.replace('"status": "ok"', '"status": "oom"'), "needs a reason"),
-            (lambda line: line.replace('"H": 2', '"heads": 2'), r"missing fields \['H'\]"),
+            (lambda line: line.replace('"bench": "compare", ', ""), "bench Field required"),
+            (lambda line: line.replace('"H": 2', '"heads": 2'), "heads Unexpected"),
             (lambda line: line.replace('"B": 1', '"B": true'), "B must be"),
-            (lambda line: "[1]", "expected one JSON object, got list"),
+            (lambda line: "[1]", "expected one JSON object"),
         ],
     )
     def test_damage_is_named_with_file_and_line(self, tmp_path, damage, message):
@@ -105,16 +103,22 @@ class TestRecords:
             records.read(path)
         assert f"{path}:2" in str(error.value)
 
-    def test_lines_from_before_a_field_are_read(self, tmp_path):
+    def test_a_line_of_another_kind(self, tmp_path):
+        """What is no field of attention is in `extra`, and beside the fields in a table."""
         path = tmp_path / "x.jsonl"
-        records.append(path, [OK])
-        line = json.loads(path.read_text())
-        assert line.pop("extra") == {}
-        path.write_text(json.dumps(line) + "\n")
-        assert records.read(path) == [OK]
-        path.write_text(json.dumps(line | {"extra": [1]}) + "\n")
-        with pytest.raises(ValueError, match="extra must be"):
-            records.read(path)
+        made = records.record("scale", "0123456789", devices=2, S=8, time="now")
+        assert (made.extra, made.commit, made.time) == ({"devices": 2}, "0123456789", "now")
+        records.append(path, [made])
+        assert records.read(path) == [made]
+        (line,) = records.flat_lines(path)
+        assert {
+            "schema": 2,
+            "bench": "scale",
+            "status": "ok",
+            "S": 8,
+            "devices": 2,
+        }.items() <= (line.items())
+        assert "T" not in line and "extra" not in line
 
     def test_nothing_is_appended_to_a_truncated_file(self, tmp_path):
         path = tmp_path / "x.jsonl"

@@ -1,14 +1,12 @@
 """`bench.block_selection` on a CPU: rows, what is judged, what a wrong result does."""
 
-import json
-
 import pytest
 import torch
 from absl import flags
 from absl.testing import flagsaver
 
 from bench import block_selection
-from bench.harness import block_peers, exit_status, flex_blocks
+from bench.harness import block_peers, exit_status, flex_blocks, records
 from nsa_torch.huggingface import block_selection as ours
 
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
@@ -24,7 +22,7 @@ def run(path, *arguments):
     rest = own(["block_selection", *words], known_only=True)
     with flagsaver.flagsaver():
         status = block_selection.main(flags.FLAGS(rest))
-    return status, [json.loads(line) for line in path.read_text().splitlines()]
+    return status, records.flat_lines(path)
 
 
 def test_rows(tmp_path, monkeypatch):
@@ -45,15 +43,15 @@ def test_rows(tmp_path, monkeypatch):
         assert row["status"] == "ok" and row["ms"] > 0
         assert row["peak_gib"] is None and row["extra_gib"] is None
         if row["mode"] == "indexer":
-            assert row["error_rms"] == {"lists": 0}
+            assert row["errors"] == {"lists": 0}
             continue
         if row["mode"] not in ("forward", "fwdbwd"):
             # On a CPU the plain implementation is all there is.
-            assert row["error_rms"] and not any(row["error_rms"].values())
+            assert row["errors"] and not any(row["errors"].values())
             continue
         wanted = block_selection.RESULTS[: 1 if row["mode"] == "forward" else 4]
-        assert list(row["error_rms"]) == list(wanted)
-        assert all(error < 1e-5 for error in row["error_rms"].values())
+        assert list(row["errors"]) == list(wanted)
+        assert all(error < 1e-5 for error in row["errors"].values())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`bench.host_time`: its rows from posed samples, and its two forms."""
 
-import json
 import sys
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from absl import flags
 
 from bench import host_time
-from bench.harness import launch_time
+from bench.harness import launch_time, records
 from kernels_pallas.runtime import sequence
 from nsa_torch import plans
 from tests import pretend
@@ -84,7 +83,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
 def test_on_a_gpu(tmp_path, capsys):
     out = tmp_path / "host.jsonl"
     assert main("--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = records.flat_lines(out)
     assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
     assert {(row["commit"], row["implementation"]) for row in rows} == {("abc", "mosaic")}
     for row in rows:
@@ -98,7 +97,7 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch_time, "microseconds", lambda row, calls: next(took))
     out = tmp_path / "variants.jsonl"
     assert main("--launch", "--rounds=2", f"--out={out}", "--commit=abc") == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = records.flat_lines(out)
     assert [(row["variant"], row["time_ms"]) for row in rows] == [
         ("torch, each by itself", 4),
         ("torch, as graphs", 2),
@@ -121,5 +120,5 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
 def test_one_launch_on_a_gpu(tmp_path):
     out = tmp_path / "variants.jsonl"
     assert main("--launch", "--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = records.flat_lines(out)
     assert len(rows) == 3 and all(0 < row["time_ms"] < 1000 for row in rows)

@@ -1,11 +1,10 @@
 """`bench.lm.converted`: what its lines say of runs that begin and learn alike."""
 
-import json
-
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from bench.harness import records
 from bench.lm import converted
 from nsa_torch.huggingface.convert import STARTS
 
@@ -28,7 +27,7 @@ def run(folder, *arguments):
     rest = own(["converted", f"--out={folder}", *arguments], known_only=True)
     with flagsaver.flagsaver():
         assert converted.main(flags.FLAGS(rest)) == 0
-    return [json.loads(x) for x in (folder / "converted.jsonl").read_text().splitlines()]
+    return records.flat_lines(folder / "converted.jsonl")
 
 
 @pytest.fixture

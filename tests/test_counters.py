@@ -29,7 +29,8 @@ def written(names, metrics=counters.METRICS) -> str:
 
 
 def test_launches_of_a_kernel_are_one_line():
-    both, one = counters.lines("8k", NAMES, counters.rows_of(written(NAMES)), "0123456789")
+    found = counters.lines("8k", NAMES, counters.rows_of(written(NAMES)), "0123456789")
+    both, one = (x.extra | {"time_ms": x.time_ms, "commit": x.commit} for x in found)
     assert one["kernel"] == "8k: interval_forward, sliding"
     assert (one["time_ms"], one["tensor_pipe_percent"], one["commit"]) == (2, 20, "0123456")
     assert both["kernel"] == "8k: dkv_partials, dkv: selected (2 launches)"

@@ -1,6 +1,5 @@
 """bench.gpu_tests: the age of the last run of GPU tests."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,8 @@ def age(tmp_path, monkeypatch):
                 "failed": failed,
                 "gpus": gpus[0] if gpus else 1,
             }
-            records.append_lines(tmp_path / f"card{i % 2}" / gpu_tests.KEPT, [line])
+            path = tmp_path / f"card{i % 2}" / gpu_tests.KEPT
+            records.append(path, [records.record("gpu_tests", **line)])
         return gpu_tests.age()
 
     return of
@@ -72,5 +72,5 @@ def test_the_command_says_the_age_of_this_checkout():
 
 def test_every_record_is_whole():
     for path in records.FOLDER.glob(f"*/{gpu_tests.KEPT}"):
-        for where, line in records.read_lines(path):
-            assert line["commit"] and line["passed"] > 0, f"{where}: {json.dumps(line)}"
+        for where, line in records.placed(path):
+            assert line.commit and line.extra["passed"] > 0, f"{where}: {line}"

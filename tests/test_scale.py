@@ -1,11 +1,9 @@
 """Scaling over devices: counts, the model, what is refused, how the command ends."""
 
-import json
-
 import pytest
 
 from bench import scale
-from bench.harness import exit_status, scale_model
+from bench.harness import exit_status, records, scale_model
 from bench.harness.scale_problem import Problem, judged
 from nsa_core.config import NSAConfig
 
@@ -127,7 +125,7 @@ def test_how_it_ends(rows, reason, status, flags_of, monkeypatch, tmp_path, caps
     found = lambda problems, size: ([x for x in rows if x["devices"] == size], reason)
     monkeypatch.setattr(scale, "measured", found)
     assert scale.main([]) == status
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = records.flat_lines(out)
     assert [line["devices"] for line in lines] == [x["devices"] for x in rows]
     if status == exit_status.OK:
         assert lines[1]["tokens_s_device"] == 1024 / 5.0 / 2 * 1e3

@@ -352,7 +352,10 @@ def damaged(change):
         ("", "bad.jsonl: holds no records"),
         (damaged(lambda line: line[: len(line) // 2]), "bad.jsonl:1: not a whole JSON line"),
         (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": NaN')), "time_ms"),
-        (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": -1.0')), "positive"),
+        (
+            damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": -1.0')),
+            "time_ms must",
+        ),
         (damaged(lambda line: line.replace('"T": 512', '"T": "x"')), "bad.jsonl:1: T must"),
         ("\x80\n", "bad.jsonl:1: not a whole JSON line"),
     ],

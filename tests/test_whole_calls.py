@@ -1,12 +1,10 @@
 """bench.whole_calls: which times it takes of which problem, and that a replay is checked."""
 
-import json
-
 import pytest
 import torch
 
 from bench import against, whole_calls
-from bench.harness import exit_status, timing
+from bench.harness import exit_status, records, timing
 from tests import pretend
 
 
@@ -45,7 +43,7 @@ def run(*words) -> int:
 def test_lines_of_every_row(posed, tmp_path):
     out = tmp_path / "variants.jsonl"
     assert run(f"--out={out}", "--commit=0123456789") == exit_status.OK
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = records.flat_lines(out)
     found = {(x["variant"], x["shape"]): x["time_ms"] for x in lines}
     rested = {f"{p.name}, after 50 ms of rest" for p in against.EAGER}
     names = rested | {p.name for p in against.ROWS}
@@ -62,7 +60,7 @@ def test_a_replay_with_other_bits_is_wrong(posed, tmp_path, capsys):
     out = tmp_path / "variants.jsonl"
     assert run(f"--out={out}", "--only=8k") == exit_status.WRONG
     assert "8k, graph, forward: other bits" in capsys.readouterr().out
-    names = {json.loads(line)["variant"] for line in out.read_text().splitlines()}
+    names = {line["variant"] for line in records.flat_lines(out)}
     assert names == {"8k", "8k, after 50 ms of rest"}
 
 

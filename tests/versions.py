@@ -140,9 +140,8 @@ def run(name: str, keep: bool) -> dict[str, Any]:
     status = subprocess.run(command, cwd=ROOT).returncode
     return {
         "name": name,
-        "time": records.utc_now(),
-        **{key: records.environment()[key] for key in ("commit", "dirty")},
-        "status": status,
+        "commit": records.environment()["commit"],
+        "exit": status,
         "install_minutes": round((installed - begin) / 60, 1),
         "test_minutes": round((time.monotonic() - installed) / 60, 1),
         "versions": versions(python),
@@ -190,9 +189,9 @@ def main() -> int:
     for name in options.names:
         found.append(run(name, options.keep))
         if options.save_records:
-            records.append_lines(KEPT, found[-1:])
+            records.append(KEPT, [records.record("versions", **found[-1])])
     print(doc_tables.versions_table(found))
-    return int(any(each["status"] for each in found if each["name"] != "pre-release"))
+    return int(any(each["exit"] for each in found if each["name"] != "pre-release"))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class Results:
 
         `beside`: it is what others are compared with, and not what the command is about.
         """
-        record = record_of(self.bench, self.commit, **fields)
+        record = records.record(self.bench, self.commit, **fields)
         self.keep([record], beside)
         return record
 
@@ -247,12 +247,6 @@ class Results:
                 file=sys.stderr,
             )
         return status
-
-
-def record_of(bench: str, commit: str | None, **fields: Any) -> Record:
-    """A record of `bench.<bench>` as of now; `commit`: as `--commit` says."""
-    fields |= {"bench": bench, "time": records.utc_now(), **records.environment(commit)}
-    return Record(**fields)
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

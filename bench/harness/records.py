@@ -1,6 +1,7 @@
 """One measurement is one JSON line; every table, plot and threshold derives from these lines.
 
-`Record` lists the fields. `append` writes them, `read` checks every line that it returns, so
+`Record` lists the fields: of attention, its problem, times and errors; whatever else a command
+says is in `extra`. A line has the fields that are not as by default. `read` checks every line, so
 that a damaged file is reported with its name and line instead of becoming a number.
 """
 
@@ -9,15 +10,15 @@ import datetime
 import errno
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
-import types
-import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
+
+import pydantic
+from pydantic import Field
 
 from nsa_core import config_files
 from nsa_core.extras import version
@@ -25,36 +26,38 @@ from nsa_core.extras import version
 from ..judge.parity import SLOPE
 from . import process
 
-SCHEMA = 1
 FOLDER = process.ROOT / "bench" / "records"
 FP8_RECORDS = "fp8/compare.jsonl"  # in the folder of a device
-Status = Literal["ok", "wrong", "oom", "unsupported", "error"]
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+type Milliseconds = Annotated[float, Field(gt=0)] | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class Record:
     """A measurement, or why there is none. Lengths in tokens, times in milliseconds."""
 
+    schema: Literal[2] = 2
     bench: str  # which command measured
-    framework: Literal["jax", "torch"]
-    branch: Literal["compressed", "scores", "selected", "sliding", "combine", "all", "dense"]
-    implementation: str  # what ran, not what was asked for
-    mode: Literal["forward", "fwdbwd", "backward", "decode"]
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    dtype: str
-    config: dict[str, Any]  # the fields of NSAConfig
-    input: str  # random, text, ...
+    framework: Literal["jax", "torch", ""] = ""
+    # What of attention: compressed, scores, selected, sliding, combine, all, dense.
+    branch: str = ""
+    implementation: str = ""  # what ran, not what was asked for
+    mode: str = ""  # forward, fwdbwd, backward, decode
+    B: int = 0
+    T: int = 0
+    S: int = 0
+    H: int = 0
+    Hkv: int = 0
+    D: int = 0
+    Dv: int = 0
+    dtype: str = ""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of NSAConfig
+    input: str = ""  # random, text, ...
     input_sha256: str | None = None  # of the corpus bytes that were read
     overlap: float | None = None  # mean share of selected blocks that neighbours have in common
-    time_ms: float | None = None  # median
-    p20_ms: float | None = None
-    p80_ms: float | None = None
+    time_ms: Milliseconds = None  # median
+    p20_ms: Milliseconds = None
+    p80_ms: Milliseconds = None
     samples: int = 0
     timer: str | None = None  # host, cuda_events, ...
     useful_flops: int | None = None
@@ -73,7 +76,7 @@ class Record:
     rows_checked: int | None = None  # query positions of each sequence that parity looked at
     rows_differ: int | None = None  # rows whose selection differs from the oracle's own
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one bench adds
-    status: Status = "ok"
+    status: Literal["ok", "wrong", "oom", "unsupported", "error", "timeout"] = "ok"
     reason: str = ""
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     device: str = "cpu"
@@ -81,7 +84,16 @@ class Record:
     commit: str | None = None
     dirty: bool | None = None
     time: str = ""  # UTC
-    schema: int = SCHEMA
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.status != "ok" and not self.reason:
+            raise ValueError(f"status {self.status} needs a reason")
+        if self.branch and self.status == "ok":
+            timed = self.time_ms, self.p20_ms, self.p80_ms
+            if None in timed or self.samples < 1:
+                raise ValueError(f"status ok needs times and samples, got {timed}")
+        return self
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
@@ -112,18 +124,29 @@ def times_of(row: Any) -> tuple[float, float, float] | None:
     return None if row.status != "ok" or None in times else times
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Record)}
-KINDS = typing.get_type_hints(Record)
-# Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"extra", "error_rms", "error_rms_bound", "slope"})
+FIELDS = tuple(field.name for field in dataclasses.fields(Record))
+_EMPTY = dataclasses.asdict(Record(bench=""))
+_ALWAYS = frozenset({"schema", "bench", "status"})  # in every line
+
+
+def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
+    """A record of `bench.<bench>` as of now: what is no field of records is in `extra`.
+
+    `commit`: as `environment` takes it.
+    """
+    found: dict[str, Any] = {"bench": bench, "time": utc_now()} | environment(commit) | values
+    extra = {name: found.pop(name) for name in found.keys() - set(FIELDS)}
+    found["extra"] = found.get("extra", {}) | extra
+    return Record(**found)
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
-    """Adds one line per record, all in one write, to the file at `path`."""
-    lines = [dataclasses.asdict(record) for record in records]
-    for line in lines:
-        _check(line, "record")
-    append_lines(path, lines)
+    """Adds one line per record, all in one write, to the file at `path` (`append_lines`)."""
+    lines = map(dataclasses.asdict, records)
+    append_lines(
+        path,
+        [{k: x for k, x in line.items() if k in _ALWAYS or x != _EMPTY[k]} for line in lines],
+    )
 
 
 def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -171,10 +194,12 @@ def _check_end(file: BinaryIO, path: Path) -> int:
     return end
 
 
-def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> dict:
-    """A line of `<device>/kernel_log/variants.jsonl`: the time of one that is not in use."""
-    about = {"kernel": kernel, "shape": shape, "variant": name, "time_ms": round(time, 3)}
-    return about | {"in_use": False, "commit": commit and commit[:7]}
+def variant(kernel: str, shape: str, name: str, time: float, commit: str | None) -> Record:
+    """Of `<device>/kernel_log/variants.jsonl`: the time of one that is not in use."""
+    what = {"kernel": kernel, "shape": shape, "variant": name, "in_use": False}
+    return Record(
+        bench="variant", time_ms=round(time, 3), commit=commit and commit[:7], extra=what
+    )
 
 
 def keep(done: Iterable[Record], name: str) -> None:
@@ -197,9 +222,29 @@ def read(path: str | Path) -> list[Record]:
 
 def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
     """The records of `read`, each after its place `<path>:<line>`."""
-    for where, data in read_lines(path):
-        _check(data, where)
-        yield where, Record(**data)
+    return ((where, checked(Record, data, where)) for where, data in read_lines(path))
+
+
+def checked[T](kind: type[T], data: Any, where: str) -> T:
+    """What `data` is, a line that was read at `where`.
+
+    Raises:
+      ValueError: it is not one of `kind`.
+    """
+    try:
+        return kind(**data)
+    except pydantic.ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, x['loc']))} {x['msg']}".strip() for x in error.errors()
+        )
+        raise ValueError(f"{where}: {faults.replace('Input should', 'must')}") from None
+    except TypeError:
+        raise ValueError(f"{where}: expected one JSON object, got {data!r:.60}") from None
+
+
+def flat_lines(path: str | Path) -> list[dict[str, Any]]:
+    """What each line says, of a record's `extra` too."""
+    return [line | line.pop("extra", {}) for _, line in read_lines(path)]
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -216,51 +261,6 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"{where}: not a whole JSON line: {error}") from None
             yield where, data
-
-
-def _check(data: Any, where: str) -> None:
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected one JSON object, got {type(data).__name__}")
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
-    check_fields(data, KINDS, OPTIONAL, where)
-    timed = [data["time_ms"], data["p20_ms"], data["p80_ms"]]
-    if any(ms is not None and ms <= 0 for ms in timed):
-        raise ValueError(f"{where}: times must be positive, got {timed}")
-    if data["status"] == "ok" and (None in timed or data["samples"] < 1):
-        raise ValueError(f"{where}: status ok needs times and samples, got {timed}")
-    if data["status"] != "ok" and not data["reason"]:
-        raise ValueError(f"{where}: status {data['status']} needs a reason")
-
-
-def check_fields(
-    data: Mapping[str, Any], kinds: Mapping[str, Any], optional: Collection[str], where: str
-) -> None:
-    """Refuses fields that are missing, unknown or of another type than `kinds` say."""
-    missing = kinds.keys() - data.keys() - set(optional)
-    unknown = data.keys() - kinds.keys()
-    if missing or unknown:
-        raise ValueError(
-            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
-        )
-    for name, kind in kinds.items():
-        if name in data and not is_a(data[name], kind):
-            raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
-
-
-def is_a(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a field's type; a number must be finite."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        return value in typing.get_args(kind)
-    if origin is types.UnionType:
-        return any(is_a(value, option) for option in typing.get_args(kind))
-    if kind is float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return number and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, origin or kind)
 
 
 def folder_of(device: str) -> Path:

@@ -101,7 +101,7 @@ def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., 
 def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
     """As `scale_ranks.Measured.parity`."""
     if mesh.size == 1 or not problem.judged:
-        return {"error_rms": None}
+        return {"errors": None}
     whole = jax.jit(lambda: _drawn(problem))()
     config = problem.config
     indices = nsa_jax.select_blocks(

@@ -78,7 +78,7 @@ def judged(
     """
     floor = ROUNDINGS * float(ml_dtypes.finfo(problem.dtype).eps)
     bad = {n: x for n, x in errors.items() if not x <= TIMES_ALONE * alone[n] + floor}
-    found = {"error_rms": dict(errors), "error_rms_of_one": dict(alone)}
+    found = {"errors": dict(errors), "errors_of_one": dict(alone)}
     if bad:
         found |= {
             "status": "wrong",
@@ -95,7 +95,7 @@ def judged_rows(problem: Problem, errors: Mapping[str, float], stray: bool) -> d
     """
     eps = max(float(ml_dtypes.finfo(problem.dtype).eps), FLOAT32_SUMS)
     bad = {n: x for n, x in errors.items() if not x <= eps}
-    found: dict[str, Any] = {"error_rms": dict(errors), "rows_checked": True}
+    found: dict[str, Any] = {"errors": dict(errors), "on_some_rows": True}
     if bad:
         found |= {"status": "wrong", "reason": f"farther than {eps:.2g} from the oracle: {bad}"}
     if stray:

@@ -140,7 +140,7 @@ class Measured:
         error of arithmetic."""
         problem = self.problem
         if self.size == 1 or not problem.judged:
-            return {"error_rms": None}
+            return {"errors": None}
         whole = self.whole()
         compressed = nsa_torch.compress(whole[1], **self.packed)
         indices = nsa_torch.select_blocks(whole[0], compressed, **self.packed)

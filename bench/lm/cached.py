@@ -123,10 +123,9 @@ def main(argv: Sequence[str]) -> int:
     sizes = spec.model(MODEL.value, "nsa", gate="head")
     model = trained(sizes, batches, dtype)
     held_out = batches.evaluation(HELD_OUT.value)
-    about: dict[str, Any] = {"bench": "cached", "model": MODEL.value, "steps": STEPS.value}
+    about: dict[str, Any] = {"model": MODEL.value, "steps": STEPS.value}
     about |= {"length": LENGTH.value, "seed": SEED.value, "input_sha256": batches.sha256}
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
-    about |= records.environment(COMMIT.value)
     print("| cache | loss | above | copied |\n| --- | --- | --- | --- |")
     tokens = [batch.tokens for batch in held_out]
     for i, batch in enumerate(held_out):
@@ -147,7 +146,8 @@ def main(argv: Sequence[str]) -> int:
         numbers = (markdown.number(x, ".4f") for x in (loss, loss - first, copied))
         print(markdown.line([name, *numbers]), flush=True)
         if OUT.value is not None:
-            records.append_lines(OUT.value, [about | line])
+            made = records.record("cached", COMMIT.value, **about, **line)
+            records.append(OUT.value, [made])
     return 0
 
 

@@ -166,8 +166,8 @@ def main(argv: Sequence[str]) -> int:
     dense.to(device)
     for _ in train(dense, learned[:first], preset, preset.lr):
         pass
-    about: dict[str, Any] = {"bench": "converted", "seed": SEED.value, "input_sha256": sha256}
-    about |= {"preset": dataclasses.asdict(preset)} | records.environment(COMMIT.value)
+    about: dict[str, Any] = {"seed": SEED.value, "input_sha256": sha256}
+    about |= {"preset": dataclasses.asdict(preset)}
     print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
                     continue
                 found = held_out(model, held, reach)
                 line = about | {"run": run, "step": step, **found}
-                records.append_lines(path, [line])
+                records.append(path, [records.record("converted", COMMIT.value, **line)])
                 cells = run, step, *(f"{x:.4f}" for x in found.values())
                 print(markdown.line(map(str, cells)), flush=True)
     return 0

@@ -5,18 +5,18 @@ takes the place of an earlier one.
 """
 
 import dataclasses
-import functools
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import pydantic
 
 from ..harness import records
 
 SCHEMA = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Line:
     """What every line has. `implementation` is what ran: of NSA that of the forward pass."""
 
@@ -30,7 +30,7 @@ class Line:
         return f"{self.framework}-{self.attention}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Header(Line):
     """What a run is, before its first step."""
 
@@ -51,7 +51,7 @@ class Header(Line):
     epochs: float | None = None  # how often the run sees a token; None: not known
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Step(Line):
     """One step; the loss is that before it, the gradient's norm that before clipping."""
 
@@ -64,7 +64,7 @@ class Step(Line):
     tokens_per_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Watch(Line):
     """What is looked at every so many steps; `layers` as of `health.Layer`, none of dense."""
 
@@ -78,7 +78,7 @@ class Watch(Line):
     layers: list[dict[str, float]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Evaluation(Line):
     """What held-out text says after `steps` steps: mean losses by name (`bench.lm.measures`)."""
 
@@ -87,7 +87,7 @@ class Evaluation(Line):
     measures: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Speed(Line):
     """What a step costs at one shape, in a run or measured alone (`--throughput`)."""
 
@@ -120,7 +120,7 @@ class Speed(Line):
         return records.times_of(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Summary(Line):
     """How a run ended."""
 
@@ -140,26 +140,11 @@ class Summary(Line):
 
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
-# Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset(
-    {
-        "parallel",
-        "epochs",
-        "devices",
-        "recall_gain",
-        "copied_gain",
-        "copied_at",
-        "hits",
-        "heads",
-    }
-)
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:
     """Adds the lines to the file at `path`, all in one write."""
     found = [{"kind": x.kind, "schema": SCHEMA, **dataclasses.asdict(x)} for x in lines]
-    for data in found:
-        _check(data, "line")
     records.append_lines(path, found)
 
 
@@ -169,23 +154,14 @@ def read(path: str | Path) -> list[Line]:
     Raises:
       ValueError: a line is damaged; the message names file and line.
     """
-    return [_check(data, where) for where, data in records.read_lines(path)]
+    return [_checked(data, where) for where, data in records.read_lines(path)]
 
 
-def _check(data: Any, where: str) -> Line:
+def _checked(data: Any, where: str) -> Line:
     """The line that `data` is."""
     if not isinstance(data, dict) or data.get("kind") not in KINDS:
         raise ValueError(f"{where}: kind must be one of {sorted(KINDS)}, got {data!r:.60}")
-    cls = KINDS[data["kind"]]
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
     values = {name: x for name, x in data.items() if name not in ("kind", "schema")}
-    records.check_fields(values, _fields(cls), OPTIONAL, where)
-    return cls(**values)
-
-
-@functools.cache
-def _fields(cls: type) -> dict[str, Any]:
-    """The type of each; to ask for those takes longer than all the rest of a line."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return records.checked(KINDS[data["kind"]], values, where)
