@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import types
+import typing
 from unittest import mock
 
 import jax
@@ -32,8 +33,8 @@ from nsa_core import flags, policy
 from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax import Branches, NSAConfig, jax_problem, paged_attend
 from nsa_jax.dispatch import REGISTRY
+from nsa_torch import autograd, fa2, functional, operators, plans, torch_ops
 from nsa_torch import dispatch as torch_dispatch
-from nsa_torch import operators, plans, torch_ops
 from nsa_torch import paged_attend as torch_paged_attend
 from tests import pretend, test_mosaic_compiled
 from tests.problems import SMALL, Case
@@ -413,6 +414,72 @@ def test_what_is_explained_is_what_runs(monkeypatch):
         wants.requires_grad_(False)
 
 
+def tensors():
+    """Arguments of `attention`, by name."""
+    shapes = {"query": (4, 8), "key": (2, 8), "value": (2, 8), "gates": (4, 3)}
+    return {name: torch.zeros(1, 20, *shape) for name, shape in shapes.items()}
+
+
+def test_names_and_refusals_in_torch():
+    names, doubles = Branches("sdpa", "fa2", "sdpa"), (x.double() for x in tensors().values())
+    with pytest.raises(NotImplementedError, match="FA-2 needs CUDA tensors, got cpu"):
+        nsa_torch.attention(**tensors(), config=SMALL, implementation=names)
+    with pytest.raises(NotImplementedError, match="jax_enable_x64"):
+        nsa_torch.attention(*doubles, config=SMALL, implementation="jax")
+    plan = nsa_torch.explain(*[*tensors().values()][:3], config=SMALL)
+    assert [c.step for c in plan] == ["compressed", "scores", "selected", "sliding"]
+    assert {c.implementation for c in plan} == {"sdpa"}
+    assert all(list(c.refused) == ["mosaic", "triton", "fa2"] for c in plan)
+    for module, registry in ((nsa_jax.api, REGISTRY), (functional, REGISTRIES["torch"])):
+        assert registry.names() == typing.get_args(module.Name.__value__)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"D": 192}, None),
+        ({"dtype": "float32"}, "float32"),
+        ({"D": 264}, "D=264"),
+        ({"Dv": 12}, "Dv=12"),
+        ({"platform": "cpu"}, "cpu"),
+        ({"B": 40000}, "65535"),
+        ({"capability": (7, 5)}, "7.5"),
+    ],
+)
+def test_fa2_says_why_not(changes, reason, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)  # it packs without Triton
+    found = fa2.why_not(pose("selected", 64, **{"capability": (9, 0)} | changes))
+    assert found is None if reason is None else reason in found
+    assert fa2.library().startswith(("flash_attn ", "torch "))
+
+
+def test_too_many_sequences_for_one_call_of_fa2_are_refused():
+    query, bounds = torch.zeros(1, 70000, 1, 8), torch.arange(70001)
+    options = dict(config=SMALL, kv_len=70000, cu_seqlens=bounds)
+    with pytest.raises(NotImplementedError, match="at most 65535 sequences"):
+        fa2.sliding_attention(query, query, query, **options)
+
+
+def test_the_whole_attention_is_one_jax_call(monkeypatch):
+    first = lambda function, *rest: function
+    calls, x = pretend.calls_of(monkeypatch, autograd.dlpack, "call_jax", first), tensors()
+    x["query"].requires_grad_()
+    for _ in range(2):
+        nsa_torch.attention(**x, config=SMALL, implementation="jax").sum().backward()
+    assert len(calls) == 4
+    assert calls[2:] == calls[:2]  # and the compiled functions are used again
+
+
+def test_attention_computes_no_log_sum_exp(monkeypatch):
+    """SDPA would need a second product for it."""
+    monkeypatch.setattr(torch.Tensor, "logsumexp", None)
+    query, key, value, gates = tensors().values()
+    nsa_torch.attention(query, key, value, gates, config=SMALL)
+    with pytest.raises(TypeError, match="NoneType"):
+        nsa_torch.sliding_attention(query, key, value, config=SMALL)
+
+
 def test_a_problem_names_its_device(monkeypatch):
     """JAX is asked about its default device, not the first, which may be of another kind."""
     at = lambda x=np.zeros((1, 8, 2, 4)): jax_problem.problem_of(x, 1, 8, 4, SMALL, False)
@@ -425,10 +492,13 @@ def test_a_problem_names_its_device(monkeypatch):
         with jax.default_device(default):
             assert (at().device, at().capability) == known
     pretend.gpu(monkeypatch)
+    # torch about that of the tensors, not the current one.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (8, index))
     monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
     rest = "bfloat16", (1, 8, 8, 2, 1, 4, 4), operators.numbers_of(NSAConfig()), (False,) * 3
-    for kind, expected in ((("cuda", 1), f"{GPU} 1"), (("cpu", None), None)):
-        assert torch_dispatch._problem(kind, *rest, None).device == expected
+    for kind, expected in ((("cuda", 1), (f"{GPU} 1", (8, 1))), (("cpu", None), (None, None))):
+        found = torch_dispatch._problem(kind, *rest, None)
+        assert (found.device, found.capability) == expected
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
     assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU

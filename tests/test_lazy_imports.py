@@ -82,6 +82,16 @@ else:
     raise AssertionError("implementation jax ran")
 """
 
+BACKENDS = """
+import nsa_torch, nsa_jax, jax
+assert nsa_torch.NSAConfig is nsa_jax.NSAConfig
+assert nsa_torch.Branches is nsa_jax.Branches
+import torch; x = torch.zeros(1, 40, 2, 8)
+nsa_torch.attention(x, x, x, torch.zeros(1, 40, 2, 3))
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+
 COMPILED = """
 import torch, nsa_torch
 inputs = [torch.randn(1, 70, *shape) for shape in ((4, 16), (2, 16), (2, 16), (4, 3))]
@@ -97,6 +107,7 @@ torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
         pytest.param(PLANS, id="what plans imports no framework"),
         pytest.param(NAMES, id="public names are there after the import"),
         pytest.param(TORCH, id="portable paths of torch need no JAX"),
+        pytest.param(BACKENDS, id="calls of torch start no backend of JAX"),
         pytest.param(COMPILED, id="an implementation is imported by a call that is compiled"),
     ],
 )

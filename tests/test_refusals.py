@@ -574,6 +574,28 @@ ONE = {
         ],
     ],
     "torch": [
+        ("attention packed", {"cu_seqlens": zeros(2)}, "cu_seqlens must have dtype in "),
+        ("attention packed", {"cu_seqlens": ints(0)}, "cu_seqlens must have num_seqs + 1 >= 2"),
+        (
+            "attention",
+            {"cu_seqlens": ints(0, 0)},
+            "query must be one row, B=1, where cu_seqlens are given, got B=2",
+        ),
+        (
+            "attention packed",
+            {"key": zeros((1, 30, 2, 8)), "value": zeros((1, 30, 2, 8))},
+            "query must be as long as key where cu_seqlens are given, got T=20 and S=30",
+        ),
+        (
+            "select_blocks packed",
+            {"kv_len": 20},
+            "kv_len must be None where cu_seqlens are given, got both",
+        ),
+        (
+            "attention",
+            {"value": torch.zeros(2, 20, 2, 8, device="meta")},
+            "value must be on the device of query, cpu, got meta",
+        ),
         # Where dtypes have the same name, it is not the dtype that is wrong.
         *[
             (call, {x: numpy(y)}, f"{x} must be a torch tensor, got a numpy.ndarray")
