@@ -68,11 +68,18 @@ def check_shell(text: str, bench: bool = False) -> None:
         assert all(flag[2:].partition("=")[0] in oneshot.FLAGS for flag in flags), flags
 
 
-def check_task(task: dict, cloud: str, text: str) -> None:
+def test_there_is_a_task_for_each_cloud():
+    assert {path.stem for path in SKY} == set(MADE)
+    assert all(f"`{name}`" in README for name in MADE)
+
+
+@pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
+def test_a_task_is_whole_and_limited(path):
+    text = path.read_text()
+    task = yaml.safe_load(text)
     assert set(task) <= TASK_KEYS, set(task) - TASK_KEYS
-    resources = task["resources"]
+    resources, (cloud, gpu) = task["resources"], MADE[path.stem]
     assert set(resources) <= RESOURCE_KEYS, set(resources) - RESOURCE_KEYS
-    cloud, gpu = MADE[cloud]
     assert resources.get("infra") == cloud and resources["accelerators"] == f"{gpu}:1"
     assert resources["use_spot"] is False
     if cloud in NO_AUTOSTOP:
@@ -86,17 +93,6 @@ def check_task(task: dict, cloud: str, text: str) -> None:
     )
     check_shell(task["setup"])
     check_shell(task["run"], bench=True)
-
-
-def test_there_is_a_task_for_each_cloud():
-    assert {path.stem for path in SKY} == set(MADE)
-    assert all(f"`{name}`" in README for name in MADE)
-
-
-@pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
-def test_a_task_is_whole_and_limited(path):
-    text = path.read_text()
-    check_task(yaml.safe_load(text), path.stem, text)
 
 
 def test_tasks_do_the_same():
@@ -115,7 +111,8 @@ def commands(run: str) -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
-def check_training(task: dict) -> None:
+@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
+def test_a_training_task_starts_its_processes(path):
     """A task of several nodes has limits, and every process it starts can be started so."""
     from absl import flags
     from torch.distributed.run import get_args_parser
@@ -123,6 +120,7 @@ def check_training(task: dict) -> None:
     from bench import train
     from bench.lm import config_file
 
+    task = yaml.safe_load(path.read_text())
     assert set(task) <= TASK_KEYS and task["num_nodes"] >= 2
     resources = task["resources"]
     assert set(resources) <= RESOURCE_KEYS and resources["use_spot"] is False
@@ -157,11 +155,6 @@ def check_training(task: dict) -> None:
     if not program.endswith("torchrun"):
         told = parallel.coordinator, parallel.processes, parallel.process
         assert told == ("10.0.0.1:29500", 2, 1)
-
-
-@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
-def test_a_training_task_starts_its_processes(path):
-    check_training(yaml.safe_load(path.read_text()))
 
 
 def test_training_tasks_differ_in_the_run_alone():

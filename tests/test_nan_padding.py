@@ -9,9 +9,7 @@ import pytest
 import torch
 from flax import nnx
 
-import nsa_jax
 import nsa_torch
-from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
@@ -206,39 +204,3 @@ def test_a_cache_of_transformers_that_was_reset(kind):
             yield out[mask[:, part] > 0]
 
     check(outputs)
-
-
-PARAMETERS = {
-    "pool": (PoolParams, [(8, 8)]),
-    "mlp": (MLPParams, [(8, 8), (64, 3), (3,), (3, 8), (8,)]),
-    "rotated": (RopeMLPParams, [(8, 8), (64, 3), (3,), (3, 8), (8,), (4,)]),
-}
-
-
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_parameters_of_compression(kind):
-    """Of packed rows: padding behind the sequences, before them (in JAX), and alone."""
-    made, shapes = PARAMETERS[kind]
-    params = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-    rows = np.concatenate([SEGMENTS, SEGMENTS[:, ::-1], np.full_like(SEGMENTS, -1)])
-
-    def given(number):
-        x = normal(3, LENGTH, 2, 8)
-        x[rows < 0] = number
-        return x
-
-    def of_torch(number):
-        leaves = [torch.from_numpy(p).requires_grad_() for p in params]
-        x = torch.from_numpy(given(number))
-        pairs = (x[:1], BORDERS), (x[2:], 0 * BORDERS)
-        compress = functools.partial(nsa_torch.compress, config=SMALL)
-        return gradients([compress(y, made(*leaves), cu_seqlens=z) for y, z in pairs], *leaves)
-
-    @jax.jit
-    @jax.grad
-    def gradient(params, x):
-        y = nsa_jax.compress(x, made(*params), config=SMALL, segment_ids=jnp.asarray(rows))
-        return (y**2).sum()
-
-    check(of_torch)
-    check(lambda number: gradient(params, given(number)))

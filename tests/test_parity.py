@@ -197,7 +197,9 @@ def compressed_by(name, kind, config, documents, x, params, weight):
     return both(to_jax(weight), ids if ids is None else to_jax(ids), *map(to_jax, (x, *params)))
 
 
-@pytest.mark.parametrize("documents", [None, (1, 20, 0, 7, 43, 8)], ids=["", "documents"])
+@pytest.mark.parametrize(
+    "documents", [None, (1, 20, 0, 7, 43, 8), (0,)], ids=["", "documents", "padding alone"]
+)
 @pytest.mark.parametrize("phi", PHI)
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_gradcheck_of_compress(name, phi, documents, rng):
