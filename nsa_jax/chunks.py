@@ -51,32 +51,22 @@ def _forward(body, count, arrays, shared):
 def _backward(body, count, saved, grads):
     arrays, shared = saved
     length = arrays[0].shape[1]
-    moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
     totals = tuple(lax.full_like(x, 0, wide(x.dtype)) for x in shared)
     widened = tuple(x.astype(wide(x.dtype)) for x in shared)
 
     def step(totals, chunk):
         parts, part_grads = chunk
-
-        def of_floats(floats, shared):
-            supply = iter(floats)
-            pairs = zip(moving, parts, strict=True)
-            return body(*(next(supply) if moves else x for moves, x in pairs), *shared)
-
-        floats = tuple(x for moves, x in zip(moving, parts, strict=True) if moves)
-        pull_back = jax.vjp(of_floats, floats, widened)[1]
-        float_grads, shared_grads = pull_back(part_grads)
-        totals = tuple(a + b for a, b in zip(totals, shared_grads, strict=True))
-        return totals, float_grads
+        found = jax.vjp(body, *parts, *widened)[1](part_grads)
+        totals = tuple(a + b for a, b in zip(totals, found[len(parts) :], strict=True))
+        of_parts = found[: len(parts)]
+        return totals, tuple(None if x.dtype == jax.dtypes.float0 else x for x in of_parts)
 
     if count == 1:
-        totals, float_grads = step(totals, (arrays, grads))
+        totals, array_grads = step(totals, (arrays, grads))
     else:
         chunks = _split((arrays, grads), count)
-        totals, float_grads = lax.scan(step, totals, chunks)
-        float_grads = jax.tree.map(lambda x: _join(x, length), float_grads)
-    supply = iter(float_grads)
-    array_grads = tuple(next(supply) if moves else None for moves in moving)
+        totals, array_grads = lax.scan(step, totals, chunks)
+        array_grads = jax.tree.map(lambda x: _join(x, length), array_grads)
     pairs = zip(totals, shared, strict=True)
     return array_grads, tuple(total.astype(x.dtype) for total, x in pairs)
 

@@ -37,18 +37,13 @@ def _whole(*arrays, mode, **static):
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
     """Gradients of what is floating in `arrays`, from those of the first outputs."""
-    moving = [
-        x is not None and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in arrays
-    ]
 
-    def of_floats(*floats):
-        supply = iter(floats)
-        pairs = zip(moving, arrays, strict=True)
-        out = function(*(next(supply) if moves else x for moves, x in pairs))
+    def outputs(*arrays):
+        out = function(*arrays)
         return [out] if isinstance(out, jax.Array) else [*out][: len(grads)]
 
-    floats = [x for moves, x in zip(moving, arrays, strict=True) if moves]
-    return jax.vjp(of_floats, *floats)[1]([*grads])
+    found = jax.vjp(outputs, *arrays)[1]([*grads])
+    return tuple(x for x in jax.tree.leaves(found) if x.dtype != jax.dtypes.float0)
 
 
 @functools.lru_cache(maxsize=256)
