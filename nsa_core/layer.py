@@ -357,6 +357,7 @@ class LayerSpec:
                 )
 
 
+FIELDS = frozenset(x.name for x in dataclasses.fields(LayerSpec))
 # What a layer is made of where its sizes come as an `NSAConfig`: docs/quality.md says why.
 RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 

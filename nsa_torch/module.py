@@ -156,38 +156,13 @@ class NSAAttention(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
+        given = {name: x for name, x in locals().items() if name in layer.FIELDS}
         super().__init__()
         if context_mesh is not None:
             check_mesh(context_mesh)
         check_layout(context_layout)
         self.context_mesh, self.context_layout = context_mesh, context_layout
-        self.spec = spec = spec_of(
-            config,
-            dim=dim,
-            n_heads=n_heads,
-            n_kv_groups=n_kv_groups,
-            d_k=d_k,
-            d_v=d_v,
-            l=l,
-            d=d,
-            l_sel=l_sel,
-            n_sel=n_sel,
-            w=w,
-            phi=phi,
-            phi_hidden=phi_hidden,
-            kv=kv,
-            gate=gate,
-            gate_hidden=gate_hidden,
-            gate_temp=gate_temp,
-            gate_bias=gate_bias,
-            rope_base=rope_base,
-            rope_scale=rope_scale,
-            num_initial=num_initial,
-            num_local=num_local,
-            bias=bias,
-            rope_scaling=rotation.scaling(rope_scaling),
-            qk_norm_eps=qk_norm_eps,
-        )
+        self.spec = spec = spec_of(config, **given)
         if rope_impl != "llama":
             raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
         self.implementation = _seed_switches(implementation, use_flash, use_triton_sel)
