@@ -3,4 +3,5 @@
 import pytest
 import torch
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -13,6 +13,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from nsa_torch import fa2
+from tests.devices import needs_gpu
 from tests.oracles.nsa import BRANCHES
 from tests.problems import CASES, STEP_NAMES, Problem, array, moved
 
@@ -217,12 +218,13 @@ PATHS |= {
 }
 GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
 ON_GPU = [x for x in CASES if x.startswith("gpu: ")]
+ANY_ON_GPU = [x for x in ON_GPU if "any blocks" in x]
+HOPPER = GPU | {"marks": (pytest.mark.gpu, needs_gpu)}
 WHOLE_ON_GPU = "gpu: few blocks of many", "gpu: documents"
 PATHS |= {
     "cuda torch sdpa": torch_path("sdpa", WHOLE_ON_GPU, ON_GPU, **GPU),
     "cuda torch fa2": torch_path("fa2", WHOLE_ON_GPU, ON_GPU, of_lse=False, **GPU),
     "cuda torch jax": torch_path("jax", WHOLE_ON_GPU, WHOLE_ON_GPU, **GPU),
-    "cuda torch triton": torch_path(
-        "triton", (), [x for x in ON_GPU if "any blocks" in x], **GPU
-    ),
+    "cuda torch triton": torch_path("triton", (), ANY_ON_GPU, **GPU),
+    "cuda torch mosaic": torch_path("mosaic", (), ANY_ON_GPU, **HOPPER),
 }

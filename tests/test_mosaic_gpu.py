@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 from kernels_pallas.specs import scores, work_items
 from nsa_core.config import NSAConfig
 from tests import pretend
+from tests.devices import needs_gpu
 from tests.inputs import PAPER, Case, call, posed, problem
 from tests.limits import set_limits
 from tests.mosaic_checks import (
@@ -33,13 +33,7 @@ from tests.mosaic_checks import (
 )
 from tests.oracles.nsa import BRANCHES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 MIDDLE = NSAConfig(num_selected=8, window=200)
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 32, 64)

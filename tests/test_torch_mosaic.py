@@ -36,6 +36,7 @@ from nsa_torch import (
 from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
 from tests import planned, pretend, stand_in_kernels
+from tests.devices import HOPPER
 from tests.inputs import PAPER, SMALL, Case, posed
 from tests.limits import set_limits
 from tests.reach import NUMBERS, check_torch
@@ -113,9 +114,14 @@ TOKENS = Case(*SIZES, B=1, config=FEW, dtype="bfloat16")
 @pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
 @pytest.mark.usefixtures("interpreted")
 def test_every_step(case):
+    check_every_step(case, "cpu")
+
+
+def check_every_step(case, device):
+    """Output, log-sum-exp and gradients of each branch, and the selection."""
     for branch in BRANCHES:
-        check_branch(case, branch, "mosaic")
-    check_selection(case, "mosaic")
+        check_branch(case, branch, "mosaic", device)
+    check_selection(case, "mosaic", device)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
@@ -637,27 +643,6 @@ ON_GPU = (
     Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
 )
 PACKED_ON_GPU = ON_GPU[4]
-SEVEN_HUNDRED = Case(
-    700,
-    700,
-    B=1,
-    H=8,
-    Hkv=2,
-    D=64,
-    Dv=64,
-    config=dataclasses.replace(PAPER, num_selected=11),
-    dtype="bfloat16",
-)
-ANY_BLOCKS = (
-    SEVEN_HUNDRED,
-    dataclasses.replace(SEVEN_HUNDRED, H=2),
-    dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
-    dataclasses.replace(SEVEN_HUNDRED, T=350),
-    dataclasses.replace(SEVEN_HUNDRED, segments=(300, 1, 380, -19)),
-)
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == capability.HOPPER
-by_case = pytest.mark.parametrize("case", ON_GPU, ids=str)
 
 
 @pytest.fixture
@@ -674,35 +659,15 @@ def gpu(function):
 
 
 @gpu
-@by_case
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_sel_cuda_gpu(case):
-    """Selected attention: output, log-sum-exp and gradients."""
-    check_branch(case, "selected", "mosaic", "cuda")
-
-
-@gpu
-@by_case
-@pytest.mark.parametrize("branch", [name for name in BRANCHES if name != "selected"])
-def test_branch_on_gpu(case, branch):
-    check_branch(case, branch, "mosaic", "cuda")
-
-
-@gpu
-@pytest.mark.parametrize("case", ANY_BLOCKS, ids=str)
-def test_any_blocks_in_any_order_on_gpu(case):
-    check_branch(case, "selected", "mosaic", "cuda", "any")
+    check_every_step(case, "cuda")
 
 
 @gpu
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_what_nan_reaches_on_gpu(branch):
     check_torch(posed(REACH_ON_GPU), branch, "mosaic", "cuda")
-
-
-@gpu
-@by_case
-def test_selection_on_gpu(case):
-    check_selection(case, "mosaic", "cuda")
 
 
 @gpu
