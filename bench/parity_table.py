@@ -39,7 +39,8 @@ does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory w
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
 kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. Lines that no page shows (steps
 of runs in `quality/`, `train_mlp_pe.jsonl`, `train/other_runs/`, replaced measurements) are in the
-history, at commit 8b3d42c.
+history, at commit 8b3d42c; at b2b9bee most steps of the other training runs, `against.jsonl`,
+`nvidia-h200/decode.jsonl`, the first calls of an H100 and more replaced measurements.
 
 """
 COLUMNS = (
