@@ -1,4 +1,4 @@
-"""What an NSA attention layer is, for both frameworks' modules."""
+"""The specification of an NSA attention layer, for the modules of both frameworks."""
 
 import dataclasses
 import functools
@@ -16,18 +16,18 @@ type Gate = Literal["sigmoid", "softmax", "head", "selected"]
 type Kv = Literal["separate", "shared"]
 PHI, GATES, KV = (get_args(x.__value__) for x in (Phi, Gate, Kv))
 
-# What a layer's weights alone do not tell. The names of entries of its state say it, such as
-# `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
+# The weights of a layer do not determine these. The names of entries of its state record them,
+# such as `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
 KIND = ("gate", "phi", "kv")
-# What a checkpoint that does not say it means: those older than the choice do not.
+# Values for checkpoints without a record, which are older than the choice.
 SILENT = {"kv": "separate"}
 KIND_MODULE = "kind"
-EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
-# Not stated where they have their defaults, as in checkpoints older than these names.
+EXTRA_STATE = "_extra_state"  # torch's name for state of a module that is no tensor
+# Not recorded if they have their defaults, as in checkpoints older than these names.
 UNSTATED = ("num_initial", "num_local", "bias", "kv")
-# What the tokens in a cache are made with, besides sizes.
+# The tokens in a cache depend on these, and on sizes.
 CACHED = ("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim")
-# Of the first weights alone: no part of a checkpoint.
+# Only the first weights depend on these: no part of a checkpoint.
 START = ("gate_bias",)
 
 
@@ -43,7 +43,7 @@ FIELD_OF = {
 
 
 class Unnamed(str):
-    """A default that the caller did not name: equal to the word, told apart by its type."""
+    """A default that the caller did not name: equal to the word, but of another type."""
 
 
 DEFAULT_PHI: Any = Unnamed("avg")
@@ -62,29 +62,32 @@ class LayerSpec:
       d_k, d_v: width of a query/key head (even), of a value head.
       l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
         `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
-      phi: "avg": the mean. "mlp": a learnable depthwise
-        convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
-        position embedding, of rotated keys: what it makes of a window changes with the window's
-        place in the sequence, so that a query cannot tell how far it is. "mlp_rope": the same MLP
-        of keys that are not rotated; the compressed key is, by the middle of its window, so that
-        a product with a query follows from their distance.
+      phi: the compressor.
+        "avg" is the mean.
+        "mlp" is a learnable depthwise convolution that starts as the mean.
+        "mlp_pe" is the paper's MLP with an intra-block position embedding. Its inputs are rotated
+        keys, so its result depends on the position of the window in the sequence, and a query
+        cannot determine the distance.
+        "mlp_rope" is the same MLP of unrotated keys. The compressed key is rotated by the middle
+        of its window, so that a product with a query depends on their distance.
       phi_hidden: hidden width of the MLP; None means twice the width that it compresses.
-      kv: "separate": keys and values of each branch, of projections of their own. "shared": one
-        key and one value for all branches, as dense attention has: a cache keeps a third.
-      gate: what three gates a token are made of. "head": of the layer's input by a linear map,
-        sigmoids, for each query head. "sigmoid", "softmax" (seed): of the mean rotated query by an
-        MLP, for each key/value head; softmax: the three add up to one. "selected": 0, 1, 0, of no
-        weights: the selected branch alone.
+      kv: "separate" projects keys and values for each branch. "shared" has one key and one value
+        for all branches, like dense attention, so that a cache is a third of the size.
+      gate: the source of the three gates per token.
+        "head" computes sigmoids of a linear map of the layer's input for each query head.
+        "sigmoid" and "softmax" (seed) apply an MLP to the mean rotated query of each key/value
+        head. With softmax the three gates add up to one.
+        "selected" has the constants 0, 1, 0 without weights: only the selected branch.
       gate_hidden: hidden width of that MLP; None means `d_k // 2`.
-      gate_bias: where the biases of "head" start: compressed, selected, sliding; None:
-        (-2, 2, 2). No part of what a layer is: other starts load the same checkpoints.
+      gate_bias: initial biases of "head" for compressed, selected and sliding; None means
+        (-2, 2, 2). It does not affect which checkpoints a layer loads.
       gate_temp: the gate's logits are divided by it.
       rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
         pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
-      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or its values and its `rope_type` by name;
-        None: none. `rope_scale` is then 1.
+      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or its values and its `rope_type` by name.
+        `rope_scale` is then 1.
       qk_norm_eps: epsilon of an RMSNorm of each query and each key head before the rotation, with
-        a weight a column for queries and one for the keys of all branches; None: no norm.
+        one weight per column for queries and one for the keys of all branches; None means no norm.
       bias: whether the projections of queries, keys, values and output have one.
 
     Raises:
@@ -195,17 +198,17 @@ class LayerSpec:
 
     @property
     def dense_config(self) -> NSAConfig:
-        """Of a sliding branch that is dense attention of up to `all_selected` tokens."""
+        """The sizes of a sliding branch that equals dense attention up to `all_selected` tokens."""
         return dataclasses.replace(self.config, window=self.all_selected)
 
     @functools.cached_property
     def cached(self) -> Facts:
-        """What this layer says of the tokens that it writes to a cache."""
+        """The facts about the tokens that this layer writes to a cache."""
         return tuple((name, getattr(self, name)) for name in CACHED)
 
     @property
     def rope_factor(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """The factor of rotated queries and keys."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
 
     @property
@@ -250,7 +253,7 @@ class LayerSpec:
 
     @property
     def phi_names(self) -> tuple[str, ...]:
-        """What compresses keys and values, in a layer."""
+        """The submodules of a layer that compress keys and values."""
         if self.phi == "avg":
             return ()
         kind = "conv" if self.phi == "mlp" else "mlp"
@@ -260,7 +263,7 @@ class LayerSpec:
         """Parameters of `phi` for keys and for values of a layer of this spec, in either framework.
 
         Args:
-          rates: of the keys' parameters, what pairs of columns turn by from a token to the next.
+          rates: a function from the keys' parameters to the rotation of column pairs per token.
         """
         if self.phi == "avg":
             return None, None
@@ -275,8 +278,8 @@ class LayerSpec:
         """`x` [B, T, dim] of a layer, and its cache, a `kind` of as many rows, or None.
 
         Args:
-          padding: what there is in place of a mask.
-          packed: by name, what is given only without a cache.
+          padding: the alternative to a mask, for the error message.
+          packed: by name, arguments that require the absence of a cache.
         """
         validate.array("x", x, (None, None, self.dim))
         validate.queries(x, "x", 3)
@@ -304,8 +307,8 @@ class LayerSpec:
     def as_dict(self) -> dict[str, Any]:
         """The values that differ from None and are not of the start, for a checkpoint's metadata.
 
-        Numbers of forced blocks and a bias stand in it where they are not the defaults: a
-        checkpoint that does not state them has those.
+        It contains numbers of forced blocks and a bias only if they are not the defaults: a
+        checkpoint without them has the defaults.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
@@ -316,7 +319,7 @@ class LayerSpec:
         return {name: values[name] for name in kept}
 
     def start(self) -> dict[str, Any]:
-        """The values that differ from None and say where the weights start: beside `as_dict`."""
+        """The values that differ from None and initialize weights, which `as_dict` leaves out."""
         found = {name: getattr(self, name) for name in START}
         return {name: list(value) for name, value in found.items() if value is not None}
 
@@ -333,12 +336,12 @@ class LayerSpec:
         """That the weights of a checkpoint are of a layer of this kind.
 
         Args:
-          stated: what the checkpoint says of itself; empty: nothing,
-            and its weights are taken if the caller named both.
-          where: the place in the checkpoint; named in the message.
+          stated: the record of the checkpoint. If it is empty, the weights are accepted if the
+            caller named both.
+          where: the position in the checkpoint, for the message.
 
         Raises:
-          ValueError: gate, phi or kv differ, or nobody says what the first two are.
+          ValueError: gate, phi or kv differ, or the first two are not known.
         """
         missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
         if not stated and missing:
@@ -358,7 +361,7 @@ class LayerSpec:
 
 
 FIELDS = frozenset(x.name for x in dataclasses.fields(LayerSpec))
-# What a layer is made of where its sizes come as an `NSAConfig`: docs/quality.md says why.
+# Defaults of a layer whose sizes come as an `NSAConfig`; docs/quality.md has the reasons.
 RECOMMENDED: dict[str, Any] = {"gate": Unnamed("head"), "kv": "shared"}
 
 
@@ -370,7 +373,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
         default. Its `compute_dtype` is no part of a spec.
 
     Raises:
-      ValueError: a size is given beside `config`, or as in `LayerSpec`.
+      ValueError: a size is given in addition to `config`, or as in `LayerSpec`.
     """
     named = {name: value for name, value in values.items() if value is not None}
     if config is None:
@@ -396,10 +399,10 @@ def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
 
 
 def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """What a torch state_dict says of the layer at `prefix`; removed from it. `{}`: nothing.
+    """Removes the record of the layer at `prefix` from a torch state_dict, and returns it.
 
     Raises:
-      ValueError: it says two things, or what it says cannot be read.
+      ValueError: the record contradicts itself, or cannot be read.
     """
     former = state.pop(f"{prefix}{EXTRA_STATE}", None)
     found = {} if former is None else _from_json(former, f"{prefix}{EXTRA_STATE}")

@@ -42,40 +42,40 @@ def block_attention(
 ) -> Float[Array, "B T H Dv"] | OutLse:
     """Causal attention of each query to the key blocks that it names, in one softmax.
 
-    Block `j` is the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's sequence; of
-    these the query sees those at or before its own. The queries are the last tokens. Gradients
-    reach query, key and value, through the log-sum-exp too; their sums have a fixed order on
-    `mosaic` and `triton`. Names are those of `jax.nn.dot_product_attention`.
+    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
+    sequence. The query sees those at or before its own position. The queries are the last tokens.
+    Query, key and value receive gradients, also through the log-sum-exp. Their sums have a fixed
+    order on `mosaic` and `triton`. Names are those of `jax.nn.dot_product_attention`.
 
     Args:
       query: `[B, T, H, D]`, float.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
         `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
-        for which keys and values are repeated. In any order; negative entries are empty, and
-        blocks after the query's own, or beyond the keys, are not seen. A block must not be named
+        for which keys and values are repeated. The order is free. Negative entries are empty.
+        Blocks after the query's own, or beyond the keys, are masked. A block must not be named
         twice: it would count twice.
-      block_size: tokens of a block. Kernels take multiples of 16 up to 128, larger multiples of 64
-        where these cut into 64 make up to 64 entries.
+      block_size: tokens per block. Kernels support multiples of 16 up to 128, and larger multiples
+        of 64 if a list has up to 64 parts of 64 tokens.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected`; `tail`: also the query's own block where the query is not its last
-        token, which must not be named then.
+      include: `selected`, or `tail`, which adds the query's own block unless the query is its last
+        token; lists must not name it then.
       query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None means `T`.
-      key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`; None: `S`. The
-        last valid query stands at the last valid key.
+      key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`. None means `S`.
+        The last valid query is at the last valid key.
       segment_ids: int `[B, S]` of packed rows, as of `nsa_jax.attention`; block indices are local
         to the sequence.
       return_residual: return the log-sum-exp too.
-      implementation: of `selected_attention`.
+      implementation: as in `selected_attention`.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
-      the natural log-sum-exp `[B, T, H]` in float32 besides, -inf there. A sink of logit `s` is
+      also the natural log-sum-exp `[B, T, H]` in float32, -inf there. A sink of logit `s` is
       `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
-        reads the lists (not traced, and on a CPU or where `nsa_core.debug` asks).
+      ValueError: shapes or dtypes that do not fit, or a block that is named twice, if the host
+        reads the lists (not traced, and on a CPU or under `nsa_core.debug`).
       NotImplementedError: the named implementation cannot run this.
     """
     arrays = query, key, value, block_indices
@@ -100,7 +100,7 @@ def block_attention(
         there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
         query = jnp.where(there[..., None, None], query, 0)
         block_indices = jnp.where(there[..., None, None], block_indices, -1)
-        # Of padding behind the queries: it names nothing.
+        # Padding after the queries lists no block.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
     entries = block_indices.shape[-1]
     long = entries > block_lists.MAX_ENTRIES and implementation in (None, "triton")
@@ -189,26 +189,26 @@ def paged_block_attention(
 ) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 
-    Reads the named blocks alone.
+    It reads only the named blocks.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
-        number.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
+        the same number.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
-      implementation: `triton` (kernels: GPUs from Ampere on), `xla` (gathers and a softmax), or
-        None: the first that can.
+      implementation: `triton` (GPUs since Ampere), `xla` (gathers and a softmax), or None for the
+        first that can run.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; a block that is named twice or a page that does
-        not exist, where the host reads them.
-      NotImplementedError: a gradient is wanted; the named implementation cannot run this.
+      ValueError: shapes or dtypes that do not fit, or a block that is named twice or a page that
+        does not exist, if the host reads them.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)

@@ -27,7 +27,8 @@ from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
 
-# A cache holds what is no array beside its arrays: `jit` knows it, no transform touches it.
+# A cache has static fields next to its arrays: `jit` treats them as static, and no transform
+# changes them.
 jax.tree_util.register_static(NSAConfig)
 jax.tree_util.register_static(Contents)
 
@@ -60,8 +61,8 @@ class NSACache(NamedTuple):
         return self.selected_key.shape[1]
 
     def reset(self) -> Self:
-        """The cache without tokens, which knows nothing of what they were made with: zeros, since
-        kernels multiply a tile whole, and behind the last token nothing may be NaN.
+        """The cache without tokens and without facts about them. It contains zeros, since kernels
+        multiply whole tiles, and memory after the last token must not be NaN.
         """
         return jax.tree.map(jnp.zeros_like, self)._replace(contents=UNSAID)
 
@@ -80,19 +81,19 @@ def init_cache(
     """An empty cache for `capacity` tokens; a call returns another with tokens (`NSACache`).
 
     Args:
-      batch, capacity: rows, and tokens of a row at most.
+      batch, capacity: rows, and the maximum of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: of all calls on the cache.
-      dtype: of its keys and values.
-      separate: whether each branch has keys and values of its own (`Branches`): three times the
+      config: the sizes for all calls on the cache.
+      dtype: dtype of keys and values.
+      separate: whether each branch has its own keys and values (`Branches`), which triples the
         raw tokens.
 
     Returns:
       An `NSACache` of arrays that are 0.
 
     Raises:
-      ValueError: a size that is no positive integer, no configuration, or no floating dtype of
-        `attention`.
+      ValueError: a size that is no positive integer, no configuration, or a dtype that
+        `attention` does not support.
     """
     validate.configuration(config)
     validate.in_dtype_of_query(config, "a cache")
@@ -132,19 +133,21 @@ def cached_attention(
     scale: float | None = None,
     implementation: api.Names = None,
 ):
-    """Attends from `T >= 1` tokens behind those of a cache: `(out, cache with them)`.
+    """Attends from `T >= 1` tokens after those of a cache: `(out, cache with them)`.
 
-    The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
-    size or token by token. The cache that is given is unchanged. Donate it
-    (`jax.jit(.., donate_argnames="cache")`), or XLA copies it whole; it is then gone.
+    The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
+    token by token. The given cache is unchanged. Donate it
+    (`jax.jit(.., donate_argnames="cache")`), or XLA copies it; a donated cache is invalid.
 
     Args:
-      query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
+      query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
-      compress_params: of the keys and of the values (`nsa_core.compress_params`).
-      made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
-        a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
+      config: None means the cache's. Another must have its `compress_block` and
+        `compress_stride`.
+      compress_params: compressors of keys and values (`nsa_core.compress_params`).
+      made_with: names and values of other properties of the tokens, such as
+        `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
+        parameters.
       scale, implementation: as in `attention`.
 
     Returns:
@@ -190,17 +193,17 @@ def cached_attention(
 
 
 def _unless(wrong, out):
-    """`out` with NaN in the rows that are `wrong`; within a program, so that `jax_debug_nans` asks
-    for the result alone.
+    """`out` with NaN in the rows that are `wrong`; within a program, so that `jax_debug_nans` only
+    checks the result.
     """
     return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
 
 
 def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
-    """What a cache holds once a writer has said `facts`, and which rows `[B]` that makes wrong.
+    """The contents of a cache after a write with `facts`, and the rows `[B]` that become wrong.
 
-    Who compresses by means and says no more leaves it open, so that the first step changes no
-    structure: the carry of a `scan` may begin empty. Until another writer comes these are means.
+    A writer of means without other facts leaves the contents open, so that the first step does not
+    change the structure and the carry of a `scan` may begin empty.
     """
     if contents or facts == MEANS.said:
         return contents and contents.with_facts(facts), False
@@ -228,7 +231,7 @@ def update(cache: NSACache, key: Branches, value: Branches, compress_params) -> 
         )
         return {name: x[0] for name, x in found.items()}
 
-    # Row by row, so that rows may lie on several devices.
+    # Row by row, so that rows may be on several devices.
     arrays = {name: x for name, x in given if x is not None}
     found = jax.vmap(row)(arrays, key, value, lengths)
     return cache._replace(**found, length=lengths)

@@ -50,7 +50,7 @@ def apply_rope(
 
 
 def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:
-    """What each pair of columns turns by from a position to the next, float32 `[width / 2]`."""
+    """The rotation of each column pair per position, float32 `[width / 2]`."""
     columns = np.arange(0, width, 2, dtype=np.float32)
     # The power is rounded once, as in `nsa_torch.heads`.
     found = 1 / (base ** (columns / np.float32(width)).astype(np.float64)).astype(np.float32)
@@ -89,9 +89,9 @@ class Gate(nnx.Module):
 
 
 class HeadGate(nnx.Linear):
-    """Logits of three gates a query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+    """Logits of three gates per query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
 
-    Head by head: compressed, selected, sliding.
+    The order is compressed, selected, sliding for each head.
     """
 
     def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
@@ -140,7 +140,7 @@ class MLP(nnx.Module):
 
 
 class Mark(nnx.Variable):
-    """A scalar without a meaning of its own: its name in the state is what it tells."""
+    """A scalar in the state whose name carries the information, not its value."""
 
 
 class Kind(nnx.Module):
@@ -175,15 +175,15 @@ class NSAAttention(nnx.Module):
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
         `kv="shared"`, in place of "sigmoid" and "separate".
-      dtype, param_dtype: of the computation, of the parameters.
+      dtype, param_dtype: dtypes of the computation and of the parameters.
       implementation: as in `nsa_jax.attention`.
-      dense_below: whole sequences of fewer tokens get dense attention, which is the same function
-        there and which `nsa_jax.explain` may say is faster. With `gate="selected"` alone, and at
-        most `n_sel * l_sel + 1`; a cache's tokens are not affected.
-      compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
-        attends to a cache computes in `dtype`.
+      dense_below: whole sequences of fewer tokens use dense attention. It computes the same
+        function there, and `nsa_jax.explain` reports if it is faster. It requires
+        `gate="selected"`, and is at most `n_sel * l_sel + 1`. Tokens of a cache are not affected.
+      compute_dtype: as in `NSAConfig`, for inference on whole sequences; it may be set later.
+        Attention to a cache computes in `dtype`.
       rngs: for the initial parameters.
-      fields: of `LayerSpec`, by name: `dim`, `n_heads`, ..
+      fields: fields of `LayerSpec` by name: `dim`, `n_heads`, ..
     """
 
     def __init__(
@@ -248,13 +248,13 @@ class NSAAttention(nnx.Module):
 
     @property
     def config(self) -> NSAConfig:
-        """The sizes of the branches, and what whole sequences are computed in."""
+        """The sizes of the branches, and the compute dtype of whole sequences."""
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(self, seq_len: int, *, batch: int = 1) -> Choices:
-        """What whole sequences of `seq_len` tokens would run on, and why not what stands before it:
-        a choice per step of `nsa_jax.attention` (`nsa_jax.explain`). With `gate="selected"` the
-        layer runs scores and the selected branch alone; below `dense_below` dense attention.
+        """Explains the choice of implementation for whole sequences of `seq_len` tokens: one choice
+        per step of `nsa_jax.attention` (`nsa_jax.explain`). With `gate="selected"` the layer runs
+        only scores and the selected branch. Below `dense_below` it runs dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         shapes = self.spec.heads(batch, seq_len)
@@ -267,7 +267,7 @@ class NSAAttention(nnx.Module):
         return varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
-        """What makes this layer's function, for a checkpoint's metadata."""
+        """The hyper-parameters of this layer, for the metadata of a checkpoint."""
         return self.spec.as_dict()
 
     def compress_params(self) -> tuple[CompressParams, CompressParams]:
@@ -291,9 +291,9 @@ class NSAAttention(nnx.Module):
         return made._replace(contents=UNSAID.with_facts(facts))
 
     def project(self, x, position):
-        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_jax.attention` takes.
+        """`query, key, value, gates` of `x` [B, T, dim], the arguments of `nsa_jax.attention`.
 
-        With `phi="mlp_rope"` the compressed branch's keys are not rotated: `compress` does it.
+        With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
         """
         spec = self.spec
         batch, length, _ = x.shape
@@ -346,13 +346,14 @@ class NSAAttention(nnx.Module):
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`; None: the tokens are whole sequences, and None comes back. The
-            cache that is given is unchanged, or gone where it is donated.
-          prefill: False says that `x` continues a cache, which must then be given; chunks of any
-            length may be appended either way.
+          kv: from `init_cache`. None means that the tokens are whole sequences, and the call
+            returns None. The given cache is unchanged, or invalid if it is donated.
+          prefill: False declares that `x` continues a cache, which must then be given. Chunks of
+            any length may be appended in either case.
           segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
-          varlen: in its place what `varlen_metadata` made of it, once for all layers.
-          attention_mask: None. Padding has `segment_ids` below 0; rows of a cache have none.
+          varlen: the result of `varlen_metadata`, once for all layers, in place of `segment_ids`.
+          attention_mask: must be None. Padding has `segment_ids` below 0; rows of a cache have no
+            padding.
         """
         spec = self.spec
         padding = "padding has segment_ids below 0, and rows of a cache have none"

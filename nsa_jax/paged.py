@@ -1,8 +1,8 @@
 """Decode and serving in JAX: a paged cache, and appending to it.
 
-The twin of `nsa_torch.paged`, where the words are explained. Nothing is written in place:
-`append` returns the cache; donate it (`jax.jit(.., donate_argnums=..)`), so that XLA writes into
-its memory. All sizes are static: one compilation serves growing lengths.
+The counterpart in torch is `nsa_torch.paged`, which explains the terms. `append` returns the cache
+and writes nothing in place. Donate the cache (`jax.jit(.., donate_argnums=..)`), so that XLA writes
+into its memory. All sizes are static: one compilation serves growing lengths.
 """
 
 from typing import Any, Self
@@ -31,14 +31,14 @@ class PagedCache(PagedArrays):
     """Pages for the tokens of one layer (`PagedArrays` lists its arrays), zeros at first.
 
     Args:
-      num_pages: of `config.select_block` tokens each.
-      config: of the layer; also says how compressed tokens are made.
-      dtype, compressed_dtype, max_rows: as of `nsa_torch.PagedCache`; `jnp.float8_e4m3fn`: in fp8.
-      separate: whether each branch has keys and values of its own (`Branches`): three times the
+      num_pages: number of pages, with `config.select_block` tokens each.
+      config: the sizes of the layer; they also determine the compressed tokens.
+      dtype, compressed_dtype, max_rows: as in `nsa_torch.PagedCache`; fp8 is `jnp.float8_e4m3fn`.
+      separate: whether each branch has its own keys and values (`Branches`), which triples the
         raw tokens.
 
     Raises:
-      ValueError: a size that is not a positive int, a dtype that there is no cache of.
+      ValueError: a size that is not a positive int, or an unsupported dtype.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class PagedCache(PagedArrays):
         return cache
 
     def reset(self) -> Self:
-        """The cache that knows nothing of what its tokens were made with."""
+        """The cache without facts about its tokens."""
         return self.holding(UNSAID)
 
     def holding(self, contents: Contents) -> Self:
-        """The cache that says this of what its tokens were made with."""
+        """The cache with these facts about its tokens."""
         return self.tree_unflatten((self.config, contents), self.tree_flatten()[0])
 
     def replace(self, **arrays: jax.Array) -> Self:
@@ -96,10 +96,10 @@ class PagedCache(PagedArrays):
         return cache
 
     def copy_pages(self, source, target) -> Self:
-        """The cache with whole pages copied, as where a row forks within one: int32 or int64
-        `[K]` each.
+        """The cache with copied whole pages, for example if a row forks within a page: int32 or
+        int64 `[K]` each.
 
-        Rows share the pages before it by their tables alone. A shorter length crops a row.
+        Rows share earlier pages through their tables. A shorter length crops a row.
         """
         return self._copied(PAGES, source, target)
 
@@ -134,23 +134,24 @@ def append(
 ) -> PagedCache:
     """The cache with new tokens in their pages, and the compressed tokens which they finish.
 
-    A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
-    length 0 write nothing. Nor is it by an entry beyond the pool, an error where it is not traced
-    and on a CPU. Two rows must not write to the same page.
+    A token without a page (after the end of the row's table, or with an entry below 0) is not
+    written, and rows of length 0 write nothing. An entry beyond the pool is an error on a CPU
+    unless it is traced; otherwise the token is not written. Two rows must not write to the same
+    page.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
         `Branches` of them where the cache is `separate`.
-      page_table: int32 `[B, M]`; what a row does not need may be anything.
-      lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
+      page_table: int32 `[B, M]`; entries that a row does not need may have any value.
+      lengths: int32 `[B]`, including the new tokens; 0 means a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
-      params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
+      params: compressors of keys and values (`nsa_core.compress_params`); None means averages.
       made_with: as in `cached_attention`.
       slots: as in `nsa_torch.append`, of a cache in fp8.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
-        another kind. Where tracing hides that a row had tokens before, what is wrong is NaN.
+        another kind. If tracing hides that a row had tokens before, wrong outputs are NaN.
     """
     validate_paged.paged(cache)
     key, value = Branches.each(key), Branches.each(value)

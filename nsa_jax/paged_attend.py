@@ -80,7 +80,7 @@ def explain(
     max_seqlen_q: int | None = None,
     implementation: api.Name | None = None,
 ) -> Choice:
-    """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    """Explains the choice of `paged_attention` for these arguments."""
     validate_paged.paged(cache)
     given = query, gates, cache, page_table, lengths, cu_seqlens_q, None
     return _decide(*given, max_seqlen_q, implementation).choice

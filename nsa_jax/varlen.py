@@ -43,7 +43,7 @@ def varlen_metadata(
         to Mosaic kernels.
 
     Raises:
-      ValueError: an argument contradicts another, or what the host reads.
+      ValueError: an argument contradicts another, or numbers that the host reads.
     """
     validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
     validate.configuration(config)

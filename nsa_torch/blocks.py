@@ -35,38 +35,38 @@ def block_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each query to the key blocks that it names, in one softmax.
 
-    Block `j` is the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's sequence; of
-    these the query sees those at or before its own. The queries are the last `T` tokens. Gradients
-    reach query, key and value, through the log-sum-exp too; their sums have a fixed order on
-    `mosaic` and `triton`.
+    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
+    sequence. The query sees those at or before its own position. The queries are the last `T`
+    tokens. Query, key and value receive gradients, also through the log-sum-exp. Their sums have a
+    fixed order on `mosaic` and `triton`.
 
     Args:
       query: `[B, T, H, D]`, float.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
         `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
-        for which keys and values are repeated. In any order; negative entries are empty, and
-        blocks after the query's own, or beyond the keys, are not seen. A block must not be named
+        for which keys and values are repeated. The order is free. Negative entries are empty.
+        Blocks after the query's own, or beyond the keys, are masked. A block must not be named
         twice: it would count twice.
-      block_size: tokens of a block. Kernels take multiples of 16 up to 128, larger multiples of 64
-        where these cut into 64 make up to 64 entries.
+      block_size: tokens per block. Kernels support multiples of 16 up to 128, and larger multiples
+        of 64 if a list has up to 64 parts of 64 tokens.
       scale: factor of the logits; None means `D**-0.5`.
-      include: `selected`; `tail`: also the query's own block where the query is not its last
-        token, which must not be named then.
+      include: `selected`, or `tail`, which adds the query's own block unless the query is its last
+        token; lists must not name it then.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`); block indices are
         local to the sequence.
       return_residual: return the log-sum-exp too.
-      implementation: of `selected_attention`.
+      implementation: as in `selected_attention`.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
-      the natural log-sum-exp `[B, T, H]` in float32 besides, -inf there. A sink of logit `s` is
+      also the natural log-sum-exp `[B, T, H]` in float32, -inf there. A sink of logit `s` is
       `out * sigmoid(lse - s)`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
-        reads the lists (on a CPU, or where `nsa_torch.debug` asks).
+      ValueError: shapes or dtypes that do not fit, or a block that is named twice, if the host
+        reads the lists (on a CPU, or under `nsa_torch.debug`).
       NotImplementedError: the named implementation cannot run this.
     """
     given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
@@ -145,7 +145,7 @@ def paged_block_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
 
-    Reads the named blocks alone. Shapes decide what is launched, so that a CUDA graph serves
+    It reads only the named blocks. Only shapes determine the launches, so that a CUDA graph serves
     growing lengths.
 
     Args:
@@ -153,19 +153,19 @@ def paged_block_attention(
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
-        number.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
+        the same number.
       block_size, scale, include, return_residual: as in `block_attention`; a block may have any
         number of tokens.
-      implementation: `triton` (kernels: GPUs from Ampere on), `torch` (gathers and a softmax), or
-        None: the first that can.
+      implementation: `triton` (GPUs since Ampere), `torch` (gathers and a softmax), or None for
+        the first that can run.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit; a block that is named twice or a page that does
-        not exist, where the host reads them.
-      NotImplementedError: a gradient is wanted; the named implementation cannot run this.
+      ValueError: shapes or dtypes that do not fit, or a block that is named twice or a page that
+        does not exist, if the host reads them.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     tensors = query, key_pages, value_pages, page_table, lengths, block_indices
     names = "query", "key_pages", "value_pages", "page_table", "lengths", "block_indices"
@@ -202,7 +202,7 @@ def paged_block_attention(
 def _of_gathered(
     query, key_pages, value_pages, block_indices, paged, block_size, include, scale
 ):
-    """`(out, lse)` of what the lists name, a chunk of queries at a time."""
+    """`(out, lse)` of the listed keys, a chunk of queries at a time."""
     (count, heads, _), (_, page, kv_heads, _) = query.shape, key_pages.shape
     page_table = paged.page_table
     how = page, block_size, include

@@ -1,11 +1,11 @@
-"""Decoding in torch: a call appends its tokens to the cache that it is given, and returns that one.
+"""Decoding in torch: a call appends its tokens to the given cache, and returns that cache.
 
-So it does whether gradients are recorded or not: the cache's tensors are written in place, and
-copies replace those that a graph of autograd's has. The twin is `nsa_jax.cache`. Nothing
-grows: a write past the capacity is a `ValueError`.
+This holds with and without gradients. The tensors of the cache are written in place, and copies
+replace tensors that a graph of autograd holds. The counterpart in JAX is `nsa_jax.cache`. The
+capacity is fixed: a write past it raises `ValueError`.
 
-The cache is pages, of which each row has its own, side by side. A step without gradients is one
-from pages (`paged_attend.py`) where a kernel runs it; every other call attends to whole rows.
+The cache consists of pages; the pages of a row are adjacent. A step without gradients attends
+from pages (`paged_attend.py`) if a kernel can run it. Every other call attends to whole rows.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class NSACache:
 
     def __post_init__(self) -> None:
         compiling = torch.compiler.is_compiling()
-        # Of the backward pass that makes the cache, -1: of none; whether a CUDA graph makes it.
+        # The backward pass that makes the cache (-1: none), and whether a CUDA graph makes it.
         self.made_in_backward = -1 if compiling else torch._C._current_graph_task_id()
         self.captured = not compiling and is_capturing(self.length.device)
         if self.page_table is None:
@@ -67,12 +67,12 @@ class NSACache:
 
     @property
     def config(self) -> NSAConfig:
-        """What compressed tokens are made with."""
+        """The facts by which compressed tokens are computed."""
         return self.pages.config
 
     @property
     def contents(self) -> Contents:
-        """What its tokens were made with."""
+        """The facts about its tokens."""
         return self.pages.contents
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class NSACache:
         return summary(self, "selected_key", "selected_value", self.length, separate=separate)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The cache with `function` of each tensor, whose first axis is the rows', in its place."""
+        """The cache with `function` applied to each tensor; axis 0 is that of the rows."""
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
         )
@@ -92,8 +92,8 @@ class NSACache:
         return self.map(Tensor.clone)
 
     def reset(self) -> None:
-        """Forgets the tokens and what they were made with; the tensors stay where they are, but
-        for those in a graph of autograd's.
+        """Clears the tokens and the facts about them. The tensors keep their memory, except
+        tensors in a graph of autograd.
         """
         self.pages = self.pages.map(zeroed)
         self.pages.reset()
@@ -115,20 +115,20 @@ def init_cache(
     """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
 
     Args:
-      batch, capacity: rows, and tokens of a row at most.
+      batch, capacity: rows, and the maximum of tokens per row.
       kv_heads, key_width, value_width: Hkv, D and Dv.
-      config: of all calls on the cache.
-      dtype: of its keys and values.
-      device: of the tensors; None means torch's default.
-      separate: whether each branch has keys and values of its own (`Branches`): three times the
+      config: the sizes for all calls on the cache.
+      dtype: dtype of keys and values.
+      device: device of the tensors; None means torch's default.
+      separate: whether each branch has its own keys and values (`Branches`), which triples the
         raw tokens.
 
     Returns:
       An `NSACache` of tensors that are 0.
 
     Raises:
-      ValueError: a size that is no positive integer, no configuration, or no floating dtype of
-        `attention`.
+      ValueError: a size that is no positive integer, no configuration, or a dtype that
+        `attention` does not support.
     """
     validate.configuration(config)
     validate.sizes(batch=batch, capacity=capacity)
@@ -154,30 +154,30 @@ def cached_attention(
     new_lengths: Tensor | None = None,
     implementation: functional.Names = None,
 ) -> tuple[Tensor, NSACache]:
-    """Appends `T >= 1` tokens to the cache that is given and attends from them: `(out, cache)`.
+    """Appends `T >= 1` tokens to the given cache and attends from them: `(out, cache)`.
 
-    The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
-    size or token by token. The call returns the cache that it was given, with or without
-    gradients; `cache.clone()` before it keeps the earlier state. Where gradients are recorded
-    each call copies the tensors, and the graph keeps them: steps without a gradient belong under
-    `torch.no_grad()`. A function that `torch.utils.checkpoint` runs again must append to a clone
-    that it makes.
+    The result equals `attention` over all tokens so far, in one piece, in chunks of any size, or
+    token by token. The call returns the given cache, with or without gradients. Call
+    `cache.clone()` first to keep the earlier state. If gradients are recorded, each call copies
+    the tensors, and the graph retains them. Run steps without gradients under `torch.no_grad()`.
+    A function that `torch.utils.checkpoint` runs again must append to its own clone.
 
     Args:
-      query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
+      query, key, value, gates: the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
-      compress_params: of the keys and of the values (`nsa_core.compress_params`).
-      made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
-        a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
+      config: None means the cache's. Another must have its `compress_block` and
+        `compress_stride`.
+      compress_params: compressors of keys and values (`nsa_core.compress_params`).
+      made_with: names and values of other properties of the tokens, such as
+        `("rope_base", 1e4)`. A cache refuses tokens with other values, and other kinds of
+        parameters.
       scale, implementation: as in `attention`.
-      new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads on a CPU alone: the first
-        `new_lengths` of the `T` tokens are the sequence's own. The rest is padding, whose output
-        means nothing; it needs room in the cache, and the tokens after it take its place. None:
-        `T`.
+      new_lengths: int32 or int64 `[B]`, `0..T`, which the host reads only on a CPU. The first
+        `new_lengths` of the `T` tokens belong to the sequence. The rest is padding with undefined
+        output. It needs capacity, and later tokens overwrite it. None means `T`.
 
     Returns:
-      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the cache that was given.
+      `(out, cache)`: `[B, T, H, Dv]` in the dtype of `query`, and the given cache.
 
     Raises:
       ValueError: bad shapes, a cache of another config or filled with parameters of another
@@ -234,7 +234,7 @@ def cached_attention(
     pages, lengths = whole.pages, cache.length + num_new
     by_token = lambda each: Branches(*(x.resolve_neg().flatten(0, 1) for x in each))
     new = NewTokens(by_token(key), by_token(value), compress_params, contents)
-    # All is decided before a token is written: a cache that was refused is as it was.
+    # Everything is decided before a token is written: a refused call leaves the cache unchanged.
     by_torch = recorded or torch.compiler.is_compiling()
     decided = None
     if not by_torch and config == cache.config:
@@ -321,10 +321,10 @@ def extend(x: Tensor, used: int, length: int) -> Tensor:
 
 
 def crop(cache: NSACache, count: int) -> None:
-    """Takes the last `count` tokens of every sequence back.
+    """Removes the last `count` tokens of every sequence.
 
     Raises:
-      ValueError: there are not so many.
+      ValueError: a sequence has fewer tokens.
     """
     if not 0 <= count <= cache.longest:
         raise ValueError(f"count must be in 0..{cache.longest}, tokens, got {count}")
@@ -337,8 +337,8 @@ def crop(cache: NSACache, count: int) -> None:
 
 
 def zeroed(x: Tensor) -> Tensor:
-    """Zeros in `x`: attention multiplies tiles whole, and behind the last token zero times NaN is
-    NaN. In place, but where a graph of autograd's has `x`.
+    """Zeros in `x`: attention multiplies whole tiles, and after the last token zero times NaN is
+    NaN. In place, unless a graph of autograd holds `x`.
     """
     if x.requires_grad:
         return torch.zeros_like(x)
@@ -347,8 +347,8 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 def zero_behind(x: Tensor, used: Tensor, count: int) -> Tensor:
-    """As `zeroed`, of `count` entries of `x` [B, M, ...] behind the first `used` [B] ones; in place
-    of what would be beyond the last one, that.
+    """The same as `zeroed` for `count` entries of `x` [B, M, ...] after the first `used` [B] ones.
+    Entries beyond the last one are clamped to it.
     """
     place = used[:, None] + torch.arange(count, device=used.device)
     row = torch.arange(used.shape[0], device=used.device)[:, None]

@@ -1,4 +1,4 @@
-"""What trains an indexer: the divergence of its scores from the attention that it selects for."""
+"""The loss of an indexer: the divergence of its scores from the attention that it serves."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -40,30 +40,33 @@ def indexer_kl(
         p   = softmax of index_scale index_query . index_key_j
         L   = sum_j t_j (log t_j - log p_j)
 
-    With `block_indices` these are the keys of the named blocks (the sparse stage), else all up to
-    the query (dense warm-up). Gradients reach `index_query` and `index_key` alone; values and the
-    output's gradient are not needed, so it works where the attention is frozen. There is no array
-    of queries times keys, forward or backward. Sums have a fixed order.
+    With `block_indices` these are the keys of the named blocks (the sparse stage), otherwise all
+    keys up to the query (dense warm-up). Only `index_query` and `index_key` receive gradients.
+    Values and the output's gradient are not needed, so it also works if the attention is frozen.
+    No array of queries times keys is allocated, forward or backward. Sums have a fixed order.
 
     Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
 
     Args:
-      query, key: of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the last `T`.
+      query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
+        last `T` tokens.
       lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
-        `sliding_attention` return it; -inf: the row has no keys, and its loss is 0.
+        `sliding_attention` return it. A row with -inf has no keys, and its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
         heads `h * H / Hi ..`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
-      block_size: tokens of a block, where there are `block_indices`.
-      scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
+      block_size: tokens per block, if `block_indices` are given.
+      scale: factor of the attention's logits; None means `D**-0.5`.
+      index_scale: factor of the indexer's logits; None means `Di**-0.5`.
       kv_len: number of keys; None means `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
-      implementation: `triton` (kernels: GPUs from Ampere on; named blocks, no packed rows, an index
-        head for each key/value head or more; keeps a number of 16 bits for each query, index head
-        and listed key), `torch` (a chunk of queries at a time), or None: the first that can.
+      implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
+        can run. `triton` needs a GPU since Ampere, named blocks, no packed rows, and at least one
+        index head per key/value head. It stores a 16-bit number per query, index head and listed
+        key.
 
     Returns:
-      float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
+      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. Compute
       the mean over tokens that count.
 
     Raises:
@@ -97,7 +100,7 @@ def indexer_kl(
 
 
 def _real(index_query, index_key, where: Geometry, length: int | Tensor):
-    """What an indexer makes, with zeros for padding: its gradients are products of both."""
+    """The results of an indexer with zeros for padding: its gradients are products of both."""
     (index_query,) = zero_padding(torch, where, index_query)
     if where.cu_seqlens is not None:
         count = where.cu_seqlens[-1:]
@@ -110,11 +113,11 @@ def _real(index_query, index_key, where: Geometry, length: int | Tensor):
     return index_query, *own_tokens(count, index_key)
 
 
-GIVEN = 4  # tensors of the caller's in `_Work`, the first
+GIVEN = 4  # the first tensors in `_Work` belong to the caller
 
 
 class _Work(NamedTuple):
-    """All but what the indexer makes."""
+    """All inputs except the results of the indexer."""
 
     query: Tensor
     key: Tensor
@@ -159,7 +162,7 @@ class _Work(NamedTuple):
     def log_probs(
         self, query: Tensor, key: Tensor, seen: Tensor, rows: Tensor | None
     ) -> Tensor:
-        """log p `[B, Q, Hi, K]`, 0 where a key is not seen."""
+        """log p `[B, Q, Hi, K]`, 0 for masked keys."""
         dtype = wide(query.dtype)
         scores = torch.einsum("bqhd,bkd->bqhk", query.to(dtype), key.to(dtype))
         if rows is not None:
@@ -187,7 +190,7 @@ class _Work(NamedTuple):
             p = logp.exp().masked_fill(~seen, 0)
             ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None].to(dtype)
             ds = ds * self.teacher.index_scale
-            if rows is not None:  # a row behind the keys takes what is not seen
+            if rows is not None:  # a row after the keys receives masked entries
                 whole = ds.new_zeros(*ds.shape[:3], keys + 1)
                 ds = whole.scatter_(-1, rows.expand_as(ds), ds)[..., :keys]
             dq[:, part] = torch.einsum("bqhk,bkd->bqhd", ds, index_key.to(dtype))

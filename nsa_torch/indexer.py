@@ -1,4 +1,4 @@
-"""Indexers: which blocks a query attends to (`index_blocks`), and what trains them."""
+"""Indexers, which choose the blocks of a query (`index_blocks`), and their loss."""
 
 from typing import Literal
 
@@ -42,27 +42,27 @@ def index_blocks(
         s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
-    in float32. Chosen are the first `num_initial` blocks, the last `num_local` up to the query's
-    own, and those of the highest z; of equal scores the lower block. Never is there an array of
-    queries times keys: the plain implementation takes a chunk of queries at a time.
+    in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
+    query's own, and those of the highest z. If scores are equal, the lower block is chosen. No
+    array of queries times keys is allocated: the plain implementation processes chunks of queries.
 
     Args:
       index_query: `[B, T, Hi, Di]`, float; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head; key `r` stands for the tokens `entry * r ..
-        entry * r + entry - 1`, and is seen from the last of them on.
-      pool: keys of a block, which has `pool * entry` tokens.
-      num_selected: `n`, blocks of a query at most, the forced ones included.
+      index_key: `[B, S', Di]`, one key head; key `r` represents the tokens `entry * r ..
+        entry * r + entry - 1`, and is visible from the last of them on.
+      pool: keys per block, which has `pool * entry` tokens.
+      num_selected: `n`, the maximum of blocks per query, including the forced ones.
       num_initial, num_local: forced blocks, as in `NSAConfig`.
       activation: `relu` or None.
-      reduce: `sum`: one list for all heads; None means a list a head.
-      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`; None: `S'`, with an
-        `entry` above 1: `T`.
+      reduce: `sum` makes one list for all heads; None makes one list per head.
+      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. None means `S'`, or `T` if
+        `entry` is above 1.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), `entry` 1; blocks
         are local to the sequence.
-      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256, no
-        packed rows. No score gets out where up to 64 blocks of 16 keys or more are chosen by the
-        scores of each head; else up to 256 MB of them at a time, of up to 32768 blocks of a row),
-        `torch`, or None: the first that can.
+      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs a GPU
+        since Ampere, a `pool` of a power of two up to 256, and no packed rows. It writes no scores
+        if up to 64 blocks of 16 keys or more are chosen per head. Otherwise it writes up to 256 MB
+        of scores at a time, for up to 32768 blocks per row.
 
     Returns:
       int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
@@ -92,7 +92,7 @@ def index_blocks(
 
 
 def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
-    """`index_blocks` of queries at any places: `position` `[B or 1, T]`, negative: padding."""
+    """`index_blocks` of queries at any `position` `[B or 1, T]`; negative ones are padding."""
     index = indexing.check(query, key, index, False)
     with torch.no_grad(), as_given(query):
         query, key = query.contiguous(), key.contiguous()
@@ -120,22 +120,21 @@ def paged_index_blocks(
     cu_seqlens_q: Tensor | None = None,
     implementation: Literal["triton", "torch"] | None = None,
 ) -> Tensor:
-    """`index_blocks` of each row's last tokens, whose keys lie in pages: the lists of
+    """`index_blocks` of each row's last tokens with keys in pages: the lists of
     `paged_block_attention`.
 
-    Shapes decide what is launched, so that a CUDA graph serves growing lengths.
+    Only shapes determine the launches, so that a CUDA graph serves growing lengths.
 
     Args:
       index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
-      pool, num_selected, num_initial, num_local, activation, reduce, entry: as of `index_blocks`.
-      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
-        number.
-      implementation: `triton` (kernels: GPUs from Ampere on; `pool` of a power of two up to 256,
-        tables of up to 32768 blocks), `torch` (which copies the keys of all rows), or None: the
-        first that can.
+      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
+        the same number.
+      implementation: `triton` (GPUs since Ampere, `pool` a power of two up to 256, tables of up to
+        32768 blocks), `torch` (copies the keys of all rows), or None for the first that can run.
 
     Returns:
       int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.

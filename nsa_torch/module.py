@@ -1,8 +1,8 @@
 """`NSAAttention`: an attention layer with projections, rotary positions, compression and gates.
 
 Constructor words, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are fixed
-(docs/seed.md). The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries
-checkpoints across.
+(docs/seed.md). The counterpart in JAX is `nsa_jax.nn.NSAAttention`. `nsa_interop.weights`
+converts checkpoints.
 """
 
 import math
@@ -75,7 +75,7 @@ class Pool(nn.Conv1d):
 
 
 class Mark(nn.Module):
-    """An entry of the state_dict without a meaning of its own: its name is what it tells."""
+    """An entry of the state_dict whose name carries the information, not its value."""
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(())
@@ -89,30 +89,30 @@ class NSAAttention(nn.Module):
 
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
-        `nsa_core.layer.LayerSpec`, which also says what is refused, and the defaults of None.
+        `nsa_core.layer.LayerSpec`, which also documents errors and the defaults of None.
       config: sizes of the branches, in place of `l`, `d`, `l_sel`, `n_sel`, `w`, `num_initial`,
         `num_local` and `compute_dtype`. The defaults are then the recommended `gate="head"` and
         `kv="shared"`, in place of "sigmoid" and "separate".
       rope_impl: "llama", the only one.
-      use_flash: False keeps FA-2 out: SDPA runs.
+      use_flash: False uses SDPA in place of FA-2.
       use_triton_sel: True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
-      dense_below: whole sequences of fewer tokens get dense attention, which is the same function
-        there and which `nsa_torch.explain` may say is faster. With `gate="selected"` alone, and at
-        most `n_sel * l_sel + 1`; a cache's tokens are not affected.
-      compute_dtype: as of `NSAConfig`, for inference on whole sequences; it may be set later. What
-        attends to a cache computes in the dtype of its input.
-      context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
+      dense_below: whole sequences of fewer tokens use dense attention. It computes the same
+        function there, and `nsa_torch.explain` reports if it is faster. It requires
+        `gate="selected"`, and is at most `n_sel * l_sel + 1`. Tokens of a cache are not affected.
+      compute_dtype: as in `NSAConfig`, for inference on whole sequences; it may be set later.
+        Attention to a cache computes in the dtype of its input.
+      context_mesh, context_layout: as in `nsa_torch.attention`; `x` then has the tokens of this
+        rank.
       device, dtype: of the parameters; None means torch's defaults.
 
-    The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
-    averages of weights keep, and kv where it is "shared". `load_state_dict` raises `ValueError`
-    where they differ, and where weights come without them, unless gate and phi were
-    named here.
+    The names of entries in the state_dict record gate and phi (`kind.gate_sigmoid`), and kv if it
+    is "shared". Averages of weights preserve these names. `load_state_dict` raises `ValueError`
+    if they differ, and if weights come without them, unless gate and phi were named here.
     """
 
-    # Whether rows of padding are zeroed here where a gradient is recorded; False: a model around
-    # the layer has done it.
+    # Whether the layer zeroes rows of padding if a gradient is recorded. False: the model around it
+    # has done so.
     zeroes_padding = True
     phi_k_mlp: MLP
     phi_v_mlp: MLP
@@ -203,22 +203,22 @@ class NSAAttention(nn.Module):
 
     @property
     def config(self) -> NSAConfig:
-        """The sizes of the branches, and what whole sequences are computed in."""
+        """The sizes of the branches, and the compute dtype of whole sequences."""
         return self.spec.computed_in(self.compute_dtype)
 
     def explain(
         self, seq_len: int, *, batch: int = 1, dtype: torch.dtype | None = None
     ) -> Choices:
-        """What whole sequences of `seq_len` tokens would run on, and why not what stands before it.
+        """Explains the choice of implementation for whole sequences of `seq_len` tokens.
 
         Args:
           batch: rows.
-          dtype: of the projections; None: that of the weights, or autocast's where it is on.
+          dtype: dtype of the projections; None means that of the weights, or of autocast.
 
         Returns:
-          A choice per step of `nsa_torch.attention` (`nsa_torch.explain`), for a gradient where
-          one is recorded. No memory is allocated. With `gate="selected"` the layer runs scores and
-          the selected branch alone; below `dense_below` it runs dense attention.
+          One choice per step of `nsa_torch.attention` (`nsa_torch.explain`), including the gradient
+          if one is recorded. No memory is allocated. With `gate="selected"` the layer runs only
+          scores and the selected branch. Below `dense_below` it runs dense attention.
         """
         validate.sizes(seq_len=seq_len, batch=batch)
         spec, weight = self.spec, self.W_Q.weight
@@ -234,13 +234,13 @@ class NSAAttention(nn.Module):
         return varlen_metadata(cu_seqlens, config=self.spec.config, **sizes)
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, such as those of a layer made on `meta`, after `to_empty`."""
+        """Initializes all weights again, for example after `meta` and `to_empty`."""
         for module in self.children():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """What makes this layer's function, for a checkpoint's metadata."""
+        """The hyper-parameters of this layer, for the metadata of a checkpoint."""
         return self.spec.as_dict()
 
     def extra_repr(self) -> str:
@@ -268,10 +268,10 @@ class NSAAttention(nn.Module):
         """An empty cache for `capacity` tokens, to which each call appends (`NSACache`).
 
         Args:
-          dtype: what the projections return; None: autocast's where it is on, otherwise that of the
-            first floating-point parameter of 16 bits or more. Name it where weights are quantized,
-            or where autocast is on only in the calls.
-          device: None means where the parameters are.
+          dtype: dtype of the projections' results. None means that of autocast if it is on,
+            otherwise that of the first floating-point parameter with at least 16 bits. Name it if
+            weights are quantized, or if autocast is on only in the calls.
+          device: None means the device of the parameters.
         """
         spec = self.spec
         tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
@@ -292,9 +292,9 @@ class NSAAttention(nn.Module):
         return made
 
     def project(self, x: Tensor, position: Tensor):
-        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes.
+        """`query, key, value, gates` of `x` [B, T, dim], the arguments of `nsa_torch.attention`.
 
-        With `phi="mlp_rope"` the compressed branch's keys are not rotated: `compress` does it.
+        With `phi="mlp_rope"` keys of the compressed branch are rotated later, in `compress`.
         """
         spec = self.spec
         names = zip(*self._key_values(), strict=True)
@@ -318,7 +318,7 @@ class NSAAttention(nn.Module):
         return query, Branches(*key), Branches(*value), gates
 
     def _selected(self, query: Tensor, key: Branches[Tensor], value: Tensor, cu_seqlens):
-        """The selected branch alone, `[B, T, H, Dv]`; of the compressed one its scores."""
+        """Only the selected branch, `[B, T, H, Dv]`, with scores from the compressed tokens."""
         packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens)
         with torch.no_grad():  # a selection has no gradient
             compressed = functional.compress(
@@ -359,16 +359,16 @@ class NSAAttention(nn.Module):
 
         Args:
           x: `[B, T, dim]`.
-          kv: from `init_cache`; None means the tokens are whole sequences (training), and None
-            comes back. The call appends to the cache that it is given and returns that one, with
-            or without gradients. Decode under `torch.no_grad()`: where gradients are recorded
-            each call copies its tensors, and the graph keeps them.
-          prefill: False says that `x` continues a cache, which must then be given and hold tokens;
-            chunks of any length may be appended either way.
+          kv: from `init_cache`. None means that the tokens are whole sequences (training), and the
+            call returns None. Otherwise the call appends to the given cache and returns it, with
+            or without gradients. Decode under `torch.no_grad()`: if gradients are recorded, each
+            call copies the tensors of the cache, and the graph retains them.
+          prefill: False declares that `x` continues a cache, which must then contain tokens.
+            Chunks of any length may be appended in either case.
           cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
-          varlen: in its place what `varlen_metadata` made of it, once for all layers.
+          varlen: the result of `varlen_metadata`, once for all layers, in place of `cu_seqlens`.
           new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
-          attention_mask: None. Padding is behind a row's tokens, whose number is `new_lengths`.
+          attention_mask: must be None. Padding follows the tokens of a row (`new_lengths`).
         """
         spec = self.spec
         checks.tensors(x=x)

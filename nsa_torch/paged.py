@@ -1,13 +1,13 @@
 """Decode and serving in torch: a paged cache, and appending to it.
 
-The pool of pages and the table of each row are the caller's to manage (an allocator of pages
-stands in every serving engine). Shapes are static and nothing is read on the host, so that one
-CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is padding.
+The caller manages the pool of pages and the table of each row (every serving engine has a page
+allocator). Shapes are static and the host reads nothing, so that one CUDA graph serves rows that
+grow, shrink, end and begin. A row of length 0 is padding.
 
     append           raw tokens to their pages; finished compressed tokens to theirs
     paged_attention  from the pages (`paged_attend.py`)
 
-The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
+The counterpart in JAX is `nsa_jax.paged`. `nsa_core.paged_layout` describes the layout.
 """
 
 import copy
@@ -34,7 +34,7 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 APPENDERS = "mosaic", "triton", "torch"
 MAX_ROWS = 64
-# Of the arguments of `PagedCache.view`, what they are in a cache.
+# Names in a cache of the arguments of `PagedCache.view`.
 ARRAY_OF = {f"{kind}_pages": f"selected_{kind}" for kind in ("key", "value")}
 ARRAY_OF |= {f"{kind}_scale": f"selected_{kind}_scale" for kind in ("key", "value")}
 
@@ -43,21 +43,22 @@ class PagedCache(PagedArrays):
     """Pages for the tokens of one layer (`PagedArrays` lists its tensors), zeros at first.
 
     Args:
-      num_pages: of `config.select_block` tokens each.
-      config: of the layer; also says how compressed tokens are made.
-      dtype: of the tokens; `torch.float8_e4m3fn`: they are rounded as `append` writes them
-        (`nsa_core.rounding`), compressed keys are not.
-      separate: whether each branch has keys and values of its own (`Branches`): three times the
+      num_pages: number of pages, with `config.select_block` tokens each.
+      config: the sizes of the layer; they also determine the compressed tokens.
+      dtype: dtype of the tokens. With `torch.float8_e4m3fn`, `append` rounds the tokens
+        (`nsa_core.rounding`), but not compressed keys.
+      separate: whether each branch has its own keys and values (`Branches`), which triples the
         raw tokens.
-      compressed_dtype: of a cache in fp8, that of compressed keys, new tokens and queries; None:
-        bfloat16.
-      max_rows: of a cache in fp8, rows whose newest `2 l` tokens are kept as they were given.
+      compressed_dtype: for a cache in fp8, the dtype of compressed keys, new tokens and queries.
+        None means bfloat16.
+      max_rows: for a cache in fp8, the number of rows whose newest `2 l` tokens are stored
+        unrounded.
 
     Attributes:
-      apart: how many pages lie in its tensors from one of its pages to the next (`view`).
+      apart: distance of its pages in its tensors, in pages (`view`).
 
     Raises:
-      ValueError: a size that is not a positive int, a dtype that there is no cache of.
+      ValueError: a size that is not a positive int, or an unsupported dtype.
     """
 
     apart = 1
@@ -105,18 +106,18 @@ class PagedCache(PagedArrays):
     ) -> Self:
         """A cache on pages that another manager owns, in place.
 
-        Others may lie between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
-        layers: where all arrays that are given have their pages the same number of pages apart,
-        kernels read them as they lie. The cache's tensors then have what is between, too, and those
-        made here are as long.
+        Other pages may be between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
+        layers. If all given arrays have the same distance between pages, kernels read them in
+        place. The tensors of the cache then include the pages in between, and tensors that are
+        allocated here have the same length.
 
         Args:
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
-          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None means made here, zeros.
-          separate: whether each branch has keys and values of its own, in pages made here, zeros.
-          key_scale, value_scale: of pages in fp8, float32 `[P, Hkv, l']`, of each token and head.
-          compressed_dtype, max_rows: of pages in fp8, as in `PagedCache`; what such a cache has
-            beside these pages and scales is made here.
+          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None allocates zeros.
+          separate: whether each branch has its own keys and values, in newly allocated pages.
+          key_scale, value_scale: for pages in fp8, float32 `[P, Hkv, l']`, per token and head.
+          compressed_dtype, max_rows: for pages in fp8, as in `PagedCache`. The other arrays of
+            such a cache are allocated here.
 
         Raises:
           ValueError: shapes or dtypes that do not fit, such as pages of another size than
@@ -185,12 +186,12 @@ class PagedCache(PagedArrays):
         """A cache in the memory of another manager, of as many pages as fit.
 
         Args:
-          memory: `[elements]`, contiguous, of the cache's dtype; what lies in it stays. The tensors
-            lie one behind the other, each with all of its pages
-            (`paged_layout.page_elements` says how many elements a page has).
+          memory: `[elements]`, contiguous, in the cache's dtype. Its content is unchanged. The
+            tensors follow each other, each with all of its pages
+            (`paged_layout.page_elements` is the number of elements per page).
 
         Raises:
-          ValueError: `memory` is not such a tensor, or has no room for a page.
+          ValueError: `memory` is not such a tensor, or is smaller than a page.
         """
         sizes = kv_heads, key_width, value_width, config, separate
         checks.tensors(memory=memory)
@@ -212,21 +213,21 @@ class PagedCache(PagedArrays):
         return cache
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A cache with `function` of each tensor in its place."""
+        """A cache with `function` applied to each tensor."""
         cache = copy.copy(self)
         for name, x in self.tensors().items():
             setattr(cache, name, function(x))
         return cache
 
     def reset(self) -> None:
-        """Forgets what the tokens were made with; the pages stay as they are."""
+        """Clears the facts about the tokens; the pages are unchanged."""
         self.contents = UNSAID
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, as where a row forks within one: int32 or int64 `[K]` each, from
-        0 on.
+        """Copies whole pages, for example if a row forks within a page: int32 or int64 `[K]` each,
+        counted from 0.
 
-        Rows share the pages before it by their tables alone. A shorter length crops a row.
+        Rows share earlier pages through their tables. A shorter length crops a row.
         """
         _check_numbers(source, target, self.own_pages)
         for name, x in self.tensors().items():
@@ -239,14 +240,14 @@ class PagedCache(PagedArrays):
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
-        """Where the pages of a table lie in the tensors."""
+        """The positions of the pages of a table in the tensors."""
         if self.apart == 1 or not isinstance(page_table, Tensor):
             return page_table
         return page_table.clamp(-1, self.own_pages) * self.apart
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
-        """Copies the newest tokens of whole rows of a cache in fp8, as where one forks: `[K]` slots
-        each. Without it the next two means of the fork are of rounded tokens.
+        """Copies the newest tokens of whole rows of a cache in fp8 after a fork: `[K]` slots each.
+        Otherwise the next two means of the fork are computed from rounded tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -264,7 +265,7 @@ class PagedCache(PagedArrays):
 
 
 def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int) -> None:
-    """Of what a cache is made with, beside its sizes."""
+    """Checks the arguments of a cache other than its sizes."""
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype)):
         if not isinstance(x, torch.dtype):
             raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
@@ -273,7 +274,7 @@ def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int
 
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
-    """Of what is copied, among `count`."""
+    """Checks the numbers of copied items, which must be below `count`."""
     checks.tensors(source=source)
     checks.tensors(target=target)
     validate_paged.copied(source, target)
@@ -282,9 +283,7 @@ def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:
-    """How many pages of memory lie from one page to the next, the same in all arrays; 1 where there
-    is no such number.
-    """
+    """The distance from one page to the next in pages, if it is the same in all arrays, else 1."""
     size = lambda x: x[0].numel()
     if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
         return 1
@@ -295,7 +294,7 @@ def _pages_apart(arrays: Sequence[Tensor]) -> int:
 
 
 def _with_gaps(pages: Tensor, apart: int) -> Tensor:
-    """`pages` and what lies between them, contiguous."""
+    """`pages` and the memory between them, contiguous."""
     shape = (pages.shape[0] - 1) * apart + 1, *pages.shape[1:]
     return pages.as_strided(shape, (pages[0].numel(), *pages.stride()[1:]))
 
@@ -315,24 +314,26 @@ def append(
 ) -> None:
     """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
 
-    A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
-    length 0 write nothing. Nor is it by an entry beyond the pool, an error where the host reads it
-    (on a CPU, or where `debug` asks). Two rows must not write to the same page; one may begin with
-    pages that another fills in this call, but in a call of one token per row.
+    A token without a page (after the end of the row's table, or with an entry below 0) is not
+    written, and rows of length 0 write nothing. An entry beyond the pool is an error if the host
+    reads it (on a CPU, or under `debug`); otherwise the token is not written. Two rows must not
+    write to the same page. A row may begin with pages that another row fills in this call, except
+    in a call of one token per row.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
         `Branches` of them where the cache is `separate`.
-      page_table: int32 `[B, M]`; what a row does not need may be anything.
-      lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
+      page_table: int32 `[B, M]`; entries that a row does not need may have any value.
+      lengths: int32 `[B]`, including the new tokens; 0 means a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None means `N / B` each.
-      params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
+      params: compressors of keys and values (`nsa_core.compress_params`); None means averages.
       made_with: as in `cached_attention`.
-      slots: int32 `[B]`, of a cache in fp8: which of its `max_rows` rings of newest tokens each row
-        has, its own and the same in all calls; a row with one beyond them has none. None: row `b`
-        has the `b`-th. Means of tokens that a row's ring has not are of rounded ones.
-      implementation: `mosaic` or `triton` (one launch), or `torch`; None: the first that can,
-        `mosaic` where its kernel is on disk.
+      slots: int32 `[B]`, for a cache in fp8: the buffer of newest tokens that each row uses, one of
+        `max_rows`, unique and the same in all calls. A row with a larger number has no buffer.
+        None means that row `b` uses buffer `b`. Means of tokens outside the buffer of a row are
+        computed from rounded tokens.
+      implementation: `mosaic` or `triton` (one launch), or `torch`. None means the first that
+        can run; `mosaic` only if its kernel is on disk.
 
     Raises:
       ValueError: shapes, dtypes or devices that do not fit the cache, or it was filled with
@@ -362,7 +363,7 @@ def write_tokens(
 
 
 class NewTokens(NamedTuple):
-    """Of a call, checked; `contents`: of the cache with them."""
+    """The checked tokens of a call; `contents` describes the cache with them."""
 
     key: Branches[Tensor]
     value: Branches[Tensor]

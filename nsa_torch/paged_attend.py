@@ -1,5 +1,5 @@
-"""Attention from a paged cache in torch: on kernels that read the pages where the rows have few
-queries (decode, guesses), else on rows gathered from the pages, by the steps of `attention`.
+"""Attention from a paged cache in torch. Kernels read the pages if the rows have few queries
+(decode, draft tokens). Otherwise the steps of `attention` run on rows gathered from the pages.
 """
 
 import dataclasses
@@ -59,34 +59,33 @@ def paged_attention(
 ) -> Tensor:
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
 
-    Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
-    attend, or give the new tokens here, which on `mosaic` is one launch. A row's output depends on
-    its own tokens alone, bit for bit; rows of length 0 and tokens of no row are 0. A table entry of
-    a page that does not exist is an error where the host reads it (on a CPU, or where `debug`
-    asks), else it is read as the nearest that does; a length beyond the table counts as the
-    table's.
+    Query `j` of a row with `q` queries is at position `lengths - q + j`. Append first and then
+    attend, or pass the new tokens here, which is one launch on `mosaic`. The output of a row
+    depends only on its own tokens, bit for bit. Rows of length 0 and tokens of no row are 0. A
+    table entry of a page that does not exist is an error if the host reads it (on a CPU, or under
+    `debug`). Otherwise it is clamped to the pool. A length beyond the table is clamped to it.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as in `append`.
-      key, value, params, made_with, slots: as of `append`, which is called with them first; None:
-        the tokens are in the cache.
-      config: must be the cache's where it is given.
+      key, value, params, made_with, slots: arguments of `append`, which runs first. None means
+        that the tokens are in the cache.
+      config: None, or that of the cache.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: no row of `cu_seqlens_q` is longer, an error where the host reads them, and
-        elsewhere an undefined output of such rows; it may exceed the tokens of a table, which then
-        count in its place. None: read from the device. Up to 8, rows are padded to it and run on
-        kernels that read pages; a row's bits follow from it too.
-      runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
-        each run are attended together, and nothing is read from the device. The lengths may be
-        upper bounds. None means all rows are.
+      max_seqlen_q: upper bound of queries per row of `cu_seqlens_q`. A longer row is an error if
+        the host reads them, and has an undefined output otherwise. The tokens of a table limit
+        it. None reads the numbers from the device. Up to 8, rows are padded to it and run on
+        kernels that read pages; it then affects the bits of a row.
+      runs: result of `plan_runs` from the host's copies of `cu_seqlens_q` and `lengths`. The rows
+        of each run are processed together, and nothing is read from the device. The lengths may
+        be upper bounds. None means one run of all rows.
       implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
-        queries), or one of `attention`, which then runs on gathered pages; None: automatic.
+        queries), or one of `attention`, which then runs on gathered pages. None means automatic.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, `runs` without `cu_seqlens_q`, of more rows or
-        tokens than the call has, or, where the host reads it, of another one.
+      ValueError: shapes or dtypes that do not fit, `runs` without `cu_seqlens_q` or of more rows
+        or tokens than the call, or of another call, if the host can check it.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
         Either is raised before a token is written.
     """
@@ -157,8 +156,8 @@ def finish(
 def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
-    """What attends from the last tokens `[B, T, H, D]` of all rows on kernels that read pages; None
-    where none does. Arguments as in `cached_attention` and `paged_attention`, checked.
+    """A function that attends from the last tokens `[B, T, H, D]` of all rows on kernels that read
+    pages, or None. Arguments as in `cached_attention` and `paged_attention`, checked.
     """
     if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
         return None
@@ -174,7 +173,7 @@ def decide_step(
 def _in_runs(
     inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
 ) -> Callable[[], Tensor]:
-    """What attends to the rows of each run together; `new`: the tokens' keys and values."""
+    """A function that attends to the rows of each run; `new`: keys and values of the tokens."""
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
     parts: list[tuple[slice, Callable[[], Tensor]]] = []
@@ -195,7 +194,7 @@ def _in_runs(
         whole = None
         if new is not None and at_hand and run.whole and run.even:
             whole = new.of(run.tokens, table.shape[0])
-        # What the host says of a prompt's rows holds: none of their tokens is missing.
+        # The host's lengths of a prompt's rows are exact: none of their tokens is missing.
         rest = whole, run.even and not run.few
         if run.few or implementation is not None:
             part = _prepared(_decide(mine, run.queries, implementation), *rest)
@@ -219,7 +218,7 @@ def _in_runs(
 def _prepared(
     decided: Decided, whole: tuple[Branches, Branches] | None = None, full: bool = False
 ) -> Callable[[], Tensor]:
-    """What computes the output; `whole`, `full` as in `gathering`."""
+    """A function that computes the output; `whole`, `full` as in `gathering`."""
     name, of_tokens = decided.choice.implementation, decided.of_tokens
     if name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
@@ -235,11 +234,11 @@ def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None
 
 
 class _Launch(NamedTuple):
-    """What a decode step launches, the same for all steps with its key."""
+    """The launch of a decode step, the same for all steps with its key."""
 
     start: Callable[[int, Sequence[int]], None]
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
-    copied: Sequence[int]  # which of `Step.given` it cannot read as they lie
+    copied: Sequence[int]  # which of `Step.given` must be copied to be readable
     contents: Contents  # of the cache, after it
 
 
@@ -289,7 +288,7 @@ class Step(NamedTuple):
         return results[0].view(*query.shape[:-1], -1)
 
     def given(self) -> list[Any]:
-        """What the kernel reads beside the cache, each branch's keys and values by themselves."""
+        """The kernel's inputs in addition to the cache, with keys and values by branch."""
         found = [self.query, self.gates, self.page_table, self.lengths]
         for x in (self.key, self.value):
             if x is not None:
@@ -297,7 +296,7 @@ class Step(NamedTuple):
         return found
 
     def _key(self, given: list[Any]) -> Hashable | None:
-        """What a launch follows from; None means not from shapes alone."""
+        """The key of a launch; None if shapes do not determine it."""
         arrays = *given, *self.cache.tensors().values(), self.slots, None
         config = self.cache.config
         found, _ = call.describe(arrays, self.implementation, config, self.scale, False)
@@ -339,7 +338,7 @@ def explain(
     max_seqlen_q: int | None = None,
     implementation: functional.Name | None = None,
 ) -> Choice:
-    """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    """Explains the choice of `paged_attention` for these arguments."""
     validate_paged.paged(cache)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
     max_seqlen_q = validate_paged.longest(
@@ -407,7 +406,7 @@ def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tenso
 
 
 def gathered(*call: Any) -> Tensor:
-    """Each row's pages side by side, then the steps of `attention`; arguments as of `gathering`."""
+    """Gathers the pages of each row, then runs `attention`; arguments as in `gathering`."""
     return gathering(*call)()
 
 
@@ -418,7 +417,7 @@ def gathering(
     whole: tuple[Branches, Branches] | None = None,
     full: bool = False,
 ) -> Callable[[], Tensor]:
-    """What computes `gathered`, once the tokens are in their pages.
+    """A function that computes `gathered`, once the tokens are in their pages.
 
     `whole`: keys and values of rows that have no others, in place of their pages; `full`: each row
     has all of its queries, as many as the others.

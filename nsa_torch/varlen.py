@@ -1,11 +1,11 @@
-"""Where the sequences of a packed row stand, made once per batch for all layers.
+"""The positions of the sequences of a packed row, computed once per batch for all layers.
 
     meta = nsa_torch.varlen_metadata(cu_seqlens, max_seqlen=8192, config=config)
     for layer in layers:
         y = nsa_torch.attention(query, key, value, gates, config=config, varlen=meta)
 
-What kernels read of the sequences is made when a call first asks for it and kept in the object:
-other layers, the backward pass and a recomputation find it there.
+The tables that kernels read are computed when a call first needs them and stored in the object,
+for other layers, the backward pass and a recomputation.
 """
 
 import importlib
@@ -34,32 +34,32 @@ def varlen_metadata(
     config: NSAConfig = NSAConfig(),
     device: torch.device | str | None = None,
 ) -> "VarlenMetadata":
-    """What calls on packed rows take as `varlen`, in place of `cu_seqlens`.
+    """Makes the argument `varlen` of calls on packed rows, in place of `cu_seqlens`.
 
-    The host reads `cu_seqlens` where they are on a CPU; what is left out then follows from them.
-    Numbers on a GPU are not read, but while `nsa_torch.debug` tells events; numbers that contradict
-    each other then count as they do of `cu_seqlens`.
+    If `cu_seqlens` are on a CPU, the host reads them and derives missing arguments. Numbers on a
+    GPU are read only while `nsa_torch.debug` reports events. Otherwise invalid numbers are
+    corrected as for `cu_seqlens`.
 
     Args:
-      cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Not to be written to as long
-        as the object is used; `update` takes others.
-      max_seqlen: tokens of the longest sequence at most; None: `total`. Where a sequence on a GPU
-        has more, all tokens are padding: their outputs and gradients are 0.
-      total: T, tokens of the row; None: `cu_seqlens[-1]` where that is read, else those of the
-        first call.
-      padded: whether `cu_seqlens[-1]` may be less than T; None: where that is not read, it may.
-        Under False what follows the last sequence must be finite.
-      max_sequences: room for sequences, up to which `update` takes any number; None: the next power
-        of two, at least 8. Calls of any number of sequences with the same room, row and bucket of
+      cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to it while the
+        object is in use; call `update` for other sequences.
+      max_seqlen: upper bound of tokens per sequence; None means `total`. If a sequence on a GPU
+        has more, all tokens count as padding: their outputs and gradients are 0.
+      total: T, tokens of the row. None means `cu_seqlens[-1]` if the host reads it, otherwise the
+        tokens of the first call.
+      padded: whether `cu_seqlens[-1]` may be less than T. None means that it may, unless the host
+        reads it. If False, tokens after the last sequence must be finite.
+      max_sequences: capacity for sequences, up to which `update` accepts any number. None means
+        the next power of two, at least 8. Calls with the same capacity, row and bucket of
         `max_seqlen` (a power of two) have one signature: nothing is planned or compiled again.
-      config: of the calls.
-      device: of the calls, one that torch has; None means that of `cu_seqlens`.
+      config: the sizes of the calls.
+      device: the device of the calls; None means that of `cu_seqlens`.
 
     Returns:
       A `VarlenMetadata` for calls on such rows.
 
     Raises:
-      ValueError: an argument contradicts another, or what the host reads.
+      ValueError: an argument contradicts another, or numbers that the host reads.
     """
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
@@ -70,10 +70,10 @@ def varlen_metadata(
 
 
 class VarlenMetadata:
-    """Of a packed row; made by `varlen_metadata`, whose arguments its attributes are.
+    """The metadata of a packed row. Its attributes are the arguments of `varlen_metadata`.
 
     Attributes:
-      cu_seqlens: its own boundaries, int32 `[max_sequences + 1]`, where the last is repeated.
+      cu_seqlens: a copy, int32 `[max_sequences + 1]`, in which the last number is repeated.
     """
 
     cu_seqlens: Tensor
@@ -124,13 +124,13 @@ class VarlenMetadata:
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
 
     def update(self, cu_seqlens: Tensor) -> None:
-        """Other sequences, in the same memory: of CUDA graphs, or one object for all batches.
+        """Replaces the sequences in the same memory, for CUDA graphs or one object for all batches.
 
-        It writes on the current stream, as any operation of torch in place; what a call before it
-        saved for a backward pass cannot be used any more.
+        It writes on the current stream, like any in-place operation of torch. Tensors that an
+        earlier call saved for a backward pass become invalid.
 
         Raises:
-          ValueError: they do not fit `max_sequences`, `max_seqlen`, `total`, `padded`.
+          ValueError: the numbers exceed `max_sequences`, `max_seqlen`, `total` or `padded`.
         """
         checks.borders_array(cu_seqlens)
         self._write(cu_seqlens, self._numbers(cu_seqlens))
@@ -147,17 +147,17 @@ class VarlenMetadata:
         gradients: bool = True,
         implementation: str = "mosaic",
     ) -> list[Tensor]:
-        """All tables that calls of a layer read, made now. A CUDA graph that is captured before
-        they are there makes them itself, at each replay.
+        """Computes all tables that calls of a layer read. A CUDA graph that is captured before
+        computes them itself at each replay.
 
         Args:
-          heads, kv_heads: query heads, and those of keys and values.
-          key_width, value_width: columns of a head; None means those of a key.
-          gradients: of the backward pass too.
+          heads, kv_heads: query heads, and heads of keys and values.
+          key_width, value_width: columns per head; None means those of a key.
+          gradients: whether to include the tables of the backward pass.
           implementation: `mosaic` or `triton`.
 
         Raises:
-          ValueError: T is not known yet, or no such kernels.
+          ValueError: T is not known yet, or there are no such kernels.
         """
         if self.total is None:
             raise ValueError("varlen must be made with total, or used before, got neither")
