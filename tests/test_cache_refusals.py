@@ -300,10 +300,6 @@ def pages(**options):
     )
 
 
-def fp8_pages():
-    return pages(dtype=torch.float8_e4m3fn, max_rows=1)
-
-
 ARGUMENTS = {
     "cache": pages,
     "key": zeros(2, 2, 8),
@@ -317,96 +313,6 @@ NAMES = {
     "append": ("cache", "key", "value", "page_table", "lengths"),
     "paged_attention": ("query", "gates", "cache", "page_table", "lengths"),
 }
-HALF = {name: zeros(2, 2, width).bfloat16() for name, width in (("key", 8), ("value", 6))}
-FP8 = HALF | {"cache": fp8_pages}
-KEY, VALUE = zeros(4, 16, 2, 8), zeros(4, 16, 2, 6)
-EIGHT = [x.to(torch.float8_e4m3fn) for x in (KEY, VALUE)]
-SCALES = {f"{x}_scale": torch.ones(4, 2, 16) for x in ("key", "value")}
-view = functools.partial(nsa_torch.PagedCache.view, config=SMALL)
-carve = functools.partial(nsa_torch.PagedCache.carve, config=SMALL)
-made = functools.partial(nsa_torch.PagedCache, 4, 2, 8, 8, config=SMALL)
-made_by_jax = functools.partial(nsa_jax.PagedCache, 4, 2, 8, 8, config=SMALL)
-REFUSED = [
-    ("append", {"key": zeros(0, 2, 8), "value": zeros(0, 2, 6)}, "tokens must be"),
-    ("append", {"key": Branches(*zeros(3, 2, 2, 8))}, "where the cache is not separate"),
-    ("append", {"key": zeros(3, 2, 8), "value": zeros(3, 2, 6)}, "multiple of 2"),
-    ("append", {"implementation": "xla"}, "mosaic, triton, torch or None, got 'xla'"),
-    ("append", FP8, "made for max_rows=1 takes no more rows without slots, got 2"),
-    ("append", FP8 | {"key": zeros(2, 2, 8)}, "key must have the dtype of the cache, bfloat16"),
-    ("append", FP8 | {"key": EIGHT[0][0, :2]}, "key must have dtype in"),
-    (
-        "paged_attention",
-        {"query": zeros(2, 3, 8)},
-        "multiple of the cache's heads, got 3 and 2",
-    ),
-    (
-        "paged_attention",
-        {"query": zeros(98, 4, 8), "gates": zeros(98, 4, 3)},
-        "must not have more queries than tokens, 48",
-    ),
-    (lambda: view(KEY[:, :8], VALUE[:, :8]), {}, "pages of select_block=16 tokens, got 8"),
-    (lambda: view(KEY, VALUE, compressed_key=KEY[:, :4]), {}, "must both be given"),
-    (lambda: view(KEY, VALUE[:2]), {}, r"selected_value must have shape \(4, 16, 2, 6\)"),
-    (lambda: view(*EIGHT), {}, "of float8_e4m3fn must have key_scale and value_sc"),
-    (lambda: view(*EIGHT, key_scale=KEY[..., 0]), {}, "must have key_scale and value_sc"),
-    (
-        lambda: view(*EIGHT, **SCALES | {"key_scale": torch.ones(1, 2, 16)}),
-        {},
-        r"selected_key_scale must have shape \(4, 2, 16\)",
-    ),
-    (  # of an engine
-        lambda: view(*EIGHT, key_scale=torch.ones(2), value_scale=torch.ones(2)),
-        {},
-        r"must have 3 axes, got shape \(2,\)",
-    ),
-    (lambda: view(*(x.view(torch.uint8) for x in EIGHT)), {}, "key_pages must have dtype in"),
-    (lambda: view(KEY, VALUE, **SCALES), {}, "selected_key_scale must be None where pages are"),
-    (lambda: carve(zeros(3), 2, 8, 6), {}, "must have 560 elements, those of a page, got 3"),
-    (lambda: carve(zeros(999)[::2], 2, 8, 6), {}, "memory must be contiguous, got strides"),
-    (
-        lambda: carve(EIGHT[0].view(-1), 2, 8, 6),
-        {},
-        "memory must have dtype in .* got float8_e",
-    ),
-    (lambda: plan_runs([0, 1, 3], [1, 1], 16), {}, "count the new tokens, got 1 with 2 new"),
-    (
-        lambda: plan_runs([0, 1], [1, 1], 16),
-        {},
-        "starts must have 3 entries, one more than len",
-    ),
-    (
-        lambda: plan_runs([0, 5, 3], [9, 9], 16),
-        {},
-        "starts must not descend, got 5, 3 at row 1",
-    ),
-    (lambda: plan_runs([0, 1], [1], 0), {}, "page_size must be an int >= 1, got 0"),
-    (lambda: nsa_torch.PagedCache(0, 2, 8, 8), {}, "num_pages must be an int >= 1, got 0"),
-    (lambda: nsa_jax.PagedCache(0, 2, 8, 8), {}, "num_pages must be an int >= 1, got 0"),
-]
-for make, of in ((made, torch), (made_by_jax, jnp)):
-    eight, dtypes = of.float8_e4m3fn, "dtype must be one of .*float8_e4m3fn.*, got"
-    REFUSED += [
-        (functools.partial(make, **options), {}, said)
-        for options, said in (
-            ({"dtype": of.float8_e5m2}, dtypes),
-            ({"dtype": of.int8}, dtypes),
-            ({"dtype": eight, "compressed_dtype": eight}, "compressed_dtype must be one of"),
-            (
-                {"dtype": of.float16, "compressed_dtype": of.bfloat16},
-                "compressed_dtype must be the cache's where .*float16",
-            ),
-            ({"dtype": eight, "max_rows": 0}, "max_rows must be an int >= 1, got 0"),
-        )
-    ]
-
-
-@pytest.mark.parametrize(("call", "changes", "said"), REFUSED, ids=[x for *_, x in REFUSED])
-def test_bad_input_is_named(call, changes, said):
-    with pytest.raises(ValueError, match=said):
-        if callable(call):
-            call()
-        else:
-            called(call, **changes)
 
 
 def called(name, api=nsa_torch, **changes):
@@ -663,10 +569,13 @@ def test_forward_mode_derivatives_of_caches_are_refused():
         )
         rows = (query, *(ARGUMENTS[x] for x in ("key", "value", "gates")))
         at = ARGUMENTS["page_table"], ARGUMENTS["lengths"], zeros(2, 1, 1).int()
+        key_pages = paged.selected_key
         for call in (
             lambda: called("append", key=key, cache=paged),
             lambda: called("paged_attention", query=query),
-            lambda: nsa_torch.paged_block_attention(query, KEY, KEY, *at, block_size=16),
+            lambda: nsa_torch.paged_block_attention(
+                query, key_pages, key_pages, *at, block_size=16
+            ),
             lambda: nsa_torch.cached_attention(*(x[None] for x in rows), cache),
         ):
             with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):

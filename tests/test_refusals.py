@@ -155,6 +155,9 @@ TWICE = "*must name a block once, got block 1 twice"
 PAIRS = "made_with must be pairs of a name and a value that has a hash, *, got "
 
 
+E4M3 = dtype("float8_e4m3fn")
+
+
 def of_each(*blocks):
     """The list of each token."""
     return np.broadcast_to(ints(*blocks), (2, 20, 2, len(blocks))).copy()
@@ -368,6 +371,26 @@ BOTH = [
     ("init_cache", {"separate": "no"}, "separate must be a bool, got 'no'"),
     ("PagedCache", {"separate": "yes"}, "separate must be a bool, got 'yes'"),
     ("PagedCache", {"separate": 0}, "separate must be a bool, got 0"),
+    ("PagedCache", {"num_pages": 0}, "num_pages must be an int >= 1, got 0"),
+    *[
+        ("PagedCache", {"dtype": dtype(x)}, f"dtype must be one of *float8_e4m3fn*, got {x}")
+        for x in ("float8_e5m2", "int8")
+    ],
+    (
+        "PagedCache",
+        {"dtype": E4M3, "compressed_dtype": E4M3},
+        "compressed_dtype must be one of * in a cache of float8_e4m3fn",
+    ),
+    (
+        "PagedCache",
+        {"dtype": dtype("float16"), "compressed_dtype": dtype("bfloat16")},
+        "compressed_dtype must be the cache's where *float16, got bfloat16",
+    ),
+    (
+        "PagedCache",
+        {"dtype": E4M3, "max_rows": 0},
+        "max_rows must be an int >= 1, got 0",
+    ),
     ("cached_attention", {"cache": None}, "cache must be one of init_cache, got NoneType"),
     (
         "cached_attention",
@@ -398,6 +421,26 @@ BOTH = [
     ),
     ("cached_attention", {"made_with": 3}, f"{PAIRS}3"),
     ("cached_attention", {"made_with": "rope"}, f"{PAIRS}'rope'"),
+    (
+        "append",
+        {"key": zeros((0, 2, 8)), "value": zeros((0, 2, 8))},
+        "tokens must be an int >= 1, got 0",
+    ),
+    (
+        "append",
+        {"key": Branches(*zeros((3, 7, 2, 8)))},
+        "key must be one array where the cache is not separate=True",
+    ),
+    (
+        "append",
+        {"key": zeros((3, 2, 8)), "value": zeros((3, 2, 8)), "cu_seqlens_q": None},
+        "key must have a multiple of 2 tokens",
+    ),
+    (
+        "paged_attention",
+        {"query": zeros((7, 3, 8))},
+        "query heads must be a multiple of the cache's heads, got 3 and 2",
+    ),
     ("append", {"cache": {"pages": 3}}, "cache must be a PagedCache, got dict"),
     (
         "append",
@@ -528,8 +571,12 @@ BOTH = [
 TENSOR = torch.zeros(4, 16, 2, 8)
 PAGES = TENSOR.numpy()
 SPARSE = torch.zeros(2, 20, 2, 3, dtype=torch.int32).to_sparse()
-SCALED = {x: TENSOR.to(torch.float8_e4m3fn) for x in ("key_pages", "value_pages")}
-SCALED |= {"key_scale": zeros((4, 2, 16)), "value_scale": zeros((4, 2, 16))}
+EIGHT = {x: TENSOR.to(torch.float8_e4m3fn) for x in ("key_pages", "value_pages")}
+SCALES = {"key_scale": zeros((4, 2, 16)), "value_scale": zeros((4, 2, 16))}
+SCALED = EIGHT | SCALES
+OF_FP8 = {"dtype": torch.float8_e4m3fn, "compressed_dtype": torch.bfloat16, "max_rows": 1}
+IN_FP8 = {x: TENSOR[0, :7].bfloat16() for x in ("key", "value")}
+IN_FP8 |= {"cache": lambda world: world.pages(**OF_FP8)}
 numpy = lambda x: lambda _: x  # stays what it is
 RUNS = "runs must be a list of Run, as plan_runs makes it, got "
 ONE = {
@@ -643,6 +690,69 @@ ONE = {
         ),
         ("PagedCache", {"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
         ("PagedCache", {"device": "here"}, "device must be a device that torch has"),
+        ("append", {"implementation": "xla"}, "*mosaic, triton, torch or None, got 'xla'"),
+        (
+            "append",
+            IN_FP8,
+            "a cache in fp8 made for max_rows=1 takes no more rows without slots, got 2",
+        ),
+        (
+            "append",
+            IN_FP8 | {"key": TENSOR[0, :7]},
+            "key must have the dtype of the cache, bfloat16",
+        ),
+        ("append", IN_FP8 | {"key": EIGHT["key_pages"][0, :7]}, "key must have dtype in"),
+        (
+            "view",
+            {"key_pages": PAGES[:, :8], "value_pages": PAGES[:, :8]},
+            "key_pages must have pages of select_block=16 tokens, got 8",
+        ),
+        (
+            "view",
+            {"compressed_key": PAGES[:, :4]},
+            "compressed_key and compressed_value must both be given",
+        ),
+        ("view", {"value_pages": PAGES[:2]}, "selected_value must have shape (4, 16, 2, 8)"),
+        ("view", EIGHT, "*of float8_e4m3fn must have key_scale and value_scale"),
+        (
+            "view",
+            SCALED | {"key_scale": zeros((1, 2, 16))},
+            "selected_key_scale must have shape (4, 2, 16)",
+        ),
+        ("view", SCALED | {"key_scale": zeros(2)}, "key_scale must have 3 axes, got shape"),
+        (
+            "view",
+            {name: x.view(torch.uint8) for name, x in EIGHT.items()},
+            "key_pages must have dtype in",
+        ),
+        ("view", SCALES, "selected_key_scale must be None where pages are"),
+        ("carve", {"memory": zeros(3)}, "memory must have * elements, those of a page, got 3"),
+        (
+            "carve",
+            {"memory": torch.zeros(999)[::2]},
+            "memory must be contiguous, got strides",
+        ),
+        (
+            "carve",
+            {"memory": EIGHT["key_pages"].view(-1)},
+            "memory must have dtype in *, got float8_e4m3fn",
+        ),
+        (
+            "plan_runs",
+            {"starts": [0, 1, 3], "lengths": [1, 1]},
+            "*count the new tokens, got 1 with 2 new",
+        ),
+        (
+            "plan_runs",
+            {"lengths": [1, 1]},
+            "starts must have 3 entries, one more than lengths",
+        ),
+        (
+            "plan_runs",
+            {"starts": [0, 5, 3], "lengths": [9, 9]},
+            "starts must not descend, got 5, 3 at row 1",
+        ),
+        ("plan_runs", {"page_size": 0}, "page_size must be an int >= 1, got 0"),
         ("view", {"key_pages": None}, "key_pages must be a torch tensor, got None"),
         ("view", {"key_pages": [TENSOR]}, "key_pages must be a torch tensor, got list"),
         (
