@@ -50,7 +50,6 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 """
 
 import functools
-import itertools
 import json
 import re
 import statistics
@@ -70,7 +69,6 @@ from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
 from .reports import crossover, sources
-from .reports.render import KERNEL_NAMES, kernel_name
 from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()
@@ -87,148 +85,122 @@ VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING, REFUSED = "-", "unsupported"
 
-type Cells = Sequence[str]
 type Line = dict[str, Any]
 type Kind = Mapping[str, Any]  # of bench/tables.yaml
-
-
-def load(device: str = DEVICE.name) -> list[Record]:
-    """The records of whole calls and of branches, oldest first."""
-    found = records.read(DEVICE.parent / device / "compare.jsonl")
-    return sorted(found, key=lambda record: record.time)
 
 
 def length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
-def ms(record: Record | None, digits: int | None = None) -> str:
-    """Its time; the status of one that failed, whatever time it has."""
-    if record is None:
-        return MISSING
-    if record.times_ms is None:
-        return record.status
-    time = record.times_ms[0]
-    if digits is None:
-        digits = 2 if time < 10 else 1 if time < 100 else 0
-    return f"{time:.{digits}f}"
-
-
-def shape_of(record: Record) -> tuple[Any, ...]:
-    return record.H, record.Hkv, record.D, record.Dv, record.B, record.T, record.input
-
-
-def _place(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a row: the most heads first, then the longest."""
-    heads, kv_heads, width, value_width, batch, tokens, source = shape
-    return -heads * width, kv_heads, width, -tokens, batch, value_width, source
-
-
-def described(shape: tuple[Any, ...]) -> Cells:
-    heads, kv_heads, width, value_width, batch, tokens, source = shape
-    what = f"{batch} x {length(tokens)}" if batch > 1 else length(tokens)
-    widths = f"{width}" if width == value_width else f"{width} / {value_width}"
-    return [what, f"{heads} / {kv_heads} ({heads // kv_heads})", widths, source]
-
-
-SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
+def ms(time: float) -> str:
+    return f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}"
 
 
 def commits(found: Iterable[Any]) -> str:
-    """Of these records or lines, each once; None has none."""
-    names = (x.get("commit") if isinstance(x, Mapping) else x and x.commit for x in found)
+    """Of these lines, each once."""
+    names = (x.get("commit") if isinstance(x, dict) else x.commit for x in found)
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
-class Newest:
-    """The newest record of each shape, branch, framework and implementation of one mode, in
-    bfloat16 with the paper's sizes."""
-
-    def __init__(self, found: Iterable[Record], mode: str):
-        newest = {
-            (shape_of(r), r.branch, r.framework, r.implementation): r
-            for r in found
-            if r.mode == mode and r.T >= SHORTEST and r.T == r.S and _is_papers(r)
-        }
-        self._of = {key: r for key, r in newest.items() if r.status != REFUSED}
-
-    def shapes(self, branch: str, implementation: str) -> list[tuple[Any, ...]]:
-        """Measured with `implementation`, in their order."""
-        shapes = {key[0] for key in self._of if key[1] == branch and key[3] == implementation}
-        return sorted(shapes, key=_place)
-
-    def get(self, shape, branch, framework, implementation) -> Record | None:
-        return self._of.get((shape, branch, framework, implementation))
+def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
+    """A file of a device's folder; lines of attention and of training steps have some words more
+    (`_words`)."""
+    return [x | _words(x) for x in records.flat_lines(DEVICE.parent / device / name)]
 
 
-def _is_papers(record: Record) -> bool:
-    return record.dtype == "bfloat16" and PAPER.items() <= record.config.items()
+def _words(x: Line) -> Line:
+    """Of a line: its kernel, where that is not ours; sizes of attention; whether all but those are
+    the paper's, and the order of its row: the most heads first, then the longest."""
+    if "kind" in x:
+        return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
+    if "branch" not in x:
+        return {}
+    heads, kv_heads, width, value_width = x["H"], x["Hkv"], x["D"], x["Dv"]
+    kind, slash, _ = x["implementation"].partition("/")
+    dense = x["branch"] == "dense"
+    return {
+        "kernel": kind if dense or slash else "NSA",
+        "implementation": None if dense else kind,
+        "tokens": f"{x['B']} x {length(x['T'])}" if x["B"] > 1 else length(x["T"]),
+        "heads": f"{heads} / {kv_heads} ({heads // kv_heads})",
+        "widths": f"{width}" if width == value_width else f"{width} / {value_width}",
+        "bits": "e4m3" if "compute_dtype" in x["config"] else "16",
+        "papers": x["dtype"] == "bfloat16"
+        and PAPER.items() <= x["config"].items()
+        and x["T"] == x["S"] >= SHORTEST,
+        "place": [-heads * width, kv_heads, width, -x["T"], x["B"], value_width, x["input"]],
+    }
 
 
-# What the README shows: problems of whole attention, heads, key/value heads, D, rows, tokens.
+# What the README shows: problems of whole attention, their `SIZES` and tokens.
 SUMMARY = {
-    "a long context: 64k tokens, 64 / 4 heads": (64, 4, 128, 1, 65536),
-    "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 8, 2048),
-    "one query head per key/value head: 16k tokens": (16, 16, 128, 1, 16384),
+    "a long context: 64k tokens, 64 / 4 heads": (64, 4, 128, 128, 1, 65536),
+    "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 64, 8, 2048),
+    "one query head per key/value head: 16k tokens": (16, 16, 128, 128, 1, 16384),
 }
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
+USUAL = "cudnn", "flash"  # dense kernels that are everywhere
+
+
+def _newest(file: str, device: str) -> dict[tuple, Line]:
+    """The newest line of torch by sizes, input, kernel and pass of whole or dense attention."""
+    lines = sorted(lines_of(file, device), key=lambda x: x["time"])
+    return {
+        (*(x[n] for n in SIZES), x["T"], x["input"], x["kernel"], x["mode"]): x
+        for x in lines
+        if x["papers"] and x["framework"] == "torch" and x["branch"] in ("all", "dense")
+        if x["implementation"] in (None, "mosaic")
+    }
+
+
+def _time(line: Line | None) -> str:
+    return MISSING if line is None else cell("{time_ms:ms}", line)
+
+
+def _timed(line: Line | None) -> float | None:
+    return line["time_ms"] if line and line["status"] == "ok" else None
 
 
 def summary(device: str = "nvidia-h200") -> str:
     """NSA beside the faster dense kernel: time of some problems."""
-    rows = []
-    for mode, which in PASSES.items():
-        newest = Newest(load(device), mode)
-        for what, (heads, kv_heads, width, batch, tokens) in SUMMARY.items():
-            shape = heads, kv_heads, width, width, batch, tokens, "random"
-            ours = newest.get(shape, "all", "torch", "mosaic")
-            dense = [newest.get(shape, "dense", "torch", name) for name in USUAL]
-            timed = [(x.times_ms[0], x) for x in dense if x and x.times_ms]
+    rows, newest = [], _newest("compare.jsonl", device)
+    for what, sizes in SUMMARY.items():
+        for mode, which in PASSES.items():
+            ours, *dense = (newest.get((*sizes, "random", x, mode)) for x in ("NSA", *USUAL))
+            timed = [(time, x) for x in dense if x and (time := _timed(x))]
             if ours is None or len(timed) < len(dense):
                 raise ValueError(f"{device} has no times of {what}")
             best, fastest = min(timed, key=lambda x: x[0])
-            said = ours.status
-            if ours.times_ms:
-                ratio = best / ours.times_ms[0]
+            said = ours["status"]
+            if time := _timed(ours):
+                ratio = best / time
                 said = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
-            cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
+            cells = [f"{which}, ms", what, _time(ours), _time(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
-    rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
     rows.append(_packed_summary())
     return table(["pass", "problem", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
 def _packed_summary() -> list[str]:
     """The row of the first shape of `bench.packed`, beside the same rows."""
-    newest = _of_packed(DEVICE.name, "mosaic")
-    documents, _ = next(iter(newest))
-    found = [newest[documents, mode] for mode in PASSES]
-    ours, rows = ([forms[name] for forms in found] for name in ("varlen", "rows"))
-    said = "; ".join(
-        f"{x.times_ms[0] / y.times_ms[0] - 1:+.1%}" if x.times_ms and y.times_ms else MISSING
-        for x, y in zip(ours, rows, strict=True)
+    lines = chosen("packed")
+    newest = {
+        (x["mode"], x["form"]): x for x in lines if x["documents"] == lines[0]["documents"]
+    }
+    ours, rows = (
+        [newest[pass_, form] for pass_ in PASSES.values()] for form in ("varlen", "rows")
     )
+    apart = [(_timed(x), _timed(y)) for x, y in zip(ours, rows, strict=True)]
+    said = "; ".join(f"{x / y - 1:+.1%}" if x and y else MISSING for x, y in apart)
     return [
         f"{'; '.join(PASSES.values())}, ms",
-        f"packed: {_documents(documents)} in one row, 64 / 4 heads, on an H100",
-        "; ".join(map(ms, ours)),
+        f"packed: {_documents(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
+        "; ".join(map(_time, ours)),
         MISSING,
-        f"**{said}** of rows' {'; '.join(map(ms, rows))}",
+        f"**{said}** of rows' {'; '.join(map(_time, rows))}",
         commits([*ours, *rows]),
     ]
-
-
-type _Forms = dict[str, Record]  # rows, varlen, cu_seqlens
-
-
-def _of_packed(device: str, implementation: str) -> dict[tuple[tuple[int, ...], str], _Forms]:
-    """The newest records of `bench.packed` by documents and mode."""
-    found: dict[tuple[tuple[int, ...], str], _Forms] = {}
-    for record in records.read(DEVICE.parent / device / "packed.jsonl"):
-        if record.implementation == implementation:
-            key = tuple(record.extra["documents"]), record.mode
-            found.setdefault(key, {})[record.extra["form"]] = record
-    return found
 
 
 def _documents(lengths: Sequence[int]) -> str:
@@ -237,129 +209,49 @@ def _documents(lengths: Sequence[int]) -> str:
     return f"{len(lengths)} documents, {sum(lengths)} tokens"
 
 
-def packed(device: str = DEVICE.name, implementation: str = "mosaic") -> str:
-    head = ["documents", "heads, D", "pass", "rows", "packed", "only `cu_seqlens`", "metadata"]
-    rows = []
-    for (documents, mode), forms in _of_packed(device, implementation).items():
-        each = [forms.get(form) for form in ("rows", "varlen", "cu_seqlens")]
-        first = next(x for x in each if x is not None)
-        made = MISSING if each[1] is None else f"{each[1].extra['metadata_ms']:.1f}"
-        what = [_documents(documents), f"{first.H} / {first.Hkv}, {first.D}", PASSES[mode]]
-        rows.append([*what, *map(ms, each), made, commits(each)])
-    return table([*head, "commit"], rows)
-
-
-# Dense kernels that always have a column; the others of `KERNEL_NAMES` have one where there are
-# records of them.
-USUAL = ("cudnn", "flash")
-
-
-def attention(
-    mode: str = "forward", implementation: str = "mosaic", device: str = DEVICE.name
-) -> str:
-    newest = Newest(load(device), mode)
-    shapes = newest.shapes("all", implementation)
-    kernels = [
-        name
-        for name in KERNEL_NAMES
-        if name in USUAL or any(newest.get(shape, "dense", "torch", name) for shape in shapes)
-    ]
-    frameworks = {
-        name: title
-        for name, title in (("jax", "NSA, JAX"), ("torch", "NSA, torch"))
-        if any(newest.get(shape, "all", name, implementation) for shape in shapes)
-    }
-    head = [*SHAPE_HEAD, *frameworks.values(), *map(kernel_name, kernels)]
-    head += ["commit", "... of dense"]
-    rows = []
-    for shape in shapes:
-        ours = [newest.get(shape, "all", name, implementation) for name in frameworks]
-        dense = [newest.get(shape, "dense", "torch", name) for name in kernels]
-        times = [ms(record) for record in (*ours, *dense)]
-        rows.append([*described(shape), *times, commits(ours), commits(dense)])
-    return table(head, rows)
-
-
-BRANCHES = ("compressed", "scores", "selected", "sliding")
-
-
-def branches(mode: str = "forward", framework: str = "torch", device: str = DEVICE.name) -> str:
-    newest = Newest(load(device), mode)
-    rows = []
-    shapes = [newest.shapes(branch, "mosaic") for branch in BRANCHES]
-    for shape in sorted(set().union(*shapes), key=_place):
-        ours = [newest.get(shape, branch, framework, "mosaic") for branch in BRANCHES]
-        if any(ours):
-            rows.append([*described(shape), *map(ms, ours), commits(ours)])
-    return table([*SHAPE_HEAD, *BRANCHES, "commit"], rows)
-
-
-def _in_fp8(device: str) -> Newest:
-    eight = records.read(DEVICE.parent / device / records.FP8_RECORDS)
-    return Newest(sorted(eight, key=lambda record: record.time), "forward")
-
-
-def fp8(device: str = DEVICE.name) -> str:
-    """Forward, a row a shape and branch; root of the mean square of errors, and its bound."""
-    newest, exact = _in_fp8(device), Newest(load(device), "forward")
-    rows = []
-    for branch in ("all", "selected", "sliding"):
-        for framework in ("torch", "jax"):
-            for shape in newest.shapes(branch, "mosaic"):
-                pair = [x.get(shape, branch, framework, "mosaic") for x in (exact, newest)]
-                if (mine := pair[1]) is None:
-                    continue
-                errors = [f"{x:.2g}" for x in (mine.error_rms, mine.error_rms_bound) if x]
-                name = "whole" if branch == "all" else branch
-                cells = [f"{name}, {framework}", *described(shape), *map(ms, pair), *errors]
-                rows.append([*cells, commits(pair)])
-    head = ["", *SHAPE_HEAD, "16 bits", "e4m3", "error", "its bound", "commit"]
-    return table(head, rows)
-
-
-INPUTS = "random", "text"  # columns of the targets
 SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}  # of a target that names no others
+INPUTS = "random", "text"  # columns of the targets
 
 
 def targets(device: str = DEVICE.name) -> str:
     """Forward / with backward, a row a target; a call by itself, and calls in a row."""
-    newest, eight = [Newest(load(device), mode) for mode in PASSES], [_in_fp8(device)]
-    of_packed = _of_packed(device, "mosaic").items()
-    packed_rows = {(_documents(x), mode): forms["varlen"] for (x, mode), forms in of_packed}
-    calls: dict[str, dict[str, Mapping[str, Any]]] = {}  # by variant and pass
+    newest, eight = (_newest(x, device) for x in ("compare.jsonl", records.FP8_RECORDS))
+    packed = {
+        (_documents(x["documents"]), x["mode"]): x
+        for x in chosen("packed", device)
+        if x["form"] == "varlen"
+    }
+    calls: dict[str, dict[str, Line]] = {}  # by variant and pass
     for line in lines_of("kernel_log/variants.jsonl", device):
         if line["kernel"] == "whole_calls":
             calls.setdefault(line["variant"], {})[line["shape"]] = line
     rows = []
     for row in yaml.safe_load(TARGETS.read_text()):
-        found: list[list[Record | None]] = [[], []]  # random, text
+        found: list[list[Line | None]] = [[], []]  # random, text
         if "packed" in row:
-            found[0] = [packed_rows.get((row["packed"], mode)) for mode in PASSES]
-        for of, sizes in ((newest, row.get("problem")), (eight, row.get("e4m3"))):
+            found[0] = [packed.get((row["packed"], x)) for x in PASSES.values()]
+        for of, name, modes in ((newest, "problem", PASSES), (eight, "e4m3", ["forward"])):
             for each, source in zip(found, row.get("inputs", INPUTS), strict=False):
-                if sizes:
-                    shape = *(SIZES | sizes).values(), source
-                    each += [x.get(shape, "all", "torch", "mosaic") for x in of]
-        cells = [" / ".join(map(ms, each)) if any(each) else MISSING for each in found]
+                if sizes := row.get(name):
+                    shape = (SIZES | sizes).values()
+                    each += [of.get((*shape, source, "NSA", mode)) for mode in modes]
+        cells = [" / ".join(map(_time, each)) if any(each) else MISSING for each in found]
         name = row.get("calls", "")
         lines = [[*calls.get(x, {}).values()] for x in (name, timing.RESTED.format(name))]
         times = [" / ".join(f"{x['time_ms']:.3g}" for x in each) for each in lines if each]
         cells += ["; ".join(times) or MISSING, row["bound"]]
-        used = [x for each in (*found, *lines) for x in each]
+        used = [x for each in (*found, *lines) for x in each if x]
         rows.append([row["shape"], row["target"], *cells, commits(used)])
     head = ["shape", "target", *INPUTS, "calls in a row; after 50 ms of rest"]
     return table([*head, "what bounds it", "commit"], rows)
 
 
-def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
-    """A file of a device's folder that holds other lines than records."""
-    return records.flat_lines(DEVICE.parent / device / name)
-
-
 KINDS: Mapping[str, Kind] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 # Of its templates, beside Python's own.
 FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "ms": ms,
     "tokens": length,
+    "packing": _documents,
     "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
     "GiB": lambda size: f"{size / 2**30:.1f}",
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
@@ -398,58 +290,85 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
     known = kind.get("options", {})
     if unknown := options.keys() - known:
         raise ValueError(f"no option {sorted(unknown)}")
-    only = kind.get("only", {}) | {field: [x] for field, x in (known | options).items()}
+    only, asked = kind.get("only", {}), known | options
+    files = kind["file"] if isinstance(kind["file"], list) else [kind["file"]]
     lines = [
-        line
-        for each in lines_of(kind["file"], device or kind.get("device", DEVICE.name))
+        line | {"order": [_rank(only, line, x) for x in kind.get("order", ())]}
+        for file in files
+        for each in lines_of(file, device or kind.get("device", DEVICE.name))
         if (line := kind.get("default", {}) | each)
         and all(line[field] in values for field, values in only.items())
-        and (line.get("commit") or "").startswith(commit)
+        and all(line.get(field) in (x, None) for field, x in asked.items())
+        and (line.get("commit") or "").startswith(tuple(commit.split(",")))
     ]
     if known and not lines:
-        asked = ", ".join(f"{x} {only[x][0]!r}" for x in known)
-        raise ValueError(f"{kind['file']} has no {asked}")
+        said = ", ".join(f"{x} {value!r}" for x, value in asked.items())
+        raise ValueError(f"{kind['file']} has no {said}")
     if "newest" in kind:
-        lines = [*{tuple(x[field] for field in kind["newest"]): x for x in lines}.values()]
+        lines = [*{repr([x.get(f) for f in kind["newest"]]): x for x in lines}.values()]
     lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
     words = kind.get("words", {})
     return [line | {x: words[x].get(line[x], line[x]) for x in words} for line in lines]
 
 
+def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
+    """Where a line stands by a field: by its value, or as `only` lists its values."""
+    return only[field].index(line[field]) if field in only else line[field]
+
+
 def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
-    """A table of `KINDS` from these lines; `columns`: those that come first, if lines have them."""
+    """A table of `KINDS` from these lines; `columns`: all that it has, if lines have them."""
     kind = KINDS[name]
     if "column" in kind:
-        return _crossed(kind, lines, {x: x for x in columns} | kind.get("columns", {}))
+        return _crossed(kind, lines, [(x, x) for x in columns] or kind.get("columns", []))
     cells = kind["row"] | kind["cells"]
     rows = ([*(cell(x, line) for x in cells.values()), commits([line])] for line in lines)
     return table([*cells, "commit"], rows)
 
 
-def _crossed(kind: Kind, lines: Iterable[Line], titles: dict[str, str]) -> str:
-    """A row for what `row` says of lines and a column for what `column` says; `titles`: of the
-    columns that come first."""
+def _crossed(kind: Kind, lines: Iterable[Line], columns: Sequence[Sequence[str]]) -> str:
+    """A row for what `row` says of lines and a column for what `column` says; `columns`: the name,
+    title and, where it has its own, template of each, by default those that have a time."""
     found: dict[tuple[Any, ...], dict[str, list[Line]]] = {}
+    timed: dict[str, str] = {}
     for line in lines:
         names = (cell(x, line) for x in kind["row"].values())
         row = *names, *map(line.get, kind.get("apart", ()))
         column = cell(kind["column"], line)
-        found.setdefault(row, {}).setdefault(column, []).append(line)
+        of = found.setdefault(row, {}).setdefault(column, [])
+        of[:] = [*of, line] if kind.get("each") else [line]
         if line.get("status", "ok") == "ok":
-            titles.setdefault(column, column)
-    columns = [x for x in titles if any(x in each for each in found.values())]
+            timed[column] = column
+    for row, of in list(found.items()):
+        found[row] = {x: y for x, y in of.items() if y[-1].get("status") != REFUSED}
+        if not found[row]:
+            del found[row]
     if "rows" in kind:
         found = {(x,): found.get((x,), {}) for x in kind["rows"]}
+    if "needs" in kind:
+        found = {row: of for row, of in found.items() if {*kind["needs"]} & {*of}}
+    if "order" in kind:
+        found = dict(sorted(found.items(), key=lambda x: next(iter(x[1].values()))[0]["order"]))
+    each: list[tuple[str, str, list[str]]] = []
+    for name, title, *own in columns or timed.items():
+        template = own[0] if own else kind["cells"]
+        each.append((title, name, [_cells(template, x.get(name, [])) for x in found.values()]))
+    each = [x for x in each if {*x[2]} - {MISSING}]
+    said = kind.get("commits", {"commit": ""})
     rows = []
-    for row, each in found.items():
-        shown = [each.get(x, []) for x in columns]
-        if not kind.get("each"):
-            shown = [of[-1:] for of in shown]
-        cells = ["; ".join(cell(kind["cells"], x) for x in of) or MISSING for of in shown]
-        if {*cells} != {MISSING}:
+    for (row, of), *cells in zip(found.items(), *(x[2] for x in each), strict=True):
+        if {*cells} - {MISSING}:
             names = [kind.get("rows", {}).get(x, x) for x in row[: len(kind["row"])]]
-            rows.append([*names, *cells, commits(itertools.chain(*shown))])
-    return table([*kind["row"], *(titles[x] for x in columns), "commit"], rows)
+            about = (
+                commits(y for x in each if x[1].startswith(begin) for y in of.get(x[1], []))
+                for begin in said.values()
+            )
+            rows.append([*names, *cells, *about])
+    return table([*kind["row"], *(x[0] for x in each), *said], rows)
+
+
+def _cells(template: str, lines: Iterable[Line]) -> str:
+    return "; ".join(cell(template, x) for x in lines) or MISSING
 
 
 def of_lines(name: str, **options: str) -> str:
@@ -465,14 +384,6 @@ def kernel_times(kernels: str, device: str = "") -> str:
         raise ValueError(f"the kernel log has no {unknown}")
     titles = [named[x] for x in columns]
     return made("kernel_times", (x for x in lines if x["shape"] in titles), titles)
-
-
-def training(device: str = "") -> str:
-    """NSA's implementations share a column: one kernel choice a line."""
-    lines = chosen("training", device)
-    for line in lines:
-        line["kernel"] = "NSA" if line["attention"] == "nsa" else line["implementation"]
-    return made("training", lines)
 
 
 def scaling(device: str = "") -> str:
@@ -525,37 +436,6 @@ def _judged(line: Mapping[str, Any]) -> str:
         return line["reason"]
     said = CHECKS[line["tool"]] if line["layer"] else "found"
     return f"{said} (`{line['watched']}`)" if line["watched"] else said
-
-
-def decode(device: str, commit: str = "") -> str:
-    """The newest steps from pages, beside dense attention to the same keys; `commit`: all of it, or
-    of some with commas between.
-    """
-    newest: dict[tuple[Any, ...], dict[str, Record]] = {}
-    for record in records.read(DEVICE.parent / device / "decode.jsonl"):
-        if not (record.commit or "").startswith(tuple(commit.split(","))):
-            continue
-        kind, _, kernel = record.implementation.partition("/")
-        if kernel and kind.startswith("paged"):
-            newest.setdefault((shape_of(record), record.S), {})[kind] = record
-        elif record.branch in ("dense", "all"):
-            name = record.implementation if record.branch == "dense" else "contiguous"
-            newest.setdefault((shape_of(record), record.S), {})[name] = record
-    rows, eight = [], ["paged_fp8"] if any("paged_fp8" in x for x in newest.values()) else []
-    kept = [x["paged"] for x in newest.values() if "host_ms" in x["paged"].extra]
-    hosts = len(eight) + 1 if kept else 0
-    for (shape, tokens), found in newest.items():
-        new, *sizes, _ = described(shape)
-        cells = [found.get(name) for name in ("paged", *eight, "contiguous", *USUAL)]
-        cells = [x if x and x.status != REFUSED else None for x in cells]
-        host_times = [x.extra.get("host_ms") if x is not None else None for x in cells[:hosts]]
-        shown = [ms(x, digits=3) for x in cells]
-        shown += [MISSING if time is None else f"{time:.3f}" for time in host_times]
-        rows.append([new, length(tokens), *sizes, *shown, commits(cells)])
-    head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
-    head += ["in fp8"] * len(eight) + ["`cached_attention`"]
-    eager = ["eager: host", "eager in fp8: host"][:hosts]
-    return table([*head, *map(kernel_name, USUAL), *eager, "commit"], rows)
 
 
 def first_call(device: str) -> str:
@@ -780,9 +660,16 @@ TABLES: Mapping[str, Callable[..., str]] = {
 } | {
     function.__name__: function
     for function in (
-        *(summary, packed, attention, branches, fp8, targets, kernel_times, memory_check),
-        *(training, decode, first_call, installed, versions, parallel_training, experiment),
-        *(experiments, converted, selection, crossovers, scaling),
+        *(summary, targets, kernel_times, memory_check, scaling, first_call, installed),
+        *(
+            versions,
+            parallel_training,
+            experiment,
+            experiments,
+            converted,
+            selection,
+            crossovers,
+        ),
     )
 }
 

@@ -136,11 +136,11 @@ def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
     monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
     (tmp_path / "card").mkdir()
     records.append(tmp_path / "card/decode.jsonl", rows)
-    head, _, row = doc_tables.decode("card", "beef").splitlines()
+    head, _, row = doc_tables.of_lines("decode", device="card", commit="beef").splitlines()
     assert head.count("host") == 2
-    assert row.endswith("| 0.100 | 0.100 | - | 0.100 | - | 0.051 | 0.065 | beef |")
-    head, _, row = doc_tables.decode("card", "c0de").splitlines()
-    assert "host" not in head and row.endswith("| 0.300 | 0.300 | - | - | c0de |")
+    assert row.endswith("| 0.100 | 0.100 | 0.100 | 0.051 | 0.065 | beef |")
+    head, _, row = doc_tables.of_lines("decode", device="card", commit="c0de").splitlines()
+    assert "host" not in head and row.endswith("| 0.300 | 0.300 | c0de |")
 
 
 def test_a_part_longer_than_the_whole_is_refused():

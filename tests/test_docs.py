@@ -200,46 +200,66 @@ def test_runs_and_seeds_of_an_experiment():
     assert all(line.endswith("| 0, 1 |") for line in told)
 
 
-def test_which_fa2_and_whose_kernels(monkeypatch):
-    """torch's copy of FA-2 is called that; a peer's kernel has a column where it was measured."""
-    shape = {"S": 4096, "bench": "compare"}
-    rows = [record("all", "mosaic", 1.0, **shape), record("dense", "flash", 3.0, **shape)]
-    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
-    head, _, line = doc_tables.attention().splitlines()
-    assert "| cuDNN | FA-2 (torch's bundled copy) | commit |" in head
-    assert "JAX" not in head and "| 1.00 | - | 3.00 |" in line
-    rows += [record("dense", name, 2.0, **shape) for name in ("fa4", "flash_attn")]
-    head, _, line = doc_tables.attention().splitlines()
-    assert "FA-2 (torch's bundled copy) | FA-2 (flash-attn) | FA-4 (flash-attn-4) |" in head
-    assert "| - | 3.00 | 2.00 | 2.00 |" in line
+SHAPE = {"S": 4096, "bench": "compare"}
 
 
-def test_a_row_that_failed_since_is_no_older_time(monkeypatch):
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """What a table of `doc_tables` shows of these records, a cell a column in each row."""
+    monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
+
+    def tables(rows, name="attention"):
+        path = tmp_path / "card/compare.jsonl"
+        path.unlink(missing_ok=True)
+        records.append(path, rows)
+        head, _, *lines = doc_tables.TABLES[name](device="card").splitlines()
+        cells = [[x.split(" | ") for x in each] for each in ([head.strip("| ")], lines)]
+        return [
+            dict(zip(cells[0][0], [y.strip("| ") for y in x], strict=True)) for x in cells[1]
+        ]
+
+    return tables
+
+
+def test_whose_kernels_have_a_column(tables):
+    """torch's copy of FA-2 is called that; a kernel has a column where it was measured."""
+    rows = [record("all", "mosaic", 1.0, **SHAPE), record("dense", "flash", 3.0, **SHAPE)]
+    (row,) = tables(rows)
+    ours, bundled = "NSA, torch", "FA-2 (torch's bundled copy)"
+    assert [*row][4:] == [ours, bundled, "commit", "... of dense"]
+    assert (row[ours], row[bundled]) == ("1.00", "3.00")
+    rows += [record("dense", name, 2.0, **SHAPE) for name in ("fa4", "flash_attn")]
+    assert [*tables(rows)[0]][5:8] == [bundled, "FA-2 (flash-attn)", "FA-4 (flash-attn-4)"]
+
+
+def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     """Of a shape the newest record counts: one that is wrong shows no time and no ratio. Other
     sizes and precisions than the tables speak of are other rows."""
-    shape = {"S": 4096, "bench": "compare"}
-    rows = [record("all", "mosaic", 1.0, **shape)]
-    rows += [record("dense", name, 3.0, **shape) for name in doc_tables.USUAL]
-    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
-    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": (8, 2, 64, 1, 4096)})
-    monkeypatch.setattr(doc_tables, "_packed_summary", lambda: [])
+    rows = [record("all", "mosaic", 1.0, **SHAPE)]
+    rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.USUAL]
+    monkeypatch.setattr(doc_tables, "SUMMARY", {"it": (8, 2, 64, 64, 1, 4096)})
+    monkeypatch.setattr(doc_tables, "_packed_summary", lambda: ["-"] * 6)
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
-    assert "| 1.00 | 3.00 | **3.0x as fast** |" in doc_tables.summary("GPU")
-    table = doc_tables.attention()
+
+    def times(name="attention"):
+        row = [*tables(rows, name)[0].values()]
+        return row[4:7] if name == "attention" else row[2:5]
+
+    assert times("summary") == ["1.00", "3.00", "**3.0x as fast**"]
     rows += [
-        record("all", "mosaic", 0.5, **shape, dtype="float16"),
-        record("all", "mosaic", 0.5, **shape, config=NSAConfig(num_selected=8)),
+        record("all", "mosaic", 0.5, **SHAPE, dtype="float16"),
+        record("all", "mosaic", 0.5, **SHAPE, config=NSAConfig(num_selected=8)),
     ]
-    assert doc_tables.attention() == table
-    rows += [record("all", "mosaic", None, **shape), record("dense", "flash", None, **shape)]
-    assert "| wrong | 3.00 | wrong |" in doc_tables.attention()
-    rows += [record("dense", "flash", 4.0, **shape)]
-    assert "| wrong | 3.00 | **wrong** |" in doc_tables.summary("GPU")
+    assert times() == ["1.00", "3.00", "3.00"]
+    rows += [record("all", "mosaic", None, **SHAPE), record("dense", "flash", None, **SHAPE)]
+    assert times() == ["wrong", "3.00", "wrong"]
+    rows += [record("dense", "flash", 4.0, **SHAPE)]
+    assert times("summary") == ["wrong", "3.00", "**wrong**"]
     refused = dict(status="unsupported", reason="no")
-    rows += [record("dense", "flash", None, **shape | refused)]
-    assert "| wrong | 3.00 | - |" in doc_tables.attention()
-    with pytest.raises(ValueError, match="GPU has no times of it"):
-        doc_tables.summary("GPU")
+    rows += [record("dense", "flash", None, **SHAPE | refused)]
+    assert times()[:2] == ["wrong", "3.00"] and "4.00" not in str(tables(rows))
+    with pytest.raises(ValueError, match="card has no times of it"):
+        tables(rows, "summary")
 
 
 @pytest.mark.parametrize("table", ["training", "block_attention"])
@@ -266,9 +286,7 @@ def test_lines_that_failed_since(table, monkeypatch):
     assert "| oom |" in make(device=doc_tables.DEVICE.name)
 
 
-def test_rows_that_differ_in_their_batch_alone_have_an_order(monkeypatch):
-    """Not that of a set: the same records give the same table in another process."""
-    rows = [record("all", "mosaic", 1.0, S=4096, B=batch) for batch in (8, 5, 2, 7, 1, 6, 4, 3)]
-    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
-    told = doc_tables.attention().splitlines()[2:]
-    assert [line.split("x")[0].strip(" |") for line in told[1:]] == [*"2345678"]
+def test_rows_that_differ_in_their_batch_alone_have_an_order(tables):
+    batches = [8, 5, 2, 7, 1, 6, 4, 3]
+    rows = [record("all", "mosaic", 1.0, S=4096, B=batch) for batch in batches]
+    assert [row["tokens"][0] for row in tables(rows)[1:]] == [*"2345678"]
