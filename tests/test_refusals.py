@@ -1,4 +1,4 @@
-"""Arguments that public functions refuse: a row is a call, what changes in it, and the sentence.
+"""Arguments that public functions refuse: of each call, what changes in it, and the sentence.
 
 A row of `BOTH` is one of JAX and of torch. Arrays are written in NumPy, and are of the framework
 that is called; what must be made by it (a cache, a tensor that is sparse) is a function of `World`.
@@ -164,409 +164,378 @@ def of_each(*blocks):
 
 
 LISTS, NARROW = of_each(0, 1, -1, -1), KEY[..., :4]
-BOTH = [
-    # One call of whole sequences; what `explain` takes too it refuses in the same words.
-    ("attention", {"query": QUERY[0]}, "query must have 4 axes, got shape (20, 4, 8)"),
+# As scaled_dot_product_attention takes them.
+SWAPS = [
     (
-        "attention",
-        {"query": QUERY[:, :0], "gates": GATES[:, :0]},
-        "query must not be empty, got shape (2, 0, 4, 8)",
-    ),
-    (
-        "attention",
-        {"query": QUERY.astype(np.int32)},
-        "query must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",
-    ),
-    (
-        "attention",
-        {"key": KEY.astype(np.float16)},
-        "key must have the dtype of query, float32, got float16",
-    ),
-    ("attention", {"key": NARROW}, f"key{SHAPE}(2, 20, 2, 4)"),
-    ("attention", {"key": KEY[:1]}, f"key{SHAPE}(1, 20, 2, 8)"),
-    ("attention", {"key": zeros((2, 21, 2, 8))}, f"key{SHAPE}(2, 21, 2, 8)"),
-    ("attention", {"value": KEY[:, :19]}, f"value{SHAPE}(2, 19, 2, 8)"),
-    (
-        "attention",
-        {"key": KEY[:, :, :1]},
-        f"key and value must have the same [B, S, Hkv], got (2, 20, 1) and (2, 20, 2){ORDER}",
-    ),
-    (
-        "attention",
-        {"key": zeros((2, 20, 3, 8))},
-        f"query heads must be a multiple of key heads, got 4 and 3{ORDER}",
-    ),
-    (
-        "attention",
-        {"key": KEY[:, :9], "value": KEY[:, :9]},
-        "query must not be longer than key, got T=20 and S=9",
-    ),
-    (
-        "attention",
-        {"key": NARROW, "value": Branches(KEY, KEY, KEY + 1)},
-        f"key{SHAPE}(2, 20, 2, 4)",
-    ),
-    ("attention", {"key": Branches(KEY, NARROW, KEY)}, f"key.selected{SHAPE}(2, 20, 2, 4)"),
-    (
-        "attention",
-        {"gates": GATES[..., :2]},
-        f"gates must have shape (2, 20, 4, 3) for query (2, 20, 4, 8), got (2, 20, 4, 2){ORDER}",
-    ),
-    (
-        "attention",
-        {"gates": Branches(GATES[..., 0], GATES[:, :5, :, 0], GATES[..., 0])},
-        "gates.selected must have shape (2, 20, 4), got (2, 5, 4)",
-    ),
-    ("attention", {"config": {"l": 3}}, "config must be an NSAConfig, got dict"),
-    ("attention", {"scale": -1.0}, "scale must be a positive number or None, got -1.0"),
-    ("attention", {"scale": float("nan")}, "scale must be a positive number or None, got nan"),
-    # As scaled_dot_product_attention takes them.
-    *[
-        (call, changes, message)
-        for call in ("attention", "cached_attention")
-        for changes, message in [
-            (
-                SWAPPED | {"gates": zeros((1, 4, 20, 3))},
-                f"query must not be longer than key, got T=4 and S=2{ORDER}",
-            ),
-            (
-                SWAPPED,
-                f"gates must have shape (1, 4, 20, 3) for query (1, 4, 20, 8), got {ORDER}",
-            ),
-            (
-                {"key": KEY.swapaxes(1, 2), "value": KEY.swapaxes(1, 2)},
-                f"query heads must be a multiple of key heads, got 4 and 20{ORDER}",
-            ),
-        ]
-    ],
-    # All branches have the same tokens, heads and width of values.
-    ("attention", {"key": Branches(KEY[:, :7], KEY, KEY)}, "key.compressed"),
-    ("attention", {"value": Branches(KEY, KEY, KEY[:, :, :1])}, "*value.sliding"),
-    (
-        "attention",
-        {
-            x: Branches(zeros((2, 30, 2, 8)), *[zeros((2, 40, 2, 8))] * 2)
-            for x in ("key", "value")
-        },
-        "key.compressed must have the [B, S, Hkv] of key.selected, (2, 40, 2), got (2, 30, 2)",
-    ),
-    (
-        "attention",
-        {x: Branches(KEY, KEY, KEY[:, :, :1]) for x in ("key", "value")},
-        "key.sliding must have the [B, S, Hkv] of key.selected, (2, 20, 2), got (2, 20, 1)",
-    ),
-    (
-        "attention",
-        {"value": Branches(KEY, KEY, KEY[..., :1])},
-        "value.sliding must have the [B, S, Hkv, Dv] of value.selected, (2, 20, 2, 8), got",
-    ),
-    (
-        "attention",
-        {"compressed": (MEANS[:, :3], MEANS[:, :3])},
-        "compressed_key must have C=4 tokens for 20 keys, got 3",
-    ),
-    (
-        "attention",
-        {"compressed": (MEANS[..., :6], MEANS)},
-        "compressed_key must have shape (2, 4, 2, 8), got (2, 4, 2, 6)",
-    ),
-    (
-        "attention",
-        {"compressed": (MEANS[:, :, :1], MEANS[:, :, :1])},
-        "compressed_key must have shape (2, 4, 2, 8), got (2, 4, 1, 8)",
-    ),
-    (
-        "attention",
-        {"compressed": (MEANS, MEANS[..., :1])},
-        "compressed_value must have shape (2, 4, 2, 8), got (2, 4, 2, 1)",
-    ),
-    (
-        "attention",
-        {"compressed": MEANS},
-        "compressed must be a pair of arrays, compressed keys and values, got *",
-    ),
-    (
-        "attention",
-        {"compressed": (MEANS,) * 3},
-        "compressed must be a pair of arrays, compressed keys and values, got 3 of them",
-    ),
-    (
-        "attention",
-        {"block_indices": zeros((2, 20, 2, 4))},
-        "block_indices must have dtype in ('int32',), got float32",
-    ),
-    (
-        "attention",
-        {"block_indices": LISTS[..., :3]},
-        "block_indices must have shape (2, 20, 2, 4), got (2, 20, 2, 3)",
-    ),
-    # Arguments are checked before an implementation is asked: this one has no float32.
-    (
-        "attention",
-        {"implementation": "mosaic", "block_indices": LISTS[..., 0]},
-        "block_indices must",
-    ),
-    # What no table of implementations can look up was a TypeError on a GPU.
-    *[
-        ("attention", {"implementation": x}, NAMED)
-        for x in ("cuda", ["xla"], 7, Branches(["xla"], None, None))
-    ],
-    # "no" would be true to each implementation.
-    *[
-        ("attention", {"recompute": x}, "recompute must be a bool, got ")
-        for x in (1, "no", None, [True])
-    ],
-    # The steps.
-    ("select_blocks", {"kv_len": 19}, "kv_len must be at least T=20, got 19"),
-    (
-        "select_blocks",
-        {"kv_len": 20.0},
-        "kv_len must be an integer or an array of them, got 20.0",
-    ),
-    (
-        "select_blocks",
-        {"kv_len": ints(20, 20, 20)},
-        "kv_len must have shape () or (2,), got (3,)",
-    ),
-    (
-        "select_blocks",
-        {"compressed_key": MEANS[:, :2]},
-        "compressed_key must have C=4 tokens for 20 keys, got 2",
-    ),
-    (
-        "sliding_attention",
-        {"kv_len": 21},
-        "kv_len must be at most the keys there are, 20, got 21",
-    ),
-    (
-        "sliding_attention",
-        SWAPPED,
+        SWAPPED | {"gates": zeros((1, 4, 20, 3))},
         f"query must not be longer than key, got T=4 and S=2{ORDER}",
     ),
     (
-        "compress",
-        {"params": 3},
-        "params must be None, PoolParams, MLPParams or RopeMLPParams, got int",
+        SWAPPED,
+        f"gates must have shape (1, 4, 20, 3) for query (1, 4, 20, 8), got {ORDER}",
     ),
     (
-        "compress",
-        {"params": RopeMLPParams(*map(zeros, ((8, 8), (64, 3), 3, (3, 8), 8, 8)))},
-        "params.rates must have shape (4,), got (8,)",
-    ),
-    (
-        "compress",
-        {"params": PoolParams(zeros((4, 8)))},
-        "params.weight must have shape (8, 8), got (4, 8)",
-    ),
-    ("compress", {"params": PoolParams(None)}, "params.weight must be a*, got NoneType"),
-    (
-        "compress",
-        {"params": PoolParams(np.ones((8, 8), np.int32))},
-        "params.weight must have dtype in *, got int32",
-    ),
-    # Caches.
-    ("init_cache", {"capacity": 0}, "capacity must be an int >= 1, got 0"),
-    ("init_cache", {"config": {"l": 8}}, "config must be an NSAConfig, got dict"),
-    ("init_cache", {"dtype": dtype("int32")}, "dtype must be one of *, got 'int32'"),
-    ("init_cache", {"separate": "no"}, "separate must be a bool, got 'no'"),
-    ("PagedCache", {"separate": "yes"}, "separate must be a bool, got 'yes'"),
-    ("PagedCache", {"separate": 0}, "separate must be a bool, got 0"),
-    ("PagedCache", {"num_pages": 0}, "num_pages must be an int >= 1, got 0"),
-    *[
-        ("PagedCache", {"dtype": dtype(x)}, f"dtype must be one of *float8_e4m3fn*, got {x}")
-        for x in ("float8_e5m2", "int8")
-    ],
-    (
-        "PagedCache",
-        {"dtype": E4M3, "compressed_dtype": E4M3},
-        "compressed_dtype must be one of * in a cache of float8_e4m3fn",
-    ),
-    (
-        "PagedCache",
-        {"dtype": dtype("float16"), "compressed_dtype": dtype("bfloat16")},
-        "compressed_dtype must be the cache's where *float16, got bfloat16",
-    ),
-    (
-        "PagedCache",
-        {"dtype": E4M3, "max_rows": 0},
-        "max_rows must be an int >= 1, got 0",
-    ),
-    ("cached_attention", {"cache": None}, "cache must be one of init_cache, got NoneType"),
-    (
-        "cached_attention",
-        {"cache": "cache", "config": SMALL},
-        "cache must be one of init_cache, got str",
-    ),
-    ("cached_attention", {"value": NARROW}, f"value{SHAPE}(2, 20, 2, 4)"),
-    (
-        "cached_attention",
-        {"cache": kept(2, 30, config=NSAConfig()), "config": SMALL},
-        "cache must be made with compress_block=8, got one with 32",
-    ),
-    (
-        "cached_attention",
-        {"cache": kept(2, 30, config=NSAConfig(8, 2, 16, 4, window=10)), "config": SMALL},
-        "cache must be made with compress_stride=4, got one with 2",
-    ),
-    ("cached_attention", {"cache": kept(3, 30)}, "cache must be of batch 2, got 3"),
-    (
-        "cached_attention",
-        {"key": Branches(KEY, KEY, KEY + 1)},
-        "*make it with init_cache(separate=True)",
-    ),
-    (
-        "cached_attention",
-        {"compress_params": None},
-        "compress_params must be a pair of parameters of compress, got NoneType",
-    ),
-    ("cached_attention", {"made_with": 3}, f"{PAIRS}3"),
-    ("cached_attention", {"made_with": "rope"}, f"{PAIRS}'rope'"),
-    (
-        "append",
-        {"key": zeros((0, 2, 8)), "value": zeros((0, 2, 8))},
-        "tokens must be an int >= 1, got 0",
-    ),
-    (
-        "append",
-        {"key": Branches(*zeros((3, 7, 2, 8)))},
-        "key must be one array where the cache is not separate=True",
-    ),
-    (
-        "append",
-        {"key": zeros((3, 2, 8)), "value": zeros((3, 2, 8)), "cu_seqlens_q": None},
-        "key must have a multiple of 2 tokens",
-    ),
-    (
-        "paged_attention",
-        {"query": zeros((7, 3, 8))},
-        "query heads must be a multiple of the cache's heads, got 3 and 2",
-    ),
-    ("append", {"cache": {"pages": 3}}, "cache must be a PagedCache, got dict"),
-    (
-        "append",
-        {"params": (None,)},
-        "params must be a pair of parameters of compress, got 1 of them",
-    ),
-    ("append", {"made_with": ("rope_base", 1e4)}, f"{PAIRS}('rope_base',"),
-    ("append", {"made_with": (("rope_base", [1]),)}, f"{PAIRS}(('rope_base', [1]),)"),
-    ("append", {"made_with": ((1, 2),)}, f"{PAIRS}((1, 2),)"),
-    # Numbers that the host reads on a CPU.
-    ("sliding_attention", {"kv_len": ints(20, 21)}, "kv_len must be in 0..20, got 21"),
-    ("sliding_attention", {"kv_len": ints(-1, 20)}, "kv_len must be in 0..20, got -1"),
-    ("selected_attention", {"kv_len": ints(20, 99)}, "kv_len must be in 0..20, got 99"),
-    ("select_blocks", {"kv_len": ints(23, 24)}, "kv_len must be in 0..23, got 24"),
-    ("compressed_attention", {"kv_len": ints(24, 2)}, "kv_len must be in 0..23, got 24"),
-    (
-        "index_blocks",
-        {"index_key": zeros((2, 5, 8)), "pool": 2, "entry": 4, "kv_len": ints(23, 24)},
-        "kv_len must be in 0..23, got 24",
-    ),
-    ("selected_attention", {"block_indices": of_each(1, 0, -1, 1)}, TWICE),
-    ("attention", {"block_indices": of_each(1, 1, -1, -1)}, TWICE),
-    ("indexer_kl", {"block_indices": of_each(0, 1, 1)}, TWICE),
-    ("paged_block_attention", {"block_indices": ints([[1, 1]])}, TWICE),
-    (
-        "paged_block_attention",
-        {"block_indices": ints([[0, 2]]), "include": "tail"},
-        "*must name a block once, got block 2 twice",
-    ),
-    (
-        "paged_block_attention",
-        {"cu_seqlens_q": ints(0, 2)},
-        "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
-    ),
-    (
-        "paged_block_attention",
-        {"page_table": ints([0, 4, 1])},
-        "page_table[0, 1] must be a page of the cache, 0..3, got 4",
-    ),
-    (
-        "paged_index_blocks",
-        {"cu_seqlens_q": ints(0, 2)},
-        "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
-    ),
-    (
-        "paged_index_blocks",
-        {"page_table": ints([0, 1, -1])},
-        "page_table[0, 2] must be a page of the cache, 0..3, got -1",
-    ),
-    (
-        "paged_attention",
-        {"max_seqlen_q": 3},
-        "max_seqlen_q must be 4 at least, as the longest row of cu_seqlens_q has, got 3",
-    ),
-    ("paged_attention", {"max_seqlen_q": 0}, "max_seqlen_q must be an int >= 1, got 0"),
-    (
-        "paged_attention",
-        {
-            "query": zeros((40, 4, 8)),
-            "gates": zeros((40, 4, 3)),
-            "cu_seqlens_q": ints(0, 0, 40),
-            "lengths": ints(0, 40),
-            "max_seqlen_q": 99,
-        },
-        "a row must not have more queries than tokens, 32 in the pages of its table, got 40",
-    ),
-    (
-        "paged_attention",
-        {"cu_seqlens_q": ints(0, 0, 7), "lengths": ints(12, 5)},
-        "lengths[1] must be 0 or count the 7 tokens of the row in this call, got 5",
-    ),
-    (
-        "paged_attention",
-        {"cu_seqlens_q": ints(0, 8, 7)},
-        "cu_seqlens_q must not decrease, got 7 after 8 at index 2",
-    ),
-    (
-        "append",
-        {"cu_seqlens_q": ints(0, 0, 7), "lengths": ints(12, 5)},
-        "lengths[1] must be 0 or count the 7 tokens of the row in this call, got 5",
-    ),
-    (
-        "append",
-        {"page_table": ints([0, 1], [0, 3])},
-        "page_table must give each row pages of its own *, got page 0 for rows 0 and 1",
-    ),
-    ("append", {"cu_seqlens_q": ints(1, 4, 7)}, "cu_seqlens_q must begin with 0, got 1"),
-    ("copy_pages", {"target": ints(-1)}, "target must be in 0..3, got -1"),
-    ("copy_pages", {"source": ints(4)}, "source must be in 0..3, got 4"),
-    (
-        "copy_pages",
-        {"source": ints(0, 1) == 1, "target": ints(2, 3)},
-        "source must have dtype in ('int32', 'int64'), got bool",
-    ),
-    ("copy_pages", {"target": [1]}, "target must be a*, got list"),
-    ("copy_pages", {"target": ints(1, 2)}, "target must have shape (1,), got (2,)"),
-    # Configurations, of which both frameworks have one class.
-    ("NSAConfig", {"compress_stride": 0}, "compress_stride must be >= 1, got 0"),
-    (
-        "NSAConfig",
-        {"compress_block": 24},
-        "compress_block must be a multiple of compress_stride=16, got 24",
-    ),
-    (
-        "NSAConfig",
-        {"select_block": 40},
-        "select_block must be a multiple of compress_stride=16, got 40",
-    ),
-    ("NSAConfig", {"select_block": 16}, "select_block must be >= compress_block=32, got 16"),
-    (
-        "NSAConfig",
-        {"num_selected": 2},
-        "num_selected must be >= num_initial + num_local = 3, got 2",
-    ),
-    ("NSAConfig", {"num_initial": -1}, "num_initial must be >= 0, got -1"),
-    ("NSAConfig", {"num_local": -2}, "num_local must be >= 0, got -2"),
-    ("NSAConfig", {"window": -1}, "window must be >= 0, got -1"),
-    ("NSAConfig", {"window": 2.5}, "window must be an int, got 2.5"),
-    ("NSAConfig", {"window": 2**31}, "window must be at most 2*30, got 2147483648"),
-    ("NSAConfig", {"num_selected": True}, "num_selected must be an int, got True"),
-    (
-        "NSAConfig",
-        {"num_selected": 0, "num_initial": 0, "num_local": 0},
-        "num_selected must be >= 1, got 0",
+        {"key": KEY.swapaxes(1, 2), "value": KEY.swapaxes(1, 2)},
+        f"query heads must be a multiple of key heads, got 4 and 20{ORDER}",
     ),
 ]
+BOTH = {
+    "attention": [
+        # One call of whole sequences; what `explain` takes too it refuses in the same words.
+        ({"query": QUERY[0]}, "query must have 4 axes, got shape (20, 4, 8)"),
+        (
+            {"query": QUERY[:, :0], "gates": GATES[:, :0]},
+            "query must not be empty, got shape (2, 0, 4, 8)",
+        ),
+        (
+            {"query": QUERY.astype(np.int32)},
+            "query must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",
+        ),
+        (
+            {"key": KEY.astype(np.float16)},
+            "key must have the dtype of query, float32, got float16",
+        ),
+        ({"key": NARROW}, f"key{SHAPE}(2, 20, 2, 4)"),
+        ({"key": KEY[:1]}, f"key{SHAPE}(1, 20, 2, 8)"),
+        ({"key": zeros((2, 21, 2, 8))}, f"key{SHAPE}(2, 21, 2, 8)"),
+        ({"value": KEY[:, :19]}, f"value{SHAPE}(2, 19, 2, 8)"),
+        (
+            {"key": KEY[:, :, :1]},
+            f"key and value must have the same [B, S, Hkv], got (2, 20, 1) and (2, 20, 2){ORDER}",
+        ),
+        (
+            {"key": zeros((2, 20, 3, 8))},
+            f"query heads must be a multiple of key heads, got 4 and 3{ORDER}",
+        ),
+        (
+            {"key": KEY[:, :9], "value": KEY[:, :9]},
+            "query must not be longer than key, got T=20 and S=9",
+        ),
+        (
+            {"key": NARROW, "value": Branches(KEY, KEY, KEY + 1)},
+            f"key{SHAPE}(2, 20, 2, 4)",
+        ),
+        ({"key": Branches(KEY, NARROW, KEY)}, f"key.selected{SHAPE}(2, 20, 2, 4)"),
+        (
+            {"gates": GATES[..., :2]},
+            f"gates must have shape (2, 20, 4, 3) for query (2, 20, 4, 8), got (2, 20, 4, 2{ORDER}",
+        ),
+        (
+            {"gates": Branches(GATES[..., 0], GATES[:, :5, :, 0], GATES[..., 0])},
+            "gates.selected must have shape (2, 20, 4), got (2, 5, 4)",
+        ),
+        ({"config": {"l": 3}}, "config must be an NSAConfig, got dict"),
+        ({"scale": -1.0}, "scale must be a positive number or None, got -1.0"),
+        ({"scale": float("nan")}, "scale must be a positive number or None, got nan"),
+        # All branches have the same tokens, heads and width of values.
+        ({"key": Branches(KEY[:, :7], KEY, KEY)}, "key.compressed"),
+        ({"value": Branches(KEY, KEY, KEY[:, :, :1])}, "*value.sliding"),
+        (
+            {
+                x: Branches(zeros((2, 30, 2, 8)), *[zeros((2, 40, 2, 8))] * 2)
+                for x in ("key", "value")
+            },
+            "key.compressed must have the [B, S, Hkv] of key.selected, (2, 40, 2), got (2, 30, 2)",
+        ),
+        (
+            {x: Branches(KEY, KEY, KEY[:, :, :1]) for x in ("key", "value")},
+            "key.sliding must have the [B, S, Hkv] of key.selected, (2, 20, 2), got (2, 20, 1)",
+        ),
+        (
+            {"value": Branches(KEY, KEY, KEY[..., :1])},
+            "value.sliding must have the [B, S, Hkv, Dv] of value.selected, (2, 20, 2, 8), got",
+        ),
+        (
+            {"compressed": (MEANS[:, :3], MEANS[:, :3])},
+            "compressed_key must have C=4 tokens for 20 keys, got 3",
+        ),
+        (
+            {"compressed": (MEANS[..., :6], MEANS)},
+            "compressed_key must have shape (2, 4, 2, 8), got (2, 4, 2, 6)",
+        ),
+        (
+            {"compressed": (MEANS[:, :, :1], MEANS[:, :, :1])},
+            "compressed_key must have shape (2, 4, 2, 8), got (2, 4, 1, 8)",
+        ),
+        (
+            {"compressed": (MEANS, MEANS[..., :1])},
+            "compressed_value must have shape (2, 4, 2, 8), got (2, 4, 2, 1)",
+        ),
+        (
+            {"compressed": MEANS},
+            "compressed must be a pair of arrays, compressed keys and values, got *",
+        ),
+        (
+            {"compressed": (MEANS,) * 3},
+            "compressed must be a pair of arrays, compressed keys and values, got 3 of them",
+        ),
+        (
+            {"block_indices": zeros((2, 20, 2, 4))},
+            "block_indices must have dtype in ('int32',), got float32",
+        ),
+        (
+            {"block_indices": LISTS[..., :3]},
+            "block_indices must have shape (2, 20, 2, 4), got (2, 20, 2, 3)",
+        ),
+        # Arguments are checked before an implementation is asked: this one has no float32.
+        (
+            {"implementation": "mosaic", "block_indices": LISTS[..., 0]},
+            "block_indices must",
+        ),
+        # What no table of implementations can look up was a TypeError on a GPU.
+        *[
+            ({"implementation": x}, NAMED)
+            for x in ("cuda", ["xla"], 7, Branches(["xla"], None, None))
+        ],
+        # "no" would be true to each implementation.
+        *[
+            ({"recompute": x}, "recompute must be a bool, got ")
+            for x in (1, "no", None, [True])
+        ],
+        ({"block_indices": of_each(1, 1, -1, -1)}, TWICE),
+        *SWAPS,
+    ],
+    "select_blocks": [
+        ({"kv_len": 19}, "kv_len must be at least T=20, got 19"),
+        (
+            {"kv_len": 20.0},
+            "kv_len must be an integer or an array of them, got 20.0",
+        ),
+        (
+            {"kv_len": ints(20, 20, 20)},
+            "kv_len must have shape () or (2,), got (3,)",
+        ),
+        (
+            {"compressed_key": MEANS[:, :2]},
+            "compressed_key must have C=4 tokens for 20 keys, got 2",
+        ),
+        ({"kv_len": ints(23, 24)}, "kv_len must be in 0..23, got 24"),
+    ],
+    "sliding_attention": [
+        (
+            {"kv_len": 21},
+            "kv_len must be at most the keys there are, 20, got 21",
+        ),
+        (
+            SWAPPED,
+            f"query must not be longer than key, got T=4 and S=2{ORDER}",
+        ),
+        # Numbers that the host reads on a CPU.
+        ({"kv_len": ints(20, 21)}, "kv_len must be in 0..20, got 21"),
+        ({"kv_len": ints(-1, 20)}, "kv_len must be in 0..20, got -1"),
+    ],
+    "compress": [
+        (
+            {"params": 3},
+            "params must be None, PoolParams, MLPParams or RopeMLPParams, got int",
+        ),
+        (
+            {"params": RopeMLPParams(*map(zeros, ((8, 8), (64, 3), 3, (3, 8), 8, 8)))},
+            "params.rates must have shape (4,), got (8,)",
+        ),
+        (
+            {"params": PoolParams(zeros((4, 8)))},
+            "params.weight must have shape (8, 8), got (4, 8)",
+        ),
+        ({"params": PoolParams(None)}, "params.weight must be a*, got NoneType"),
+        (
+            {"params": PoolParams(np.ones((8, 8), np.int32))},
+            "params.weight must have dtype in *, got int32",
+        ),
+    ],
+    "init_cache": [
+        ({"capacity": 0}, "capacity must be an int >= 1, got 0"),
+        ({"config": {"l": 8}}, "config must be an NSAConfig, got dict"),
+        ({"dtype": dtype("int32")}, "dtype must be one of *, got 'int32'"),
+        ({"separate": "no"}, "separate must be a bool, got 'no'"),
+    ],
+    "PagedCache": [
+        ({"separate": "yes"}, "separate must be a bool, got 'yes'"),
+        ({"separate": 0}, "separate must be a bool, got 0"),
+        ({"num_pages": 0}, "num_pages must be an int >= 1, got 0"),
+        *[
+            ({"dtype": dtype(x)}, f"dtype must be one of *float8_e4m3fn*, got {x}")
+            for x in ("float8_e5m2", "int8")
+        ],
+        (
+            {"dtype": E4M3, "compressed_dtype": E4M3},
+            "compressed_dtype must be one of * in a cache of float8_e4m3fn",
+        ),
+        (
+            {"dtype": dtype("float16"), "compressed_dtype": dtype("bfloat16")},
+            "compressed_dtype must be the cache's where *float16, got bfloat16",
+        ),
+        (
+            {"dtype": E4M3, "max_rows": 0},
+            "max_rows must be an int >= 1, got 0",
+        ),
+    ],
+    "cached_attention": [
+        ({"cache": None}, "cache must be one of init_cache, got NoneType"),
+        (
+            {"cache": "cache", "config": SMALL},
+            "cache must be one of init_cache, got str",
+        ),
+        ({"value": NARROW}, f"value{SHAPE}(2, 20, 2, 4)"),
+        (
+            {"cache": kept(2, 30, config=NSAConfig()), "config": SMALL},
+            "cache must be made with compress_block=8, got one with 32",
+        ),
+        (
+            {"cache": kept(2, 30, config=NSAConfig(8, 2, 16, 4, window=10)), "config": SMALL},
+            "cache must be made with compress_stride=4, got one with 2",
+        ),
+        ({"cache": kept(3, 30)}, "cache must be of batch 2, got 3"),
+        (
+            {"key": Branches(KEY, KEY, KEY + 1)},
+            "*make it with init_cache(separate=True)",
+        ),
+        (
+            {"compress_params": None},
+            "compress_params must be a pair of parameters of compress, got NoneType",
+        ),
+        ({"made_with": 3}, f"{PAIRS}3"),
+        ({"made_with": "rope"}, f"{PAIRS}'rope'"),
+        *SWAPS,
+    ],
+    "append": [
+        (
+            {"key": zeros((0, 2, 8)), "value": zeros((0, 2, 8))},
+            "tokens must be an int >= 1, got 0",
+        ),
+        (
+            {"key": Branches(*zeros((3, 7, 2, 8)))},
+            "key must be one array where the cache is not separate=True",
+        ),
+        (
+            {"key": zeros((3, 2, 8)), "value": zeros((3, 2, 8)), "cu_seqlens_q": None},
+            "key must have a multiple of 2 tokens",
+        ),
+        ({"cache": {"pages": 3}}, "cache must be a PagedCache, got dict"),
+        (
+            {"params": (None,)},
+            "params must be a pair of parameters of compress, got 1 of them",
+        ),
+        ({"made_with": ("rope_base", 1e4)}, f"{PAIRS}('rope_base',"),
+        ({"made_with": (("rope_base", [1]),)}, f"{PAIRS}(('rope_base', [1]),)"),
+        ({"made_with": ((1, 2),)}, f"{PAIRS}((1, 2),)"),
+        (
+            {"cu_seqlens_q": ints(0, 0, 7), "lengths": ints(12, 5)},
+            "lengths[1] must be 0 or count the 7 tokens of the row in this call, got 5",
+        ),
+        (
+            {"page_table": ints([0, 1], [0, 3])},
+            "page_table must give each row pages of its own *, got page 0 for rows 0 and 1",
+        ),
+        ({"cu_seqlens_q": ints(1, 4, 7)}, "cu_seqlens_q must begin with 0, got 1"),
+    ],
+    "paged_attention": [
+        (
+            {"query": zeros((7, 3, 8))},
+            "query heads must be a multiple of the cache's heads, got 3 and 2",
+        ),
+        (
+            {"max_seqlen_q": 3},
+            "max_seqlen_q must be 4 at least, as the longest row of cu_seqlens_q has, got 3",
+        ),
+        ({"max_seqlen_q": 0}, "max_seqlen_q must be an int >= 1, got 0"),
+        (
+            {
+                "query": zeros((40, 4, 8)),
+                "gates": zeros((40, 4, 3)),
+                "cu_seqlens_q": ints(0, 0, 40),
+                "lengths": ints(0, 40),
+                "max_seqlen_q": 99,
+            },
+            "a row must not have more queries than tokens, 32 in the pages of its table, got 40",
+        ),
+        (
+            {"cu_seqlens_q": ints(0, 0, 7), "lengths": ints(12, 5)},
+            "lengths[1] must be 0 or count the 7 tokens of the row in this call, got 5",
+        ),
+        (
+            {"cu_seqlens_q": ints(0, 8, 7)},
+            "cu_seqlens_q must not decrease, got 7 after 8 at index 2",
+        ),
+    ],
+    "selected_attention": [
+        ({"kv_len": ints(20, 99)}, "kv_len must be in 0..20, got 99"),
+        ({"block_indices": of_each(1, 0, -1, 1)}, TWICE),
+    ],
+    "compressed_attention": [
+        ({"kv_len": ints(24, 2)}, "kv_len must be in 0..23, got 24"),
+    ],
+    "index_blocks": [
+        (
+            {"index_key": zeros((2, 5, 8)), "pool": 2, "entry": 4, "kv_len": ints(23, 24)},
+            "kv_len must be in 0..23, got 24",
+        ),
+    ],
+    "indexer_kl": [
+        ({"block_indices": of_each(0, 1, 1)}, TWICE),
+    ],
+    "paged_block_attention": [
+        ({"block_indices": ints([[1, 1]])}, TWICE),
+        (
+            {"block_indices": ints([[0, 2]]), "include": "tail"},
+            "*must name a block once, got block 2 twice",
+        ),
+        (
+            {"cu_seqlens_q": ints(0, 2)},
+            "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
+        ),
+        (
+            {"page_table": ints([0, 4, 1])},
+            "page_table[0, 1] must be a page of the cache, 0..3, got 4",
+        ),
+    ],
+    "paged_index_blocks": [
+        (
+            {"cu_seqlens_q": ints(0, 2)},
+            "cu_seqlens_q must end with 1, the number of tokens, at most, got 2",
+        ),
+        (
+            {"page_table": ints([0, 1, -1])},
+            "page_table[0, 2] must be a page of the cache, 0..3, got -1",
+        ),
+    ],
+    "copy_pages": [
+        ({"target": ints(-1)}, "target must be in 0..3, got -1"),
+        ({"source": ints(4)}, "source must be in 0..3, got 4"),
+        (
+            {"source": ints(0, 1) == 1, "target": ints(2, 3)},
+            "source must have dtype in ('int32', 'int64'), got bool",
+        ),
+        ({"target": [1]}, "target must be a*, got list"),
+        ({"target": ints(1, 2)}, "target must have shape (1,), got (2,)"),
+    ],
+    "NSAConfig": [
+        ({"compress_stride": 0}, "compress_stride must be >= 1, got 0"),
+        (
+            {"compress_block": 24},
+            "compress_block must be a multiple of compress_stride=16, got 24",
+        ),
+        (
+            {"select_block": 40},
+            "select_block must be a multiple of compress_stride=16, got 40",
+        ),
+        ({"select_block": 16}, "select_block must be >= compress_block=32, got 16"),
+        (
+            {"num_selected": 2},
+            "num_selected must be >= num_initial + num_local = 3, got 2",
+        ),
+        ({"num_initial": -1}, "num_initial must be >= 0, got -1"),
+        ({"num_local": -2}, "num_local must be >= 0, got -2"),
+        ({"window": -1}, "window must be >= 0, got -1"),
+        ({"window": 2.5}, "window must be an int, got 2.5"),
+        ({"window": 2**31}, "window must be at most 2*30, got 2147483648"),
+        ({"num_selected": True}, "num_selected must be an int, got True"),
+        (
+            {"num_selected": 0, "num_initial": 0, "num_local": 0},
+            "num_selected must be >= 1, got 0",
+        ),
+    ],
+}
 
 TENSOR = torch.zeros(4, 16, 2, 8)
 PAGES = TENSOR.numpy()
@@ -579,301 +548,299 @@ IN_FP8 = {x: TENSOR[0, :7].bfloat16() for x in ("key", "value")}
 IN_FP8 |= {"cache": lambda world: world.pages(**OF_FP8)}
 numpy = lambda x: lambda _: x  # stays what it is
 RUNS = "runs must be a list of Run, as plan_runs makes it, got "
+# Where dtypes have the same name, it is not the dtype that is wrong.
+OF_NUMPY = [
+    ({x: numpy(y)}, f"{x} must be a torch tensor, got a numpy.ndarray")
+    for x, y in (("query", QUERY), ("key", KEY), ("value", KEY), ("gates", GATES))
+]
 ONE = {
-    "jax": [
-        (
-            "attention",
-            {"implementation": "cuda"},
-            "implementation must be one of ('mosaic', 'triton', 'xla', 'reference') or None",
-        ),
-        (
-            "attention",
-            {"segment_ids": np.zeros((2, 19), np.int32)},
-            "segment_ids must have shape (2, 20), got (2, 19)",
-        ),
-        (
-            "attention",
-            {"segment_ids": zeros((2, 20))},
-            "segment_ids must have dtype in ('int32', 'int64', 'int16', 'int8'), got float32",
-        ),
-        (
-            "select_blocks",
-            {"kv_len": 20, "segment_ids": np.zeros((2, 20), np.int32)},
-            "kv_len must be None where segment_ids are given, got both",
-        ),
-        (
-            "attention",
-            {"query": numpy(np.zeros(QUERY.shape))},
-            "query must not be a NumPy array of float64: JAX makes float32 of it unless",
-        ),
-        (
-            "compress",
-            {"x": numpy(np.zeros(KEY.shape))},
-            "x must not be a NumPy array of float64",
-        ),
-        *[
+    "jax": {
+        "attention": [
             (
-                "attention of lists",
-                {x: torch.zeros(2, 20, 4, 8)},
-                "*of JAX or NumPy, got a torch.Tensor of shape",
-            )
-            for x in ("query", "key", "value", "gates")
+                {"implementation": "cuda"},
+                "implementation must be one of ('mosaic', 'triton', 'xla', 'reference') or None",
+            ),
+            (
+                {"segment_ids": np.zeros((2, 19), np.int32)},
+                "segment_ids must have shape (2, 20), got (2, 19)",
+            ),
+            (
+                {"segment_ids": zeros((2, 20))},
+                "segment_ids must have dtype in ('int32', 'int64', 'int16', 'int8'), got float32",
+            ),
+            (
+                {"query": numpy(np.zeros(QUERY.shape))},
+                "query must not be a NumPy array of float64: JAX makes float32 of it unless",
+            ),
         ],
-    ],
-    "torch": [
-        ("attention packed", {"cu_seqlens": zeros(2)}, "cu_seqlens must have dtype in "),
-        ("attention packed", {"cu_seqlens": ints(0)}, "cu_seqlens must have num_seqs + 1 >= 2"),
-        (
-            "attention",
-            {"cu_seqlens": ints(0, 0)},
-            "query must be one row, B=1, where cu_seqlens are given, got B=2",
-        ),
-        (
-            "attention packed",
-            {"key": zeros((1, 30, 2, 8)), "value": zeros((1, 30, 2, 8))},
-            "query must be as long as key where cu_seqlens are given, got T=20 and S=30",
-        ),
-        (
-            "select_blocks packed",
-            {"kv_len": 20},
-            "kv_len must be None where cu_seqlens are given, got both",
-        ),
-        (
-            "attention",
-            {"value": torch.zeros(2, 20, 2, 8, device="meta")},
-            "value must be on the device of query, cpu, got meta",
-        ),
-        # Where dtypes have the same name, it is not the dtype that is wrong.
-        *[
-            (call, {x: numpy(y)}, f"{x} must be a torch tensor, got a numpy.ndarray")
-            for call in ("attention", "cached_attention")
-            for x, y in (("query", QUERY), ("key", KEY), ("value", KEY), ("gates", GATES))
+        "select_blocks": [
+            (
+                {"kv_len": 20, "segment_ids": np.zeros((2, 20), np.int32)},
+                "kv_len must be None where segment_ids are given, got both",
+            ),
         ],
-        (
-            "attention",
-            {"block_indices": SPARSE},
-            "block_indices must be dense, got torch.sparse_coo",
-        ),
-        (
-            "selected_attention",
-            {"block_indices": SPARSE},
-            "block_indices must be dense, got torch.sparse_coo",
-        ),
-        (
-            "attention",
-            {"block_indices": numpy(LISTS)},
-            "block_indices must be a torch tensor, got a",
-        ),
-        (
-            "attention with metadata",
-            {
-                "varlen": nsa_torch.varlen_metadata(
-                    torch.tensor([0, 5, 20]), device="meta", config=SMALL
+        "compress": [
+            (
+                {"x": numpy(np.zeros(KEY.shape))},
+                "x must not be a NumPy array of float64",
+            ),
+        ],
+        "attention of lists": [
+            *[
+                (
+                    {x: torch.zeros(2, 20, 4, 8)},
+                    "*of JAX or NumPy, got a torch.Tensor of shape",
                 )
-            },
-            "varlen must be on the device of query, cpu, got one on",
-        ),
-        (
-            "compress",
-            {"params": PoolParams(torch.ones(8, 8).to_sparse())},
-            "params.weight must be dense, got torch.sparse_coo",
-        ),
-        ("varlen_metadata", {"padded": "no"}, "padded must be a bool, got 'no'"),
-        *[
-            ("varlen_metadata", {"device": x}, f"device must be a device *, got {x!r}")
-            for x in ("h", 1.5, [])
+                for x in ("query", "key", "value", "gates")
+            ],
         ],
-        (
-            "varlen_metadata",
-            {"cu_seqlens": torch.zeros(2).int().to("meta"), "device": "cpu"},
-            "device must be that of cu_seqlens, meta, got cpu",
-        ),
-        ("PagedCache", {"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
-        ("PagedCache", {"device": "here"}, "device must be a device that torch has"),
-        ("append", {"implementation": "xla"}, "*mosaic, triton, torch or None, got 'xla'"),
-        (
-            "append",
-            IN_FP8,
-            "a cache in fp8 made for max_rows=1 takes no more rows without slots, got 2",
-        ),
-        (
-            "append",
-            IN_FP8 | {"key": TENSOR[0, :7]},
-            "key must have the dtype of the cache, bfloat16",
-        ),
-        ("append", IN_FP8 | {"key": EIGHT["key_pages"][0, :7]}, "key must have dtype in"),
-        (
-            "view",
-            {"key_pages": PAGES[:, :8], "value_pages": PAGES[:, :8]},
-            "key_pages must have pages of select_block=16 tokens, got 8",
-        ),
-        (
-            "view",
-            {"compressed_key": PAGES[:, :4]},
-            "compressed_key and compressed_value must both be given",
-        ),
-        ("view", {"value_pages": PAGES[:2]}, "selected_value must have shape (4, 16, 2, 8)"),
-        ("view", EIGHT, "*of float8_e4m3fn must have key_scale and value_scale"),
-        (
-            "view",
-            SCALED | {"key_scale": zeros((1, 2, 16))},
-            "selected_key_scale must have shape (4, 2, 16)",
-        ),
-        ("view", SCALED | {"key_scale": zeros(2)}, "key_scale must have 3 axes, got shape"),
-        (
-            "view",
-            {name: x.view(torch.uint8) for name, x in EIGHT.items()},
-            "key_pages must have dtype in",
-        ),
-        ("view", SCALES, "selected_key_scale must be None where pages are"),
-        ("carve", {"memory": zeros(3)}, "memory must have * elements, those of a page, got 3"),
-        (
-            "carve",
-            {"memory": torch.zeros(999)[::2]},
-            "memory must be contiguous, got strides",
-        ),
-        (
-            "carve",
-            {"memory": EIGHT["key_pages"].view(-1)},
-            "memory must have dtype in *, got float8_e4m3fn",
-        ),
-        (
-            "plan_runs",
-            {"starts": [0, 1, 3], "lengths": [1, 1]},
-            "*count the new tokens, got 1 with 2 new",
-        ),
-        (
-            "plan_runs",
-            {"lengths": [1, 1]},
-            "starts must have 3 entries, one more than lengths",
-        ),
-        (
-            "plan_runs",
-            {"starts": [0, 5, 3], "lengths": [9, 9]},
-            "starts must not descend, got 5, 3 at row 1",
-        ),
-        ("plan_runs", {"page_size": 0}, "page_size must be an int >= 1, got 0"),
-        ("view", {"key_pages": None}, "key_pages must be a torch tensor, got None"),
-        ("view", {"key_pages": [TENSOR]}, "key_pages must be a torch tensor, got list"),
-        (
-            "view",
-            {"key_pages": numpy(PAGES)},
-            "key_pages must be a torch tensor, got a numpy.ndarray",
-        ),
-        (
-            "view",
-            {"value_pages": numpy(PAGES)},
-            "value_pages must be a torch tensor, got a numpy",
-        ),
-        (
-            "view",
-            {"key_pages": TENSOR.to_sparse()},
-            "key_pages must be dense, got torch.sparse_coo",
-        ),
-        (
-            "view",
-            {"value_pages": TENSOR.to("meta")},
-            "value_pages must be on the device of key_pages, cpu",
-        ),
-        (
-            "view",
-            {"key_pages": PAGES[:0], "value_pages": PAGES[:0]},
-            "num_pages must be an int >= 1, got 0",
-        ),
-        ("view", {"key_pages": PAGES[..., :0]}, "key_width must be an int >= 1, got 0"),
-        ("view", {"value_pages": PAGES[..., :0]}, "value_width must be an int >= 1, got 0"),
-        ("view", {"config": None}, "config must be an NSAConfig, got NoneType"),
-        ("view", {"separate": "no"}, "separate must be a bool, got 'no'"),
-        ("view", {"max_rows": 0}, "max_rows must be an int >= 1, got 0"),
-        (
-            "view",
-            {"compressed_key": 3, "compressed_value": 3},
-            "compressed_key must be a torch tensor, got",
-        ),
-        (
-            "view",
-            {"key_scale": 3, "value_scale": 3},
-            "key_scale must be a torch tensor, got int",
-        ),
-        (
-            "view",
-            SCALED | {"compressed_dtype": "x"},
-            "compressed_dtype must be a torch.dtype, got 'x'",
-        ),
-        ("view", SCALED | {"max_rows": 1.5}, "max_rows must be an int >= 1, got 1.5"),
-        ("carve", {"memory": 3}, "memory must be a torch tensor, got int"),
-        ("carve", {"memory": numpy(zeros(999))}, "memory must be a torch tensor, got a numpy"),
-        ("carve", {"memory": zeros((2, 999))}, "memory must have 1 axes, got shape"),
-        (
-            "carve",
-            {"memory": torch.zeros(999).to_sparse()},
-            "memory must be dense, got torch.sparse_coo",
-        ),
-        ("carve", {"kv_heads": 0}, "kv_heads must be an int >= 1, got 0"),
-        ("carve", {"key_width": 8.5}, "key_width must be an int >= 1, got 8.5"),
-        ("carve", {"value_width": -6}, "value_width must be an int >= 1, got -6"),
-        ("carve", {"config": {}}, "config must be an NSAConfig, got dict"),
-        ("carve", {"separate": 1}, "separate must be a bool, got 1"),
-        ("paged_attention", {"runs": [1, 2]}, f"{RUNS}[1"),
-        ("paged_attention", {"runs": 3}, f"{RUNS}3"),
-        (
-            "append",
-            {"value": TENSOR[0, :7].to("meta")},
-            "value must be on the device of the cache",
-        ),
-        ("plan_runs", {"starts": None}, "starts must be a list of ints, got None"),
-        ("plan_runs", {"starts": [0, 1.5]}, "starts must be a list of ints, got [0, 1.5]"),
-        ("plan_runs", {"starts": "ab"}, "starts must be a list of ints, got 'ab'"),
-        ("plan_runs", {"lengths": None}, "lengths must be a list of ints, got None"),
-        ("plan_runs", {"page_size": 16.5}, "page_size must be an int >= 1, got 16.5"),
-        ("NSAAttention", {"n_heads": 5}, "n_heads must be a multiple of n_kv_groups=2, got 5"),
-        ("NSAAttention", {"d_k": 7}, "d_k must be even"),
-        ("NSAAttention", {"phi": "conv"}, "phi must be one of"),
-        ("NSAAttention", {"gate": "relu"}, "gate must be one of"),
-        ("NSAAttention", {"gate_temp": 0.0}, "gate_temp must be a positive number, got 0.0"),
-        ("NSAAttention", {"rope_scale": "2"}, "rope_scale must be a positive number, got '2'"),
-        (
-            "NSAAttention",
-            {"rope_base": float("inf")},
-            "rope_base must be a positive number, got inf",
-        ),
-        ("NSAAttention", {"dim": 0}, "dim must be an int >= 1, got 0"),
-        ("NSAAttention", {"dim": 16.0}, "dim must be an int >= 1, got 16.0"),
-        ("NSAAttention", {"n_heads": True}, "n_heads must be an int >= 1, got True"),
-        ("NSAAttention", {"l": 32.0}, "compress_block must be an int, got 32.0"),
-        ("NSAAttention", {"l": 20}, "compress_block must be a multiple"),
-        ("NSAAttention", {"bias": 1}, "bias must be a bool, got 1"),
-        (
-            "NSAAttention",
-            {"gate_bias": (0, 0, 0)},
-            "gate_bias must be None where gate='sigmoid', got",
-        ),
-        (
-            "NSAAttention",
-            {"gate": "head", "gate_bias": (0, 0)},
-            "gate_bias must be three finite numbers, got (0, 0)",
-        ),
-        (
-            "NSAAttention",
-            {"gate": "head", "gate_bias": (0, float("nan"), 0)},
-            "gate_bias must be three finite numbers, got",
-        ),
-        (
-            "NSAAttention",
-            {"gate": "head", "gate_hidden": 4},
-            "gate_hidden must be None where gate='head', got 4",
-        ),
-        ("NSAAttention", {"gate_hidden": 0}, "gate_hidden must be an int >= 1, got 0"),
-        ("NSAAttention", {"phi_hidden": 8.0}, "phi_hidden must be an int >= 1, got 8.0"),
-        ("NSAAttention", {"kv": "one"}, "kv must be one of ('separate', 'shared'), got 'one'"),
-        (
-            "NSAAttention",
-            {"kv": "shared", "phi": "mlp_rope"},
-            "kv must be 'separate' where phi='mlp_rope'",
-        ),
-    ],
+    },
+    "torch": {
+        "attention packed": [
+            ({"cu_seqlens": zeros(2)}, "cu_seqlens must have dtype in "),
+            ({"cu_seqlens": ints(0)}, "cu_seqlens must have num_seqs + 1 >= 2"),
+            (
+                {"key": zeros((1, 30, 2, 8)), "value": zeros((1, 30, 2, 8))},
+                "query must be as long as key where cu_seqlens are given, got T=20 and S=30",
+            ),
+        ],
+        "attention": [
+            (
+                {"cu_seqlens": ints(0, 0)},
+                "query must be one row, B=1, where cu_seqlens are given, got B=2",
+            ),
+            (
+                {"value": torch.zeros(2, 20, 2, 8, device="meta")},
+                "value must be on the device of query, cpu, got meta",
+            ),
+            (
+                {"block_indices": SPARSE},
+                "block_indices must be dense, got torch.sparse_coo",
+            ),
+            (
+                {"block_indices": numpy(LISTS)},
+                "block_indices must be a torch tensor, got a",
+            ),
+            *OF_NUMPY,
+        ],
+        "select_blocks packed": [
+            (
+                {"kv_len": 20},
+                "kv_len must be None where cu_seqlens are given, got both",
+            ),
+        ],
+        "selected_attention": [
+            (
+                {"block_indices": SPARSE},
+                "block_indices must be dense, got torch.sparse_coo",
+            ),
+        ],
+        "attention with metadata": [
+            (
+                {
+                    "varlen": nsa_torch.varlen_metadata(
+                        torch.tensor([0, 5, 20]), device="meta", config=SMALL
+                    )
+                },
+                "varlen must be on the device of query, cpu, got one on",
+            ),
+        ],
+        "compress": [
+            (
+                {"params": PoolParams(torch.ones(8, 8).to_sparse())},
+                "params.weight must be dense, got torch.sparse_coo",
+            ),
+        ],
+        "varlen_metadata": [
+            ({"padded": "no"}, "padded must be a bool, got 'no'"),
+            *[({"device": x}, f"device must be a device *, got {x!r}") for x in ("h", 1.5, [])],
+            (
+                {"cu_seqlens": torch.zeros(2).int().to("meta"), "device": "cpu"},
+                "device must be that of cu_seqlens, meta, got cpu",
+            ),
+        ],
+        "PagedCache": [
+            ({"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
+            ({"device": "here"}, "device must be a device that torch has"),
+        ],
+        "append": [
+            ({"implementation": "xla"}, "*mosaic, triton, torch or None, got 'xla'"),
+            (
+                IN_FP8,
+                "a cache in fp8 made for max_rows=1 takes no more rows without slots, got 2",
+            ),
+            (
+                IN_FP8 | {"key": TENSOR[0, :7]},
+                "key must have the dtype of the cache, bfloat16",
+            ),
+            (IN_FP8 | {"key": EIGHT["key_pages"][0, :7]}, "key must have dtype in"),
+            (
+                {"value": TENSOR[0, :7].to("meta")},
+                "value must be on the device of the cache",
+            ),
+        ],
+        "view": [
+            (
+                {"key_pages": PAGES[:, :8], "value_pages": PAGES[:, :8]},
+                "key_pages must have pages of select_block=16 tokens, got 8",
+            ),
+            (
+                {"compressed_key": PAGES[:, :4]},
+                "compressed_key and compressed_value must both be given",
+            ),
+            ({"value_pages": PAGES[:2]}, "selected_value must have shape (4, 16, 2, 8)"),
+            (EIGHT, "*of float8_e4m3fn must have key_scale and value_scale"),
+            (
+                SCALED | {"key_scale": zeros((1, 2, 16))},
+                "selected_key_scale must have shape (4, 2, 16)",
+            ),
+            (SCALED | {"key_scale": zeros(2)}, "key_scale must have 3 axes, got shape"),
+            (
+                {name: x.view(torch.uint8) for name, x in EIGHT.items()},
+                "key_pages must have dtype in",
+            ),
+            (SCALES, "selected_key_scale must be None where pages are"),
+            ({"key_pages": None}, "key_pages must be a torch tensor, got None"),
+            ({"key_pages": [TENSOR]}, "key_pages must be a torch tensor, got list"),
+            (
+                {"key_pages": numpy(PAGES)},
+                "key_pages must be a torch tensor, got a numpy.ndarray",
+            ),
+            (
+                {"value_pages": numpy(PAGES)},
+                "value_pages must be a torch tensor, got a numpy",
+            ),
+            (
+                {"key_pages": TENSOR.to_sparse()},
+                "key_pages must be dense, got torch.sparse_coo",
+            ),
+            (
+                {"value_pages": TENSOR.to("meta")},
+                "value_pages must be on the device of key_pages, cpu",
+            ),
+            (
+                {"key_pages": PAGES[:0], "value_pages": PAGES[:0]},
+                "num_pages must be an int >= 1, got 0",
+            ),
+            ({"key_pages": PAGES[..., :0]}, "key_width must be an int >= 1, got 0"),
+            ({"value_pages": PAGES[..., :0]}, "value_width must be an int >= 1, got 0"),
+            ({"config": None}, "config must be an NSAConfig, got NoneType"),
+            ({"separate": "no"}, "separate must be a bool, got 'no'"),
+            ({"max_rows": 0}, "max_rows must be an int >= 1, got 0"),
+            (
+                {"compressed_key": 3, "compressed_value": 3},
+                "compressed_key must be a torch tensor, got",
+            ),
+            (
+                {"key_scale": 3, "value_scale": 3},
+                "key_scale must be a torch tensor, got int",
+            ),
+            (
+                SCALED | {"compressed_dtype": "x"},
+                "compressed_dtype must be a torch.dtype, got 'x'",
+            ),
+            (SCALED | {"max_rows": 1.5}, "max_rows must be an int >= 1, got 1.5"),
+        ],
+        "carve": [
+            ({"memory": zeros(3)}, "memory must have * elements, those of a page, got 3"),
+            (
+                {"memory": torch.zeros(999)[::2]},
+                "memory must be contiguous, got strides",
+            ),
+            (
+                {"memory": EIGHT["key_pages"].view(-1)},
+                "memory must have dtype in *, got float8_e4m3fn",
+            ),
+            ({"memory": 3}, "memory must be a torch tensor, got int"),
+            ({"memory": numpy(zeros(999))}, "memory must be a torch tensor, got a numpy"),
+            ({"memory": zeros((2, 999))}, "memory must have 1 axes, got shape"),
+            (
+                {"memory": torch.zeros(999).to_sparse()},
+                "memory must be dense, got torch.sparse_coo",
+            ),
+            ({"kv_heads": 0}, "kv_heads must be an int >= 1, got 0"),
+            ({"key_width": 8.5}, "key_width must be an int >= 1, got 8.5"),
+            ({"value_width": -6}, "value_width must be an int >= 1, got -6"),
+            ({"config": {}}, "config must be an NSAConfig, got dict"),
+            ({"separate": 1}, "separate must be a bool, got 1"),
+        ],
+        "plan_runs": [
+            (
+                {"starts": [0, 1, 3], "lengths": [1, 1]},
+                "*count the new tokens, got 1 with 2 new",
+            ),
+            (
+                {"lengths": [1, 1]},
+                "starts must have 3 entries, one more than lengths",
+            ),
+            (
+                {"starts": [0, 5, 3], "lengths": [9, 9]},
+                "starts must not descend, got 5, 3 at row 1",
+            ),
+            ({"page_size": 0}, "page_size must be an int >= 1, got 0"),
+            ({"starts": None}, "starts must be a list of ints, got None"),
+            ({"starts": [0, 1.5]}, "starts must be a list of ints, got [0, 1.5]"),
+            ({"starts": "ab"}, "starts must be a list of ints, got 'ab'"),
+            ({"lengths": None}, "lengths must be a list of ints, got None"),
+            ({"page_size": 16.5}, "page_size must be an int >= 1, got 16.5"),
+        ],
+        "paged_attention": [
+            ({"runs": [1, 2]}, f"{RUNS}[1"),
+            ({"runs": 3}, f"{RUNS}3"),
+        ],
+        "NSAAttention": [
+            ({"n_heads": 5}, "n_heads must be a multiple of n_kv_groups=2, got 5"),
+            ({"d_k": 7}, "d_k must be even"),
+            ({"phi": "conv"}, "phi must be one of"),
+            ({"gate": "relu"}, "gate must be one of"),
+            ({"gate_temp": 0.0}, "gate_temp must be a positive number, got 0.0"),
+            ({"rope_scale": "2"}, "rope_scale must be a positive number, got '2'"),
+            (
+                {"rope_base": float("inf")},
+                "rope_base must be a positive number, got inf",
+            ),
+            ({"dim": 0}, "dim must be an int >= 1, got 0"),
+            ({"dim": 16.0}, "dim must be an int >= 1, got 16.0"),
+            ({"n_heads": True}, "n_heads must be an int >= 1, got True"),
+            ({"l": 32.0}, "compress_block must be an int, got 32.0"),
+            ({"l": 20}, "compress_block must be a multiple"),
+            ({"bias": 1}, "bias must be a bool, got 1"),
+            (
+                {"gate_bias": (0, 0, 0)},
+                "gate_bias must be None where gate='sigmoid', got",
+            ),
+            (
+                {"gate": "head", "gate_bias": (0, 0)},
+                "gate_bias must be three finite numbers, got (0, 0)",
+            ),
+            (
+                {"gate": "head", "gate_bias": (0, float("nan"), 0)},
+                "gate_bias must be three finite numbers, got",
+            ),
+            (
+                {"gate": "head", "gate_hidden": 4},
+                "gate_hidden must be None where gate='head', got 4",
+            ),
+            ({"gate_hidden": 0}, "gate_hidden must be an int >= 1, got 0"),
+            ({"phi_hidden": 8.0}, "phi_hidden must be an int >= 1, got 8.0"),
+            ({"kv": "one"}, "kv must be one of ('separate', 'shared'), got 'one'"),
+            (
+                {"kv": "shared", "phi": "mlp_rope"},
+                "kv must be 'separate' where phi='mlp_rope'",
+            ),
+        ],
+        "cached_attention": [
+            *OF_NUMPY,
+        ],
+    },
 }
-ROWS = [(name, *row) for name in LIBRARIES for row in (*BOTH, *ONE[name])]
+ROWS = [
+    (name, call, *row)
+    for name in LIBRARIES
+    for table in (BOTH, ONE[name])
+    for call, rows in table.items()
+    for row in rows
+]
 AT = [f"{name}-{call}-{sentence[:60]}" for name, call, _, sentence in ROWS]
 
 
