@@ -103,7 +103,7 @@ def test_every_command_is_tried():
         ["python", "cloud/launch.py"],
     ]
     known = {flag for flag in train.FLAGS}
-    for here, note in seed_names.TRAIN_FLAGS.values():
+    for _, here, note in seed_names.TRAIN_FLAGS:
         flag = here.split()[0].removeprefix("--")
         assert flag in known or (flag == "-" and note), here
 
@@ -117,7 +117,9 @@ def test_every_command_is_tried():
     ],
 )
 def test_a_flag_its_variable_and_its_key_are_one(flag, variable, key):
-    here = seed_names.TRAIN_FLAGS[flag][0].split()[0].removeprefix("--")
+    (here,) = (
+        x.here.split()[0].removeprefix("--") for x in seed_names.TRAIN_FLAGS if x.seed == flag
+    )
     assert list(seed_env.TABLE[variable].flags) == [here]
     assert config_file.FLAGS[config_file.SEED_KEYS.get(key, key)] == here
 
