@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all mutants test-gpu test-clean test-versions test-vllm durations wheel sdist check format clean
+.PHONY: help setup compare oneshot test test-all mutants test-gpu test-clean test-versions test-vllm durations wheel sdist docs check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
@@ -33,6 +33,7 @@ help:
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
 	@echo "make sdist       dist/*.tar.gz, of which a wheel without kernels is built anywhere"
+	@echo "make docs        the site, in build/site: pages, and an API reference from docstrings"
 	@echo "make check       format, lint, types, layers"
 	@echo "make format      rewrite the sources in the house format"
 
@@ -100,6 +101,10 @@ wheel: $(READY)
 # No GPU, no compiler and no kernels: what `make wheel` is made of.
 sdist: $(READY)
 	$(RUN) -m build --quiet --sdist --outdir dist .
+
+docs: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(RUN) -m mkdocs build --strict
 
 check: $(READY)
 	$(RUN) -m ruff format --check .
