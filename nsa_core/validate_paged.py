@@ -13,7 +13,7 @@ from nsa_core.paged_layout import PagedArrays, dtype_of, shapes
 from nsa_core.paged_runs import Run
 from nsa_core.rounding import DTYPE as FP8
 from nsa_core.types import Branches
-from nsa_core.validate import FLOATS, array, dtype_name, shape
+from nsa_core.validate import FLOATS, array, dtype_name
 
 INDICES = ("int32",)
 PAGE_DTYPES = *FLOATS, FP8
@@ -38,9 +38,8 @@ def dtypes(dtype: str, compressed_dtype: str) -> None:
 
 def copied(source, target) -> None:
     """Numbers of what is copied, and of where to: integers `[K]`, as many of both."""
-    for name, x in (("source", source), ("target", target)):
-        array(name, x, 1, ("int32", "int64"))
-    shape("target", target, tuple(source.shape))
+    array("source", source, 1, ("int32", "int64"))
+    array("target", target, tuple(source.shape), ("int32", "int64"))
 
 
 def pages(cache: PagedArrays) -> None:
@@ -70,8 +69,7 @@ def pages(cache: PagedArrays) -> None:
             raise ValueError(f"{name} must be None where pages are {dtype}, got an array")
         if x is None or wanted is None:
             continue
-        array(name, x, len(wanted), PAGE_DTYPES)
-        shape(name, x, wanted)
+        array(name, x, wanted, PAGE_DTYPES)
         expected = dtype_of(name, dtype, compressed, "float32")
         if dtype_name(x) != expected:
             like = "the dtype of selected_key, " if expected == dtype else ""
@@ -81,8 +79,7 @@ def pages(cache: PagedArrays) -> None:
 def table(page_table, lengths) -> None:
     """`page_table` int32 `[B, M]`, `lengths` int32 `[B]`."""
     array("page_table", page_table, 2, INDICES)
-    array("lengths", lengths, 1, INDICES)
-    shape("lengths", lengths, tuple(page_table.shape[:1]))
+    array("lengths", lengths, tuple(page_table.shape[:1]), INDICES)
     validate.sizes(rows=page_table.shape[0], pages_a_row=page_table.shape[1])
 
 
@@ -223,8 +220,7 @@ def longest(
 def slots(cache: PagedArrays, found, lengths) -> None:
     """Which row of `recent` each row has, int32 `[B]`; None means row `b` the `b`-th."""
     if found is not None:
-        array("slots", found, 1, INDICES)
-        shape("slots", found, tuple(lengths.shape))
+        array("slots", found, tuple(lengths.shape), INDICES)
     elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
         raise ValueError(
             f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} takes no more rows "
@@ -242,8 +238,7 @@ def rows(name: str, count: int, lengths, cu_seqlens_q) -> None:
                 f"cu_seqlens_q is None, got {count}"
             )
         return
-    array("cu_seqlens_q", cu_seqlens_q, 1, INDICES)
-    shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    array("cu_seqlens_q", cu_seqlens_q, (batch + 1,), INDICES)
 
 
 def new_tokens(
@@ -256,9 +251,8 @@ def new_tokens(
         one = given.compressed is given.selected is given.sliding
         for branch, x in given._asdict().items():
             name = kind if one else f"{kind}.{branch}"
-            array(name, x, 3)
-            count = x.shape[0] if count is None else count
-            shape(name, x, (count, cache.kv_heads, width))
+            array(name, x, (count, cache.kv_heads, width))
+            count = x.shape[0]
             if x.dtype != cache.dtype:
                 raise ValueError(
                     f"{name} must have the dtype of the cache, "
@@ -277,9 +271,8 @@ def new_tokens(
 
 def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> None:
     """`query` `[N, H, D]`; gates `[N, H, 3]`, or `Branches` of `[N, H]`."""
-    array("query", query, 3)
+    array("query", query, (None, None, cache.selected_key.shape[3]))
     validate.sizes(tokens=query.shape[0], heads=query.shape[1])
-    shape("query", query, (*query.shape[:2], cache.selected_key.shape[3]))
     if query.dtype != cache.dtype:
         raise ValueError(
             f"query must have the dtype of the cache, {dtype_name(cache)}, "
@@ -295,11 +288,9 @@ def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> N
     expected = tuple(query.shape[:2])
     if isinstance(gates, Branches):
         for name, gate in gates._asdict().items():
-            array(f"gates.{name}", gate, 2)
-            shape(f"gates.{name}", gate, expected)
+            array(f"gates.{name}", gate, expected)
         return
-    array("gates", gates, 3)
-    shape("gates", gates, (*expected, 3))
+    array("gates", gates, (*expected, 3))
 
 
 def paged(cache, config: NSAConfig | None = None) -> None:
