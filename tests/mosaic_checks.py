@@ -6,25 +6,16 @@ Tests on GPUs and those of gathered and of stored parts have them.
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import torch
 
 import nsa_jax
 from nsa_core.config import NSAConfig
 from tests import problems
-from tests.inputs import SMALL, Case, call, posed
+from tests.inputs import Case, call, posed
 from tests.paths import of_jax, steps_of_jax
 
-# A block of every 16 keys: many candidates.
-FINE = NSAConfig(16, 16, 16, num_selected=6, window=10)
 PACKED = Case(80, 90, 3, 1, B=1, segments=(20, 1, 43, 8, -18), dtype="bfloat16")
-TIES = (
-    Case(
-        30, 100, 2, 1, B=1, dtype="float16", config=dataclasses.replace(SMALL, num_selected=6)
-    ),
-    Case(18, 2200, H=3, Hkv=1, B=1, dtype="float16", config=FINE),
-)
 ARRAYS = ("query", "key", "value", "gates")
 LARGE = NSAConfig(16, 8, 128, num_selected=2, num_local=1, window=30)
 # A block of the second sequence stands in three tiles of keys.
@@ -78,7 +69,3 @@ def check_ties(case):
 def bits(p):
     """The output and the gradients, in NumPy."""
     return {name: np.asarray(x) for name, x in of_jax(p, "mosaic").items()}
-
-
-def normal(shape, dtype, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)

@@ -216,6 +216,12 @@ PATHS |= {
         "mosaic", ("kernel: one output",), IN_PIECES, fixtures=("interpreted", "in_pieces")
     ),
 }
+PATHS["torch mosaic"] = torch_path(
+    "mosaic",
+    ("kernel: tiny", "kernel: three heads a group", "kernel: no compressed token"),
+    ("kernel: fewer queries than keys", "kernel: empty documents"),
+    fixtures=("planned_kernels",),
+)
 GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
 ON_GPU = [x for x in CASES if x.startswith("gpu: ")]
 ANY_ON_GPU = [x for x in ON_GPU if "any blocks" in x]
@@ -226,5 +232,7 @@ PATHS |= {
     "cuda torch fa2": torch_path("fa2", WHOLE_ON_GPU, ON_GPU, of_lse=False, **GPU),
     "cuda torch jax": torch_path("jax", WHOLE_ON_GPU, WHOLE_ON_GPU, **GPU),
     "cuda torch triton": torch_path("triton", (), ANY_ON_GPU, **GPU),
-    "cuda torch mosaic": torch_path("mosaic", (), ANY_ON_GPU, **HOPPER),
+    "cuda torch mosaic": torch_path(
+        "mosaic", (*WHOLE_ON_GPU, "gpu: wide"), ANY_ON_GPU, **HOPPER
+    ),
 }

@@ -1,15 +1,21 @@
 """Plans on the CPU: launches read and write addresses, kernels are what a test gives."""
 
 import contextlib
+import functools
 
+import jax
 import nsa_interop.launch
 import torch
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.mosaic import capability
 from nsa_core.plan.kernels import SEQUENCES
+from nsa_interop import dlpack
 from nsa_torch import call, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
+from tests.torch_inputs import on_the_cpu as chunks_on_the_cpu
 from tests.torch_inputs import tensors_at
 
 
@@ -69,6 +75,28 @@ def _write(place, found, kernel):
     if getattr(kernel.spec, "stays", False):
         found = torch.where(found.isnan(), place, found)
     return place.copy_(found)
+
+
+@functools.cache
+def _jitted(kernel):
+    return jax.jit(kernel.__call__)
+
+
+def interpret(kernel, *tensors):
+    """The outputs of a kernel in Pallas' interpreter."""
+    arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
+    return [dlpack.to_torch(x, copy=True) for x in _jitted(kernel)(*arrays)]
+
+
+@contextlib.contextmanager
+def interpreted(monkeypatch):
+    """Within: Mosaic kernels of torch run in Pallas' interpreter; gives those that ran."""
+    with (
+        on_the_cpu(monkeypatch, interpret) as ran,
+        capability.interpreted(InterpretGPUParams()),
+        chunks_on_the_cpu(monkeypatch),
+    ):
+        yield ran
 
 
 @contextlib.contextmanager

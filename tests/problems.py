@@ -137,6 +137,9 @@ CASES |= {
     "kernel: blocks or nothing": dataclasses.replace(TINY, config=FREE, blocks="any"),
     "kernel: one output": dataclasses.replace(TINY, T=40, S=40, only=12),
     "kernel: tiny": TINY,
+    "kernel: empty documents": Case(
+        45, 45, H=6, dtype="bfloat16", documents=(1, 14, 0, 1, 17, 6, 0)
+    ),
 }
 
 # In the precisions and sizes that kernels on a GPU take.
@@ -168,6 +171,18 @@ ON_A_GPU = {
     "any blocks, 16 heads": dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
     "any blocks, few queries": dataclasses.replace(SEVEN_HUNDRED, T=350),
     "any blocks, documents": dataclasses.replace(SEVEN_HUNDRED, documents=(300, 1, 380)),
+}
+# Of kernels alone: groups and widths that FA-2 does not take.
+WIDE = NSAConfig(32, 16, 64, num_selected=6, num_initial=0, num_local=1, window=100)
+KERNELS_ON_A_GPU = {
+    "three heads a group": Case(111, 111, 6, 2, 32, 96, dtype="bfloat16"),
+    "eight heads a group": Case(140, 300, 8, 1, 48, 80, B=2, config=WIDE, dtype="bfloat16"),
+    "32 heads a group": Case(300, 300, 64, 2, 128, 64, documents=(299, 1), dtype="bfloat16"),
+    "64 heads a group": Case(150, 150, 64, 1, 256, 256, config=WIDE, dtype="float16"),
+}
+CASES |= {
+    f"gpu kernel: {name}": dataclasses.replace(x, blocks="given")
+    for name, x in KERNELS_ON_A_GPU.items()
 }
 CASES |= {
     f"gpu: {name}": dataclasses.replace(x, blocks="given" if x.blocks == "own" else x.blocks)

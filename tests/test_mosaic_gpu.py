@@ -20,7 +20,6 @@ from tests.mosaic_checks import (
     ARRAYS,
     BLOCK_128,
     PACKED,
-    TIES,
     attention,
     bits,
     check_any_blocks,
@@ -28,7 +27,6 @@ from tests.mosaic_checks import (
     check_steps,
     check_ties,
     check_whole,
-    normal,
     run,
 )
 from tests.oracles.nsa import BRANCHES
@@ -66,6 +64,8 @@ CASES = (
     ),
     dataclasses.replace(PAPER_HEADS, T=9, S=9),  # no compressed token
     PACKED,
+    # Nearly all is padding, in which all is NaN.
+    Case(777, 777, 32, 2, *WIDTHS, 1, MIDDLE, (1,) * 99 + (-678,), "bfloat16"),
     dataclasses.replace(
         PAPER_HEADS, config=NSAConfig(16, 16, 16, num_selected=64, window=0), H=4, T=600, S=3000
     ),
@@ -132,21 +132,9 @@ def test_scores_of_other_blocks(group, config):
     check_steps(posed(case), "scores")
 
 
-@pytest.mark.parametrize("case", TIES, ids=str)
-def test_ties_go_to_the_lower_block(case):
-    check_ties(case)
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_ties_of_all_groups_go_to_the_lower_block(group, specs):
     check_ties(dataclasses.replace(BLOCKS, H=group, Hkv=1, T=18))
-
-
-def test_repeat_runs_are_bitwise_equal():
-    p = problem(dataclasses.replace(PAPER_HEADS, T=4096, S=4096))
-    runs = [np.asarray(attention(p)) for _ in range(3)]
-    np.testing.assert_array_equal(runs[0], runs[1])
-    np.testing.assert_array_equal(runs[0], runs[2])
 
 
 def test_automatic_choice_takes_the_kernels():
@@ -169,25 +157,6 @@ def test_vmap_and_shard_map_change_nothing():
     np.testing.assert_array_equal(np.asarray(call(sharded, *arrays)), want)
     mapped = call(jax.vmap(whole), *(x[:, None] for x in arrays))
     np.testing.assert_array_equal(np.asarray(mapped)[:, 0], want)
-
-
-@pytest.mark.parametrize("segments", [None, (300, 1, 399, -77)], ids=["", "packed"])
-def test_gradients_are_those_of_xla(segments):
-    p = problem(dataclasses.replace(CASES[6], segments=segments))
-    weights = normal((*p.query.shape[:3], p.case.Dv), jnp.float32)
-
-    def found(implementation):
-        def loss(*arrays):
-            options = {"config": MIDDLE, "segment_ids": p.segment_ids}
-            out = nsa_jax.attention(*arrays, implementation=implementation, **options)
-            return (out.astype(jnp.float32) * weights).sum()
-
-        return call(jax.grad(loss, (0, 1, 2, 3)), *(getattr(p, name) for name in ARRAYS))
-
-    for got, want in zip(found("mosaic"), found("xla"), strict=True):
-        got, want = (np.asarray(x, np.float32) for x in (got, want))
-        # The order of a scatter-add is not fixed.
-        np.testing.assert_allclose(got, want, atol=2.0**-7 * abs(want).max())
 
 
 OF_THREE, OF_SIXTEEN = (  # heads a group
@@ -283,21 +252,6 @@ def test_cached_attention_in_chunks():
         np.asarray(x, np.float32) for x in (jnp.concatenate(outs, axis=1), attention(p, "xla"))
     )
     np.testing.assert_allclose(got, want, atol=8 * 2.0**-8 * abs(want).max())
-
-
-@pytest.mark.parametrize("segments", [(300, 400, -77), (1,) * 99 + (-678,)], ids=len)
-def test_padding_may_be_nan(segments):
-    p = problem(dataclasses.replace(CASES[6], segments=segments))
-    padding = np.asarray(p.segment_ids)[0] < 0
-    poisoned = [getattr(p, name).at[:, padding].set(jnp.nan) for name in ARRAYS[:3]]
-    clean, out = (
-        attention(p),
-        attention(
-            dataclasses.replace(p, query=poisoned[0], key=poisoned[1], value=poisoned[2])
-        ),
-    )
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(clean))
-    assert not np.asarray(out, np.float32)[:, padding].any()
 
 
 def test_offsets_above_31_bits():

@@ -16,7 +16,7 @@ import nsa_jax
 import nsa_torch
 from nsa_core.steps import mosaic_backward
 from nsa_torch import sdpa
-from tests import problems
+from tests import planned, problems
 from tests.limits import set_limits
 from tests.oracles import fa2, nsa
 from tests.paths import PATHS, to_jax
@@ -54,6 +54,13 @@ def in_pieces(monkeypatch):
     mosaic_backward._interval_split.cache_clear()
     yield
     mosaic_backward._interval_split.cache_clear()
+
+
+@pytest.fixture
+def planned_kernels(monkeypatch):
+    """Kernels of torch's plans are interpreted."""
+    with planned.interpreted(monkeypatch):
+        yield
 
 
 @pytest.fixture
@@ -109,8 +116,10 @@ def by_path(*names):
     "jax reference",
     "jax xla",
     "jax mosaic in pieces",
+    "torch mosaic",
     "cuda torch sdpa",
     "cuda torch fa2",
+    "cuda torch mosaic",
 )
 def test_rows_of_different_lengths(path, request):
     """One is shorter than the queries, of which the first are padding then."""

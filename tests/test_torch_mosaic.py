@@ -12,14 +12,11 @@ import threading
 import jax
 import pytest
 import torch
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import nsa_torch
 from bench.harness.checked_layer import Watch
-from kernels_pallas.mosaic import capability
 from nsa_core.paged_runs import plan_runs
-from nsa_core.steps import key_bounds, mosaic_compress, mosaic_lists
-from nsa_interop import dlpack
+from nsa_core.steps import key_bounds, mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,
@@ -37,21 +34,13 @@ from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
 from tests import planned, pretend, stand_in_kernels
 from tests.devices import HOPPER
-from tests.inputs import PAPER, SMALL, Case, posed
+from tests.inputs import PAPER, SMALL, posed
 from tests.limits import set_limits
+from tests.paths import ANY_ON_GPU, steps_of_torch
+from tests.problems import CASES, TINY, check, check_selection, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
-from tests.torch_inputs import (
-    BRANCHES,
-    FEW,
-    check_branch,
-    check_selection,
-    check_whole,
-    on_the_cpu,
-    poison,
-    run,
-    steps,
-)
+from tests.torch_inputs import BRANCHES, FEW, run, steps
 
 KINDS = (
     "attention/mosaic/precompressed/forward",
@@ -67,24 +56,9 @@ KINDS = (
 )
 
 
-@functools.cache
-def jitted(kernel):
-    return jax.jit(kernel.__call__)
-
-
-def interpret(kernel, *tensors):
-    """The outputs of a kernel in Pallas' interpreter."""
-    arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
-    return [dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays)]
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
-    with (
-        planned.on_the_cpu(monkeypatch, interpret) as ran,
-        capability.interpreted(InterpretGPUParams()),
-        on_the_cpu(monkeypatch),
-    ):
+    with planned.interpreted(monkeypatch) as ran:
         yield ran
 
 
@@ -103,33 +77,8 @@ def inputs(T, S, H, Hkv, D, Dv, B=1, device="cpu"):
 
 # In the interpreter
 
-LATE = Case(9, 60, H=3, Hkv=1, D=16, Dv=32, dtype="float16")
-SEGMENTS = (1, 14, 0, 1, 17, 6, 0, -6)
-PACKED = Case(45, 45, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
 # Sizes of `inputs`, with `FEW`; several tests have them, so that kernels are compiled once.
 SIZES = 5, 21, 2, 1, 16, 16
-TOKENS = Case(*SIZES, B=1, config=FEW, dtype="bfloat16")
-
-
-@pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
-@pytest.mark.usefixtures("interpreted")
-def test_every_step(case):
-    check_every_step(case, "cpu")
-
-
-def check_every_step(case, device):
-    """Output, log-sum-exp and gradients of each branch, and the selection."""
-    for branch in BRANCHES:
-        check_branch(case, branch, "mosaic", device)
-    check_selection(case, "mosaic", device)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
-def test_means_are_part_of_attention(shared, interpreted):
-    """Each branch has tokens of its own, or all have the same."""
-    check_whole(TOKENS, "mosaic", shared=shared)
-    names = [kernel.name for kernel in interpreted]
-    assert names[0] == "compress_means" and names[-1] == "merge_key_gradients"
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -143,28 +92,6 @@ def test_tokens_that_are_only_compressed_may_lie_anyhow():
         for x in (strided, key.clone())
     )
     assert torch.equal(one, other)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_branch_left_out_is_caught(monkeypatch):
-    gradients = mosaic_compress.gradients
-    monkeypatch.setattr(
-        mosaic_compress,
-        "gradients",
-        lambda ops, means, others, *rest: gradients(ops, means, others[1:], *rest),
-    )
-    with pytest.raises(AssertionError, match="dkey"):
-        check_whole(TOKENS, "mosaic", shared=True)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_attention_without_compressed_tokens():
-    tensors = inputs(5, 5, 2, 1, 16, 16)
-    outputs = [
-        nsa_torch.attention(*tensors, config=SMALL, implementation=name)
-        for name in ("mosaic", "sdpa")
-    ]
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("ends", [[0, 96], [0, 20, 21, 70, 90]], ids=["one", "documents"])
@@ -297,51 +224,12 @@ def test_calls_of_ranks_are_decided_once(joined, recompute, monkeypatch):
                 assert again == names and all(map(torch.equal, others, first))
 
 
-def check_padding(device):
-    tensors = inputs(40, 40, 2, 1, 16, 16, device=device)
-    bounds = torch.tensor([0, 1, 12, 12, 13, 33], device=device)
-    *dirty, gates = (poison(x.detach(), [33]) for x in tensors)
-    results = []
-    for implementation in ("mosaic", "sdpa"):
-        found = steps(implementation, *dirty, SMALL, cu_seqlens=bounds)
-        how = {"config": SMALL, "cu_seqlens": bounds, "implementation": implementation}
-        whole = nsa_torch.attention(*dirty, gates, **how)
-        results.append([whole, *(x for outputs in found.values() for x in outputs)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-        nothing = -1 if a.dtype == torch.int32 else 0 if a.ndim == 4 else -float("inf")
-        assert (a[:, 33:] == nothing).all()
-
-
-def check_lengths(device):
-    """Rows of different lengths in one array, NaN behind them."""
-    lengths = [7, 50]
-    tensors = [x.detach() for x in inputs(7, 50, 6, 2, 16, 32, B=2, device=device)[:3]]
-    kv_len = torch.tensor(lengths, device=device)
-    dirty = [tensors[0], *(poison(x, lengths) for x in tensors[1:])]
-    got = steps("mosaic", *dirty, SMALL, kv_len=kv_len)
-    want = steps("sdpa", *tensors, SMALL, kv_len=kv_len)
-    for branch, found in got.items():
-        for a, b in zip(found, want[branch], strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_nan_in_padding_goes_nowhere():
-    check_padding("cpu")
-
-
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.usefixtures("interpreted")
 def test_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    p = posed(dataclasses.replace(TOKENS, T=24, S=24), own=False)
+    p = problem(dataclasses.replace(TINY, T=24, S=24, config=FEW, blocks="given"))
     check_torch(p, branch, "mosaic", "cpu", NUMBERS[::2])
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_cache_lengths_differ_by_row_and_garbage_after_them_is_not_read():
-    check_lengths("cpu")
 
 
 def check_decode(device, separate, monkeypatch=None):
@@ -626,23 +514,6 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
 # On a Hopper GPU
 
 DELAY = 2_000_000_000  # clock cycles: about a second, longer than any launch
-WIDE = NSAConfig(32, 16, 64, num_selected=6, num_initial=0, num_local=1, window=100)
-ON_GPU = (
-    Case(63, 63, H=2, Hkv=2, D=64, Dv=64, dtype="float16"),  # G=1
-    Case(63, 111, H=4, Hkv=2, D=64, Dv=32, config=FEW, dtype="bfloat16"),  # G=2, T < S
-    Case(111, 111, B=1, H=6, Hkv=2, D=32, Dv=96, dtype="bfloat16"),  # G=3
-    Case(130, 413, H=8, Hkv=2, D=192, Dv=128, config=PAPER, dtype="float16"),  # G=4
-    Case(91, 91, B=1, H=12, Hkv=2, segments=(1, 20, 0, 1, 43, 8, 0, -18), dtype="bfloat16"),
-    Case(140, 300, H=8, Hkv=1, D=48, Dv=80, config=WIDE, dtype="bfloat16"),  # G=8
-    Case(299, 299, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="bfloat16"),
-    Case(300, 300, B=1, H=64, Hkv=2, D=128, Dv=64, segments=(299, 1), dtype="bfloat16"),
-    Case(150, 150, B=1, H=64, Hkv=1, D=256, Dv=256, config=WIDE, dtype="float16"),  # G=64
-    # The kernels of the second case.
-    Case(1, 75, D=64, Dv=32, config=FEW, dtype="bfloat16"),
-    Case(5, 5, B=1, D=64, Dv=32, config=FEW, dtype="bfloat16"),
-    Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
-)
-PACKED_ON_GPU = ON_GPU[4]
 
 
 @pytest.fixture
@@ -659,31 +530,21 @@ def gpu(function):
 
 
 @gpu
-@pytest.mark.parametrize("case", ON_GPU, ids=str)
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if x.startswith("gpu") and x not in ANY_ON_GPU]
+)
 def test_sel_cuda_gpu(case):
-    check_every_step(case, "cuda")
+    """Output, log-sum-exp and gradients of each branch, and the selection."""
+    p = problem(CASES[case])
+    found = steps_of_torch(p, "mosaic", "cuda")
+    check_selection(p, found.pop("block_indices"))
+    check(p, found, p.expected_steps())
 
 
 @gpu
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_what_nan_reaches_on_gpu(branch):
     check_torch(posed(REACH_ON_GPU), branch, "mosaic", "cuda")
-
-
-@gpu
-@pytest.mark.parametrize("case", [ON_GPU[1], ON_GPU[3], PACKED_ON_GPU], ids=str)
-def test_attention_on_gpu(case):
-    check_whole(case, "mosaic", "cuda")
-
-
-@gpu
-def test_nan_in_padding_goes_nowhere_on_gpu():
-    check_padding("cuda")
-
-
-@gpu
-def test_cache_lengths_differ_by_row_on_gpu():
-    check_lengths("cuda")
 
 
 @gpu
@@ -725,24 +586,6 @@ def attend(tensors, packed, **options):
 
 
 packed_or_not = pytest.mark.parametrize("packed", [False, True])
-
-
-@gpu
-@packed_or_not
-def test_gradients_are_those_of_sdpa(packed):
-    leaves = inputs(300, 300, 8, 2, 64, 32, device="cuda")
-    # One selection for both: a tie decided otherwise is no error.
-    where = {"config": FEW, "cu_seqlens": bounds_of(packed)}
-    compressed_key = nsa_torch.compress(leaves[1].detach(), **where)
-    indices = nsa_torch.select_blocks(leaves[0], compressed_key, **where)
-    results = []
-    for implementation in ("mosaic", "sdpa"):
-        options = {"implementation": implementation, "block_indices": indices}
-        out = nsa_torch.attention(*leaves, **where, **options)
-        results.append(torch.autograd.grad(out.float().square().sum(), leaves))
-    for a, b in zip(*results, strict=True):
-        size = float(b.float().abs().max())
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=2e-2 * size)
 
 
 @gpu
