@@ -63,7 +63,6 @@ from absl import flags
 
 from .harness import cli, records, seed_env, seed_names, timing
 from .harness.markdown import table
-from .harness.records import Record
 from .harness.scale_model import problem
 from .lm import curves, quality, watched
 from .lm import log as train_log
@@ -103,6 +102,22 @@ def commits(found: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
+# Runs of `bench.memory_check`, and what a clean one shows.
+CHECKS = {
+    "alone": "same bits",
+    "memcheck": "clean",
+    "synccheck": "clean",
+    "racecheck": "clean",
+}
+
+
+def _judged(line: Line) -> str:
+    if line["status"] != "ok":
+        return line["reason"]
+    said = CHECKS[line["tool"]] if line["layer"] else "found"
+    return f"{said} (`{line['watched']}`)" if line["watched"] else said
+
+
 def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
     """A file of a device's folder; lines of attention and of training steps have some words more
     (`_words`)."""
@@ -114,6 +129,8 @@ def _words(x: Line) -> Line:
     the paper's, and the order of its row: the most heads first, then the longest."""
     if "kind" in x:
         return {"kernel": "NSA" if x["attention"] == "nsa" else x["implementation"]}
+    if "layer" in x:
+        return {"judged": _judged(x), "planted": not x["layer"]}
     if "branch" not in x:
         return {}
     heads, kv_heads, width, value_width = x["H"], x["Hkv"], x["D"], x["Dv"]
@@ -252,6 +269,8 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "ms": ms,
     "tokens": length,
     "packing": _documents,
+    "count": lambda found: str(len(found)),
+    "faults": lambda found: "; ".join(found) or "nothing",
     "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
     "GiB": lambda size: f"{size / 2**30:.1f}",
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
@@ -305,7 +324,7 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
         said = ", ".join(f"{x} {value!r}" for x, value in asked.items())
         raise ValueError(f"{kind['file']} has no {said}")
     if "newest" in kind:
-        lines = [*{repr([x.get(f) for f in kind["newest"]]): x for x in lines}.values()]
+        lines = [*{cell(kind["newest"], x): x for x in lines}.values()]
     lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
     words = kind.get("words", {})
     return [line | {x: words[x].get(line[x], line[x]) for x in words} for line in lines]
@@ -394,50 +413,6 @@ def scaling(device: str = "") -> str:
     return made("scaling", lines)
 
 
-def installed(device: str = "") -> str:
-    """The last process of each kind."""
-    lines = chosen("installed", device)
-    last = {(x["preset"], x["stage"], bool(x["versions"]["jax"])): x for x in lines}
-    return made("installed", (x | {"faults": "; ".join(x["faults"])} for x in last.values()))
-
-
-# Runs of `bench.memory_check`, and what a clean one shows.
-CHECKS = {
-    "alone": "same bits",
-    "memcheck": "clean",
-    "synccheck": "clean",
-    "racecheck": "clean",
-}
-
-
-def memory_check(device: str = DEVICE.name) -> str:
-    """The newest run of each layer, alone and under each tool; under `racecheck` that of each
-    `--kernels`. The planted faults come last."""
-    newest: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for line in lines_of("kernel_log/memory_check.jsonl", device):
-        key = line["tool"], line["watched"] or ""
-        newest.setdefault(line["layer"], {})[key] = line
-    rows = []
-    for layer, found in sorted(newest.items(), key=lambda item: not item[0]):
-        ran = next((x["ran"] for x in found.values() if x["ran"]), None)
-        counts = (len(ran["kernels"]), ran["gathered_tiles"]) if ran else ("", "")
-        cells = [
-            "; ".join(_judged(line) for (of, _), line in found.items() if of == tool) or MISSING
-            for tool in CHECKS
-        ]
-        name = layer or "a planted fault"
-        rows.append([name, *map(str, counts), *cells, commits(found.values())])
-    head = "layer", "kernels", "tiles gathered in two calls", "three calls"
-    return table((*head, *list(CHECKS)[1:], "commit"), rows)
-
-
-def _judged(line: Mapping[str, Any]) -> str:
-    if line["status"] != "ok":
-        return line["reason"]
-    said = CHECKS[line["tool"]] if line["layer"] else "found"
-    return f"{said} (`{line['watched']}`)" if line["watched"] else said
-
-
 def first_call(device: str) -> str:
     """What `bench.first_call` measured last beside the target."""
     stage = {line["stage"]: line for line in chosen("first_call", device)}
@@ -452,30 +427,23 @@ def first_call(device: str) -> str:
 
 def selection() -> str:
     """The matrix `s2` as far as it was measured, the newest of each problem."""
-    newest: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Record]]] = {}
-    for record in records.read(DEVICE / "selection.jsonl"):
-        about = record.extra
-        if record.framework == "torch" and record.dtype == "float16":
-            sizes = record.T, record.H, record.D, record.Dv
-            problems = newest.setdefault((about["dist"], about["L"], about["streams"]), {})
-            problems.setdefault(sizes, {})[record.implementation] = record
-
-    def over(problems: Iterable[dict[str, Record]], base: str) -> str:
-        gains = []
-        for found in problems:
-            slow, fast = (found[x].times_ms if x in found else None for x in (base, "triton"))
-            if slow and fast:
-                gains.append(slow[0] / fast[0])
-        return f"{statistics.median(gains):.1f} ({min(gains):.1f})" if gains else MISSING
-
+    problems: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Line]]] = {}
+    for x in lines_of("selection.jsonl"):
+        if x["framework"] == "torch" and x["dtype"] == "float16":
+            each = problems.setdefault((x["dist"], x["L"], x["streams"]), {})
+            each.setdefault((x["T"], x["H"], x["D"], x["Dv"]), {})[x["implementation"]] = x
     rows = []
-    for (dist, keys, streams), each in sorted(newest.items(), key=lambda x: (x[0][1], x[0])):
-        timed = [r.times_ms[0] for x in each.values() if (r := x.get("triton")) and r.times_ms]
-        about = [dist, str(keys), str(streams), f"{len(timed)} of {len(each)}"]
-        median = f"{statistics.median(timed):.2f}" if timed else MISSING
-        gains = (over(each.values(), base) for base in ("sdpa", "fa2"))
-        said = commits(record for found in each.values() for record in found.values())
-        rows.append([*about, median, *gains, said])
+    for (dist, keys, streams), each in sorted(problems.items(), key=lambda x: (x[0][1], x[0])):
+        times = [{name: _timed(x) for name, x in found.items()} for found in each.values()]
+        timed = [found["triton"] for found in times if found.get("triton")]
+        cells = [dist, str(keys), str(streams), f"{len(timed)} of {len(each)}"]
+        cells += [f"{statistics.median(timed):.2f}" if timed else MISSING]
+        for base in ("sdpa", "fa2"):
+            both = [(found.get(base), found.get("triton")) for found in times]
+            gains = [slow / fast for slow, fast in both if slow and fast]
+            said = f"{statistics.median(gains):.1f} ({min(gains):.1f})" if gains else MISSING
+            cells.append(said)
+        rows.append([*cells, commits(x for found in each.values() for x in found.values())])
     head = ["blocks", "keys a query", "streams", "problems", "`triton`, ms"]
     return table([*head, "over `sdpa`", "over `fa2`", "commit"], rows)
 
@@ -660,7 +628,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
 } | {
     function.__name__: function
     for function in (
-        *(summary, targets, kernel_times, memory_check, scaling, first_call, installed),
+        *(summary, targets, kernel_times, scaling, first_call),
         *(
             versions,
             parallel_training,
