@@ -4,7 +4,6 @@
 sequences without queries or keys, more sequences than one call takes, no wait for the device.
 """
 
-import jax
 import pytest
 import torch
 
@@ -20,12 +19,6 @@ from tests.torch_inputs import (
 )
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _oracle_on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 REACH_ON_GPU = Case(300, 300, B=1, H=8, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
