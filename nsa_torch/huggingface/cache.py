@@ -1,4 +1,4 @@
-"""What `generate` keeps: `NSAModelCache`, which grows, and `NSAPagedModelCache`, of static shapes.
+"""The caches of `generate`: `NSAModelCache` grows, `NSAPagedModelCache` has static shapes.
 
 transformers counts columns of the batch, padding included (`get_seq_length`). A row's own tokens
 are stored from slot 0 on, without the padding, and its length is its own:
@@ -34,10 +34,10 @@ from nsa_torch.paged import FP8, PagedCache
 from nsa_torch.paged_attend import explain, paged_attention
 from nsa_torch.plain import product_dtype
 
-NAMES = "past_key_values", "cache"  # of a cache, in transformers before 5.24 and from then on
+NAMES = "past_key_values", "cache"  # arguments of a cache before and since transformers 5.24
 CACHE = NAMES["cache" in CausalLMOutputWithPast.__dataclass_fields__]
 ROOM = 64  # capacities of a growing cache are multiples of it
-# Of a model's configuration, what its cache follows.
+# The entries of a model's configuration that its cache depends on.
 CACHED = (
     "layer_attention", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "v_head_dim", "rope_parameters", "qk_norm", "rms_norm_eps", "attention_bias", "kv", "phi",
@@ -87,7 +87,7 @@ class Call(NamedTuple):
 
 
 class NSALayer:
-    """What a layer with NSA keeps in a cache that grows; made by the first call."""
+    """The cache of a layer with NSA, which grows; the first call creates it."""
 
     def __init__(self):
         self.state: nsa_cache.NSACache | None = None
@@ -103,7 +103,7 @@ class NSALayer:
         return y
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Puts `function` of each tensor in its place."""
+        """Applies `function` to each tensor."""
         if self.state is not None:
             self.state = self.state.map(function)
 
@@ -123,7 +123,7 @@ class NSALayer:
 class DenseLayer:
     """Keys and values of a layer with dense attention, `[B, room, Hkv, .]`.
 
-    Zeros are stored behind a row's tokens: what attention masks must be a number.
+    Zeros follow the tokens of a row: masked values must be finite.
     """
 
     page = 1  # tokens in an entry of the second axis
@@ -203,16 +203,16 @@ class PagedLayer:
             self.pages.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Nothing: what is behind a row's length is not read again."""
+        """Does nothing: memory after the length of a row is not read."""
 
 
 class NSAModelCache(Cache):
     """The past of a batch: each call of `NSAForCausalLM` appends to it, with or without gradients.
 
     Args:
-      config: of the model.
-      capacity: columns there is room for, allocated at the first call; one more is a
-        `ValueError`. None: the cache starts with the prompt's and doubles where it is full.
+      config: configuration of the model.
+      capacity: maximum of columns, allocated at the first call; more raise a `ValueError`. None
+        means that the cache starts with the prompt's columns and doubles when it is full.
 
     Attributes:
       lengths: int32 `[B]`, real tokens of each row; None before the first call.
@@ -259,7 +259,7 @@ class NSAModelCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ):
-        """Of a dense layer: appends `[B, Hkv, T, .]`, returns what the call reads."""
+        """For a dense layer: appends `[B, Hkv, T, .]`, returns the tokens that the call reads."""
         layer = self.layers[layer_idx]
         if self.call is None or not isinstance(layer, DenseLayer):
             raise NotImplementedError(
@@ -364,23 +364,23 @@ class NSAModelCache(Cache):
 class NSAPagedModelCache(NSAModelCache):
     """The past of a batch, for `NSAForCausalLM`: `generate(.., cache=this)`.
 
-    Row `b` has the pages `bM .. bM + M - 1` of every layer. The table of pages and `lengths` are
-    on the device, where a call reads them once and writes them once. A step therefore waits for
-    nothing and allocates no memory that outlives it: `StepGraph` captures the model's step once and
+    Row `b` has the pages `bM .. bM + M - 1` of every layer. The page table and `lengths` are on the
+    device, where a call reads them once and writes them once. A step therefore does not wait for
+    the device and allocates no persistent memory. `StepGraph` captures the model's step once and
     replays it while rows grow.
 
     Args:
-      config: of the model.
-      batch_size: rows; with beams or several returned sequences, those of all of them.
-      capacity: columns there is room for, padding included; one more is a `ValueError`.
-      dtype: `torch.float8_e4m3fn`: layers with NSA keep their tokens in fp8, as a `PagedCache`;
-        None: in the model's dtype.
+      config: configuration of the model.
+      batch_size: rows, including beams and returned sequences.
+      capacity: maximum of columns, including padding; more raise a `ValueError`.
+      dtype: with `torch.float8_e4m3fn`, layers with NSA store their tokens in fp8, like a
+        `PagedCache`. None means the model's dtype.
 
-    Beams copy the pages in use; `crop` and `reset` shorten lengths. Layers with dense attention
-    keep their keys and values side by side.
+    Beams copy the pages in use. `crop` and `reset` shorten lengths. Layers with dense attention
+    store keys and values contiguously.
 
     Raises:
-      ValueError: a size that is not a positive int, another dtype.
+      ValueError: a size that is not a positive int, or another dtype.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class NSAPagedModelCache(NSAModelCache):
         return self.batch
 
     def begin(self, x: Tensor, count: Tensor | None) -> Call:
-        """Up to `QUERIES` columns, shapes do not follow from the tokens that are there."""
+        """Up to `QUERIES` columns, shapes do not depend on the number of tokens."""
         batch, T = x.shape[:2]
         if batch != self.batch:
             raise ValueError(
@@ -483,8 +483,8 @@ def attend_pages(
     """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
 
     Args:
-      order: as in `Call`; None means tokens stand as they are in `x`.
-      at: which rows they are of, arguments of `paged_attention`.
+      order: as in `Call`; None means the order of `x`.
+      at: their rows, arguments of `paged_attention`.
     """
 
     def by_token(x: Tensor) -> Tensor:

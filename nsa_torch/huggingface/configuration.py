@@ -1,4 +1,4 @@
-"""`NSAModelConfig`: what a model is, in transformers' words."""
+"""`NSAModelConfig`: the configuration of a model, in transformers' terms."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
-# What other models choose by these names and this one does not, with what it does. None: unset.
+# Options of other models that this model does not support, with its fixed value. None: unset.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",
@@ -47,7 +47,7 @@ WIDTHS = {
 }
 SPEC = WIDTHS | FIELD_OF | {"bias": "attention_bias"} | {name: name for name in KIND}
 SPEC |= {x: x for x in ("phi_hidden", "gate_hidden", "gate_temp", "gate_bias")}
-REMOTE = "modeling_nsa"  # the module beside config.json
+REMOTE = "modeling_nsa"  # the module next to config.json
 REMOTE_CODE = """\
 # For transformers' `trust_remote_code=True`; the model's code is in the installed package.
 try:
@@ -61,11 +61,11 @@ except ModuleNotFoundError as error:
 
 
 class SavedConfig(PreTrainedConfig):
-    """A configuration beside which `save_pretrained` writes a module, by which programs that do not
-    import `nsa_torch.huggingface` find the classes.
+    """A configuration for which `save_pretrained` also writes a module. Programs that do not import
+    `nsa_torch.huggingface` find the classes through it.
 
     Attributes:
-      classes: of ours, by the names of transformers' Auto classes.
+      classes: our classes by the names of transformers' Auto classes.
     """
 
     classes: ClassVar[dict[str, str]]
@@ -81,40 +81,40 @@ class SavedConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would write the source of this file beside config.json."""
+        """Does nothing: transformers would write the source of this file next to config.json."""
 
 
 class NSAModelConfig(SavedConfig):
     """A decoder with Native Sparse Attention.
 
     Attributes:
-      vocab_size: tokens there are.
+      vocab_size: size of the vocabulary.
       hidden_size, intermediate_size: width of the model and of the SwiGLU.
-      num_hidden_layers: blocks.
+      num_hidden_layers: number of layers.
       num_attention_heads, num_key_value_heads: None means as many of these as of those.
-      head_dim, v_head_dim: width of a query and key head (even), of a value head. None:
-        `hidden_size // num_attention_heads`; as wide as a key head.
-      max_position_embeddings: tokens it is made for; nothing depends on it.
-      initializer_range: deviation of all matrices at the start. None: `1 / sqrt(3 inputs)`,
-        `sqrt(2 layers)` times less in those that write to the residual stream, 0.02 in the
-        embedding. Gates and `phi` start as their modules do either way.
-      rms_norm_eps: of the norms.
+      head_dim, v_head_dim: width of query and key heads (even), and of value heads. None means
+        `hidden_size // num_attention_heads`, and the width of key heads.
+      max_position_embeddings: intended maximum of tokens; nothing depends on it.
+      initializer_range: initial standard deviation of all matrices. None means
+        `1 / sqrt(3 inputs)`, `sqrt(2 layers)` times less for those that write to the residual
+        stream, and 0.02 for the embedding. It does not affect gates and `phi`.
+      rms_norm_eps: epsilon of the norms.
       rope_parameters: `rope_theta`, and `rope_type`: "default", "linear" with `factor`, by which
         positions are divided, or "llama3" or "yarn" with the numbers of `nsa_core.rotation`. Pairs
         are interleaved.
-      attention_bias: whether the projections of attention have biases, that of its output too.
+      attention_bias: whether the projections of attention, including its output, have biases.
       qk_norm: whether query and key heads are normed before the rotation, with `rms_norm_eps`.
-      attention: "nsa" or "dense", or a list of one of these a layer.
+      attention: "nsa" or "dense", or a list with one of these per layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
       phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias: as in
-        `nsa_core.layer.LayerSpec`; new models have gates of each query head and keys and values
-        once for all branches. A file that does not say its `kv` has separate ones.
+        `nsa_core.layer.LayerSpec`. By default, models have gates per query head, and shared keys
+        and values. A file without `kv` has separate ones.
       tie_word_embeddings: whether the head's weight is the embedding.
       use_cache: whether a call outside training makes a cache.
 
     Raises:
-      ValueError: a rule is broken, a key is nearly one of these names, or one of `FIXED`, which
-        other models have, asks for what this one does not do.
+      ValueError: a rule is broken, a key is a misspelling of one of these names, or an option of
+        `FIXED` has a value that this model does not support.
     """
 
     model_type = "nsa"
@@ -226,7 +226,7 @@ class NSAModelConfig(SavedConfig):
 
     @property
     def layer_spec(self) -> LayerSpec:
-        """What an attention layer is, in the words of `nsa_torch.NSAAttention`."""
+        """The arguments of `nsa_torch.NSAAttention` for a layer."""
         rope, scaling = self.rope_parameters, None
         if rope["rope_type"] in SCALINGS:
             scaling = {k: x for k, x in rope.items() if k not in NO_SCALING}

@@ -4,23 +4,23 @@
     python -m nsa_torch.huggingface.convert SOURCE TARGET --set num_selected=64 --check 512
 
 SOURCE is a folder or owner/name on the Hugging Face Hub; TARGET becomes a folder. Weights are read
-and written a safetensors file at a time.
+and written one safetensors file at a time.
 
   transformers     here                         how
   q_proj           W_Q                          rows of a head from halves to pairs (`pairs`)
   k_proj           W_K_cmp, W_K_sel, W_K_win    the same, three times
   v_proj           W_V_cmp, W_V_sel, W_V_win    three times, by `--start`
-  o_proj           out                          as it is
+  o_proj           out                          unchanged
   q_norm, k_norm   q_norm, k_norm               columns from halves to pairs
-  the rest         the same names               as it is
+  the rest         the same names               unchanged
 
-A dense layer keeps its keys and values once, as W_K and W_V. Where every block is selected, up to
-num_selected * select_block tokens, the model computes what the dense one does, whatever the start:
+A dense layer stores its keys and values once, as W_K and W_V. While every block is selected, up to
+num_selected * select_block tokens, the model equals the dense one with every start:
 
   --start   gates      values                                  learns
   values    1/2 each   selected twice as large, others zero    everything; keys and gates of the
                                                                zero branches from the second step
-  gates     0, 1, 0    as they are                             the selected branch alone, for ever
+  gates     0, 1, 0    unchanged                               only the selected branch
   shared    0, 1, 0    once for all branches, as W_V; keys     everything but the gates
                        too, as W_K: a third of the cache
 """
@@ -50,7 +50,7 @@ from nsa_torch.huggingface.model import NSAForCausalLM
 from nsa_torch.module import NSAAttention
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
-# What the source's configuration must have, and what is taken over from it.
+# Required and copied entries of the source's configuration.
 PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -81,7 +81,7 @@ NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # on the Hub
 SOURCES = "must be a folder, or owner/name on the Hugging Face Hub"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BESIDE = (  # files that go with the weights as they are
+BESIDE = (  # files that are copied with the weights
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -106,15 +106,15 @@ def configuration(
     kv: str = "separate",
     **nsa: Any,
 ) -> NSAModelConfig:
-    """That of the converted model.
+    """The configuration of the converted model.
 
     Args:
-      dense_layers: numbers of layers that keep dense attention.
+      dense_layers: indices of layers that retain dense attention.
       kv: as in `nsa_torch.NSAAttention`.
       nsa: some of `SETTABLE`.
 
     Raises:
-      ValueError: the source is no model that converts exactly, named by what it has.
+      ValueError: the source does not convert exactly; the message names the reason.
     """
     if source.model_type not in MODELS:
         raise ValueError(f"model_type must be one of {MODELS}, got {source.model_type!r}")
@@ -213,15 +213,15 @@ def convert(
     Args:
       source: a folder, or owner/name on the Hugging Face Hub.
       start: "values", "gates" or "shared", as above.
-      dtype: of the weights; None means as they are.
+      dtype: dtype of the weights; None leaves it unchanged.
       dense_layers, nsa: as in `configuration`.
       check: tokens on which the logits are compared with the dense model's, in float32.
 
     Raises:
-      ValueError: the source, or an argument, is none that converts exactly.
-      OSError: the target is there, or a file of the source is not.
-      DifferentError: the logits of `check` are further apart than dense attention's own two ways
-        (`eager`, `sdpa`) by more than a factor of 4.
+      ValueError: the source does not convert exactly, or an argument is invalid.
+      OSError: the target exists, or a file of the source does not.
+      DifferentError: the logits of `check` differ by more than 4 times the difference between the
+        dense implementations `eager` and `sdpa`.
     """
     target = Path(target)
     if start not in STARTS:
@@ -240,7 +240,7 @@ def convert(
         theirs = transformers.AutoConfig.from_pretrained(source)
     except OSError:
         raise
-    except Exception as error:  # of its checks some raise other kinds than ValueError
+    except Exception as error:  # some of its checks raise other kinds than ValueError
         text = " ".join(str(error).split())
         raise ValueError(
             f"{source} must have a config.json that transformers reads, got "
@@ -373,10 +373,10 @@ def _write(
     start: str,
     dtype: torch.dtype | None,
 ) -> None:
-    """The weights of `files`, a file for each; what is added stands in the last."""
+    """The weights of `files`, one file for each; the last one also has added weights."""
     source = {name for weights in files.values() for name in weights.keys()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of what does not start as a constant
+        torch.manual_seed(0)  # for weights that do not start as constants
         extra = added(config, source, start)
     places: dict[str, str] = {}
     size = 0
@@ -435,7 +435,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 where `--check` finds another model; 2 where nothing could be done."""
+    """Exit status: 0, 1 if `--check` finds a difference, 2 if nothing was converted."""
     parser = argparse.ArgumentParser(
         "python -m nsa_torch.huggingface.convert",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""`NSAModel` and `NSAForCausalLM`: the decoder, and what transformers asks of one."""
+"""`NSAModel` and `NSAForCausalLM`: the decoder, with the interface of transformers."""
 
 import inspect
 import math
@@ -128,7 +128,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """What both models share: start of the weights, checkpoints."""
+    """The common part of both models: initial weights and checkpoints."""
 
     config: NSAModelConfig
     config_class = NSAModelConfig
@@ -162,12 +162,12 @@ class NSAPreTrainedModel(PreTrainedModel):
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ):
-        """transformers' `from_pretrained`, which here takes a checkpoint that fits, or none, in
-        safetensors: other files of weights are pickles, which may run code.
+        """transformers' `from_pretrained` for a complete checkpoint in safetensors. Other files of
+        weights are pickles, which may run code.
 
         Args:
-          strict: False: weights that are missing are drawn anew and those that are unknown left
-            out, with transformers' warning.
+          strict: If False, missing weights are initialized and unknown weights are ignored, with
+            transformers' warning.
 
         Raises:
           OSError: there are no weights in safetensors.
@@ -266,22 +266,22 @@ class NSAModel(NSAPreTrainedModel):
         """Hidden states of `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden_size].
 
         Args:
-          attention_mask: as `rows.rows` says; a row may be padded on the left or on the right.
-          position_ids: checked against the mask; without a mask, a single row whose positions
-            start again is a packed one.
+          attention_mask: see `rows.rows`; a row may be padded on the left or on the right.
+          position_ids: checked against the mask. Without a mask, a single row whose positions
+            restart is a packed row.
           cache: an `NSAModelCache`, to which the tokens are appended; also as `past_key_values`,
             its name before transformers 5.24.
-          use_cache: makes a cache where none is given, but of a packed row. None means the
-            configuration's outside training.
-          cu_seq_lens_q: int `[sequences + 1]`, a packed row, as of transformers'
-            `DataCollatorWithFlattening`. What follows from it is made once for all layers. Also as
+          use_cache: makes a cache if none is given, except for a packed row. None means the
+            value of the configuration outside training.
+          cu_seq_lens_q: int `[sequences + 1]`, a packed row, as in transformers'
+            `DataCollatorWithFlattening`. Its tables are computed once for all layers. Also as
             `cu_seqlens`, `cu_seq_lens_k` or, for each token, `seq_idx` [1, T].
-          max_length_q: its longest sequence's tokens; the last one then ends with the row.
+          max_length_q: tokens of its longest sequence; the last sequence then ends with the row.
 
         Raises:
-          TypeError: a keyword that the model does not read.
-          ValueError: as `rows.rows` says; a cache where gradient checkpointing trains, or in which
-            a call did not end.
+          TypeError: an unknown keyword.
+          ValueError: errors of `rows.rows`, a cache during training with gradient checkpointing,
+            or a cache in which a call did not end.
         """
         x = inputs_embeds
         if input_ids is not None and x is None:
@@ -437,6 +437,6 @@ def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> N
 
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
-    """Gate and phi stand in config.json: FSDP shards what is in a state_dict, numbers only."""
+    """config.json records gate and phi: FSDP shards a state_dict, which has only numbers."""
     for key in [key for key in state_dict if key.endswith(f".{EXTRA_STATE}")]:
         del state_dict[key]

@@ -1,4 +1,4 @@
-"""Where the tokens of a padded or packed batch are, from what transformers passes."""
+"""The positions of the tokens of a padded or packed batch, from transformers' arguments."""
 
 import functools
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     first: Tensor | None = None  # int64 [B], padding on the left; None means nowhere
     count: Tensor | None = None  # int64 [B], real tokens; None means every column
     cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
-    empty: Tensor | None = None  # bool [B], rows of padding alone until now; None means none
+    empty: Tensor | None = None  # bool [B], rows with only padding until now; None means none
     cache: NSAModelCache | None = None
     position: Tensor | None = None  # int64 [B, T], of aligned rows, for dense layers
     mask: Any = None  # the same, as transformers' attention functions take it
@@ -74,8 +74,8 @@ class Rows(NamedTuple):
 
 
 def check_keywords(call: dict[str, Any], *others: str) -> None:
-    """Raises where one of a call's keywords is neither in `READ` nor in `others`, or asks for what
-    the model does not do.
+    """Raises if a keyword of a call is neither in `READ` nor in `others`, or has an unsupported
+    value.
     """
     for name, x in call.items():
         if x is None or name in others or name in UNUSED:
