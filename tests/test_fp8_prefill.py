@@ -29,14 +29,12 @@ from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig, reference
+from tests import problems
 from tests.devices import needs_gpu
-from tests.inputs import Case as InputCase
-from tests.inputs import problem
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
 from tests.paths import to_jax
 from tests.problems import array
-from tests.torch_inputs import tensor
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
@@ -298,15 +296,16 @@ def outputs_of(jaxpr):
 @pytest.mark.usefixtures("interpreted")
 def test_a_branch(branch):
     """A chunk of a longer row; keys have a mean."""
-    p = problem(InputCase(7, 75, 16, 1, 32, 16, 1, SMALL, dtype="bfloat16"))
-    query, key, value = (tensor(x) for x in (p.query, p.key + 3, p.value))
+    sizes = {"config": SMALL, "dtype": "bfloat16", "blocks": "given"}
+    p = problems.problem(problems.Case(7, 75, 16, 1, 32, **sizes))
+    query, key, value = p.query, p.keys[0] + 3, p.values[0]
     indices, where = [], {"config": SMALL, "kv_len": 75}
     if branch == "selected":
         compressed = nsa_torch.compress(key, config=SMALL)
         indices = [reference.select_blocks(query, compressed, **where)]
-    given, name = (p.query, p.key + 3, p.value, *map(to_jax, indices)), f"{branch}_attention"
+    given, name = [*map(to_jax, (query, key, value, *indices))], f"{branch}_attention"
     function = functools.partial(getattr(nsa_jax, name), implementation="mosaic", **where)
-    is_query = lambda x: x.dtype == "float32" and x.size == p.query.size
+    is_query = lambda x: x.dtype == "float32" and x.size == query.numel()
     assert not any(map(is_query, outputs_of(jax.make_jaxpr(function)(*given).jaxpr)))
     judge, low = getattr(reference, name), {"compute_dtype": torch.bfloat16}
     exact = map(array, judge(*(x.double() for x in (query, key, value)), *indices, **where))

@@ -62,6 +62,21 @@ def interpreted(monkeypatch):
         yield ran
 
 
+@pytest.fixture
+def hopper():
+    """The oracle on the CPU, and kernels on the GPU that is there."""
+    if not HOPPER:
+        pytest.skip("needs compute capability 9.0")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    request.getfixturevalue("interpreted" if request.param == "cpu" else "hopper")
+    return request.param
+
+
 def normal(*shape, device="cpu", dtype=torch.bfloat16):
     make = torch.Generator(device).manual_seed(sum(shape))
     x = torch.randn(shape, generator=make, device=device, dtype=dtype)
@@ -225,14 +240,15 @@ def test_calls_of_ranks_are_decided_once(joined, recompute, monkeypatch):
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.usefixtures("interpreted")
-def test_what_nan_reaches(branch):
+def test_what_nan_reaches(branch, device):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    p = problem(dataclasses.replace(TINY, T=24, S=24, config=FEW, blocks="given"))
-    check_torch(p, branch, "mosaic", "cpu", NUMBERS[::2])
+    small = dataclasses.replace(TINY, T=24, S=24, config=FEW, blocks="given")
+    p = problem(small) if device == "cpu" else posed(REACH_ON_GPU)
+    check_torch(p, branch, "mosaic", device, NUMBERS[:: 2 if device == "cpu" else 1])
 
 
-def check_decode(device, separate, monkeypatch=None):
+@pytest.mark.parametrize("separate", [False, True])
+def test_decode(device, separate, request):
     """A chunk, then token by token: as `sdpa`, and one set of kernels for all lengths."""
     query, key, value, gates = inputs(19, 19, 2, 1, 16, 16, B=2, device=device)
     if separate:
@@ -261,12 +277,10 @@ def check_decode(device, separate, monkeypatch=None):
             outputs.append(out)
         results.append(torch.cat(outputs, dim=1))
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
-
-
-def test_decode(interpreted):
-    check_decode("cpu", separate=False)
-    each = len(interpreted) // 3
-    assert interpreted[-each:] == interpreted[-2 * each : -each] != interpreted[:each]
+    if device == "cpu":
+        ran = request.getfixturevalue("interpreted")
+        each = len(ran) // 3
+        assert ran[-each:] == ran[-2 * each : -each] != ran[:each]
 
 
 def check_chunks(device, sizes, config, lengths, count, separate):
@@ -338,12 +352,9 @@ def test_chunks_on_pages_on_a_gpu(lengths, separate, monkeypatch):
     assert torch.equal(call(), out)
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_compiled_without_a_graph_break():
-    check_compiled("cpu", "aot_eager")
-
-
-def check_compiled(device, backend):
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_without_a_graph_break(device):
+    backend = "aot_eager" if device == "cpu" else "inductor"
     leaves = inputs(*SIZES, device=device)
 
     def function(query, key, value, gates):
@@ -397,12 +408,7 @@ def operator_arguments(device):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("interpreted")
-def test_operator(kind):
-    check_operator("cpu", kind)
-
-
-def check_operator(device, kind):
+def test_operator(kind, device):
     operator = getattr(torch.ops.nsa, kind.partition("/")[0]).default
     torch.library.opcheck(operator, operator_arguments(device)[kind])
 
@@ -516,15 +522,6 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
 DELAY = 2_000_000_000  # clock cycles: about a second, longer than any launch
 
 
-@pytest.fixture
-def hopper():
-    """The oracle on the CPU, and kernels on the GPU that is there."""
-    if not HOPPER:
-        pytest.skip("needs compute capability 9.0")
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
 def gpu(function):
     return pytest.mark.gpu(pytest.mark.usefixtures("hopper")(function))
 
@@ -539,31 +536,6 @@ def test_sel_cuda_gpu(case):
     found = steps_of_torch(p, "mosaic", "cuda")
     check_selection(p, found.pop("block_indices"))
     check(p, found, p.expected_steps())
-
-
-@gpu
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_what_nan_reaches_on_gpu(branch):
-    check_torch(posed(REACH_ON_GPU), branch, "mosaic", "cuda")
-
-
-@gpu
-@pytest.mark.parametrize("separate", [False, True])
-def test_decode_on_gpu(separate):
-    check_decode("cuda", separate)
-
-
-@gpu
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_compiled_on_gpu():
-    check_compiled("cuda", "inductor")
-
-
-@gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_operator_on_gpu(kind):
-    check_operator("cuda", kind)
 
 
 @gpu
@@ -673,48 +645,34 @@ def test_the_host_never_waits(where):
 
 @gpu
 @packed_or_not
-def test_a_captured_call_is_replayed(packed):
-    static = [x.detach().clone() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
-    bounds = torch.tensor([0, 100, 101, 290], device="cuda")
-    options = {"config": FEW, "implementation": "mosaic"}
-    if packed:
-        options["cu_seqlens"] = bounds
-    nsa_torch.attention(*static, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = nsa_torch.attention(*static, **options)
-    for seed, ends in enumerate(([0, 100, 101, 290], [0, 1, 200, 300])):
-        make = torch.Generator("cuda").manual_seed(seed)
-        for x in static:
-            x.copy_(torch.randn(x.shape, generator=make, device="cuda"))
-        bounds.copy_(torch.tensor(ends))
-        graph.replay()
-        assert torch.equal(out, nsa_torch.attention(*static, **options))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_captured_call_is_replayed(packed, gradients):
+    static = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
+    static = [x.requires_grad_(gradients) for x in static]
+    bounds = bounds_of(packed)
 
-
-@gpu
-def test_captured_gradients_are_replayed():
-    static = inputs(300, 300, 8, 2, 64, 32, device="cuda")
-
-    def gradients(tensors):
-        out = nsa_torch.attention(*tensors, config=FEW, implementation="mosaic")
-        return out.detach(), *torch.autograd.grad(out.square().sum(), tensors)
+    def call():
+        out = attend(static, packed, cu_seqlens=bounds)
+        grads = torch.autograd.grad(out.square().sum(), static) if gradients else ()
+        return out.detach(), *grads
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        gradients(static)
+        call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = gradients(static)
-    make = torch.Generator("cuda").manual_seed(1)
-    for _ in range(2):
+        found = call()
+    for seed, ends in enumerate(([0, 100, 101, 290], [0, 1, 200, 300])):
+        make = torch.Generator("cuda").manual_seed(seed)
         with torch.no_grad():
             for x in static:
                 x.copy_(torch.randn(x.shape, generator=make, device="cuda"))
+        if packed:
+            bounds.copy_(torch.tensor(ends))
         graph.replay()
-        for got, want in zip(found, gradients(static), strict=True):
+        for got, want in zip(found, call(), strict=True):
             assert torch.equal(got, want)
 
 
