@@ -51,7 +51,7 @@ def markdown(report: Report) -> str:
                 parts += [f"### Speed-up: {name}", "\n".join(lines)]
         decode = [r for r in some if r.mode == "decode"]
         if decode:
-            parts += ["### Decode", "\n".join(_decode(decode))]
+            parts += ["### Decode", _decode(decode)]
         known = [found for found in report.devices if found.device == device]
         parts += ["### Thresholds", _thresholds(known)]
         failed = [r for r in some if r.status != "ok"]
@@ -118,13 +118,13 @@ def _by_length(
     return [f"- {name}={at}: {', '.join(cells)}" for (name, at), cells in sorted(lines.items())]
 
 
-def _decode(some: Sequence[Record]) -> list[str]:
-    lines = ["| S | path | ms | speed-up over dense |", "|---|---|---|---|"]
+def _decode(some: Sequence[Record]) -> str:
+    rows = []
     for r, gain in zip(some, render.speed_ups(some), strict=True):
         path = f"{r.framework} {r.branch} {r.implementation}"
         ms = f"{r.time_ms:.4g}" if r.times_ms else r.status
-        lines.append(f"| {r.S} | {path} | {ms} | {'-' if gain is None else f'x{gain:.2f}'} |")
-    return lines
+        rows.append([str(r.S), path, ms, "-" if gain is None else f"x{gain:.2f}"])
+    return table(["S", "path", "ms", "speed-up over dense"], rows)
 
 
 def _thresholds(known: Sequence[policy.Device]) -> str:

@@ -102,7 +102,7 @@ def test_what_a_run_leaves(tmp_path):
     assert [beat["msg"] for beat in beats] == ["boot", "step_end", "step_end", "end"]
     assert [beat["step"] for beat in beats[1:3]] == [1, 3]
     text = page.html(sources.read([run.path]), [])
-    assert "No head&#x27;s gates have collapsed, torch-nsa: yes (0, bound 0" in text
+    assert "No head&#39;s gates have collapsed, torch-nsa: yes (0, bound 0" in text
     assert "No gap in heartbeat_rank0.jsonl: yes" in text and "<td>0</td>" in text
 
 
@@ -218,7 +218,7 @@ def test_lines_from_before_still_load(tmp_path):
     assert log.read(path) == [header(), speed(1, 1.0)]
     del lines[0]["dtype"]
     path.write_text(json.dumps(lines[0]) + "\n")
-    with pytest.raises(ValueError, match=r"missing fields \['dtype'\]"):
+    with pytest.raises(ValueError, match="dtype Field required"):
         log.read(path)
 
 

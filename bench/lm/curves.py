@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..harness.markdown import number
+from ..harness.markdown import number, table
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
@@ -120,17 +120,16 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
             f"text: sha256 {first.input_sha256[:16]}; commit {first.commit or 'unknown'}",
             "\n".join(f"- {verdict}" for verdict in found),
         ]
-        parts.append(_table(*run_table(lines)))
+        parts.append(table(*run_table(lines)).rstrip())
     speeds = [line for line in lines if isinstance(line, Speed)]
     if speeds:
-        parts += [_table(*speed_table(lines)), f"MFU: {speeds[0].mfu_is}."]
+        parts += [table(*speed_table(lines)).rstrip(), f"MFU: {speeds[0].mfu_is}."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def section(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
+def section(found: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
     """A table below what is before it; nothing where it has no rows."""
-    names, rows = table
-    return f"\n{_table(names, rows)}\n" if rows else ""
+    return f"\n{table(*found)}" if found[1] else ""
 
 
 def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
@@ -175,15 +174,6 @@ def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str
     ]
     names = "model framework attention implementation dtype S B status ms tokens/s".split()
     return [*names, "peak GiB", "MFU %", "note"], rows
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    lines = []
-    for cells in (names, ["-" * width for width in widths], *rows):
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines)
 
 
 def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
