@@ -35,11 +35,11 @@ from nsa_torch.plans import Planned
 from tests import paths, planned, problems
 from tests.cross_compile import compile_report
 from tests.limits import set_limits
+from tests.planned import interpret
 from tests.problems import SMALL, Case
 from tests.stand_in_kernels import stand_ins
 from tests.test_mosaic_compiled import ALLOWED
 from tests.test_plan import call
-from tests.test_torch_mosaic import interpret
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
 T = 90
