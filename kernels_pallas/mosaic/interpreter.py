@@ -4,7 +4,11 @@ Pallas' interpreter has no instructions of a warp. Who interprets kernels, which
 hands over a machine that has them (`use`); a kernel that is compiled never asks for one.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 _machine: Any = None
 
@@ -28,3 +32,32 @@ def machine() -> Any:
             "interpreted kernels need a machine for programs of warps: interpreter.use(machine)"
         )
     return _machine
+
+
+def written(
+    program: Callable[..., None],
+    arrays: Sequence[Any],
+    scalars: Sequence[Any],
+    outputs: Sequence,
+) -> list[Any]:
+    """What a warpgroup writes into arrays in shared memory: `outputs`, of 32-bit numbers.
+
+    `program(warp, arrays, words, places)` has the instructions, the whole of `arrays`, the scalars
+    as words and the addresses of the outputs.
+    """
+
+    def run(arrays, scalars):
+        arrays = [np.asarray(x) for x in arrays]
+
+        def of_warps(warp, *arguments):
+            program(warp, arrays, arguments[len(outputs) :], arguments[: len(outputs)])
+
+        found = [np.empty(x.shape, x.dtype) for x in outputs]
+        return machine().warpgroup(of_warps, found, [np.int32(x) for x in scalars])
+
+    return jax.pure_callback(run, list(outputs), [x[...] for x in arrays], list(scalars))
+
+
+def shape_of(array: Any) -> Sequence[int]:
+    """Of a reference in a kernel, or of an array."""
+    return array.type.shape if hasattr(array, "type") else array.shape

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import warp
+from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
 from kernels_pallas.mosaic.warp import SCALAR
 
@@ -64,7 +64,7 @@ class RowCopies:
                 token = token_of(row)
                 head = kv_head * self.group + row % self.group
                 for source, operand in zip(arrays, operands, strict=True):
-                    *_, heads, width = _shape(source)
+                    *_, heads, width = interpreter.shape_of(source)
                     address = self._address(warp, source, b * length + token, heads, head)
                     to = warp.shared(operand) + shared
                     for slab in range(width // SLAB):
@@ -74,7 +74,7 @@ class RowCopies:
                 source, target = stats
                 row = _thread(warp)
                 size = ROW_STATS * 4
-                at = (b * _shape(source)[1] + kv_head) * length
+                at = (b * interpreter.shape_of(source)[1] + kv_head) * length
                 at = at + token_of(warp.smaller(row, ROWS - 1))
                 member = row % self.group
                 address = warp.element(source, (at, ROW_STATS_MIN_ROWS * size), (member, size))
@@ -151,14 +151,9 @@ class RowCopies:
 
     def _address(self, warp, array, at, heads: int, head):
         """Of a thread's 16 bytes of the first slab: `array[at, head]`, of `[.., heads, width]`."""
-        width = _shape(array)[-1] * NUMBER_BYTES
+        width = interpreter.shape_of(array)[-1] * NUMBER_BYTES
         part = _thread(warp) % PARTS
         return warp.element(array, (at, heads * width), (head, width), (part, BYTES))
-
-
-def _shape(array) -> Sequence[int]:
-    """Of a reference in a kernel, or of an array."""
-    return array.type.shape if hasattr(array, "type") else array.shape
 
 
 def _thread(warp):

@@ -5,12 +5,14 @@
 
 Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, laid
 out as `operands.PER_ROW`: a quad of lanes holds each row, and its first lane stores. Addresses
-are computed by lane on the words of `warp.py`; Pallas' interpreter indexes the arrays instead.
+are computed by lane on the words of `warp.py`; Pallas' interpreter indexes the arrays where it
+stores, since a machine for warps would write to the whole of them.
 """
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
@@ -19,15 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.mosaic import warp
+from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import (
     PER_ROW,
     ROW_STATS,
     ROWS,
     div,
-    rem,
     row_index,
-    with_sign_bit,
 )
 from kernels_pallas.mosaic.softmax import SoftmaxStats
 from kernels_pallas.mosaic.warp import Word
@@ -52,25 +52,22 @@ class GatheredRows:
         """Of each row, the entry `first + row // group` of an int32 list that ends at `end`;
         past it the last one.
         """
-        if self.interpret:
-            entries = [lists[jnp.minimum(first + i, end - 1)] for i in range(self.tokens)]
-            return self._repeated(entries)
 
-        def load(row, refs, words):
+        def load(warp, row, refs, words):
             (lists,), (first, end) = refs, words
-            index = warp.smaller(first + self._token(row), end - 1)
+            index = warp.smaller(first + self._token(warp, row), end - 1)
             return [warp.fetch(warp.element(lists, (index, 4)))]
 
-        return _by_row(load, [lists], [first, end], [], [jnp.int32])[0]
+        return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
     def prefetch_entries(self, lists, first, end):
         """Prefetches what `load_entries` will read into L1."""
         if self.interpret:
             return
 
-        def prefetch(row, refs, words):
+        def prefetch(warp, row, refs, words):
             (lists,), (first, end) = refs, words
-            index = warp.larger(warp.smaller(first + self._token(row), end - 1), 0)
+            index = warp.larger(warp.smaller(first + self._token(warp, row), end - 1), 0)
             warp.prefetch(warp.element(lists, (index, 4)))
 
         _by_row(prefetch, [lists], [first, end], [], [])
@@ -80,22 +77,9 @@ class GatheredRows:
         query tile there, and how many of them there are.
         """
         stats_tile, count = stats_tiles
-        if self.interpret:
-            stats = []
-            for i in range(self.tokens):
-                own = token[i * self.group]
-                first = rem(own, stats_tile) * self.group
-                rows = pl.ds(first, self.group)
-                own = row_stats.at[b, kv_head, div(own, stats_tile), rows]
-                stats.append(own[...])
-            stats = jnp.concatenate(stats)
-            stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
-            shift, delta = stats[:, 0], stats[:, 1]
-            sign = with_sign_bit(jnp.ones_like(shift), shift, interpret=True)
-            return SoftmaxStats(shift, delta, sign)
 
-        def load(row, refs, words, token):
-            _, heads, _, rows, _ = refs[0].type.shape
+        def load(warp, row, refs, words, token):
+            _, heads, _, rows, _ = interpreter.shape_of(refs[0])
             b, kv_head, count = words
             address = warp.element(
                 refs[0],
@@ -107,7 +91,8 @@ class GatheredRows:
             return [warp.real(x) for x in (shift, delta, sign)]
 
         dtypes = [jnp.float32] * len(SoftmaxStats._fields)
-        return SoftmaxStats(*_by_row(load, [row_stats], [b, kv_head, count], [token], dtypes))
+        words = [b, kv_head, count]
+        return SoftmaxStats(*_by_row(load, [row_stats], words, [token], dtypes, self.interpret))
 
     def put(self, array, value, b, kv_head, length, index, only):
         """`array[b, kv_head, index] = value` where `only`, by row; float32 `[B, Hkv, length]`,
@@ -124,8 +109,8 @@ class GatheredRows:
 
             return
 
-        def put(_, refs, words, value, index, only):
-            heads = refs[0].type.shape[1]
+        def put(warp, _, refs, words, value, index, only):
+            heads = interpreter.shape_of(refs[0])[1]
             b, kv_head, length = words
             address = warp.element(refs[0], ((b * heads + kv_head) * length, 4), (index, 4))
             warp.put(address, value, only & warp.same(warp.lane() % QUAD, 0))
@@ -138,26 +123,13 @@ class GatheredRows:
         (`specs/selected.py`), which are at `position` `[B, T]`; `length` is T.
         """
         _, _, heads, n = indices.shape
-        if self.interpret:
-            rows = []
-            near = first_near(position[b, first], ROWS, jnp.maximum)
-            for i in range(self.tokens):
-                token = jnp.minimum(first + i, length - 1)
-                own = div(jnp.maximum(position[b, token], 0), ROWS)
-                slots = [indices[b, token, kv_head, j] for j in range(n)]
-                bits = [
-                    jnp.where((x > 0) & (x < near) & (x <= own), 1 << j, 0)
-                    for j, x in enumerate(slots)
-                ]
-                exists = (first + i < length) & (position[b, token] >= 0)
-                rows.append(jnp.where(exists, sum(bits), 0))
-            rows = jnp.repeat(jnp.stack(rows), self.group)
-            return jnp.pad(rows, (0, ROWS - rows.shape[0]))
 
-        def far(row, refs, words):
+        def far(warp, row, refs, words):
             b, kv_head, first, length = words
-            exists = (row < self.tokens * self.group) & (first + self._token(row) < length)
-            token = warp.smaller(first + self._token(row), length - 1)
+            exists = (row < self.tokens * self.group) & (
+                first + self._token(warp, row) < length
+            )
+            token = warp.smaller(first + self._token(warp, row), length - 1)
             token = b * length + token
             at = warp.fetch(warp.element(refs[1], (token, 4)))
             own = warp.larger(at, 0) // ROWS
@@ -173,15 +145,10 @@ class GatheredRows:
             return [warp.where(exists & (at >= 0), bits, 0)]
 
         arrays, words = [indices, position], [b, kv_head, first, length]
-        return _by_row(far, arrays, words, [], [jnp.int32])[0]
+        return _by_row(far, arrays, words, [], [jnp.int32], self.interpret)[0]
 
-    def _token(self, row):
+    def _token(self, warp, row):
         return warp.smaller(row // self.group, self.tokens - 1)
-
-    def _repeated(self, values):
-        """Values of tokens by row."""
-        values = jnp.repeat(jnp.stack(values), self.group)
-        return jnp.pad(values, (0, ROWS - values.shape[0]), mode="edge")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,20 +172,16 @@ class TileRows:
         """Of each row the array's value, from token `first` and head `head` on; `otherwise` in
         padding rows. Rows past the last token have its values.
         """
-        if self.interpret:
-            row, heads = jnp.arange(ROWS), array.shape[2]
-            token, member = jnp.minimum(first + row // self.heads, length - 1), row % self.heads
-            values = array.at[b][...][token, jnp.minimum(head + member, heads - 1)]
-            return jnp.where(member < self.group, values, otherwise)
 
-        def load(row, refs, words):
-            value = warp.fetch(self._address(row, refs[0], words))
+        def load(warp, row, refs, words):
+            value = warp.fetch(self._address(warp, row, refs[0], words))
             if self.heads > self.group:
                 member = row % self.heads
                 value = warp.where(member < self.group, value, warp.integer(otherwise))
             return [warp.real(value)]
 
-        return _by_row(load, [array], [b, first, head, length], [], [jnp.float32])[0]
+        words = [b, first, head, length]
+        return _by_row(load, [array], words, [], [jnp.float32], self.interpret)[0]
 
     def put(self, array, value, b, first, head, length):
         """Stores a value of each row where `values` loads it; nothing past the last token."""
@@ -235,18 +198,18 @@ class TileRows:
                 pl.when(first + last == length)(lambda: write(last))
             return
 
-        def put(row, refs, words, value):
+        def put(warp, row, refs, words, value):
             token, member = row // self.heads, row % self.heads
             exists = (token < self.tokens) & (words[1] + token < words[3])
             exists = exists & (member < self.group)
             first_lane = warp.same(warp.lane() % QUAD, 0)
-            warp.put(self._address(row, refs[0], words), value, exists & first_lane)
+            warp.put(self._address(warp, row, refs[0], words), value, exists & first_lane)
 
         _by_row(put, [array], [b, first, head, length], [value], [])
 
-    def _address(self, row, array, words):
+    def _address(self, warp, row, array, words):
         """Of a row's value; past the last token or head, of theirs."""
-        heads = array.type.shape[2]
+        heads = interpreter.shape_of(array)[2]
         b, first, head, length = words
         token = warp.smaller(first + row // self.heads, length - 1)
         member = warp.smaller(row % self.heads, self.group - 1)
@@ -257,12 +220,25 @@ class TileRows:
         return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 
-def _by_row(function, refs, scalars, rows, dtypes):
+def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
     """Arrays `[64]` of these types, from what `function` returns in each lane for its rows.
 
-    `function(row, refs, words, *words_of_row)` takes and returns words of `warp.py`: `words`
-    are the scalars, `words_of_row` the row's elements of `rows`, arrays `[64]`.
+    `function(warp, row, refs, words, *words_of_row)` takes and returns words of the instructions
+    `warp`: `words` are the scalars, `words_of_row` the row's elements of `rows`, arrays `[64]`.
+    Interpreted, `refs` are read as a whole.
     """
+    if interpret:
+
+        def program(warp, arrays, words, places):
+            arrays, of_rows = arrays[: len(refs)], arrays[len(refs) :]
+            for half in range(2):
+                row = warp.warp() * 16 + (warp.lane() // QUAD + 8 * half)
+                found = function(warp, row, arrays, words, *(x[row] for x in of_rows))
+                for place, x in zip(places, found, strict=True):
+                    warp.write(place + row * 4, warp.bits(x))
+
+        shapes = [jax.ShapeDtypeStruct((ROWS,), x) for x in dtypes]
+        return interpreter.written(program, [*refs, *rows], scalars, shapes)
     types = [plgpu.RefType()] * len(refs) + [warp.SCALAR] * len(scalars)
     results = [plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=PER_ROW) for dtype in dtypes]
 
@@ -278,7 +254,9 @@ def _by_row(function, refs, scalars, rows, dtypes):
         for i, (index,) in zip(indices, layout.thread_idxs(shape), strict=True):
             row = Word(arith.index_cast(i32, index))
             own = [Word(vector.extract(x.registers[i], [], [0])) for x in rows_]
-            for out, x in zip(registers, function(row, refs_, words, *own) or (), strict=True):
+            for out, x in zip(
+                registers, function(warp, row, refs_, words, *own) or (), strict=True
+            ):
                 out[i] = vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value)
         return [
             mgpu.FragmentedArray(

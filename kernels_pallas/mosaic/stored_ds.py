@@ -36,6 +36,7 @@ once. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and
 
 import dataclasses
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, warp, wgmma
+from kernels_pallas.mosaic import interpreter, operands, warp, wgmma
 from kernels_pallas.mosaic.operands import MATRIX, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.selected import list_counts
@@ -122,18 +123,12 @@ class StoredDs:
           first: the first of the tokens.
           length: T.
         """
-        if self.interpret:
-            return self._blocks_interpreted(indices, places, b, kv_head, first, length)
-
         shape, layout = self._by_lane
 
-        def load(_, indices, *arguments):
-            """A lane takes the slot of its number, of each token of its warp."""
-            (position, *key_start), scalars = arguments[: len(places)], arguments[len(places) :]
-            b, kv_head, first, length = map(warp.scalar, scalars)
-            own = [first + self._token(half) for half in range(self.tokens_of_warp)]
-            arrays = position, key_start
-            found = [slot_of(indices, arrays, b, kv_head, x, length).value for x in own]
+        def load(_, *arguments):
+            count = 1 + len(places)
+            words = [warp.scalar(x) for x in arguments[count:]]
+            found = [x.value for x in slots(warp, arguments[:count], words)]
             kind = ir.VectorType.get((len(found),), found[0].type)
             held = vector.from_elements(kind, found)
             registers = np.array([held], object)
@@ -141,10 +136,16 @@ class StoredDs:
                 _registers=registers, _layout=layout.to_mgpu(), _is_signed=True
             )
 
-        def slot_of(indices, arrays, b, kv_head, token, length):
+        def slots(warp, arrays, words):
+            """A lane takes the slot of its number, of each token of its warp."""
+            b, kv_head, first, length = words
+            own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
+            return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]
+
+        def slot_of(warp, arrays, b, kv_head, token, length):
             """The block in the lane's slot of a token."""
-            position, key_start = arrays
-            heads, slot = indices.type.shape[2], warp.lane()
+            indices, position, *key_start = arrays
+            heads, slot = interpreter.shape_of(indices)[2], warp.lane()
             exists = (token < length) & (slot < self.selection_entries)
             token = b * length + warp.smaller(token, length - 1)
             slot = warp.smaller(slot, self.selection_entries - 1)
@@ -158,10 +159,24 @@ class StoredDs:
                 block = block * KEYS + warp.fetch(warp.element(array, (token, 4)))
             return warp.where(seen, block, NO_ENTRY)
 
-        types = [plgpu.RefType()] * (1 + len(places)) + [warp.SCALAR] * 4
+        arrays, scalars = [indices, *places], [b, kv_head, first, length]
+        if self.interpret:
+            tokens = self.tokens_of_warp
+
+            def program(warp, arrays, words, places):
+                at = places[0] + (warp.warp() * LANES + warp.lane()) * (4 * tokens)
+                for half, block in enumerate(slots(warp, arrays, words)):
+                    warp.write(at, block, 4 * half)
+
+            result = jax.ShapeDtypeStruct((WARPS, LANES, tokens), jnp.int32)
+            (found,) = interpreter.written(program, arrays, scalars, [result])
+            found = found.swapaxes(1, 2).reshape(-1, LANES)  # of 16 or 8 rows
+            return found[:: len(found) // self.tokens]
+
+        types = [plgpu.RefType()] * len(arrays) + [warp.SCALAR] * 4
         result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
-        return call(indices, *places, b, kv_head, first, length)
+        return call(*arrays, *scalars)
 
     def read(self, ds, blocks, block, token):
         """dS `[64 rows, 64 keys]` of a block; zeros for tokens that did not select it or do not
@@ -184,7 +199,7 @@ class StoredDs:
             for keys in range(KEYS // PART):
                 found = []
                 for half, slot in enumerate(slots):
-                    place = (token + self._token(half)) * self.selection_entries + slot
+                    place = (token + self._token(warp, half)) * self.selection_entries + slot
                     part = warp.warp() * len(slots) + half
                     address = self._address(ds, place, part, warp.word(keys))
                     found.append(warp.fetch_several(address, 2 * self._halves, slot >= 0))
@@ -198,23 +213,6 @@ class StoredDs:
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
         return call(ds, blocks, block, token)
 
-    def _blocks_interpreted(self, indices, places, b, kv_head, first, length):
-        """`[tokens, selection_entries]`."""
-        tokens, (position, *key_start) = [], places
-        for t in range(self.tokens):
-            token = jnp.minimum(first + t, length - 1)
-            own = jnp.where(first + t < length, position[b, token], NO_ENTRY)
-            blocks = [
-                indices[b, token, kv_head, slot] for slot in range(self.selection_entries)
-            ]
-            seen = [(own >= 0) & (block * KEYS <= own) for block in blocks]
-            for array in key_start:
-                seen = [x & (block >= 0) for x, block in zip(seen, blocks, strict=True)]
-                blocks = [block * KEYS + array[b, token] for block in blocks]
-            pairs = zip(seen, blocks, strict=True)
-            tokens.append(jnp.stack([jnp.where(*pair, NO_ENTRY) for pair in pairs]))
-        return jnp.stack(tokens)
-
     def _read_interpreted(self, ds, blocks, block, token):
         parts = []
         for t in range(self.tokens):
@@ -225,7 +223,7 @@ class StoredDs:
             parts.append(jnp.where(chosen.any(), found, jnp.zeros_like(found)))
         return jnp.concatenate(parts)
 
-    def _token(self, half: int):
+    def _token(self, warp, half: int):
         """Of the tile, that of the first or the second 8 rows of the warp."""
         rows = warp.warp() * PART + half * HEADS
         return rows // self.group_rows
