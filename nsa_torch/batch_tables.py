@@ -1,13 +1,12 @@
-"""What follows from the borders of a packed row: made once a batch where they say so, else anew in
-each call.
+"""Tables derived from the boundaries of a packed row, once per batch or in each call.
 
-Borders that a batch's calls share carry `Tables`, as an attribute of their tensor: whatever takes
-the tensor, an operator, a saved tensor of autograd or a compiled graph, finds them. Where only the
-numbers come along, what follows from them is made again.
+Boundaries that the calls of a batch share carry `Tables` as an attribute of their tensor, so that
+an operator, a saved tensor of autograd and a compiled graph find them. If only the numbers are
+passed on, the tables are computed again.
 
-What the steps of a plan read is made by kernels of Triton (`kernels_pallas.triton.tables`) in two
-launches, with work items of intervals in four, on CUDA, where Triton can build them. Elsewhere, and
-of more sequences than one program adds up, torch makes the same.
+On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
+launches, or in four with work items of intervals. Without Triton, and for more sequences than one
+program can sum up, torch computes them.
 """
 
 import functools
@@ -34,16 +33,16 @@ ATTRIBUTE = "nsa_tables"
 UNKNOWN = None, True, 0  # `Tables.sizes` of boundaries that have none
 MAX_NUMBERS = 2**14  # numbers that one program adds up
 
-type Make = Callable[[Tensor], Sequence[Tensor]]  # of boundaries; hashable
+type Make = Callable[[Tensor], Sequence[Tensor]]  # takes boundaries; hashable
 
 
 class Tables:
-    """Arrays by what makes them. What a CUDA graph has read stays where it is as long as this
-    object.
+    """Arrays by the function that makes them. Arrays that a CUDA graph has read keep their memory
+    as long as this object exists.
 
     Args:
-      max_seqlen: tokens of the longest sequence at most.
-      padded: whether tokens may be in no sequence.
+      max_seqlen: upper bound of tokens per sequence.
+      padded: whether tokens may belong to no sequence.
       gap: tokens between the first half of the queries and the second.
     """
 
@@ -57,7 +56,7 @@ class Tables:
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
-        # Without their tables: what follows from them follows from their numbers.
+        # Without their tables, which follow from the numbers.
         return self._shared.get(make, borders.device, lambda: make(borders.detach()))
 
     def refill(self, borders: Tensor) -> None:
@@ -78,26 +77,26 @@ class _Derived(NamedTuple):
 
 
 def of(borders: Tensor, make: Make) -> Sequence[Tensor]:
-    """What `make` gives of boundaries, or has given where they say so."""
+    """The result of `make` for boundaries, from their tables if they carry any."""
     tables = tables_of(borders)
     return make(borders) if tables is None else tables.get(borders, make)
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
-    """What `function` gives of `borders` and numbers."""
+    """The result of `function` for `borders` and numbers."""
     if torch.compiler.is_compiling():
         return function(borders, **static)
     return of(borders, _Derived(function, tuple(static.items())))
 
 
 def attach(tables: Tables, borders: Tensor) -> Tensor:
-    """Keeps from now on what follows from `borders`."""
+    """Attaches tables to `borders`, which store derived arrays from now on."""
     setattr(borders, ATTRIBUTE, tables)
     return borders
 
 
 def tables_of(borders: Tensor | None) -> Tables | None:
-    """What is kept of `borders`, if they say so."""
+    """The tables that `borders` carry, or None."""
     return getattr(borders, ATTRIBUTE, None)
 
 
@@ -109,7 +108,7 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
     """The same borders for calls whose queries have `gap` tokens between their halves; the same
-    tensor each time where the boundaries keep what follows from them.
+    tensor each time if the boundaries carry tables.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -125,8 +124,8 @@ def of_one(length: int, gap: int, device: torch.device) -> Tensor:
 
 
 def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, int]]:
-    """What makes the tables that the steps of a plan read, and the number that each of its buffers
-    has there. Plans whose tables are made alike have the same `PlanTables`.
+    """The maker of the tables that the steps of a plan read, and the number of each buffer in it.
+    Plans with equal tables have the same `PlanTables`.
     """
     numbers = {plan.shared: 0}
     for step in plan.batch:
@@ -150,11 +149,11 @@ def _plan_tables(*given: Any) -> "PlanTables":
 
 
 class PlanTables:
-    """Makes the tables of a plan: those of kernels stand in one array, the first result; those that
-    torch makes or reads follow as tensors.
+    """Makes the tables of a plan. The first result is one array with the tables from kernels.
+    Tables that torch makes or reads follow as tensors.
 
     Args:
-      steps: derived steps. Number 0 are the borders, the others what the steps write, in order.
+      steps: derived steps. Number 0 is the boundaries, the others are the results in order.
       by_torch: numbers of the tables that steps of torch read.
       kernels: whether kernels of Triton make what they can.
     """
@@ -169,7 +168,7 @@ class PlanTables:
         self.steps, self.device, self.size = steps, device, 0
         self.views: dict[int, tuple[int, tuple[int, ...]]] = {}  # in the array
         self.by_kernels = set[int]()  # steps
-        # What `sequences` writes beside, `tables`, `partials` and `tables` after it.
+        # The sections of `sequences`, then of `tables`, `partials` and `tables`.
         self.phases: list[list[Section]] = [[], [], [], []]
         if kernels and steps and steps[0].function is varlen._sequences:
             first: Any = dict(steps[0].static)
@@ -199,7 +198,7 @@ class PlanTables:
         return [out, *(known[n] for n in self.tensors)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Which result a table is in, and where it begins, in bytes."""
+        """The result that contains a table, and its offset in bytes."""
         if number in self.views:
             return 0, self.views[number][0] * 4
         return self.tensor(number), 0
@@ -213,7 +212,7 @@ class PlanTables:
         return out[begin : begin + math.prod(shape)].view(shape)
 
     def _room(self, count: int) -> int:
-        """Where so many numbers begin."""
+        """The offset of `count` new numbers."""
         begin, self.size = self.size, self.size + _pitch(count)
         return begin
 
@@ -225,7 +224,7 @@ class PlanTables:
         tiles_of: dict[int, int] = {}  # by number of `QueryTiles`, their tokens
 
         def runs_of(tokens):
-            """Where what tiles of so many tokens ask of sequences begins."""
+            """The offset of the data about sequences for tiles of `tokens` tokens."""
             if tokens not in runs_at:
                 room = _pitch(self.capacity.sequences) * sections.RUN_ROWS
                 runs_at[tokens] = self._room(room)
@@ -234,10 +233,10 @@ class PlanTables:
 
         for i, step in enumerate(self.steps):
             static: Any = dict(step.static)
-            # Fields of `Tokens`; of what other steps write, numbers that it does not have.
+            # Fields of `Tokens`; results of other steps have numbers outside of them.
             read = [x.buffer - columns for x in step.reads]
             written = step.writes[0].buffer if step.writes else 0
-            parts: list[dict[str, Any]] = []  # of each two tables
+            parts: list[dict[str, Any]] = []  # one for each two tables
             match step.function:
                 case varlen._sequences:
                     pass
@@ -312,7 +311,7 @@ class PlanTables:
         items.append(section._replace(kind=KINDS.items, **place))
 
     def _prepare(self) -> None:
-        """Finds the launches, of which each reads a row of `self.sections`."""
+        """Prepares the launches; each reads a row of `self.sections`."""
         from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
 
         rows, programs = [], []

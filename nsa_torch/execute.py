@@ -1,8 +1,8 @@
-"""Runs a plan (`nsa_core.plan`) on torch tensors, on the current stream, and launches beside others
-on one that forks from it and joins it again; the host never waits.
+"""Runs a plan (`nsa_core.plan`) on torch tensors on the current stream. Some launches run on a side
+stream that forks from it and joins it again. The host never waits.
 
-A plan is bound to a device once: what no address changes is worked out then. A launch reads and
-writes addresses, so only what torch reads too is a tensor.
+A plan is bound to a device once, which computes everything that does not depend on addresses. A
+launch reads and writes addresses, so only buffers that torch reads too are tensors.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from nsa_torch import batch_tables, early_release, triton_ops
 from nsa_torch.shared import SHARED, Kept, is_capturing
 from nsa_torch.torch_ops import TORCH_OPS
 
-# Of what may be allocated early or dropped late, so that launches are one row.
+# Buffers up to this size may be allocated early or freed late, so that launches are consecutive.
 LATE_BYTES = 4 * 2**20
-BUNDLED_BYTES = LATE_BYTES  # of a tensor in a bundle, whose memory none gets before the others'
+BUNDLED_BYTES = LATE_BYTES  # maximum of a tensor in a bundle, which is freed as a whole
 ROW = 3  # launches that become one step; of fewer a graph would save the host little
 NOTHING = Kept()
 
 
 class Bundle(NamedTuple):
-    """Small tensors that are kept for a gradient, in one allocation: a tensor costs the host as
-    much as half a launch, each time that it is made, kept and read.
+    """Small tensors that are saved for a gradient, in one allocation. To make, save and read a
+    tensor costs the host half as much as a launch each time.
 
     Attributes:
-      offsets: bytes, of each tensor that is kept; None means it has memory of its own.
-      bytes: of all.
+      offsets: in bytes, for each saved tensor; None means that it has its own memory.
+      bytes: total size.
     """
 
     offsets: tuple[int | None, ...]
@@ -52,7 +52,7 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
-        """Of the results of a plan behind the first: those that torch does not touch."""
+        """A bundle for the results of a plan after the first that torch does not read."""
         by_torch = plan.touched_by_torch
         offsets, end = list[int | None](), 0
         for n in (x.buffer for x in plan.results[1:]):
@@ -65,8 +65,8 @@ class Bundle(NamedTuple):
         return cls(tuple(offsets), end) if end else None
 
     def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
-        """What is kept as tensors like those `wanted`, from those with memory of their own, the
-        bundle behind them.
+        """The saved tensors, shaped like those `wanted`, from those with their own memory and
+        the bundle.
         """
         *own, bundle = kept
         rest = iter(own)
@@ -83,32 +83,31 @@ def _in(bundle: Tensor, offset: int, x: Array | Buffer) -> Tensor:
 type Addresses = list[
     tuple[int, int]
 ]  # slots of the list of addresses, and addresses or offsets
-type Step = Callable[[list[Any], list[int], int], None]  # of tensors, addresses, the stream
+type Step = Callable[[list[Any], list[int], int], None]  # takes tensors, addresses, the stream
 
 
 class BoundPlan:
     """A plan on a device; any thread may call it.
 
-    A call has two lists: `tensors`, by the number of a buffer, behind them events and `gives_back`;
-    and `addresses`, by slot: each part of a buffer that kernels read or write has one.
+    A call has two lists. `tensors` has an entry per buffer, followed by events and `gives_back`.
+    `addresses` has an entry per slot: each part of a buffer that kernels read or write has a slot.
 
     Args:
-      bundle: in which some arguments behind the first lie.
-      bundles: whether small results behind the first lie in a bundle, which then is the last
-        result.
+      bundle: the bundle of some arguments after the first.
+      bundles: whether small results after the first are in a bundle, which is the last result.
 
     Attributes:
-      given: arguments that are not in a bundle; None means all are given.
-      slots: by buffer: of its parts, and where in it they begin.
-      read_arguments: those that kernels read: they lie as kernels want them, or are copied.
-      in_workspace, in_bundle: slots of what lies there, and where in it.
-      bundle_views: arguments there that torch reads, and where.
-      constants: numbers of what no call makes.
-      read_by_torch: those of them that a step of torch reads, by place and number.
-      known: constants, a list of addresses in which theirs are, and a stream that need not wait
+      given: arguments that are not in a bundle; None means all.
+      slots: for each buffer, the slots of its parts and their offsets.
+      read_arguments: arguments that kernels read; they are copied if kernels cannot read them.
+      in_workspace, in_bundle: slots in these allocations, and their offsets.
+      bundle_views: arguments in the bundle that torch reads, and their offsets.
+      constants: numbers of buffers that do not depend on the call.
+      read_by_torch: constants that a step of torch reads, by position and number.
+      known: constants, a list of addresses with theirs filled in, and a stream that need not wait
         for them.
-      tables: what makes those of a batch; `placed`: by result of it, slots and offsets of them.
-      tables_read_by_torch: numbers of those, and which result each is.
+      tables: makes the tables of a batch; `placed`: slots and offsets by its results.
+      tables_read_by_torch: numbers of tables that torch reads, and their results.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class BoundPlan:
         self.bundled = Bundle.of(plan) if bundles else None
         self.bundle_bytes = self.bundled.bytes if self.bundled else 0
         buffers, results = plan.buffers, [x.buffer for x in plan.results]
-        lying = {}  # in a bundle, and where
+        lying = {}  # offsets in a bundle
         for each, numbers in ((bundle, range(1, plan.arguments)), (self.bundled, results[1:])):
             pairs = zip(numbers, each.offsets if each else (), strict=False)
             lying |= {n: offset for n, offset in pairs if offset is not None}
@@ -171,11 +170,11 @@ class BoundPlan:
     def __call__(
         self, given: Sequence[Tensor], bundle: Tensor | None = None, gives_back: bool = False
     ) -> list[Tensor]:
-        """The results for the arguments of a call, which may lie anyhow and be one tensor.
+        """The results for the arguments of a call, which may have any layout and may be one tensor.
 
         Args:
-          bundle: of the arguments that are not among those given.
-          gives_back: memory of what the plan has `released`.
+          bundle: the bundle of arguments that are not given.
+          gives_back: whether to free the memory of arguments that the plan has `released`.
         """
         tensors: list[Any] = [*given, *self.blank, gives_back]
         if self.given is not None:
@@ -223,12 +222,12 @@ class BoundPlan:
                 addresses[slot] = start + offset
             for number, offset, like in self.bundle_views:
                 tensors[number] = _in(bundle, offset, like)
-        x = None  # no name stays with what a step drops
+        x = None  # so that no name refers to a tensor that a step drops
         try:
             for step in self.steps:
                 step(tensors, addresses, stream)
         except BaseException:
-            # What runs beside still writes to memory that goes now.
+            # The side stream may still write to memory that is freed now.
             for event in filter(None, tensors[len(self.plan.buffers) : -1]):
                 torch.cuda.current_stream(self.device).wait_event(event)
             raise
@@ -238,7 +237,7 @@ class BoundPlan:
         return found
 
     def _constants(self, stream: int) -> tuple[Kept, list[int]]:
-        """The constants, and addresses of which theirs are there."""
+        """The constants, and addresses with theirs filled in."""
         kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
         same, addresses, _ = self.known
         if same() is not kept:
@@ -252,7 +251,7 @@ class BoundPlan:
 
     def _made(self) -> list[Tensor]:
         """The constants. Another plan on this device may have made them, or what they read."""
-        known: dict[int, tuple[Any, Tensor]] = {}  # by buffer; the first: what it follows from
+        known: dict[int, tuple[Any, Tensor]] = {}  # by buffer: its source, and its tensor
         for step in self.plan.constants:
             reads = [known[x.buffer] for x in step.reads]
             shapes = tuple([x.shape for x in step.reads])
@@ -350,7 +349,7 @@ class BoundPlan:
         return run
 
     def _beside(self, start: Step, event: int) -> Step:
-        """A launch that begins when what was queued has ended, beside what is queued from here."""
+        """A launch on the side stream, which waits for the queued work."""
 
         def run(tensors, addresses, stream):
             if not self.on_gpu:  # tests
@@ -364,7 +363,7 @@ class BoundPlan:
         return run
 
     def _join(self, event: int, drops: Sequence[int]) -> Step:
-        """What comes after it begins when the launch has ended whose `event` that is."""
+        """Later work waits for the launch with this `event`."""
 
         def run(tensors, addresses, stream):
             if tensors[event] is not None:
@@ -375,7 +374,7 @@ class BoundPlan:
         return run
 
     def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
-        """A step that takes tensors: derived, or a launch by Triton's launcher."""
+        """A step on tensors: derived, or a launch by Triton's launcher."""
         reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
         # As a rule every one is a whole buffer.
         parts = [
@@ -402,7 +401,7 @@ class BoundPlan:
                 found = [tensors[number] for number in writes]
             for (number, slots), x in zip(results, found, strict=True):
                 address = x.data_ptr()
-                # What kernels read must lie as they want it.
+                # Kernels need aligned, contiguous tensors.
                 if feeds_kernels and (address % launch.ALIGNMENT or not x.is_contiguous()):
                     x = x.clone(memory_format=torch.contiguous_format)
                     address = x.data_ptr()
@@ -416,8 +415,8 @@ class BoundPlan:
 
 
 class _Launch(NamedTuple):
-    """Of one kernel: slots of what it reads and writes, what it makes that has memory of its own,
-    and what no later step has to do with.
+    """The parts of a kernel's step: slots that it reads and writes, results with their own memory,
+    and buffers that no later step uses.
     """
 
     kernel: Any
@@ -437,7 +436,7 @@ def _release(arguments: Sequence[int]) -> Step:
 
 
 def _part(x: Tensor, view) -> Tensor:
-    """What a view of a buffer is of the tensor that the buffer is."""
+    """The view of a buffer as a view of its tensor."""
     if view.bytes != x.nbytes:
         size = _dtype(view.dtype).itemsize
         x = x.view(-1)[view.offset // size : (view.offset + view.bytes) // size]
@@ -446,7 +445,7 @@ def _part(x: Tensor, view) -> Tensor:
 
 @functools.cache
 def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """The stream beside a stream of a device: its kernels are given SMs first."""
+    """The side stream of a stream of a device, with a higher priority."""
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -1,15 +1,15 @@
-"""Attention as operators `nsa::*` of torch, bounds and launches included: `torch.compile` keeps
-each as it is, and a gradient is an operator of its own.
+"""Attention as torch operators `nsa::*`, including bounds and launches. `torch.compile` leaves each
+operator unchanged, and each gradient is a separate operator.
 
     attention, attention_backward                  all steps
     branch_attention, branch_attention_backward    one branch
     select_blocks
 
-What an operator runs is a `Call`, whose kind it takes first, `attention/mosaic/shared_kv/saving`
-for example: which implementation, in what form. Then come tensors, then `REST`.
+The first argument of an operator is the kind of its `Call`, for example
+`attention/mosaic/shared_kv/saving`: the implementation and the form. Tensors follow, then `REST`.
 
-torch's dispatcher needs longer for such a call than a launch takes. Where it would do nothing
-but find the function (`plain`), `call` does without it.
+torch's dispatcher needs more time for such a call than a launch. If it would only look up the
+function (`plain`), `call` bypasses it.
 """
 
 import functools
@@ -56,17 +56,17 @@ REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 class Call(NamedTuple):
-    """What operators run for a kind of call. Functions take arguments flat: tensors, or None in
-    place of one, then `REST`.
+    """The functions of a kind of call. They take flat arguments: tensors, or None in place of one,
+    then `REST`.
 
     Attributes:
-      run: gives the results.
-      shapes: gives them unwritten.
-      backward: gradients of the first `floats` tensors. It takes the gradient of the first result,
-        the results that were `kept`, that of the second result if there is one, then the arguments.
-        None: there are none.
-      returned: results that a caller wants; the others are there for the gradient.
-      composed: whether operators of torch are all that it runs.
+      run: returns the results.
+      shapes: returns uninitialized results.
+      backward: returns gradients of the first `floats` tensors. Its arguments are the gradient of
+        the first result, the results that were `kept`, the gradient of the second result if there
+        is one, then the arguments of the call. None means that there are no gradients.
+      returned: number of results for the caller; the others are for the gradient.
+      composed: whether it only runs operators of torch.
     """
 
     kind: str
@@ -103,7 +103,7 @@ def one_step(kind: str) -> Callable[..., Any]:
 
 
 def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
-    """What the operator gives; where it has a gradient, perhaps without what is kept for it."""
+    """The results of the operator, possibly without those that are saved for the gradient."""
     if torch.compiler.is_compiling():
         return _dispatched(kind, arguments)
     if under_transforms():
@@ -133,15 +133,15 @@ def call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
 
 
 def _dispatched(kind: str, arguments: Sequence[Any], *gradient: Any) -> list[Tensor]:
-    """By torch's dispatcher; `gradient`: that of the output, and what was kept."""
+    """Calls through torch's dispatcher; `gradient`: that of the output, and the saved results."""
     name = kind.partition("/")[0] + ("_backward" if gradient else "")
     tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
     return getattr(torch.ops.nsa, name)(kind, *gradient, tensors, *rest)
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
-    """Raises NotImplementedError under transforms of torch.func that nothing here has, and where
-    one of `tensors` is a dual number.
+    """Raises NotImplementedError under unsupported transforms of torch.func, and if one of
+    `tensors` is a dual number.
     """
     if torch.compiler.is_compiling():
         return
@@ -176,7 +176,7 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """Constants to `torch.compile`, to which lengths alone vary."""
+    """The sizes as constants for `torch.compile`, where only lengths vary."""
     sizes = (operator.index(getattr(config, name)) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
@@ -189,7 +189,7 @@ def config_of(*numbers: int) -> NSAConfig:
 
 
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
-    """What `LAYOUT_ARGS` describes."""
+    """The arguments that `LAYOUT_ARGS` describes."""
     lengths = kv_len if isinstance(kv_len, Tensor) else None
     kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
     return (
@@ -205,9 +205,7 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
 def lengths(
     kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, numbers, scale
 ) -> dict[str, Any]:
-    """By name, what `arguments` made `LAYOUT_ARGS` of; what the borders' sizes say is not among
-    it.
-    """
+    """The inverse of `arguments`, by name, without the sizes of the boundaries."""
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -237,19 +235,19 @@ def index_shapes(query, key, *rest):
 
 
 def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
-    """That of the second result, if any, and the arguments, of what a `Call.backward` gets behind
-    what was kept; `count`: tensors among the arguments.
+    """Splits the last arguments of a `Call.backward` into the gradient of the second result, if
+    any, and the arguments of the call; `count`: tensors among the latter.
     """
     given = len(flat) - count - REST_COUNT
     return (flat[0] if given else None), flat[given:]
 
 
 class Program:
-    """What `Eager` runs: a kind of call, and those of its arguments that are no tensors.
+    """The work of `Eager`: a kind of call, and its arguments that are no tensors.
 
     Attributes:
-      alone: whether what is kept is its node's alone.
-      run: from the tensors, what is returned, and what is kept behind it.
+      alone: whether only its node holds the saved results.
+      run: returns the results for the caller followed by the saved results.
     """
 
     def __init__(self, call: Call, arguments: Sequence[Any]):
@@ -267,18 +265,18 @@ class Program:
         return found
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is both returned and kept stands there twice."""
+        """Results that are both returned and saved occur twice."""
         found = [*self.call.run(*self.arguments(tensors))]
         return found[: self.returned] + found[self.call.kept]
 
     def gradients(
         self, grads, kept, tensors, direct: bool, gives_back: bool
     ) -> Sequence[Tensor]:
-        """From those of what is returned, what was kept, and the tensors of the call.
+        """The gradients, from those of the results, the saved results and the tensors of the call.
 
         Args:
-          direct: nothing else has a say in the pass.
-          gives_back: memory of what was kept may be given back once it was read.
+          direct: whether no mode or transform takes part in the pass.
+          gives_back: whether memory of saved results may be freed after it was read.
         """
         first, *second = grads
         second = [x.contiguous() for x in second if x is not None]
@@ -286,8 +284,8 @@ class Program:
 
 
 class Eager(torch.autograd.Function):
-    """A call without the dispatcher: its tensors alone are arguments, and what is kept is its
-    node's. (torch.library.register_autograd lists all arguments of a schema once for each.)
+    """A call without the dispatcher. Only its tensors are arguments, and its node holds the saved
+    results. (torch.library.register_autograd lists all arguments of a schema for each tensor.)
     """
 
     @staticmethod
@@ -337,13 +335,13 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
             "of what it needs: run the forward pass again, or pass retain_graph=True"
         )
     last = program.alone and early_release.is_last_pass()
-    # The gradient that comes in may lie in what was kept, which then stays.
+    # The incoming gradient may be in the memory of saved results, which then is not freed.
     return last and grad.untyped_storage().data_ptr() not in addresses
 
 
 class Dispatched(torch.autograd.Function):
-    """An operator and its gradient, by torch's dispatcher: of what is compiled, and as torch.func
-    asks for it, to which what is kept is returned.
+    """An operator and its gradient through torch's dispatcher, for compiled code and torch.func, to
+    which the saved results are returned.
     """
 
     @staticmethod
@@ -419,8 +417,8 @@ def _differentiable(kind, tensors, *rest):
 
 
 def _run_backward(kind, grad, kept, tensors, *rest):
-    # What it calls need not be traceable. An autograd kernel, and that of torch.library.custom_op,
-    # would keep autograd from working inside.
+    # Its callees need not be traceable. An autograd kernel, like that of torch.library.custom_op,
+    # would disable autograd inside.
     backward: Any = _calls[kind].backward
     return [x.contiguous() for x in backward(grad, *kept, *_in_memory(tensors), *rest)]
 
