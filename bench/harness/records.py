@@ -78,9 +78,9 @@ class Record:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one bench adds
     status: Literal["ok", "wrong", "oom", "unsupported", "error", "timeout"] = "ok"
     reason: str = ""
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: dict[str, Any] = dataclasses.field(default_factory=dict)
     device: str = "cpu"
-    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    versions: dict[str, Any] = dataclasses.field(default_factory=dict)
     commit: str | None = None
     dirty: bool | None = None
     time: str = ""  # UTC

@@ -43,7 +43,7 @@ class Header(Line):
     flops: int  # of a step (`spec.flops`)
     input_sha256: str
     device: str
-    versions: dict[str, str | None]
+    versions: dict[str, Any]
     commit: str | None
     dirty: bool | None
     time: str  # UTC
@@ -75,7 +75,7 @@ class Watch(Line):
     lr: float
     tokens_per_s: float
     mfu: float | None
-    layers: list[dict[str, float]]
+    layers: list[Any]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
@@ -108,7 +108,7 @@ class Speed(Line):
     mfu: float | None = None
     mfu_is: str = ""
     device: str
-    versions: dict[str, str | None]
+    versions: dict[str, Any]
     commit: str | None
     dirty: bool | None
     time: str
@@ -131,12 +131,12 @@ class Summary(Line):
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
     copied_gain: float | None = None  # the same
-    copied_at: dict[str, float] | None = None  # by the distance of the passage and its copy
+    copied_at: dict[str, Any] | None = None  # by the distance of the passage and its copy
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
-    hits: list[list[float]] | None = None
+    hits: list[Any] | None = None
     # By layer, head and half of the rows, of a passage just beyond the window: how often its
     # block is selected, and where another text stands there (`measures.copies`).
-    heads: list[list[list[list[float]]]] | None = None
+    heads: list[Any] | None = None
 
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
