@@ -34,7 +34,7 @@ help:
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
 	@echo "make sdist       dist/*.tar.gz, of which a wheel without kernels is built anywhere"
 	@echo "make docs        the site, in build/site: pages, and an API reference from docstrings"
-	@echo "make check       format, lint, types, layers"
+	@echo "make check       format, lint, types, layers, plain English"
 	@echo "make format      rewrite the sources in the house format"
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -111,6 +111,7 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/lint-imports
+	$(RUN) -m tests.plain_english
 
 format: $(READY)
 	$(RUN) -m ruff format .
