@@ -49,12 +49,6 @@ class Problem:
     gates: Any
     segment_ids: Any
 
-    @property
-    def where(self):
-        """The keyword arguments that say where the queries stand."""
-        kv_len = None if self.segment_ids is not None else self.case.S
-        return dict(config=self.case.config, kv_len=kv_len, segment_ids=self.segment_ids)
-
 
 def segment_ids(lengths: tuple[int, ...]) -> np.ndarray:
     """`[1, S]` ids of sequences of these lengths; a negative length is padding."""

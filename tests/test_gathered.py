@@ -19,7 +19,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from tests import pretend
 from tests.devices import needs_gpu
-from tests.inputs import PAPER, Case, posed, problem
+from tests.inputs import PAPER, Case, posed
 from tests.limits import set_limits
 from tests.mosaic_checks import (
     bits,
@@ -29,6 +29,7 @@ from tests.mosaic_checks import (
     check_whole,
     run,
 )
+from tests.paths import to_jax
 
 FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 G4 = Case(34, 400, H=4, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
@@ -122,15 +123,16 @@ def test_any_blocks_in_any_order(interpreted, leaving):
 
 def test_later_tokens_change_nothing(interpreted, leaving):
     """Not a bit, though with one block more the tiles after theirs leave."""
-    p = problem(dataclasses.replace(G4, T=50, S=306))
+    p = posed(dataclasses.replace(G4, T=50, S=306))
+    given, where = [*map(to_jax, p.steps["selected"][:3])], {"config": FEW, "kv_len": 306}
+    attend = lambda: run("selected_attention", *given, jnp.array(indices), **where)
     own = np.arange(256, 306) // 64
     indices = np.stack([0 * own + 1, own, 0 * own - 1], axis=-1)  # far and near
     indices = indices[None, :, None].astype(np.int32)
-    first = run("selected_attention", p.query, p.key, p.value, jnp.asarray(indices), **p.where)
+    first = attend()
     token = 31  # the last of its tile
     indices[0, token, 0] = 0, 1, own[token]
-    given = p.query, p.key, p.value, jnp.asarray(indices)
-    for x, y in zip(run("selected_attention", *given, **p.where), first, strict=True):
+    for x, y in zip(attend(), first, strict=True):
         np.testing.assert_array_equal(x[:, :token], y[:, :token])
         assert (np.asarray(x[:, token + 1 : 48]) != np.asarray(y[:, token + 1 : 48])).any()
 

@@ -103,7 +103,7 @@ def check(change, seed=0):
         for k in range(spec.chunks):
             topk.begin_chunk(0, lanes(WG), lanes(k))
             stop = min((k + 1) * chunk // 64, steps)
-            if topk.takes_all_of_few and own.max() < spec.n:  # as in the kernel: no scores
+            if not topk.several_chunks and own.max() < spec.n:  # as in the kernel: no scores
                 stop = 0
             for step in range(k * chunk // 64, stop):
                 here = slice(64 * step, 64 * step + 64)

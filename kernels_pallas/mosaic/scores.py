@@ -153,7 +153,7 @@ def best_blocks_qk(kernel: Kernel):
         base = refs.base_block[mine, 0]
         end = refs.key_end[mine, tile.rows - 1]
         steps = div(jnp.maximum(end - base * r, 0) + step_keys - 1, step_keys)
-        if topk.takes_all_of_few and not spec.packed:
+        if not topk.several_chunks and not spec.packed:
             last_token = jnp.minimum(tile.tokens, last_of_tile - first_of_tile) - 1
             if spec.query_tiles:
                 last_token = jnp.maximum(last_token, 0)

@@ -11,7 +11,8 @@ takes the maximum of its lanes (`redux`) and the lowest entry among equals. Then
 column is read once more, a stripe a lane, for the best that is left; where two were known, only
 once both are taken.
 
-A token with at most `free` blocks to choose from takes all of them, without their scores.
+A token with at most `free` blocks to choose from takes all of them, without their scores, if there
+is one chunk.
 
 Cost: at the start a read and some instructions for each stripe, more where two are known. Then for
 each winner two reductions; for each column that is read again a read, and a reduction and a vote
@@ -55,13 +56,6 @@ class WarpTopK:
     @property
     def several_chunks(self) -> bool:
         return self.spec.chunks > 1
-
-    @property
-    def takes_all_of_few(self) -> bool:
-        """Whether a token with at most `free` blocks to choose from takes them without scores:
-        in one chunk, which has all of them.
-        """
-        return not self.several_chunks
 
     @property
     def winner_slots(self) -> int:
@@ -212,7 +206,7 @@ class WarpTopK:
                 )
             ]
 
-        all_win = warp.same(int(self.takes_all_of_few), 1)  # in all of these tokens
+        all_win = warp.same(int(not self.several_chunks), 1)  # in all of these tokens
         for column in columns:
             all_win = all_win & (column.count <= spec.free)
         state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)
