@@ -453,18 +453,19 @@ class Decode:
             torch.randn(rows, kv_heads, width, **about),
             torch.randn(count, page, width, **about),
         )
+        self.select: dict[str, Any] = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
+        self.reading: dict[str, Any] = {"block_size": BLOCK.value}
 
     @torch.no_grad()
     def attend(self, implementation: Any, lists: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The lists, made where there are none, and the output."""
         import nsa_torch
 
-        sizes = {"pool": BLOCK.value, "num_selected": CHOSEN.value}
         how = {"implementation": implementation}
         if lists is None:
-            lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **sizes, **how)
+            lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **self.select, **how)
         arrays = *self.attention, *self.at, lists
-        out = nsa_torch.paged_block_attention(*arrays, block_size=BLOCK.value, **how)
+        out = nsa_torch.paged_block_attention(*arrays, **self.reading, **how)
         assert isinstance(out, Tensor)
         return lists, out
 
@@ -536,8 +537,8 @@ class Qsa:
         return self.on_lists(attention, indexer, implementation, lists)
 
 
-class QsaDecode:
-    """A token of each row, from pages of keys and of index keys."""
+class QsaDecode(Decode):
+    """The same of QSA's layer."""
 
     def __init__(self, length: int):
         make, rows = _drawn(0), BATCH.value
@@ -552,25 +553,13 @@ class QsaDecode:
         pages = torch.arange(count, dtype=torch.int32, device=device())
         lengths = torch.full((rows,), length, dtype=torch.int32, device=device())
         self.at = pages.view(rows, columns), lengths
-
-    @torch.no_grad()
-    def attend(self, implementation: Any, lists: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The lists, made where there are none, and the output."""
-        import nsa_torch
-
-        how = {"implementation": implementation}
-        if lists is None:
-            lists = nsa_torch.paged_index_blocks(*self.indexer, *self.at, **QSA, **how)
-        arrays = *self.attention, *self.at, lists
-        out = nsa_torch.paged_block_attention(*arrays, **QSA_ATTENTION, **how)
-        assert isinstance(out, Tensor)
-        return lists, out
+        self.select, self.reading = QSA, QSA_ATTENTION
 
 
 DECODES = {"decode": Decode, "qsa_decode": QsaDecode}
 
 
-def _step(decode: Decode | QsaDecode, name: str) -> Callable[..., Any]:
+def _step(decode: Decode, name: str) -> Callable[..., Any]:
     """What is timed: a graph, where there are any."""
     implementation = "torch" if name == "plain" else None
     if device() == "cpu":
