@@ -214,15 +214,10 @@ class Problem:
     mode: str
 
     def tensors(self) -> list[Tensor]:
-        draw = torch.Generator(device()).manual_seed(0)
+        make, gradient = _drawn(0), self.mode == "fwdbwd"
         heads = HEADS.value, KV_HEADS.value, KV_HEADS.value
         shapes = [(BATCH.value, n, self.length, WIDTH.value) for n in heads]
-        return [
-            torch.randn(
-                shape, generator=draw, device=device(), dtype=getattr(torch, DTYPE.value)
-            ).requires_grad_(self.mode == "fwdbwd")
-            for shape in shapes
-        ]
+        return [make(*shape).requires_grad_(gradient) for shape in shapes]
 
     def blocks(self) -> Tensor:
         sizes = BATCH.value, KV_HEADS.value, self.length, BLOCK.value, CHOSEN.value
@@ -410,11 +405,9 @@ class Loss:
             _, lse = nsa_torch.block_attention(
                 query, key, value, lists, block_size=BLOCK.value, return_residual=True
             )
-        draw = torch.Generator(device()).manual_seed(1)
-        about = {"generator": draw, "device": device(), "dtype": query.dtype}
-        batch, width = BATCH.value, WIDTH.value
-        self.index_query = torch.randn(batch, queries, KV_HEADS.value, width, **about)
-        self.index_key = torch.randn(batch, problem.length, width, **about)
+        make, batch, width = _drawn(1), BATCH.value, WIDTH.value
+        self.index_query = make(batch, queries, KV_HEADS.value, width)
+        self.index_key = make(batch, problem.length, width)
         for x in (self.index_query, self.index_key):
             x.requires_grad_()
         self.attention, self.lists = (query, key, lse), lists
