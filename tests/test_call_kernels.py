@@ -53,10 +53,10 @@ def test_lines():
     problem = Problem(name="a row", T=1024, H=16, Hkv=1, D=64, Dv=64)
     found = {"rest": 0.25, "dq: sliding": 1.23456}
     lines = list(call_kernels.lines(problem, found, "0123456789"))
-    assert [(x["shape"], x["time_ms"]) for x in lines] == [
+    assert [(x.extra["shape"], x.time_ms) for x in lines] == [
         ("dq: sliding", 1.235),
         ("rest", 0.25),
     ]
-    assert {(x["kernel"], x["variant"], x["commit"]) for x in lines} == {
+    assert {(x.extra["kernel"], x.extra["variant"], x.commit) for x in lines} == {
         ("call_kernels", "a row", "0123456")
     }

@@ -78,9 +78,9 @@ def test_scaling_is_measured_and_judged(several):
         for row in rows:
             assert row["status"] == "ok" and row["p20_ms"] <= row["ms"] <= row["p80_ms"]
             assert row["compute_ms"] > 0 and row["transport_ms"] > 0 and row["imbalance"] >= 1
-            assert row["error_rms"] == rows[0]["error_rms"]
-            assert len(row["error_rms"]) == (5 if name == "fwdbwd" else 1)
-            assert max(row["error_rms"].values()) < 1e-6
+            assert row["errors"] == rows[0]["errors"]
+            assert len(row["errors"]) == (5 if name == "fwdbwd" else 1)
+            assert max(row["errors"].values()) < 1e-6
     for found in several[0]:
         mutant = found["scaling"]["mutant"]
         assert mutant["status"] == "wrong"
