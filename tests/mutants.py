@@ -139,7 +139,9 @@ def judged(copies: queue.Queue, row: dict) -> bool:
     copies.put(copy)
     failures = re.findall(r"^(?:FAILED|ERROR) (\S.*)", printed, re.MULTILINE)
     if "file" not in row:
-        good, words = status == 0, ("FAILED", "passed")
+        # pytest's status is 0 as well where all tests are skipped.
+        good = status == 0 and bool(re.search(r"^\d+ passed", printed, re.MULTILINE))
+        words = "FAILED", "passed"
     else:
         good = status == 1 or (row.get("at_import", False) and status in (2, 4))
         words = "NOT CAUGHT", "caught"

@@ -1,6 +1,7 @@
 """The table of mutants fits the sources, and its runner refuses one that does not."""
 
 import json
+import queue
 
 import pytest
 
@@ -53,3 +54,14 @@ def test_rows_that_are_refused(rows, words, tmp_path, capsys):
 def test_arguments_that_are_refused(arguments, capsys):
     assert mutants.main(arguments) == 2
     assert capsys.readouterr().err.startswith("mutants: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "good"), [("pass", True), ("pytest.skip()", False), ("assert False", False)]
+)
+def test_a_control_needs_a_test_that_passes(body, good, tmp_path):
+    (tmp_path / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    {body}\n")
+    copies = queue.Queue()
+    copies.put(tmp_path)
+    row = {"path": "control", "name": "test_it.py", "tests": ["test_it.py"]}
+    assert mutants.judged(copies, row) is good
