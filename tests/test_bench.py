@@ -85,6 +85,10 @@ class TestRecords:
             (lambda line: line.replace('"time_ms": 2.0', '"time_ms": -1'), "time_ms must be"),
             (lambda line: line.replace('"time_ms": 2.0', '"time_ms": null'), "needs times"),
             (lambda line: line.replace('"status": "ok"', '"status": "fine"'), "status must be"),
+            (
+                lambda line: line.replace('"branch": "sliding"', '"branch": "whole"'),
+                "branch must be",
+            ),
             (lambda line: line.replace('"status": "ok"', '"status": "oom"'), "needs a reason"),
             (lambda line: line.replace('"bench": "compare", ', ""), "bench Field required"),
             (lambda line: line.replace('"H": 2', '"heads": 2'), "heads Unexpected"),

@@ -39,8 +39,10 @@ class Record:
     schema: Literal[2] = 2
     bench: str  # which command measured
     framework: Literal["jax", "torch", ""] = ""
-    # What of attention: compressed, scores, selected, sliding, combine, all, dense.
-    branch: str = ""
+    # What of attention.
+    branch: Literal[
+        "compressed", "scores", "selected", "sliding", "combine", "all", "dense", ""
+    ] = ""
     implementation: str = ""  # what ran, not what was asked for
     mode: str = ""  # forward, fwdbwd, backward, decode
     B: int = 0
