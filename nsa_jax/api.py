@@ -362,17 +362,15 @@ def _step(
     """Checks, chooses and runs one step; `arrays`: the query, its keys, and the values."""
     query, key, *values = arrays
     value = values[0] if values else query
-    if of_tokens := step in ("selected", "sliding"):
+    if step in ("selected", "sliding"):
         validate.attention(query, key, value, config, segment_ids, scale)
+        most = key.shape[1]
+        rows = rows_of(segment_ids, varlen, config, query.shape[0], most)
+        validate.length(kv_len, query, rows, most)
     else:
         validate.configuration(config)
         validate.queries(query)
-    shape = query.shape[0], key.shape[1] if of_tokens else None
-    rows = rows_of(segment_ids, varlen, config, *shape)
-    if of_tokens:
-        most = key.shape[1]
-        validate.length(kv_len, query, rows, most)
-    else:
+        rows = rows_of(segment_ids, varlen, config, query.shape[0])
         kv_len = validate.scoring(query, key, config, kv_len, geometry.ids_of(rows), scale)
         most = validate.most_tokens(config, key.shape[1])
     checks.within("kv_len", kv_len, 0, most)
