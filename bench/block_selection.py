@@ -628,7 +628,6 @@ def main(argv: Sequence[str]) -> int:
             f"--heads must be a multiple of --kv_heads, got {HEADS.value}, {KV_HEADS.value}"
         )
     there = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
-    about = {"device": there}
     sizes = {
         "B": BATCH.value,
         "H": HEADS.value,
@@ -654,7 +653,7 @@ def main(argv: Sequence[str]) -> int:
                 statuses.append((name, str(row["status"])))
                 print(line(row), flush=True)
                 if OUT.value:
-                    made = records.record("block_selection", COMMIT.value, **about, **row)
+                    made = records.record("block_selection", COMMIT.value, device=there, **row)
                     records.append(OUT.value, [made])
                 if device() != "cpu":
                     torch.cuda.empty_cache()

@@ -62,7 +62,7 @@ import yaml
 from absl import flags
 
 from .harness import cli, records, seed_env, seed_names, timing
-from .harness.markdown import table
+from .harness.markdown import length, table
 from .harness.scale_model import problem
 from .lm import curves, quality, watched
 from .lm import log as train_log
@@ -86,10 +86,6 @@ MISSING, REFUSED = "-", "unsupported"
 
 type Line = dict[str, Any]
 type Kind = Mapping[str, Any]  # of bench/tables.yaml
-
-
-def length(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def ms(time: float) -> str:

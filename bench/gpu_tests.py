@@ -103,12 +103,12 @@ def main(argv: Sequence[str]) -> int:
         )
     folder = command.new_file(OUT.value, "tests.json").parent
     device = torch.cuda.get_device_name()
-    about = {"device": device}
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())
     if found is None:
         return exit_status.WRONG
-    line = about | {
+    line = {
+        "device": device,
         "gpus": int(GPUS.value),
         "part": PART.value,
         "passed": found.passed,

@@ -175,15 +175,14 @@ def main(argv: Sequence[str]) -> int:
     folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
-    about = {"device": device}
     made, statuses = [], []
     try:
         with process.interruptible():
             for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
                 show(row)
                 statuses.append(row.status)
-                found = about | dataclasses.asdict(row)
-                made.append(records.record("memory_check", COMMIT.value, **found))
+                about = {"device": device, **dataclasses.asdict(row)}
+                made.append(records.record("memory_check", COMMIT.value, **about))
                 records.append(lines, made[-1:])
     except process.Interrupted as error:
         print(f"interrupted by {error}: {folder}")

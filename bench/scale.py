@@ -264,7 +264,6 @@ def main(argv: Sequence[str]) -> int:
         name, there = torch.cuda.get_device_name(), torch.cuda.device_count()
         if max(devices) > there:
             raise NotImplementedError(f"{max(devices)} GPUs are needed, got {there}")
-    about = {"device": name}
     rows, broken = list[dict[str, Any]](), False
     for size in devices:
         found = problems(size)
@@ -282,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
                     row["exposed_ms"] = row["ms"] - row["compute_ms"]
             print(line(row), flush=True)
             if OUT.value:
-                made = records.record("scale", COMMIT.value, **about, **row)
+                made = records.record("scale", COMMIT.value, device=name, **row)
                 records.append(OUT.value, [made])
         if reason:
             broken = True

@@ -12,6 +12,11 @@ def number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
+def length(tokens: int) -> str:
+    """Tokens; multiples of 1024 in k."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:
     """Ends with a line break; without `rows` it is the head, which lines of a run follow."""
     head = list(head)

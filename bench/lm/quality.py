@@ -44,7 +44,7 @@ from absl import app
 from nsa_core.layer import LayerSpec
 
 from ..harness import cli, exit_status
-from ..harness.markdown import table
+from ..harness.markdown import length, table
 from . import curves, log
 from .curves import Verdict
 from .log import Evaluation, Header, Line, Speed, Step, Summary
@@ -276,8 +276,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
             )
     order = dense + [label for label in kinds if label not in dense]
     size = next(iter(kinds[dense[0]].values())).header.parameters
-    length = at["seq_len"]
-    row = f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    row = length(at["seq_len"])
     name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {row}"
     if about.framework != "torch":
         name += f", {about.framework}"

@@ -20,10 +20,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..harness.markdown import length
 from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
 from ..lm.log import Line, Speed
-from .render import filled, kernel_name, short
+from .render import filled, kernel_name
 
 QUESTIONS = {
     "forward": "forward",
@@ -187,12 +188,12 @@ class Panel:
             return "not measured beside dense attention"
         first, last = known[0], known[-1]
         if first is last:
-            return f"not known, measured at {short(last.tokens)} tokens only ({_gain(last)})"
+            return f"not known, measured at {length(last.tokens)} tokens only ({_gain(last)})"
         if self.crossover is None:
-            return f"not up to {short(last.tokens)} tokens ({_gain(last)} there)"
+            return f"not up to {length(last.tokens)} tokens ({_gain(last)} there)"
         shortest = ", the shortest measured" if self.crossover == first.tokens else ""
-        at = "" if self.crossover == last.tokens else f" at {short(last.tokens)}"
-        return f"from {short(self.crossover)} tokens{shortest} ({_gain(last)}{at})"
+        at = "" if self.crossover == last.tokens else f" at {length(last.tokens)}"
+        return f"from {length(self.crossover)} tokens{shortest} ({_gain(last)}{at})"
 
 
 def _gain(point: Point) -> str:
@@ -321,7 +322,7 @@ class Axes:
                 continue
             y = self.y(ratio)
             stretches[-1].append(f"{x},{y}")
-            said = f"{short(point.tokens)} tokens: {times[0]:.3g} ms, "
+            said = f"{length(point.tokens)} tokens: {times[0]:.3g} ms, "
             said += f"{ratio:.2g} times as fast as the fastest dense kernel"
             missing = ", ".join(map(kernel_name, point.missing))
             dots.append({"x": x, "y": y, "said": said, "missing": missing})

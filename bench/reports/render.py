@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..harness.markdown import number
+from ..harness.markdown import length, number
 from ..harness.records import FIELDS, Record
 
 COLUMNS = (
@@ -46,10 +46,6 @@ def kernel_name(implementation: str) -> str:
     return KERNEL_NAMES.get(implementation, implementation)
 
 
-def short(tokens: float) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-
-
 @functools.cache
 def _templates() -> Any:
     """Of this folder; every text that they are given is escaped."""
@@ -61,7 +57,7 @@ def _templates() -> Any:
     )
     named = lambda line: kernel_name(line) if line else "NSA"
     css = lambda line: (line if line in ("cudnn", "flash") else "other") if line else "ours"
-    found.filters.update(short=short, number=number, kernel=named, css=css)
+    found.filters.update(short=length, number=number, kernel=named, css=css)
     return found
 
 
