@@ -1,14 +1,25 @@
-"""What a cache in fp8 costs a language model: held-out loss, and a passage that it has read before.
+"""What a language model loses where it reads from a cache, as a sampler does, after training.
 
     python -m bench.lm.cached --steps=600
+    python -m bench.lm.cached --model=52m --length=8192 --batch=2 --attention=dense
     python -m bench.lm.cached --model=tiny --length=512 --steps=20    # a minute on a CPU
 
-A model learns bytes of the standard library, and then reads held-out text as where it serves: each
-token is appended to a paged cache before it is attended to. The same text and weights, by what the
-cache keeps; in nats a token. `copied`: how much better a passage is predicted that stands further
-up (`recall.py`), which a cache that loses the selection or the values would not show.
+A model learns bytes of the standard library. It then reads held-out text as in training, all tokens
+in one call per layer, and from a cache, to which each token is appended before it is attended to.
+The text and the weights are the same. A row per dtype of the cache and number of tokens per step:
+
+| column | meaning, in nats per token |
+|---|---|
+| loss, above | mean of `-log p` of the text's tokens; how much it exceeds that of the first row |
+| copied | how much better a passage is predicted that occurs earlier in the row (`recall.py`) |
+| gap, gap_p999 | mean and 99.9th percentile of `|log p - log p of training|` |
+| kl | mean of `KL(training, cache)` over all tokens of the vocabulary |
+| other_blocks | share of layers, tokens and key/value heads whose blocks differ from training |
+
+Dense attention trains on FA-2 and reads a cache by torch's SDPA.
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +31,16 @@ import torch.nn.functional as F
 from absl import flags
 from torch import Tensor
 
-from nsa_torch import PagedCache, paged_attention
-from nsa_torch.module import NSAAttention
+import nsa_torch
+from nsa_core import paged_dispatch
+from nsa_torch import Branches, NSAAttention, PagedCache, paged_attend, paged_attention
 
 from ..harness import cli, markdown, records
 from . import data, recall, spec
 from .torch_learner import Learner
-from .torch_lm import LM, Block, initialize
+from .torch_lm import LM, Block, DenseAttention, initialize
 
-STEP = 8  # tokens of a row that are attended to together: as many as kernels of decode take
+STEP, CHUNK = 8, 512  # tokens at a time: as many as the kernels of decode take, and a chunk
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 MODEL = flags.DEFINE_enum("model", "13m", list(spec.MODELS), "Sizes of the model.", **_own)
@@ -37,63 +49,123 @@ BATCH = flags.DEFINE_integer("batch", 4, "Rows a step.", lower_bound=2, **_own)
 LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", lower_bound=256, **_own)
 HELD_OUT = flags.DEFINE_integer("held_out", 4, "Batches that judge.", lower_bound=1, **_own)
 SEED = flags.DEFINE_integer("seed", 0, "Of weights and rows.", **_own)
+ATTENTION = flags.DEFINE_enum("attention", "nsa", ["nsa", "dense"], "Of the model.", **_own)
+KV = flags.DEFINE_enum(
+    "kv", "separate", ["separate", "shared"], "Keys of the branches.", **_own
+)
 OUT = cli.define_lines(FLAGS)
 COMMIT = cli.define_commit(FLAGS)
 
 
-@torch.no_grad()
-def losses(model: LM, tokens: Tensor, cache_dtype: torch.dtype, step: int = STEP) -> Tensor:
-    """The losses `[B, T]` of tokens `[B, T + 1]`, all but the first, in nats.
+class Whole:
+    """Attention as in training: `(out, blocks)` of all tokens; dense attention has no blocks."""
 
-    Args:
-      model: of attention layers that are all NSA and compress by means.
-      cache_dtype: the model's, or `torch.float8_e4m3fn`.
-      step: tokens at a time.
+    def __init__(self, attention: NSAAttention | DenseAttention):
+        self.attention = attention
+
+    def __call__(self, query, key, value, gates) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.attention, DenseAttention):
+            return self.attention.attend(query, key, value), None
+        config = self.attention.config
+        out = nsa_torch.attention(query, key, value, gates, config=config)
+        compressed = nsa_torch.compress(key.compressed, config=config)
+        return out, nsa_torch.select_blocks(query, compressed, config=config)
+
+
+class Dense:
+    """Dense attention of new tokens to those before them, by SDPA."""
+
+    def __init__(self):
+        self.key, self.value = [], []
+
+    def __call__(self, query, key, value, gates) -> tuple[Tensor, None]:
+        self.key.append(key)
+        self.value.append(value)
+        key, value = (torch.cat(x, 1).transpose(1, 2) for x in (self.key, self.value))
+        new, length = query.shape[1], key.shape[2]
+        mask = (
+            None
+            if new == 1
+            else torch.ones(new, length).tril(length - new).bool().to(key.device)
+        )
+        how = {"attn_mask": mask, "enable_gqa": True}
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, **how)
+        return out.transpose(1, 2), None
+
+
+class Pages:
+    """NSA from a paged cache of `length` tokens per row, in `cache_dtype`.
 
     Raises:
-      ValueError: the model has other layers.
+      ValueError: the layer compresses by other than means.
     """
-    rows, length = tokens.shape[0], tokens.shape[1] - 1
+
+    def __init__(self, layer: NSAAttention, rows: int, length: int, cache_dtype: torch.dtype):
+        spec = layer.spec
+        if spec.phi != "avg":
+            raise ValueError(f"layers must compress by means, got phi={spec.phi!r}")
+        weight = layer.out.weight
+        pages = -(-length // spec.config.select_block)
+        self.table = torch.arange(rows * pages, device=weight.device).int().view(rows, pages)
+        options: dict[str, Any] = {"separate": spec.separate, "device": weight.device}
+        if cache_dtype.itemsize == 1:
+            options |= {"compressed_dtype": weight.dtype, "max_rows": rows}
+        sizes = rows * pages, spec.n_kv_groups, spec.d_k, spec.d_v
+        self.cache = PagedCache(*sizes, config=spec.config, dtype=cache_dtype, **options)
+        self.keys: list[Tensor] = []
+
+    def __call__(self, query, key, value, gates) -> tuple[Tensor, Tensor]:
+        config, (rows, new) = self.cache.config, query.shape[:2]
+        self.keys.append(key.compressed)
+        keys = torch.cat(self.keys, 1)
+        lengths = torch.full((rows,), keys.shape[1], device=query.device).int()
+        flat = [Branches(*(y.flatten(0, 1) for y in x)) for x in (key, value)]
+        flat = flat if self.cache.separate else [x.selected for x in flat]
+        given = query.flatten(0, 1), gates.flatten(0, 1), self.cache, self.table, lengths
+        out = paged_attention(*given, key=flat[0], value=flat[1]).view(*query.shape[:3], -1)
+        if query.is_cuda and new <= STEP:  # the kernels that read pages choose the blocks
+            inputs = paged_dispatch.Inputs(*given, None, None)
+            chosen = paged_attend.with_indices("mosaic", inputs)[1]
+            return out, chosen.view(rows, new, *chosen.shape[1:])
+        compressed, count = nsa_torch.compress(keys, config=config), keys.shape[1]
+        return out, nsa_torch.select_blocks(query, compressed, config=config, kv_len=count)
+
+
+@torch.no_grad()
+def read(
+    model: LM, tokens: Tensor, step: int | None = None, cache_dtype: torch.dtype | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Log probabilities `[B, T, vocabulary]` after each of the tokens `[B, T]`, and the blocks
+    `[B, T, Hkv, n]` of each NSA layer.
+
+    Args:
+      model: of layers that are all NSA, or all dense.
+      step: tokens at a time, from a cache; None: as in training.
+      cache_dtype: of NSA's cache, the model's or `torch.float8_e4m3fn`.
+    """
+    rows, length = tokens.shape
     blocks = [block for block in model.blocks if isinstance(block, Block)]
-    attentions = [x.attention for x in blocks if isinstance(x.attention, NSAAttention)]
-    if len(attentions) < len(blocks) or any(x.spec.phi != "avg" for x in attentions):
-        raise ValueError("model must have NSA layers alone, which compress by means")
-    spec, dtype = model.spec.layer, model.head.weight.dtype
-    pages = -(-length // spec.config.select_block)
-    table = torch.arange(rows * pages, device=tokens.device).int().view(rows, pages)
-    sizes = rows * pages, spec.n_kv_groups, spec.d_k, spec.d_v
-    options: dict[str, Any] = {
-        "config": spec.config,
-        "device": tokens.device,
-        "separate": spec.separate,
-    }
-    if cache_dtype.itemsize == 1:
-        options |= {"compressed_dtype": dtype, "max_rows": rows}
-    caches = [PagedCache(*sizes, dtype=cache_dtype, **options) for _ in attentions]
-    found = []
-    for first in range(0, length, step):
-        now = tokens[:, first : min(first + step, length)].long()
+    if step is None:
+        attends = [Whole(block.attention) for block in blocks]
+    elif model.spec.attention == "dense":
+        attends = [Dense() for _ in blocks]
+    else:
+        attends = [Pages(block.attention, rows, length, cache_dtype) for block in blocks]
+    found, chosen, step = [], [[] for _ in blocks], step or length
+    for now in tokens.long().split(step, 1):
+        first = sum(x.shape[1] for x in found)
         position = torch.arange(first, first + now.shape[1], device=now.device)
-        lengths = torch.full((rows,), first + now.shape[1], device=now.device).int()
-        x = F.embedding(now, model.embedding).to(dtype)
-        for block, attention, cache in zip(blocks, attentions, caches, strict=True):
-            each = block.norm_attention(x)
-            query, key, value, gates = attention.project(each, position.expand(now.shape))
-            out = paged_attention(
-                query.flatten(0, 1),
-                gates.flatten(0, 1),
-                cache,
-                table,
-                lengths,
-                key=type(key)(*(y.flatten(0, 1) for y in key)),
-                value=type(value)(*(y.flatten(0, 1) for y in value)),
+        x = F.embedding(now, model.embedding).to(model.head.weight.dtype)
+        for block, attend, each in zip(blocks, attends, chosen, strict=True):
+            inputs = block.attention.project(
+                block.norm_attention(x), position.expand(now.shape)
             )
-            x = x + attention.out(out.view(*now.shape, -1))
+            out, selected = attend(*inputs)
+            each += [] if selected is None else [selected]
+            x = x + block.attention.out(out.flatten(2))
             x = x + block.mlp(block.norm_mlp(x))
-        logits = model.head(model.norm(x)).float()
-        target = tokens[:, first + 1 : first + 1 + now.shape[1]].long()
-        found.append(F.cross_entropy(logits.transpose(1, 2), target, reduction="none"))
-    return torch.cat(found, 1)
+        found.append(model.head(model.norm(x)).float().log_softmax(-1))
+    return torch.cat(found, 1), [torch.cat(each, 1) for each in chosen if each]
 
 
 def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
@@ -116,37 +188,76 @@ def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
     return learner.model
 
 
+def compared(
+    trained: tuple[Tensor, list[Tensor]], found: tuple[Tensor, list[Tensor]], target: Tensor
+) -> dict[str, Any]:
+    """The columns of a row that compare it with `trained`, of tokens `target` `[B, T]`."""
+    first, last = (x.gather(2, target[..., None])[..., 0] for x, _ in (trained, found))
+    gap = (first - last).abs().flatten()
+    kl = (trained[0].exp() * (trained[0] - found[0])).sum(-1).mean()
+    pairs = zip(trained[1], found[1], strict=True)
+    others = [(a != b).any(-1).float().mean() for a, b in pairs]
+    return {
+        "gap": gap.mean().item(),
+        "gap_p999": gap.sort().values[int(0.999 * len(gap))].item(),
+        "kl": kl.item(),
+        "other_blocks": torch.stack(others).mean().item() if others else None,
+    }
+
+
+COLUMNS = ("loss", "above", "copied", "gap", "gap_p999", "kl", "other_blocks")
+
+
 def main(argv: Sequence[str]) -> int:
     gpu = torch.cuda.is_available()
     dtype, device = ("bfloat16", "cuda") if gpu else ("float32", "cpu")
     batches = data.load(data.TEXT, BATCH.value, LENGTH.value, SEED.value)
-    sizes = spec.model(MODEL.value, "nsa", gate="head")
+    sizes = spec.model(MODEL.value, ATTENTION.value, gate="head")
+    sizes = dataclasses.replace(sizes, layer=dataclasses.replace(sizes.layer, kv=KV.value))
     model = trained(sizes, batches, dtype)
     held_out = batches.evaluation(HELD_OUT.value)
-    about: dict[str, Any] = {"model": MODEL.value, "steps": STEPS.value}
-    about |= {"length": LENGTH.value, "seed": SEED.value, "input_sha256": batches.sha256}
+    about: dict[str, Any] = {"model": MODEL.value, "attention": ATTENTION.value, "kv": KV.value}
+    about |= {"steps": STEPS.value, "length": LENGTH.value, "seed": SEED.value}
+    about |= {"input_sha256": batches.sha256}
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
-    print("| cache | loss | above | copied |\n| --- | --- | --- | --- |")
+    print(markdown.line(["cache", "step", *COLUMNS]) + "\n" + "| --- " * 9 + "|")
     tokens = [batch.tokens for batch in held_out]
     for i, batch in enumerate(held_out):
         starts = recall.passages(batch, sizes.layer.w, (SEED.value, 2, i))
         if starts is not None:
             rows = recall.copies(batch, starts)
             tokens += [rows.read.tokens, rows.unread.tokens]
-    together = torch.from_numpy(np.concatenate(tokens)).to(device)
-    first = None
-    for kind in (getattr(torch, dtype), torch.float8_e4m3fn):
-        each = losses(model, together, kind).double().view(len(tokens), BATCH.value, -1)
-        loss, again = each[: len(held_out)].mean().item(), each[len(held_out) :]
+    given = [torch.from_numpy(x).to(device).long() for x in tokens]
+    alike = [read(model, x[:, :-1]) for x in given]
+    own, fp8, first = getattr(torch, dtype), torch.float8_e4m3fn, None
+    for kind, step in ((own, STEP), (fp8, STEP), (own, 1), (own, CHUNK), (fp8, 1)):
+        if kind == fp8 and ATTENTION.value == "dense":
+            continue
+        losses, rows = [], []
+        for x, whole in zip(given, alike, strict=True):
+            found = read(model, x[:, :-1], step, kind)
+            losses.append(-found[0].gather(2, x[:, 1:, None])[..., 0].double())
+            rows.append(compared(whole, found, x[:, 1:]))
+        loss, again = (
+            torch.stack(losses[: len(held_out)]).mean().item(),
+            losses[len(held_out) :],
+        )
         first = loss if first is None else first
-        ends = again[..., -recall.PASSAGE :].mean((1, 2)).tolist()
+        ends = [x[:, -recall.PASSAGE :].mean().item() for x in again]
         copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
+        line: dict[str, Any] = {"loss": loss, "above": loss - first, "copied": copied}
+        for name in COLUMNS[3:]:  # of held-out text alone
+            parts = [row[name] for row in rows[: len(held_out)]]
+            line[name] = None if None in parts else float(np.mean(parts))
         name = str(kind).removeprefix("torch.")
-        line = {"cache": name, "loss": loss, "above": loss - first, "copied": copied}
-        numbers = (markdown.number(x, ".4f") for x in (loss, loss - first, copied))
-        print(markdown.line([name, *numbers]), flush=True)
+        numbers = (
+            markdown.number(line[x], ".3g" if x in COLUMNS[3:] else ".4f") for x in COLUMNS
+        )
+        print(markdown.line([name, str(step), *numbers]), flush=True)
         if OUT.value is not None:
-            made = records.record("cached", COMMIT.value, **about, **line)
+            made = records.record(
+                "cached", COMMIT.value, **about, cache=name, step=step, **line
+            )
             records.append(OUT.value, [made])
     return 0
 

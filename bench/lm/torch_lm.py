@@ -84,15 +84,23 @@ class DenseAttention(nn.Module):
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim)
 
     def forward(self, x: Tensor, packing: Packing | None = None) -> tuple[Tensor, None]:
-        spec = self.spec
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
         if packing is not None:
             position = packing.position
+        query, key, value, _ = self.project(x, position)
+        return self.out(self.attend(query, key, value, packing).flatten(2)), None
+
+    def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """`query, key, value`, and no gates, of `x` `[B, T, dim]`."""
         query, (key,), (value,), *_ = heads.project(
-            x, self.W_Q, [self.W_K], [self.W_V], position, spec
+            x, self.W_Q, [self.W_K], [self.W_V], position, self.spec
         )
-        if packing is not None and x.is_cuda and self.backends == [BACKENDS["flash"]]:
-            return self.out(self._varlen(query, key, value, packing)), None
+        return query, key, value, None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None):
+        """`[B, T, H, d_v]`."""
+        if packing is not None and query.is_cuda and self.backends == [BACKENDS["flash"]]:
+            return self._varlen(query, key, value, packing)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         how: dict[str, Any] = {"is_causal": packing is None}
         if packing is not None:
@@ -100,7 +108,7 @@ class DenseAttention(nn.Module):
             how["attn_mask"] = same.tril()
         with sdpa_kernel(self.backends):
             out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)
-        return self.out(out.transpose(1, 2).flatten(2)), None
+        return out.transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         """Of documents without a mask, whose size is the square of the length."""
@@ -114,7 +122,7 @@ class DenseAttention(nn.Module):
         window = {"window_size": (-1, 0)}  # causal
         out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **window)
         assert isinstance(out, Tensor)
-        return out.unflatten(0, rows).flatten(2)
+        return out.unflatten(0, rows)
 
 
 class SharedWindow(NSAAttention):
