@@ -150,7 +150,9 @@ def read(
     elif model.spec.attention == "dense":
         attends = [Dense() for _ in blocks]
     else:
-        attends = [Pages(block.attention, rows, length, cache_dtype) for block in blocks]
+        layers = [x.attention for x in blocks if isinstance(x.attention, NSAAttention)]
+        assert cache_dtype is not None and len(layers) == len(blocks)
+        attends = [Pages(layer, rows, length, cache_dtype) for layer in layers]
     found, chosen, step = [], [[] for _ in blocks], step or length
     for now in tokens.long().split(step, 1):
         first = sum(x.shape[1] for x in found)
@@ -212,8 +214,10 @@ def main(argv: Sequence[str]) -> int:
     gpu = torch.cuda.is_available()
     dtype, device = ("bfloat16", "cuda") if gpu else ("float32", "cpu")
     batches = data.load(data.TEXT, BATCH.value, LENGTH.value, SEED.value)
-    sizes = spec.model(MODEL.value, ATTENTION.value, gate="head")
-    sizes = dataclasses.replace(sizes, layer=dataclasses.replace(sizes.layer, kv=KV.value))
+    kind: Any = ATTENTION.value
+    sizes = spec.model(MODEL.value, kind, gate="head")
+    own: dict[str, Any] = {"kv": KV.value}
+    sizes = dataclasses.replace(sizes, layer=dataclasses.replace(sizes.layer, **own))
     model = trained(sizes, batches, dtype)
     held_out = batches.evaluation(HELD_OUT.value)
     about: dict[str, Any] = {"model": MODEL.value, "attention": ATTENTION.value, "kv": KV.value}
