@@ -1,5 +1,5 @@
-"""What both frameworks share: what a problem is, checks, the choice of an implementation, and in
-`steps` what runs it on kernels. Neither JAX nor torch is imported here.
+"""Shared by both frameworks: the description of a problem, checks, the choice of an implementation,
+and in `steps` the steps on kernels. This package imports neither JAX nor torch.
 """
 
 __version__ = "0.2.0"

@@ -5,8 +5,8 @@ The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Th
 `triton_ops` of each framework Triton's. `nsa_core.plan` has one that notes what is asked. Neither
 framework is imported here.
 
-A step computes with arrays by `run` and `derive` alone; of an array it asks `shape`, `dtype` and
-`reshape`. What it does between kernels is a derived step (`derived`).
+A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
+`reshape` of an array. Work between kernels is a derived step (`derived`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -27,8 +27,8 @@ def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     `ArrayOps` has, `xp` too.
 
     Args:
-      shapes: what the function returns, of its arguments without `ops`, of which it asks shapes
-        and dtypes alone.
+      shapes: Function of the same arguments without `ops` that returns the shapes and dtypes of
+        the results. It reads only shapes and dtypes.
     """
 
     def decorate(function):
@@ -44,7 +44,7 @@ def int32(*shape: int) -> Array:
 
 
 def like(x: Any, *shape: int) -> Array:
-    """One of the dtype of `x`, and of its shape where none is given."""
+    """An array with the dtype of `x`, by default also with its shape."""
     return Array(shape or tuple(x.shape), x.dtype)
 
 
@@ -57,11 +57,11 @@ class Places(NamedTuple):
 
 
 class QueryLayout(Protocol):
-    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
+    """The position of each query, integers `[B, T]`. Key `k` is token `k - key_start`."""
 
     @property
     def position(self) -> Any:
-        """In its own sequence, from 0; negative: padding, which sees nothing."""
+        """Position in its own sequence, from 0. A negative one marks padding, which sees no key."""
 
     @property
     def padded(self) -> bool:
@@ -90,7 +90,7 @@ class ArrayOps(Protocol):
     """Operations that JAX and torch name or do differently.
 
     Attributes:
-      xp: `jax.numpy` or `torch`, for what both have under one name.
+      xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       parts_stay: whether a kernel that is `in_place` leaves what it does not write of a `part`.
       has_streams: whether there is `run_beside`.
     """
@@ -107,12 +107,12 @@ class ArrayOps(Protocol):
         ...
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
-        """`run` of a kernel whose outputs are alike; they may lie so that `bound` copies once."""
+        """`run` a kernel with outputs of one shape. If they are adjacent, `bound` copies once."""
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
-        """As `run`, beside what runs until `join` of the second result; nothing reads or writes
-        what the kernel writes before.
+        """The same as `run`, concurrently with all work until `join` of the second result. Until
+        then nothing reads or writes the kernel's outputs.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class ArrayOps(Protocol):
         ...
 
     def after(self, x: Any, done: Any) -> Any:
-        """`x`, int32, made to depend on `done`, 16-bit: no kernel that takes the result starts
+        """`x` (int32), made to depend on `done` (16-bit): no kernel that reads the result starts
         before `done` is computed.
         """
         ...
@@ -143,7 +143,7 @@ class ArrayOps(Protocol):
         return function(self, *arrays, **static)
 
     def per_batch(self, x: Any) -> Any:
-        """`x`, an argument that many calls share: what is derived of it alone may be kept."""
+        """`x`, an argument that many calls share. Arrays derived only from it may be cached."""
         return x
 
     def release(self, arrays: Iterable[Any]) -> None:
@@ -171,7 +171,7 @@ class ArrayOps(Protocol):
         ...
 
     def sort(self, rows: Any) -> tuple[Any, Any]:
-        """Rows `[B, n]` in ascending order, which is stable, and where each element was."""
+        """Sort rows `[B, n]` in ascending order, stably. Returns also the index of each element."""
         ...
 
     def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:
@@ -183,7 +183,7 @@ class ArrayOps(Protocol):
         return pages[at]
 
     def put(self, pages: Any, at: Any, new: Any) -> Any:
-        """`pages` with `new` at the `paged_layout.Places` that are there; of torch in place."""
+        """`pages` with `new` at the valid `paged_layout.Places`; in torch in place."""
         raise NotImplementedError
 
     def write(self, x: Any, index: Slices, part: Any) -> Any:

@@ -12,8 +12,8 @@ from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
 INCLUDES = ("selected", "tail")
-ANY = NSAConfig()  # what is asked of shapes alone is the same for all
-# A large block as several is the same function. Beyond so many entries no kernel takes a list.
+ANY = NSAConfig()  # checks that read only shapes do not depend on it
+# Splitting a large block does not change the function. Kernels accept lists of up to MAX_ENTRIES.
 WHOLE_BLOCKS, MAX_ENTRIES = (128, 64), 64
 
 
@@ -23,7 +23,7 @@ def config_of(block_size: int, entries: int) -> NSAConfig:
 
 
 def parts_of(block_size: int, entries: int) -> int:
-    """Into how many blocks one is cut for the kernels, lists of so many `entries`."""
+    """The number of blocks that one block is split into for kernels, for lists of `entries`."""
     fit = [x for x in WHOLE_BLOCKS if block_size % x == 0]
     parts = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
     return parts[0] if parts else 1
@@ -37,7 +37,7 @@ def within(block_size: int, keys: int) -> int:
 
 
 def check(query, key, value, block_indices, block_size, include, scale) -> None:
-    """Of `block_attention`, by shape and dtype alone.
+    """Check the shapes and dtypes of `block_attention`'s arguments.
 
     Raises:
       ValueError: an argument that no implementation takes.
@@ -68,7 +68,7 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
 def with_tail(xp: Any, indices, position, block_size: int):
     """`indices` `[B, T, G, n]` and the query's own block where that is not complete.
 
-    position: `[B, T]`, of the query in its sequence; negative: padding.
+    position: `[B, T]`, of the query in its sequence; negative for padding.
     """
     own = position // block_size
     tail = xp.where((position + 1) % block_size == 0, -1, own)
@@ -90,7 +90,7 @@ def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include
 
 
 def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, kv_heads: int):
-    """`[.., max(G, Hkv), parts n]`: of blocks cut in parts, -1 for what is no block of `keys`."""
+    """`[.., max(G, Hkv), parts n]`: indices of split blocks, -1 for entries outside `keys`."""
     *tokens, scopes, entries = indices.shape
     xp, found = ops.xp, indices
     if parts > 1:
@@ -128,7 +128,7 @@ def check_paged(
     starts,
     scale,
 ) -> None:
-    """Of `paged_block_attention`, by shape and dtype alone; `starts`: `cu_seqlens_q`.
+    """Check shapes and dtypes for `paged_block_attention`; `starts` is `cu_seqlens_q`.
 
     Raises:
       ValueError: an argument that nothing takes.

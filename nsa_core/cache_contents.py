@@ -23,10 +23,10 @@ class Contents:
         """What is known once a writer has said `facts`.
 
         Args:
-          kind: of what the cache is made for, in the message.
+          kind: Name of the owner of the cache, for the message.
 
         Raises:
-          ValueError: one of them contradicts what was said before.
+          ValueError: A fact contradicts an earlier one.
         """
         known = dict(self.said)
         for name, value in facts:
@@ -42,7 +42,7 @@ class Contents:
 
 
 def facts_of(params: tuple[CompressParams, CompressParams], made_with: Facts = ()) -> Facts:
-    """What a writer says: `made_with`, and parameters of the compression, of keys and of values.
+    """The facts that a writer states: `made_with`, and the kinds of `params` for keys and values.
 
     Raises:
       ValueError: `made_with` has no such pairs.

@@ -43,7 +43,7 @@ class RopeMLPParams(NamedTuple):
     b1: Any  # [F]
     w2: Any  # [F, D]
     b2: Any  # [D]
-    rates: Any  # [D / 2], what columns 2i and 2i + 1 turn by from a token to the next, radians
+    rates: Any  # [D / 2], radians by which columns 2i and 2i + 1 turn per token
 
 
-type CompressParams = PoolParams | MLPParams | RopeMLPParams | None  # None: the mean
+type CompressParams = PoolParams | MLPParams | RopeMLPParams | None  # None means the mean

@@ -22,8 +22,8 @@ MAX_SIZE = 2**30  # a position and a size must add up in 32 bits
 class NSAConfig:
     """Sizes of the three branches; the defaults are the paper's (arXiv 2502.11089, section 4).
 
-    `compute_dtype="float8_e4m3"` is for inference on Hopper: the products of the selected and the
-    sliding branch are of numbers in 8 bits (docs/kernels/fp8.md); the selection stays. It is faster
+    `compute_dtype="float8_e4m3"` is for inference on Hopper. The selected and the sliding branch
+    then multiply 8-bit numbers (docs/kernels/fp8.md); the selection does not change. It is faster
     for groups of more than 8 query heads.
 
     Raises:
@@ -37,7 +37,7 @@ class NSAConfig:
     num_initial: int = 1  # forced blocks at the start of the sequence
     num_local: int = 2  # forced blocks that end with the query's own
     window: int = 512  # w: keys of the sliding branch, the query's own included
-    compute_dtype: str | None = None  # None: that of the query
+    compute_dtype: str | None = None  # by default that of the query
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -87,11 +87,11 @@ class NSAConfig:
 
     @property
     def of_sizes(self) -> Self:
-        """The config of these sizes alone, which says where tokens stand."""
+        """The config with only these sizes, which determine the positions of tokens."""
         return dataclasses.replace(self, compute_dtype=None)
 
     def check_differentiable(self) -> None:
-        """Raises NotImplementedError where nothing has a gradient."""
+        """Raise NotImplementedError if `compute_dtype` has no gradient."""
         if self.compute_dtype is not None:
             raise NotImplementedError(
                 f"mosaic: compute_dtype={self.compute_dtype!r} has no gradient: leave it out to "
@@ -99,7 +99,7 @@ class NSAConfig:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """What is stated by name: the sizes, and what is not as in the query's dtype."""
+        """The sizes by name, and `compute_dtype` if it is set."""
         found = {name: getattr(self, name) for name in SIZES}
         return found | (
             {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}

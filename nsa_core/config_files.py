@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent / "configs"
-if not FOLDER.is_dir():  # in a checkout: it stands beside this package there
+if not FOLDER.is_dir():  # in a checkout `configs/` is next to this package
     FOLDER = FOLDER.parents[1] / "configs"
 
 
@@ -26,7 +26,7 @@ def slug(device: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Of mappings whose keys stand once: YAML's own takes the last of two."""
+    """A loader that refuses repeated keys. YAML's own loader uses the last one."""
 
     def construct_mapping(self, node, deep=False):
         _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
@@ -47,7 +47,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parsed(text: str | bytes, kind: str = "YAML") -> Any:
-    """What a text in YAML, or JSON, says.
+    """Parse a text in YAML or JSON.
 
     Raises:
       ValueError: it is not of this kind, or has a key twice.

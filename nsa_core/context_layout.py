@@ -1,4 +1,4 @@
-"""How the tokens of one sequence lie on the ranks of a context group; no framework.
+"""The distribution of the tokens of one sequence over the ranks of a context group.
 
 The sequence is cut in chunks of equal length. `zigzag` gives rank `r` of `R` the chunks `r` and
 `2R - 1 - r`, so that all ranks have as many query-key pairs; `contiguous` gives it chunk `r`.
@@ -35,7 +35,7 @@ def padded_length(length: int, size: int, layout: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Where the tokens of a rank and of the others stand."""
+    """The positions of the tokens of a rank and of the other ranks."""
 
     layout: str
     size: int  # R
@@ -68,7 +68,7 @@ class Shards:
 
     @property
     def places(self) -> list[int]:
-        """Where chunk 0, 1, ... stands in `order`."""
+        """The index of chunk 0, 1, ... in `order`."""
         order = self.order
         return [order.index(chunk) for chunk in range(len(order))]
 

@@ -3,17 +3,17 @@
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
 Events, all off at first:
-  `routing`  what was chosen and each refusal, once for the same choices
-  `shapes`   dtypes and shapes of what each step is given
+  `routing`  the chosen implementation and each refusal, once for the same choices
+  `shapes`   dtypes and shapes of the arguments of each step
   `timing`   milliseconds of each step. Waits for the device before and after it, so the call as
              a whole is slower than without
-  `compare`  mean and largest error of each step beside the reference on the same arguments
+  `compare`  mean and largest error of each step, relative to the reference on the same arguments
 
 A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=value ...`.
 A fused path runs its steps one by one while `timing` or `compare` is
 on. Under `jax.jit` and other transforms `routing` and `shapes` tell of the trace, once;
 `timing` and `compare` need values and say that they refuse. `torch.compile` shows `routing`
-only. While an event is on, torch also reads `cu_seqlens` that lie on a GPU, and raises as it does
+only. While an event is on, torch also reads `cu_seqlens` on a GPU, and raises the same errors as
 on a CPU.
 """
 
@@ -37,7 +37,7 @@ ARGUMENTS = {
     "attention": ("query", "key", "value", "gates", "compressed", "block_indices"),
 }
 SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
-# The reference is dense: some arrays [B, H, T, S] in float32 beside each other.
+# The reference is dense and holds several float32 arrays [B, H, T, S] at once.
 MAX_BYTES, BYTES_EACH = 2 * 2**30, 16
 
 on = False  # read at every call: all that a call costs while no event is on
@@ -79,7 +79,7 @@ def enable(*events: str, limit: int = 100) -> None:
 
 
 def stepwise(backend: Backend, *arrays) -> bool:
-    """Whether a fused path has to run step by step: what is timed or compared is a step."""
+    """Whether a fused path must run step by step, since single steps are timed or compared."""
     if not on or backend.silent():
         return False
     return bool(_active & {"timing", "compare"}) and not backend.traced(arrays)
@@ -102,8 +102,8 @@ def watch(
     function: Callable,
     registry: Any = None,
 ) -> Callable:
-    """`function`, which computes `step` by the implementation `name`; where events are on, so
-    that it tells them. `registry` has the reference of the step."""
+    """`function`, which computes `step` with the implementation `name`. It reports the events
+    that are on. `registry` has the reference of the step."""
     if not on or backend.silent():
         return function
 
@@ -161,8 +161,8 @@ def _refuse(package: str, event: str, about: dict[str, Any], why: str) -> None:
 
 
 def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> None:
-    """One line, unless the event is off, or `once` was told before. Refusals are over and above
-    the limit."""
+    """Print one line, unless the event is off or `once` was printed before. Refusals do not count
+    towards the limit."""
     global on, _active
     if event not in _active or (once and (event, package + once) in _told):
         return

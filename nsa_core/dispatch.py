@@ -1,9 +1,9 @@
 """Which implementation runs: an ordered registry that can say why it refused each one.
 
-An implementation named by the caller never falls back, unless the caller says
-`on_unsupported="fallback"` (the flag of that name), and is then warned. Automatic choice walks the
-order and takes the first that does not refuse, and that the device's thresholds and policy do not
-keep back (`policy.py`); the refusals travel with the choice.
+An implementation named by the caller never falls back, unless the caller sets
+`on_unsupported="fallback"` (the flag of that name), which causes a warning. The automatic choice is
+the first implementation in order that does not refuse and that the thresholds and the policy of the
+device allow (`policy.py`). The choice records the refusals.
 
 The step `attention` is all steps at once. An implementation of it runs where the choice of
 every single step has its name.
@@ -41,8 +41,8 @@ FUNCTIONS = {  # what implementations call the steps
 class Problem(NamedTuple):
     """What an implementation must know to say whether it can run (shapes: `types.py`).
 
-    Under torch.compile B is 1, T and S are 0. Where the step `compressed` or `scores` is asked for
-    alone, S is the number of compressed tokens.
+    Under torch.compile B is 1, T and S are 0. If only the step `compressed` or `scores` is
+    requested, S is the number of compressed tokens.
     """
 
     framework: str
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     packed: bool
     config: NSAConfig
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
-    strided: str | None = None  # which tensor should lie in memory in another way, and how
+    strided: str | None = None  # which tensor needs another memory layout, and which
     device: str | None = None  # the GPU, as its driver calls it
     requires_grad: bool = False  # whether a backward pass may follow
     cached: bool = False  # whether the keys are a cache, whose lengths the device knows
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 def layer_note(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> dict[str, Any]:
-    """What kernels depend on besides lengths, as `kernels_pallas.runtime.store` notes it."""
+    """The properties that kernels depend on, except lengths, for `kernels_pallas.runtime.store`."""
     return {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -127,13 +127,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The choice of every step of one call; prints as one line a step.
+    """The choice of every step of one call. It prints one line per step.
 
     Attributes:
-      attention: what runs all steps at once, or None: they run one by one.
-      whole_refused: why each implementation of all steps does not run.
-      beside_dense: from which length `attention` is faster than dense attention on this device;
-        None: not known.
+      attention: The implementation that runs all steps at once. None means step by step.
+      whole_refused: Why each implementation of all steps does not run.
+      beside_dense: The length from which `attention` is faster than dense attention on this device,
+        or None if it is not known.
     """
 
     compressed: Choice
@@ -233,9 +233,9 @@ class Registry:
     ) -> Choices:
         """The choice of every step; `step`: the one that is named, the others are not.
 
-        Scores belong to no branch that can be named: they run with the implementation of the
-        selected branch where that can, otherwise with the first that can. One name for all
-        branches is meant for them too, where it has scores at all.
+        Scores belong to no branch that can be named. They run on the implementation of the
+        selected branch if it supports them, otherwise on the first that does. One name for all
+        branches also applies to scores, if that implementation has them.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

@@ -60,7 +60,7 @@ _THRESHOLDS = {
 
 
 def named() -> Branches[str | None]:
-    """The names given on the command line; None where the flag says auto."""
+    """The names given on the command line; None for the value `auto`."""
     each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
     return Branches(*(None if name == "auto" else name for name in each))
 

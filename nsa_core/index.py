@@ -28,7 +28,7 @@ class Index(NamedTuple):
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
 
     def num_blocks(self, rows: int) -> int:
-        """Of so many keys."""
+        """The number of blocks of `rows` keys."""
         return -(-rows // self.pool)
 
     def lists(self, heads: int) -> int:
@@ -52,8 +52,8 @@ def _checked(index: Index, keys: int) -> Index:
 
 
 def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Index:
-    """Of `paged_index_blocks`, by shape and dtype alone; `starts`: `cu_seqlens_q`. Returns the
-    index to go on with.
+    """Check the shapes and dtypes of `paged_index_blocks`' arguments; `starts` is `cu_seqlens_q`.
+    Returns the index to use.
 
     Raises:
       ValueError: an argument that nothing takes.
@@ -67,7 +67,7 @@ def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Inde
 
 
 def check(query, key, index: Index, packed: bool) -> Index:
-    """Of `index_blocks`, by shape and dtype alone. Returns the index to go on with.
+    """Check the shapes and dtypes of `index_blocks`' arguments. Returns the index to use.
 
     Raises:
       ValueError: an argument that no implementation takes.
@@ -89,8 +89,8 @@ def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -
     """What runs: `triton`, or the plain implementation of a framework.
 
     Args:
-      asked: one of the two by name, or None: the kernels where they can.
-      reasons: why the kernels cannot, each of them or nothing.
+      asked: The name of one of the two. By default the kernels run if they support the call.
+      reasons: Why the kernels do not support the call; empty if they do.
 
     Raises:
       ValueError: there is none of the name that was asked for.

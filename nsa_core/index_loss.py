@@ -1,4 +1,4 @@
-"""Checks of `indexer_kl`, and what its plain form attends to, for either framework."""
+"""Checks of `indexer_kl`, and the keys that its plain form attends to, for both frameworks."""
 
 import math
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ class Teacher(NamedTuple):
 
 
 def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
-    """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the keys' rows, which may be none of
-    the array where they are not seen; None for all.
+    """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the rows of the keys. Rows of masked
+    keys may be outside the array. None means all keys.
 
     Args:
       lists: `[B, Q, Hi or 1, n]`, or None; position, start: `[B, Q]`.
@@ -52,7 +52,7 @@ def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):
 def check(
     query, key, lse, index_query, index_key, block_indices, block_size, scale, index_scale
 ) -> Teacher:
-    """By shape and dtype alone; arguments of `indexer_kl`.
+    """Check the shapes and dtypes of `indexer_kl`'s arguments.
 
     Raises:
       ValueError: an argument that nothing takes.

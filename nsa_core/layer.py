@@ -333,7 +333,7 @@ class LayerSpec:
         return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
 
     def check_kind(self, stated: dict[str, str], where: str) -> None:
-        """That the weights of a checkpoint are of a layer of this kind.
+        """Check that the weights of a checkpoint belong to a layer of this kind.
 
         Args:
           stated: the record of the checkpoint. If it is empty, the weights are accepted if the

@@ -1,4 +1,4 @@
-"""The `ArrayOps` of what follows from sizes alone, by NumPy, as a program is traced."""
+"""`ArrayOps` in NumPy, for arrays that depend only on sizes, computed during tracing."""
 
 from typing import Any
 

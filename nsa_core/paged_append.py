@@ -1,5 +1,5 @@
-"""New tokens to the pages of a cache by array operations, in either framework, and what is read of
-pages. A kernel does the former in one launch (`specs/append.py`, `paged_append.py`).
+"""Appends tokens to the pages of a cache with array operations, and reads pages.
+A kernel appends in one launch (`specs/append.py`, `paged_append.py`).
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def append(
     wrong=None,
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
-    """The arrays of a cache with new tokens and the compressed tokens that they finish, by name; of
-    torch those of the cache itself. How many tokens a page has follows from the arrays.
+    """The arrays of a cache with new tokens and the compressed tokens that they complete, by name.
+    In torch they are the cache's own. The arrays determine the number of tokens per page.
 
     Args:
       phi: the framework's `apply_phi`.
@@ -82,7 +82,7 @@ def append(
         name, ring = f"{raw}_{kind}", arrays.get(f"recent_{kind}")
         windows = ops.take(arrays[name], (taken.page, taken.offset))  # [K, l, Hkv, .]
         if ring is not None:
-            # Tokens of the call, else the ring's where they round to the pages', else the pages'.
+            # Tokens of the call; otherwise the ring's if they round to the pages', or the pages'.
             rows, length = ring.shape[:2]
             slot = (lambda row: row) if slots is None else slots.__getitem__
             scale = arrays[f"{name}_scale"].swapaxes(1, 2)[taken.page, taken.offset]

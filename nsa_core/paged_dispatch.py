@@ -1,6 +1,6 @@
-"""What runs a paged call, in either framework: kernels on pages, or `attention` on gathered rows.
+"""The choice for a paged call: kernels on pages, or `attention` on gathered rows.
 
-`gathered` runs on any implementation of `attention`, whose names are taken here too.
+`gathered` runs on any implementation of `attention`. The names of these are accepted here too.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def registry(
 
     Args:
       module: which has a function for each implementation.
-      why_not: of kernels by name, what the framework's arrays add.
+      why_not: Reasons of the framework's arrays against kernels, by name.
     """
     kernels = (
         Implementation(name, f"{module}:with_indices", functools.partial(why_not, name))
@@ -93,7 +93,8 @@ class Decided(NamedTuple):
     Attributes:
       inputs: as kernels on pages take them.
       name: of the implementation of `attention` that is named where rows are gathered.
-      of_tokens: takes the output of rows that were made even to the call's tokens; None: as it is.
+      of_tokens: Maps the output of rows padded to one length to the call's tokens. By default the
+        output is unchanged.
     """
 
     inputs: Inputs

@@ -1,4 +1,4 @@
-"""Where tokens lie in a paged cache, for either framework.
+"""The positions of tokens in a paged cache, for both frameworks.
 
 A page holds `l'` raw tokens and `l'/d` compressed ones. `page_table[b]` lists the pages of row `b`
 in the order of its tokens:
@@ -6,17 +6,17 @@ in the order of its tokens:
     raw token p         page_table[b, p // l'], offset p % l'
     compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
 
-Slot `s` of a compressed token is `p // d` of its LAST raw token p, which lies in the same page:
-no page depends on the one after it, so that rows can share their first pages.
+Slot `s` of a compressed token is `p // d` of its LAST raw token p, which is in the same page.
+No page depends on the next one, so that rows can share their first pages.
 
-A cache in fp8 has float8_e4m3fn in the place of all but the compressed keys, which decide what is
-selected, and a float32 scale for each token and head (`nsa_core.rounding`). Compressed tokens are
-made of tokens that were not rounded: the newest ones of a row lie in a ring too,
+A cache in fp8 stores float8_e4m3fn, except for the compressed keys, which determine the selection,
+and a float32 scale for each token and head (`nsa_core.rounding`). Compressed tokens are computed
+from tokens before rounding. Therefore the newest tokens of a row are also stored in a ring:
 
     raw token p         recent[slot of the row, p % (2 l)]
 
-It may have anything, another row's tokens too: a token in it counts where it may be what the page's
-was rounded from (`rounding.is_of`), otherwise the page's is taken.
+A ring may contain anything, including tokens of another row. A token of the ring is used if the
+page's token may be its rounded value (`rounding.is_of`). Otherwise the page's token is used.
 """
 
 import dataclasses
@@ -33,15 +33,16 @@ from nsa_core.types import Branches
 
 @dataclasses.dataclass(repr=False)
 class PagedArrays:
-    """The pages of one layer; `P`: their number. The memory is the caller's to share out.
+    """The `P` pages of one layer. The caller allocates pages to rows.
 
     Attributes:
       config: its `select_block` is the page's size.
       selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
-      sliding_key, sliding_value: as the selected ones, or None: the sliding branch reads these.
-      raw_key, raw_value: what compressed tokens are computed from, or None: the selected ones.
-      contents: what the tokens were made with.
+      sliding_key, sliding_value: The same as the selected ones. None means that the sliding branch
+        reads those.
+      raw_key, raw_value: The source of compressed tokens. None means the selected ones.
+      contents: How the tokens were made.
       selected_key_scale, ..: of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
       recent_key, recent_value: of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`: the
         newest tokens of `R` rows, which compressed tokens are made of, in the dtype of the
@@ -133,8 +134,9 @@ def first_slot(config: NSAConfig) -> int:
 
 
 class Entries(NamedTuple):
-    """What pages hold of a row. Entry `i` is of the tokens `i stride .. i stride + block - 1` and
-    stands at place `first + i` of the row's pages, of which each has `per_page`.
+    """The entries of a row in its pages. Entry `i` covers the tokens
+    `i stride .. i stride + block - 1` and has index `first + i` in the row's pages, each of which
+    has `per_page` entries.
     """
 
     per_page: int
@@ -143,7 +145,7 @@ class Entries(NamedTuple):
     stride: int
 
     def count(self, pages: int) -> int:
-        """Of a row with so many pages."""
+        """The number of entries of a row with `pages` pages."""
         return pages * self.per_page - self.first
 
 
@@ -165,7 +167,8 @@ def shapes(
     separate: bool,
     fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each of `ARRAYS`; None means not there. `fp8_rows`: of a cache in fp8.
+    """The shape of each of `ARRAYS`, or None for an array that the cache lacks. `fp8_rows` is the
+    number of rows of a cache in fp8.
 
     Raises:
       ValueError: a size that is not a positive int, no configuration, no bool.
@@ -223,8 +226,8 @@ def allocate(
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call. `row` int `[N]`: their sequence; `position` int `[N]`: where they
-    stand in it, negative: padding, which is in no sequence.
+    """The tokens of a call. `row` int `[N]` is their sequence, `position` int `[N]` their position
+    in it. A negative position marks padding, which is in no sequence.
     """
 
     row: Any
@@ -235,7 +238,8 @@ def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
     """`count` tokens, each row's the last of the `lengths` `[B]` that it has.
 
     Args:
-      cu_seqlens_q: int32 `[B + 1]`, where each row's begin; None: all rows have the same number.
+      cu_seqlens_q: int32 `[B + 1]`, the first token of each row. By default all rows have the same
+        number of tokens.
     """
     batch = lengths.shape[0]
     index = ops.arange(lengths, count)[0]
@@ -260,9 +264,9 @@ class Places(NamedTuple):
 
 
 def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
-    """Where the entries `index` of the sequences `row` lie, of which a page has `per_page`.
+    """The positions of the entries `index` of the sequences `row`; a page has `per_page` entries.
 
-    What is behind the table, or in a page that does not exist, is not there.
+    Entries beyond the table, or in a page that does not exist, are invalid.
     """
     column = index // per_page
     inside = (index >= 0) & (column < page_table.shape[1])
@@ -279,7 +283,7 @@ class Finished(NamedTuple):
 
 
 def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
-    """The tokens at `i d + l - 1`, in their order; as many as there can be."""
+    """The tokens at `i d + l - 1` in order. The result has the largest possible number of them."""
     block, stride = config.compress_block, config.compress_stride
     position, (count,) = tokens.position, tokens.position.shape
     last = (position >= block - 1) & ((position + 1 - block) % stride == 0)
@@ -294,7 +298,7 @@ class PaddedQueries(NamedTuple):
     """Rows of queries side by side, each row's own at the end.
 
     `token` `[B, T]`: which token of the call, within bounds; `there`: whether it is the row's;
-    `flat` `[N]`: where each token of the call stands in `[B * T]`.
+    `flat` `[N]`: the index of each token of the call in `[B * T]`.
     """
 
     token: Any

@@ -1,9 +1,9 @@
-"""Which rows of a paged call run together, planned on the host.
+"""The plan on the host of which rows of a paged call run together.
 
-A call of prompts and decode rows is cut into runs of rows that stand side by side: rows of few
-tokens (decode, guesses) stay on the kernels that read pages, in one launch, and a prompt's rows are
-gathered from as many pages as they have. Without it a prompt in a call would gather every row, each
-as wide as the page table.
+A call of prompts and decode rows is split into runs of adjacent rows. Rows of few tokens (decode,
+draft tokens) use the kernels that read pages, in one launch. The rows of a prompt are gathered from
+only their own pages. Without runs, a prompt in a call would cause every row to be gathered, each as
+wide as the page table.
 """
 
 import operator
@@ -106,8 +106,8 @@ def _ints(name: str, found: Sequence[int]) -> list[int]:
 
 
 def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) -> bool:
-    """Whether a row may begin with pages that another one fills in a call of `count` tokens a row,
-    as engines share prefixes. What appends and attends in one launch must not run then.
+    """Whether a row may begin with pages that another row fills in this call of `count` tokens per
+    row, since engines share prefixes. A launch that appends and attends must not run then.
 
     Args:
       lengths: `[B]`, of each row with the new tokens.

@@ -2,14 +2,14 @@
 
 `configs/devices/<device>.yaml` holds the thresholds (`Thresholds`) from which a kernel pays, which
 `python -m nsa_bench.tune_thresholds` derives from records, and the kernels that are not allowed
-there at all. It is read once a process; a file that cannot be understood is an error, a missing
-one leaves out only kernels that must have been measured (`MEASURED_ONLY`): not on GPUs that no
-other kernel is for, where they are chosen with a `note`. An implementation
+on the device. It is read once per process. A file that cannot be parsed is an error. A missing
+file excludes only kernels that must have been measured (`MEASURED_ONLY`). On GPUs without another
+kernel these are chosen with a `note`. An implementation
 that is named is not affected.
 
 The thresholds of FA-2 answer one question: from which length does it beat one SDPA under the
 whole mask? This library has its portable path in FA-2's place, so automatic
-choice keeps to the length from which FA-2 beats that one (`Device.limit`), which stands beside.
+choice uses the length from which FA-2 beats that path (`Device.limit`), which the file also has.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     faster_than_dense: {torch 64/4 heads of 128: {forward: 16384, fwdbwd: 8192}}
@@ -41,8 +41,8 @@ type Text = Annotated[str, MinLen(1)]
 KERNELS, STEPS = (get_args(x.__value__) for x in (Ours, Step))
 # Automatic choice takes these only if the device's file has a threshold of the step that was
 # measured for them, by a commit of this library, or by default on these compute capabilities,
-# which no other kernel of ours is for. A rule of the device's file goes before. A step over a
-# paged cache asks for no threshold: what stands behind gathers all pages.
+# for which we have no other kernel. A rule of the device's file takes precedence. A step over a
+# paged cache needs no threshold, since its alternative gathers all pages.
 MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
 # Which kernels of which step a threshold keeps back.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -77,8 +77,8 @@ class Thresholds:
 class Rule:
     """Whether a kernel may be chosen for these steps, by whose decision and since when.
 
-    A `provisional` rule stands until records of the device show that the kernel pays:
-    `nsa_bench.tune_thresholds` then lifts it.
+    A `provisional` rule applies until records of the device show that the kernel is faster.
+    `nsa_bench.tune_thresholds` then removes it.
     """
 
     kernel: Ours
@@ -90,7 +90,7 @@ class Rule:
 
 
 class Evidence(TypedDict, total=False):
-    """What a threshold was derived from; more than what is read here."""
+    """The measurements of a threshold. A file may have more keys than are read here."""
 
     __pydantic_config__ = {"extra": "allow"}  # type: ignore[misc]  # noqa: RUF012
     kernel: Ours
@@ -140,7 +140,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InForce:
-    """Thresholds, and who gave them; its identity is part of what calls are known by."""
+    """Thresholds and their source. The identity of this object is part of a call's key."""
 
     thresholds: Thresholds = Thresholds()
     source: str = ""
@@ -153,9 +153,9 @@ _overridden = contextvars.ContextVar("overridden", default=_NOTHING)
 
 @contextlib.contextmanager
 def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
-    """Within: these thresholds stand in place of the device's, where they are not None.
+    """Replace the thresholds of the device with those of `thresholds` that are not None.
 
-    `source` says in a reason who gave them. What was traced before keeps its choice.
+    `source` names them in reasons. A call that was traced before keeps its choice.
     """
     token = _overridden.set(InForce(thresholds, source))
     try:
@@ -204,7 +204,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
 
 
 def note(implementation: str, problem: Any) -> str | None:
-    """What should stand beside the automatic choice of what could not be measured, or None."""
+    """The note on an automatic choice that could not be measured, or None."""
     if not _default(implementation, problem) or _known(implementation, problem):
         return None
     version = ".".join(map(str, problem.capability))
@@ -214,7 +214,7 @@ def note(implementation: str, problem: Any) -> str | None:
 def heads_of(
     framework: str, heads: int, kv_heads: int, key_width: int, value_width: int
 ) -> str:
-    """What the length from which NSA is faster than dense attention depends on, in words."""
+    """Text of the properties that the break-even length with dense attention depends on."""
     width = f"{key_width}" if key_width == value_width else f"{key_width}/{value_width}"
     return f"{framework} {heads}/{kv_heads} heads of {width}"
 
@@ -234,14 +234,12 @@ def dense_note(problem: Any) -> str | None:
 
 
 def _default(implementation: str, problem: Any) -> bool:
-    """Whether it is taken where nothing was measured, with a note."""
+    """Whether it is chosen without measurements, with a note."""
     return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
 def _known(implementation: str, problem: Any) -> bool:
-    """Whether there is a threshold of the step for this kernel of ours alone: one that is given,
-    or one that comes from its records.
-    """
+    """Whether the step has a threshold for this kernel: a given one, or one from its records."""
     device, given = of(problem.device), in_force().thresholds.given()
     for name, (step, kernels) in DECIDES.items():
         about = device.evidence.get(name, {}) if device and step == problem.step else {}
@@ -261,7 +259,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
         length = problem.config.num_selected * problem.config.select_block
         what = f"{length} selected keys are"
     else:
-        # Asked for one branch alone, S counts compressed tokens: fewer than the queries then.
+        # For a single branch S counts compressed tokens, of which there are fewer than queries.
         length = max(problem.T, problem.S)
         what = f"a length of {length} is"
         if not length:  # under torch.compile, where a length may have no number
@@ -271,7 +269,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 
 @functools.cache
 def of(device: str | None) -> Device | None:
-    """What the file of the device that the driver calls so says; None without a file."""
+    """The contents of the file for the driver's name of the device; None without a file."""
     path = FOLDER / f"{config_files.slug(device or '')}.yaml"
     return read(path) if path.is_file() else None
 
@@ -280,7 +278,7 @@ def read(path: Path) -> Device:
     """The file of a device.
 
     Raises:
-      ValueError: it is damaged, or of another device than its name says; the message names
+      ValueError: The file is damaged, or describes another device than its name. The message names
         the file and the key.
     """
     data = config_files.load(path)

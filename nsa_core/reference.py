@@ -1,10 +1,10 @@
 """The oracle: every branch dense, with explicit boolean masks built from token indices.
 
 It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
-the same code in the low precision is the baseline of the tolerance rule. Of a config whose
-`compute_dtype` is float8_e4m3, the yardstick rounds what its kernels round. It shares nothing with
-the fast paths but the array operations of each framework (`ArrayOps`), needs memory for `[T, S]`
-per head, and is never chosen for its speed.
+the same code in the low precision is the baseline of the tolerance rule. If `compute_dtype` of a
+config is float8_e4m3, the baseline rounds the same numbers as its kernels. It shares only the array
+operations of each framework (`ArrayOps`) with the fast paths, needs memory for `[T, S]` per head,
+and is never chosen for its speed.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays are either framework's. `nsa_jax.reference` and
 `nsa_torch.reference` have these functions under the arguments of their public ones.
@@ -16,7 +16,7 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Rows(NamedTuple):
-    """Which tokens there are, and what computes with their arrays."""
+    """The tokens of a call, and the operations on their arrays."""
 
     ops: ArrayOps
     nn: Any  # has softmax and logsumexp
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
         return self.ops.xp.where(there, self.at(x, index), nothing)[..., None]
 
     def before(self):
-        """Whether a key is of the query's sequence, and not behind it: `[B, T, S]`."""
+        """Whether a key belongs to the query's sequence and is not after it: `[B, T, S]`."""
         own = self.own(self.sequence, -1)
         past = self.ops.arange(self.query, self.sequence.shape[1]) <= self.query[..., None]
         return (self.sequence[:, None] == own) & (own >= 0) & past
@@ -171,7 +171,7 @@ def _scores(rows: Rows, query, key, config, scale):
         arange(query, size).reshape([-1 if i == axis else 1 for i in range(5)])
         for axis, size in enumerate(sizes)
     ]
-    # The spare one stands for those that are not there.
+    # The spare column represents the missing ones.
     probs, logs = rows.ops.pad_end(probs, 3, 1, 0), rows.ops.pad_end(logs, 3, 1, -xp.inf)
     weights = rows.ops.cast(weights, probs.dtype)
     scores = (probs[*at, slot] * weights).sum(axis=-1)

@@ -47,9 +47,9 @@ class Llama3:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
     """YaRN (arXiv 2309.00071): slow pairs turn at most `beta_slow` times in the original length,
-    fast ones at least `beta_fast` times; linear in the pair between, whose borders `truncate`
-    rounds outwards. Rotated queries and keys are `attention_factor` times as long; None: as
-    `factor` has it, or `mscale` and `mscale_all_dim`.
+    fast ones at least `beta_fast` times. Between them the factor is linear in the pair, and
+    `truncate` rounds the two ends outwards. Rotated queries and keys are `attention_factor` times
+    as long. By default it follows from `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"

@@ -1,4 +1,4 @@
-"""Tokens in fp8, for either framework: float8_e4m3fn and a float32 scale a token and head.
+"""Tokens in fp8, for both frameworks: float8_e4m3fn and a float32 scale per token and head.
 
     scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
 
@@ -18,8 +18,8 @@ from nsa_core.array_ops import ArrayOps
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
 LEAST = 1e-30  # the maximum of a row counts as this at least: 448 / LEAST is finite
-# How far a token may be from what is read of it, in parts of that and of the scale: by rounding to
-# e4m3, 2^-4 and 2^-10, and to 16 bits.
+# Bounds of |token - read token|, relative to the read token and to the scale: rounding to e4m3
+# (2^-4 and 2^-10), and to 16 bits.
 NEAR, LEAST_NEAR = 2**-4 + 2**-7, 2**-9
 
 
@@ -34,9 +34,9 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
 
 
 def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
-    """Whether each token of `x` may have been rounded to `found`, which is read of codes and scale:
-    whether no element is further off than rounding takes it, and little more. Such a token is as
-    good as what is read, wherever it came from.
+    """Whether each token of `x` may have been rounded to `found`, which was read from codes and
+    scale: no element differs by much more than rounding explains. Such a token may replace the read
+    one, regardless of its source.
     """
     off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))
     most = ops.xp.abs(ops.to_float32(found)) * NEAR + scale[..., None] * LEAST_NEAR

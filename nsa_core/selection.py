@@ -18,16 +18,16 @@ def choose(
     """The `n` blocks among `0 .. own`, int32 `[..., n]`, ascending, -1 padding.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
-    scores go to the lower index. No framework promises the order of ties in a top-k, so it is
-    asked for values only: what lies above the n-th largest is in, and the lowest ties fill the
-    rest.
+    scores go to the lower index. No framework promises the order of ties in a top-k. Therefore only
+    its values are used: blocks above the n-th largest value are selected, and the ties with the
+    lowest indices fill the rest.
 
     Args:
-      top: the largest values of the last axis, so many of them, in falling order.
+      top: Function that returns the largest values of the last axis in descending order.
       scores: `[..., N]`.
-      own: the query's own block, broadcast to `[...]`; negative: no block is a candidate.
-      ranked_again: of what is compared, and which blocks are candidates, what is compared in its
-        place; asked where not all blocks can be chosen.
+      own: The query's own block, broadcast to `[...]`. A negative one has no candidates.
+      ranked_again: Function of the compared values and the candidates that returns other values to
+        compare. It is called if not all blocks can be selected.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected
     block, own = ops.arange(scores, num_blocks)[0], own[..., None]

@@ -18,7 +18,7 @@ Numerics, for every implementation:
 
 from typing import Any, NamedTuple
 
-# The name by which policies of `jax.checkpoint` know what the backward pass keeps besides inputs.
+# The name under which policies of `jax.checkpoint` find the residuals other than inputs.
 RESIDUAL = "nsa_residual"
 
 

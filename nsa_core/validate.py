@@ -1,7 +1,7 @@
-"""Checks of public arguments: each error names the argument, what was expected, what came.
+"""Checks of public arguments. Each error names the argument, the rule and the value.
 
-Of an array they read `shape` and `dtype` alone, so that both frameworks check by them; numbers
-(`numbers`, `borders`) are given by a caller that has read them.
+They read only `shape` and `dtype` of an array, so that both frameworks use them. A caller that has
+read numbers passes them (`numbers`, `borders`).
 """
 
 import itertools
@@ -32,8 +32,8 @@ def dtype_name(x) -> str:
 
 
 def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
-    """An array of these axes, or of so many, in one of the dtypes; of `like`, an array by its
-    name, it has the dtype.
+    """Check that `x` is an array with these axes, or this number of axes, in one of the dtypes.
+    If `like` names another array, `x` must have its dtype.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, got {type(x).__name__}")
@@ -144,7 +144,7 @@ def attention(
     heads(query, key, key_name)
     ours, theirs = tuple(key.shape[:3]), tuple(value.shape[:3])
     if ours != theirs:
-        # The message names the one that has not the tokens of the queries, where that tells.
+        # The message names the array without the tokens of the queries, if that is decidable.
         if theirs[1] == tokens != ours[1]:
             shape(key_name, key, (*theirs, None))
         if ours[1] == tokens != theirs[1]:
@@ -219,7 +219,7 @@ def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:
 
 
 def borders(name: str, found: Sequence[int], length: int) -> None:
-    """Where the sequences of a row of `length` tokens begin, and where the last one ends."""
+    """Check the boundaries of the sequences in a row of `length` tokens."""
     if found[0] != 0:
         raise ValueError(f"{name} must begin with 0, got {found[0]}")
     for i, (before, border) in enumerate(itertools.pairwise(found), 1):
@@ -234,7 +234,7 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
 
 
 def most_tokens(config: NSAConfig, compressed: int) -> int:
-    """Of which there are no more than so many compressed ones."""
+    """The largest number of tokens that have `compressed` compressed tokens."""
     return compressed * config.compress_stride + config.compress_block - 1
 
 

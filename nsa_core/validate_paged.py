@@ -1,5 +1,5 @@
-"""Checks of a paged cache's arguments for both frameworks, by shape and dtype, and by the numbers
-of what the caller's `read` reads on the host.
+"""Checks of a paged cache's arguments for both frameworks: shapes, dtypes, and the numbers that the
+caller's `read` reads on the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def dtypes(dtype: str, compressed_dtype: str) -> None:
 
 
 def copied(source, target) -> None:
-    """Numbers of what is copied, and of where to: integers `[K]`, as many of both."""
+    """Check the numbers of source and target pages: integers `[K]` of equal length."""
     array("source", source, 1, ("int32", "int64"))
     array("target", target, tuple(source.shape), ("int32", "int64"))
 
@@ -146,8 +146,8 @@ def runs(
     starts: np.ndarray | None,
     lengths: np.ndarray | None,
 ) -> None:
-    """That runs are of a call with these rows and so many tokens, and with `cu_seqlens_q` and
-    `lengths` where they are read.
+    """Check that runs belong to a call with these rows and tokens, and with `cu_seqlens_q` and
+    `lengths` if they were read.
     """
     if not isinstance(found, Sequence) or not all(isinstance(x, Run) for x in found):
         raise ValueError(f"runs must be a list of Run, as plan_runs makes it, got {found!r}")

@@ -1,11 +1,11 @@
-"""Where the sequences of packed rows stand: tables that kernels read, made once per batch.
+"""Positions of the sequences in packed rows: tables that kernels read, made once per batch.
 
-Keys of each sequence have places of their own, in which blocks and tiles begin where the sequence
-does: a sequence begins at a multiple of `unit`, of which 64 keys and `select_block` both are
-divisors, so that tiles and blocks nest in packed rows as they do in rows of one sequence.
+The keys of each sequence have slots ("places") in which blocks and tiles begin with the sequence.
+A sequence begins at a multiple of `unit`, of which 64 and `select_block` are divisors, so that
+tiles and blocks nest in packed rows in the same way as in rows of one sequence.
 
-    keys      | 0            69 | 70        133 | 134 ..
-    places    | 0 ..  127       | 128 ..    191 | 192 ..
+    key       | 0            69 | 70        133 | 134 ..
+    slot      | 0 ..  127       | 128 ..    191 | 192 ..
     tiles     | 0      1        | 2             | 3 ..
 
 `place / 64` is a tile of keys, `place / select_block` a selection block, and
@@ -14,8 +14,8 @@ compressed tokens and gradients of keys.
 
 | table | shape | |
 |---|---|---|
-| `Sequences` | `[B, sequences]` | where each stands |
-| `Tokens` | `[B, T]` | where each query stands, and what it sees |
+| `Sequences` | `[B, sequences]` | the position of each |
+| `Tokens` | `[B, T]` | the position of each query, and the keys that it sees |
 | `KeyTiles` | `[B, key_tiles]` | of each 64 places, the first key and the end of its sequence |
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
@@ -40,13 +40,13 @@ class Sequences(NamedTuple):
     length: Any  # keys; 0 where it is padding
     end: Any  # its last key + 1, of padding too
     place: Any  # of its first key
-    window: Any  # its first compressed token where these stand without gaps (`compress`)
+    window: Any  # its first compressed token among those stored without gaps (`compress`)
 
 
 class Tokens(NamedTuple):
-    """Of each query, `[B, T]`; of padding as of a sequence that begins there."""
+    """Values per query, `[B, T]`. Padding counts as a sequence that begins at its token."""
 
-    position: Any  # in its sequence; -1: padding, which sees nothing
+    position: Any  # in its sequence; -1 for padding, which sees no key
     key_start: Any  # the first key of its sequence
     place_start: Any  # the place of that key
     compressed_start: Any  # the slots that it sees: first
@@ -156,11 +156,9 @@ class Capacity:
 
 
 class Varlen:
-    """The tables of packed rows, each made when it is first asked for.
+    """The tables of packed rows, each made on its first use.
 
-    Args:
-      borders: of `sequences`; None where all tables are `known`.
-      known: tables that are there already, by name.
+    `borders` are those of `sequences`, or None if all tables are `known`: existing ones by name.
     """
 
     def __init__(self, ops, capacity: Capacity, borders=None, **known: Any):
@@ -172,14 +170,14 @@ class Varlen:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """`borders`: int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then where each
-        sequence ends; what is beyond S counts as S.
+        """`borders` is int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then the end of
+        each sequence. An end beyond S counts as S.
         """
         return Sequences(*self._made(_sequences, self.borders))
 
     @functools.cached_property
     def tokens(self) -> Tokens:
-        """Where the queries stand."""
+        """The positions of the queries."""
         start, length, _, place, _ = self.sequences
         return Tokens(*self._made(_tokens, start, length, place))
 
@@ -195,13 +193,13 @@ class Varlen:
         return QueryTiles(*self._made(_query_tiles, start, end, tokens=tokens))
 
     def of_keys(self, x) -> Any:
-        """`[B, S, ...]`: what each key has in `x` `[B, places, ...]`."""
+        """`[B, S, ...]`: the entry of each key in `x` `[B, places, ...]`."""
         start, _, _, place, _ = self.sequences
         return self.ops.derive(taken, x, *self._made(_places_of_keys, start, place))[0]
 
     def in_slots(self, x) -> Any:
-        """Compressed tokens `[B, C, ...]` that stand without gaps in their sequences' slots,
-        `[B, slots, ...]`, with zeros where none is.
+        """Move compressed tokens `[B, C, ...]`, stored without gaps, to their sequences' slots
+        `[B, slots, ...]`. Empty slots are zero.
         """
         if x.shape[1] == 0:
             return x
@@ -210,7 +208,7 @@ class Varlen:
         return self.ops.derive(taken, x, *sources)[0]
 
     def of_slots(self, x, count: int) -> Any:
-        """`[B, count, ...]`: what each compressed token of `in_slots` has in `x`."""
+        """`[B, count, ...]`: the entry of each compressed token of `in_slots` in `x`."""
         if x.shape[1] == 0:
             return x
         *_, place, window = self.sequences
@@ -219,7 +217,7 @@ class Varlen:
 
 
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
-    """Of runs of equal ids, as many as `capacity.sequences`; negative: padding.
+    """The sequences of runs of equal ids, at most `capacity.sequences`. Negative ids are padding.
 
     Where there are more runs, or a longer one, all is padding: nothing is written where there is no
     room.

@@ -2,7 +2,7 @@
 
     buffers    Buffer, View, Launch, Derived, Join, Plan
     planner    PlanOps, the `ArrayOps` of the steps that notes what they ask
-    workspace  where buffers lie that kernels alone read
+    workspace  offsets of the buffers that only kernels read
 
 A buffer is a role of an argument or of a result. Two arguments that are one tensor are two buffers
 with one address.

@@ -1,4 +1,4 @@
-"""The parts of a plan; what runs one is a framework's (`nsa_torch.execute`)."""
+"""The parts of a plan. A framework runs it (`nsa_torch.execute`)."""
 
 import enum
 import math
@@ -21,7 +21,7 @@ class Place(enum.Enum):
 
     Attributes:
       ARGUMENT: the caller's; never written.
-      CONSTANT: follows from the plan alone, made once; never written.
+      CONSTANT: depends only on the plan, made once; never written.
       BATCH: follows from the plan and the argument that many calls share (`ArrayOps.per_batch`),
         made once for it; never written.
       WORKSPACE: in the one allocation of a call.
@@ -49,7 +49,7 @@ class Buffer(NamedTuple):
 
 
 class View(NamedTuple):
-    """A part of a buffer that lies row by row, as the steps see it: what they ask an array for.
+    """A part of a buffer, stored row by row, with the array attributes that the steps read.
 
     Attributes:
       buffer: its number.
@@ -77,10 +77,9 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel; one that is `in_place` writes over what it reads last.
+    """A launch of a kernel. An `in_place` kernel overwrites its last input.
 
-    Attributes:
-      beside: a number; it runs beside what follows, until the `Join` of that number.
+    It runs concurrently with the next steps until the `Join` whose number is `beside`.
     """
 
     kernel: Kernel | TritonKernel

@@ -50,8 +50,7 @@ def kernels_of(
       heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
       dtype: `bfloat16` or `float16`.
       scale: None means 1 / sqrt(key_width).
-      gradients: of a forward pass that keeps residuals and its backward pass, in place of a
-        forward pass alone.
+      gradients: Whether to include the backward pass, and the forward pass that stores residuals.
       packed: of rows with several sequences.
       compresses: of compression by means too (torch), with the gradients of tokens, and of packed
         rows whose sequences have places (`nsa_core.varlen`).

@@ -33,8 +33,8 @@ LEAST_RELEASED = 64 * 2**20
 class PlanOps(ArrayOps):
     """Notes kernels and derived steps on `View`s.
 
-    The same derived step of the same buffers is done once. One that reads constants alone, or
-    nothing, makes constants; one that reads the shared argument too makes batch buffers.
+    The same derived step of the same buffers runs once. A step that reads only constants, or
+    nothing, makes constants. A step that also reads the shared argument makes batch buffers.
 
     Args:
       capability: of the GPU.
@@ -114,7 +114,7 @@ class PlanOps(ArrayOps):
         return self._derived(function, arrays, static, Place.ALONE, own=True)[0]
 
     def _place_of_derived(self, arrays) -> Place:
-        """Of what follows from `arrays` alone."""
+        """The place of an array that depends only on `arrays`."""
         found = Place.CONSTANT
         for x in arrays:
             place = self._buffers[x.buffer].place
@@ -163,7 +163,7 @@ class PlanOps(ArrayOps):
 
     def all_float32(self, arrays):
         if all(x.dtype == "float32" for x in arrays):
-            # Arguments may lie anyhow: if they have to be copied, then together.
+            # Arguments may have any layout. If they must be copied, they are copied together.
             given = [self._buffers[x.buffer].place is Place.ARGUMENT for x in arrays]
             return self.derive(_all_float32, *arrays) if any(given) else arrays
         if any(self._buffers[x.buffer].place is not Place.ARGUMENT for x in arrays):
@@ -249,7 +249,7 @@ class PlanOps(ArrayOps):
         begins = [[n for n in each if self._buffers[n].place is Place.ALONE] for each in begins]
         ends: list[list[int]] = [[] for _ in steps]
         for n, i in last.items():
-            # Arguments too: where one lay anyhow, it is a copy.
+            # Arguments too, since an argument with another layout was copied.
             if self._buffers[n].place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
                 ends[i].append(n)
         return Plan(
@@ -281,7 +281,7 @@ class PlanOps(ArrayOps):
         return final
 
     def _fill_workspace(self, steps, begins, last, kept) -> int:
-        """Puts there what kernels alone read and write; its bytes."""
+        """Place buffers that only kernels read and write in the workspace. Returns its bytes."""
         tensors = kept | {
             x.buffer
             for step in steps
@@ -357,7 +357,7 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
 
 
 def _view_at(x: View, index: Slices) -> View | None:
-    """`x[index]` where it lies row by row, and where kernels can read it."""
+    """`x[index]` if it is stored row by row and kernels can read it, otherwise None."""
     bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
     shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
     cut = [i for i, size in enumerate(x.shape) if shape[i] != size]

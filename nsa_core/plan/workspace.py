@@ -1,13 +1,13 @@
-"""Where buffers lie that kernels alone read and write: in one allocation, by their lifetimes."""
+"""Offsets in one allocation for buffers that only kernels read and write, by their lifetimes."""
 
 import operator
 from collections.abc import Mapping, Sequence
 
 from kernels_pallas.kernel import ALIGNMENT
 
-# At most. What does not fit has memory of its own, which is given back once it was read.
+# The limit. A buffer that does not fit has its own memory, which is freed after its last read.
 MAX_BYTES = 64 * 2**20
-FEW_BYTES = 16 * 2**20  # where most of it would lie idle when a call holds most
+FEW_BYTES = 16 * 2**20  # the limit if most of it would be idle at the call's peak of memory
 
 
 def placed(
@@ -47,8 +47,8 @@ def _placed(
     sizes: Mapping[int, int],
     most: int,
 ) -> tuple[dict[int, int], int]:
-    """`placed` in `most` bytes: the largest first, each where it fits first beside those that are
-    there at the same time.
+    """`placed` in `most` bytes: the largest first, each at the first offset that is free during its
+    lifetime.
     """
     first = {number: i for i, numbers in enumerate(begins) for number in numbers}
     places: dict[int, tuple[int, int]] = {}  # by number: from, to

@@ -3,9 +3,9 @@
     out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
 
 `forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
-`forward_with_residuals` keeps the branches apart, and adds them in a kernel of its own.
-`recomputed` residuals are the selection alone: `backward` then runs each branch once more, when
-its turn comes, so that one branch's output exists at a time.
+`forward_with_residuals` stores each branch separately and adds them in a separate kernel.
+`recomputed` residuals contain only the selection. `backward` then runs each branch again in turn,
+so that only one branch's output exists at a time.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class Steps(NamedTuple):
         find it kept; without names it makes the lists again.
       narrowest: the fewest columns of values with which `forward.compressed` runs for keys of a
         width, where its log-sum-exp is all that is wanted.
-      compression: a module with the functions of `mosaic_compress`; None: compressed tokens are
-        made elsewhere.
+      compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
+        are made elsewhere.
       reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
       reads_pages: whether `forward.selected` takes `pages`.
-      gates_together: whether gates become float32 at once, which is one launch; else each when a
-        kernel reads it, which takes the memory of one.
+      gates_together: Whether all gates are cast to float32 in one launch. Otherwise each is cast
+        when a kernel reads it, which needs the memory of one.
     """
 
     forward: Any
@@ -68,8 +68,8 @@ class Inputs(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where the selected keys and values of rows lie, where these are pages of select_block tokens,
-    `[1, P select_block, Hkv, .]`, and not the rows' own.
+    """The positions of selected keys and values that are stored in pages of select_block tokens,
+    `[1, P select_block, Hkv, .]`, instead of rows.
     """
 
     page_table: Any  # int32 [B, M], of pages that exist
@@ -80,7 +80,7 @@ class Pages(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs besides the inputs; None is computed again."""
+    """The data that the backward pass needs in addition to the inputs. None is computed again."""
 
     block_indices: Any  # int32 [B, T, Hkv, n]
     block_lists: Any  # of the tiles (`Steps.lists`); or None
@@ -89,7 +89,7 @@ class Residuals(NamedTuple):
 
     @classmethod
     def recomputed(cls, block_indices) -> "Residuals":
-        """Of `forward`: the selection alone."""
+        """The residuals of `forward`, which are only the selection."""
         return cls(block_indices, None, None, None)
 
 

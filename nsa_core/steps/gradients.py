@@ -1,4 +1,4 @@
-"""What the gradient of a branch is made from, and what it is, on any kernels."""
+"""The inputs and the results of a branch's gradient, on any kernels."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ class Gradients(NamedTuple):
     value: Any
 
 
-BESIDE_SMS = 56  # for what runs beside dkv and dq of the selected branch
+BESIDE_SMS = 56  # for kernels that run concurrently with dkv and dq of the selected branch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LaterDq:
 
     Attributes:
       describe: the kernel of some rows, from fields of `IntervalAttention`.
-      arrays: what it reads.
+      arrays: Its inputs.
     """
 
     describe: Callable[..., Any]
     arrays: Sequence[Any]
 
     def rows(self, ops: ArrayOps, first: int = 0, end: int | None = None):
-        """An array whose rows `first` to `end` are there."""
+        """An array whose rows `first` to `end` are computed."""
         return ops.run(self.describe(first_row=first, end_row=end), *self.arrays)[0]
 
     def beside(self, ops: ArrayOps, first: int, end: int, dq) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ class LaterDq:
 
 @dataclasses.dataclass(frozen=True)
 class RowResiduals:
-    """What a branch's gradient needs of each query row besides its inputs, `[B, T, H]` float32.
+    """The statistics per query row that a branch's gradient needs, `[B, T, H]` float32.
 
     Attributes:
       lse: natural log-sum-exp, -inf where the query sees nothing.

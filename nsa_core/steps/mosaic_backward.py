@@ -9,7 +9,7 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
     dK_c    = scale * dS_c^T Q
     dV_c    = gP_c^T dO
 
-A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
+A single branch has no gate, and delta_c - dlse_c instead of delta_c.
 dq is query-stationary, by the loop of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
@@ -89,7 +89,8 @@ def compressed_and_sliding(
     """dq of both branches, in one array or a `LaterDq`, and dk and dv of each.
 
     Args:
-      qkvs, rows: of the compressed and of the sliding branch; other arguments as of `compressed`.
+      qkvs, rows: One for the compressed and one for the sliding branch. Other arguments are those
+        of `compressed`.
     """
     sliding_branch = _sliding(qkvs[1], rows[1], params)
     if qkvs[0].key.shape[1] == 0:
@@ -240,7 +241,7 @@ def selected(
     """Of the selected branch.
 
     Args:
-      block_lists: `mosaic_forward.tile_block_lists` where they are there already.
+      block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
       do, rows, added: as in `compressed`.
     """

@@ -28,8 +28,8 @@ def attention(
 ):
     """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries per row.
 
-    Args as of `nsa_torch.paged_attention`; `new`: keys and values that the step appends first, of
-    a framework whose arrays are memory; `slots`: then which ring of a cache in fp8 each row has.
+    Args are those of `nsa_torch.paged_attention`. `new` has keys and values that the step appends
+    first, in a framework with mutable arrays; `slots` then has each row's ring in an fp8 cache.
 
     Raises:
       NotImplementedError: there is no such kernel (`specs.decode.why_not`).
@@ -103,7 +103,7 @@ def step_arrays(
 
 
 def why_not(problem: Any) -> str | None:
-    """Why the kernel cannot run a paged call, or None: `T` queries a row of `S` tokens."""
+    """Why the kernel does not support a paged call of `T` queries per row, or None."""
     if problem.packed:
         return "takes the same 1 to 8 queries for each row, got rows of different numbers"
     if not interpret.get() and problem.platform not in ("gpu", "cuda"):
@@ -121,8 +121,8 @@ def kernel_of(problem: Any, append: bool = False) -> Kernel:
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """What steps of one token a row run, over caches in `dtype` and in fp8, of rows of any number
-    and length; none where the layer's sizes are not the kernel's.
+    """The kernels of steps of one token per row, over caches in `dtype` and in fp8, for any number
+    and length of rows. Empty if the kernel does not support the layer's sizes.
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []

@@ -4,9 +4,9 @@
                   sliding
 
 Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
-log-sum-exp `[B, T, H]`, float32. It may also take part in the gated sum: `gate` `[B, T, H]` scales
-its output, `added` `[B, T, H, Dv]`, the sum so far, is added to it, perhaps in place; the
-log-sum-exp is None then.
+log-sum-exp `[B, T, H]`, float32. It may also add to the gated sum: `gate` `[B, T, H]` scales its
+output, and `added` `[B, T, H, Dv]`, the sum of earlier branches, is added to it, perhaps in place.
+The log-sum-exp is None then.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def sliding(
 ) -> OutLse:
     """Attention over the last `window` keys.
 
-    `rounded`: what `round_tokens` gives of key and value, where they are there already.
+    `rounded`: the result of `round_tokens` for key and value, if it exists.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     tokens = qkv if rounded is None else rounded
@@ -55,7 +55,7 @@ def sliding(
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
-    """`rounded`, or what the products need in its place."""
+    """`rounded`, or its value if it must be computed; None without `compute_dtype`."""
     if params.config.compute_dtype is None or rounded is not None:
         return rounded
     return round_tokens(ops, qkv.key, qkv.value, params.layout)
@@ -101,7 +101,7 @@ def _interval(
 
 
 def _operands(qkv: Qkv, layout, rounded):
-    """What a kernel reads of keys and values, and where the queries stand among them."""
+    """The keys and values that a kernel reads, and the layout of the queries among them."""
     if rounded is None:
         return (qkv.key, qkv.value), layout
     return rounded.operands, mosaic_fp8.placed(layout)
@@ -129,7 +129,7 @@ def selected(
     """Attention over the blocks `block_indices` `[B, T, Hkv, n]`; no row of `query` may be NaN.
 
     Args:
-      block_lists: `tile_block_lists` where they are there already.
+      block_lists: The result of `tile_block_lists`, if it exists.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
       rounded: as in `sliding`; not with `pages`.
     """
@@ -197,8 +197,8 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """The kernel of `selected` with `pages`, of any lengths, in a layer; None: far blocks of small
-    groups are gathered, for which keys are in order, or a page is cut into blocks.
+    """The kernel of `selected` with `pages`, for any lengths, in a layer. None if far blocks of
+    small groups are gathered, which needs keys in order, or if a page has several blocks.
     """
     if heads // kv_heads <= mosaic_gather.max_heads(config.select_block):
         return None
@@ -294,8 +294,8 @@ def _candidate_shapes(*arrays, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates(ops, first, last, base, position, *, spec, block):
-    """What `scores.best_blocks` reads of the layout: bounds of the compressed tokens by row,
-    the own and the first block of each token, and how many blocks a tile's tokens span.
+    """The layout that `scores.best_blocks` reads: bounds of the compressed tokens per row, the own
+    and the first block of each token, and the number of blocks that a tile's tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (

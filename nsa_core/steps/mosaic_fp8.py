@@ -73,7 +73,7 @@ def _end(ops, causal_end):
 
 
 def placed(layout: QueryLayout) -> Any:
-    """The layout of queries to keys that `round_tokens` has put in their places."""
+    """The layout of queries relative to keys that `round_tokens` has moved to their slots."""
     if layout.varlen is None:
         return layout
     tokens = layout.varlen.tokens

@@ -1,12 +1,12 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
 Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
-loops over the blocks near it alone, and leaves those that are far to
+loops only over the blocks near it, and leaves far blocks to
 `kernels_pallas.specs.gathered`: neighbours are alike, and no output depends on later tokens. The
-device decides, so the host never waits, and either kernel passes over what is the other's.
+device decides, so the host never waits, and each kernel skips the blocks of the other.
 
-The gathering kernel is key-stationary: its partial outputs, one for each far block of a token,
-are merged with the walk's by another kernel. Tokens go in segments, so that partials stay small.
+The gathering kernel is key-stationary. Another kernel merges its partial outputs, one for each far
+block of a token, with those of the loop. Tokens are split into segments to limit the partials.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ SHARED_FIELDS = (
 
 
 def max_heads(block: int) -> int:
-    """Of a group that may be gathered, of blocks of so many keys."""
+    """The largest group whose blocks of `block` keys may be gathered."""
     return MAX_HEADS * block // ROWS
 
 
@@ -93,7 +93,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """`dq` `[B, T, H, D]` with what far blocks give, which `spec` left.
+    """`dq` `[B, T, H, D]` with the contribution of far blocks, which `spec` left out.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.

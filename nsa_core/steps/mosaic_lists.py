@@ -1,6 +1,6 @@
 """Index structures of the selected branch, made on the device from the block indices.
 
-| structure | read by | says |
+| structure | read by | contents |
 |---|---|---|
 | block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
 | query list of a block | `dkv` | which queries chose the block |
@@ -65,8 +65,8 @@ def _running_sum(ops, counts):
 
 
 def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
-    """`S` and `packed` of the `BlockQueryLists` of a layout with so many keys: where sequences
-    have places of their own, tiles of places are like those of keys of one sequence.
+    """`S` and `packed` of the `BlockQueryLists` for a layout with `keys` keys. If sequences have
+    slots, tiles of slots are like tiles of the keys of one sequence.
     """
     if layout.varlen is None:
         return keys, layout.packed
@@ -82,8 +82,8 @@ def queries_of(layout: QueryLayout) -> dict[str, int]:
 
 
 def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
-    """`spec` of the keys that `list_keys` counts: a tile's last keys may be those of the next
-    sequence, so tiles are merged where each is alone.
+    """`spec` for the keys that `list_keys` counts. A tile's last keys may belong to the next
+    sequence, so tiles are merged where each is separate.
     """
     if layout.varlen is None:
         return spec
@@ -91,7 +91,7 @@ def merge_spec(spec: Dkv, layout: QueryLayout) -> Dkv:
 
 
 def of_keys(layout: QueryLayout, found) -> list:
-    """Of the keys, what is of those that `list_keys` counts."""
+    """The entries of the keys, from entries of the slots that `list_keys` counts."""
     return [x if layout.varlen is None else layout.varlen.of_keys(x) for x in found]
 
 

@@ -29,7 +29,9 @@ from nsa_core.steps.gradients import Gradients, LaterDq
 CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
 MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored
 MAX_ENTRIES = 512  # of a work item: a chunk waits for its last one
-MAX_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
+MAX_OUTPUTS = (
+    4  # dS of a row has at most 4 times the size of an output; otherwise it is not stored
+)
 
 
 def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
@@ -104,8 +106,8 @@ def gradients(
     work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, **queries)
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     # The longest first: items that begin together then end together, and those after them begin at
-    # the same place of the sequence, so that more of what one reads is in L2 from another. Each has
-    # a partial of its own, so no sum changes.
+    # the same position of the sequence, so that they share more of their reads in L2. Each has
+    # its own partial, so no sum changes.
     (table,) = ops.run(work_items.ordered_work_items(work), table)
     whole = dataclasses.replace(
         base,
@@ -120,8 +122,8 @@ def gradients(
     max_rows = _max_rows(ops, of_query)
     if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
-    # dq of the other branches of the next chunk runs beside dkv and dq of this one: they are bound
-    # by memory and by the tensor cores.
+    # dq of the other branches of the next chunk runs concurrently with dkv and dq of this one: the
+    # former is bound by memory, the latter by the tensor cores.
     later = added if isinstance(added, LaterDq) else None
     if later is not None:
         added = later.rows(ops, 0, min(max_rows, lists.rows))
@@ -178,7 +180,7 @@ def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
     if ops.has_streams and spec.stored_rows * row > most:
-        most //= 2  # as fast beside dq of the other branches
+        most //= 2  # as fast when it runs concurrently with dq of the other branches
     return min(max(most // row, 1), spec.stored_rows)
 
 
@@ -223,8 +225,8 @@ def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> d
     """As `_merged`, of the rows of a chunk; other rows are those `before`.
 
     Args:
-      arrays: what the kernel reads in addition.
-      before: as it is returned; empty for the first chunk.
+      arrays: Further inputs of the kernel.
+      before: The result of the previous chunk; empty for the first one.
     """
     merged = {}
     for part in mosaic_lists.merge_spec(spec, layout).gradients:

@@ -34,8 +34,8 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     ]
 )
 def _aligned(ops, start, first, last, *, count, length, ratio):
-    """Which key goes to each place, -1 where none does; of each query its first block, and the
-    moved keys that it sees.
+    """The key of each slot, -1 if it is empty; and per query its first block and the moved keys
+    that it sees.
     """
     xp, batch = ops.xp, start.shape[0]
     source, target = (

@@ -15,10 +15,10 @@ class Qkv(NamedTuple):
 
 
 class Params(NamedTuple):
-    """What a step takes besides arrays.
+    """The arguments of a step that are not arrays.
 
     Attributes:
-      layout: where the queries stand.
+      layout: The positions of the queries.
       scale: factor of the logits; None means `D**-0.5`.
     """
 

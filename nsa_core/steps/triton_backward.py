@@ -27,8 +27,8 @@ from nsa_core.steps.triton_forward import (
 )
 
 MERGED_ROWS = 16  # of a program that adds partials
-SEGMENT = 2048  # entries of a query list that one program walks
-PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
+SEGMENT = 2048  # entries of a query list that one program processes
+PROGRAMS = 1024  # the least number into which dkv of few key tiles is split
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
@@ -204,7 +204,7 @@ class ListSizes(NamedTuple):
     Attributes:
       entries: at most.
       items: work items, at most; every tile has one.
-      packed: whether sequences may begin at any key: a block then lies in two tiles.
+      packed: Whether sequences may begin at any key. A block is then in two tiles.
     """
 
     tiles: int
@@ -254,7 +254,7 @@ def _chosen_tiles(ops, block_indices, position, key_start, sizes):
     tile = start // sizes.block
     found = [xp.where(valid, tile, tiles)]
     if sizes.packed:
-        # The rest of a block that begins inside a tile lies in the next one.
+        # The rest of a block that begins inside a tile is in the next one.
         inside = (start % sizes.block > 0) & (tile + 1 < tiles)
         found.append(xp.where(valid & inside, tile + 1, tiles))
     keys = xp.moveaxis(xp.stack(found, -1), 2, 1).reshape(batch * heads, -1)

@@ -73,7 +73,7 @@ def attention(
             **constants,
         )
 
-    rows, count = p.T * p.group, splits + windows  # rows of heads that read a key/value head
+    rows, count = p.T * p.group, splits + windows  # query rows of a key/value head
     tiling = p.tiling("forward", min(power(rows), ROWS), 64)
     tiles, of_splits = cdiv(rows, tiling.rows), (p.pairs, rows, count)
     outputs = [

@@ -48,7 +48,7 @@ def _interval(ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None) -
 
 
 def _attended(ops, p: Problem, launch, arrays, unused, gate, added, **constants) -> OutLse:
-    """`(out, lse)`, or of a sum None; what is not there the kernel does not read."""
+    """`(out, lse)`; the lse of a sum is None. The kernel does not read arrays that are None."""
     rows = p.B, p.T, p.H
     kernel = p.kernel(
         launch,
@@ -74,7 +74,7 @@ def selected(
 ) -> OutLse:
     """Attention over the blocks `block_indices` `[B, T, Hkv, n]`.
 
-    `block_lists`: `tile_block_lists` where they are there already.
+    `block_lists`: the result of `tile_block_lists`, if it exists.
     """
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)

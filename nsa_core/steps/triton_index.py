@@ -62,7 +62,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
     """The lists of an indexer, int32 `[B, T, Hi or 1, n]`.
 
     Args:
-      position: int32 `[B, T]`, negative: padding.
+      position: int32 `[B, T]`, negative for padding.
       offset: of the first query in its row, where it is known.
     """
     (batch, length, heads, width), keys = query.shape, key.shape[1]
@@ -183,7 +183,7 @@ class Kept(NamedTuple):
 
 
 def lists_for(ops: ArrayOps, lists, index_query, keys: int, block: int):
-    """`lists` `[B, T, Hi, n]`, one an index head; -1 for what is no block of the keys."""
+    """`lists` `[B, T, Hi, n]`, one per index head, with -1 for entries that are no block."""
     xp = ops.xp
     found = xp.where((lists >= 0) & (lists < cdiv(keys, block)), lists, -1)
     shape = *index_query.shape[:3], lists.shape[3]
@@ -225,7 +225,7 @@ def _over_lists(
 
 
 def _over_queries(name: str, lists, block: int, queries: int, outputs, **more) -> TritonKernel:
-    """A kernel with so many queries of an index head per program."""
+    """A kernel with `queries` queries of an index head per program."""
     *rows, n = lists.shape
     count, heads = math.prod(rows), lists.shape[2]
     sizes = {"INDEX_HEADS": heads, "N": n, "BLOCK": block, "QUERIES": queries} | more

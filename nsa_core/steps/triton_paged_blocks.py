@@ -20,7 +20,7 @@ CHUNK = 1024  # keys that a program scores; half as many where programs are few
 KEYS = 128  # of a step of it
 PART = 4096  # blocks of a row that are written at a time
 BLOCKS = 2**15  # of a row, whose scores one program holds
-# Where lists are few, their blocks go in parts of so many, and the bits of a score in so many.
+# Few lists are processed in parts of LIST_PART blocks, and a score in digits of these bits.
 LIST_PART, DIGITS = 2048, (8, 8, 8, 8)
 LEAST_PARTS = 4  # of a list: the launches are not worth fewer
 MOST_PARTS = 8 * SMS  # of all lists: with more, a program for each fills a GPU
@@ -36,9 +36,9 @@ class Paged(NamedTuple):
     cu_seqlens_q: Any
 
     def places(self, ops: ArrayOps, tokens: int, most: int) -> tuple[int, tuple[Any, Any, Any]]:
-        """Queries of each row, 0 where rows have different numbers, and `lengths`, row and position
-        of each token, of which kernels read the first in the one case, where nothing is launched
-        before them, and the others else. `most`: tokens that a row's table has room for.
+        """The number of queries per row, 0 if rows differ, and `lengths`, row and position of each
+        token. With equal numbers kernels read only `lengths`, and nothing is launched before them.
+        Otherwise they read row and position. `most` is the capacity of a row's table in tokens.
         """
         if self.cu_seqlens_q is None:
             return tokens // self.page_table.shape[0], (self.lengths,) * 3
@@ -48,7 +48,7 @@ class Paged(NamedTuple):
 
 
 def _stride(pages) -> int | None:
-    """Entries from a page of `[P, page, ..]` to the next; None: those of a page lie apart."""
+    """Entries from one page of `[P, page, ..]` to the next, or None if a page is not contiguous."""
     page, entry = pages.shape[1], math.prod(pages.shape[2:])
     if not hasattr(pages, "stride"):
         return page
@@ -58,7 +58,7 @@ def _stride(pages) -> int | None:
 
 
 def _memory(pages):
-    """From the first page to the last one, with what lies between pages."""
+    """The memory from the first page to the last one, including gaps between pages."""
     if not hasattr(pages, "stride") or pages.is_contiguous():
         return pages
     count = (pages.shape[0] - 1) * pages.stride(0) + math.prod(pages.shape[1:])
@@ -153,7 +153,7 @@ def attention(
     scale: float | None,
     whole: bool = False,
 ):
-    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`; arguments as of `paged_block_attention`."""
+    """`(out, lse)`, `[N, H, Dv]` and float32 `[N, H]`. See `paged_block_attention`."""
     sizes = _sizes(ops.capability(query), query, value, lists, block, include, whole)
     tokens, pages, tiling = query.shape[0], paged.page_table.shape[1], sizes.tiling()
     assert tiling is not None
@@ -297,7 +297,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
     *tokens, lists, count = scores.shape
     items, n = math.prod(tokens) * lists, index.num_selected
     held = power(most_blocks)
-    parts = held // LIST_PART  # of a list, which has so many programs
+    parts = held // LIST_PART  # of a list; each part has a program
     few = parts * items <= MOST_PARTS and n <= held
     parts = parts if parts >= LEAST_PARTS and few else 1
 
