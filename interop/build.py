@@ -1,8 +1,8 @@
 """Compiles the kernels of configurations ahead of time: nothing is left to compile at first use.
 
     python -m nsa_interop.build --preset paper,seed             # into the user's cache
-    python -m nsa_interop.build --preset paper --out FOLDER     # into a folder of one's own
-    python -m nsa_interop.build --list | --clear                # what lies there; remove it
+    python -m nsa_interop.build --preset paper --out FOLDER     # into another folder
+    python -m nsa_interop.build --list | --clear                # list stored kernels; remove them
 
 No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
 """
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("one of --preset, --list and --clear must be given")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    # What comes with the package counts as there, but not in a folder that is to be complete.
+    # Kernels of the package count as stored, except for a folder that must be complete.
     store, status = Store(options.out, presets=None), 0
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")

@@ -23,10 +23,10 @@ Lifetime (who keeps what alive).
                 queued torch kernel still reads it. So an alias may be dropped only when the
                 kernels that read it have finished. If you cannot promise that, ask for a copy:
                 `to_torch(array, copy=True)` clones on the current stream into torch's memory
-                and holds the array until an event says that the clone has run.
+                and holds the array until an event shows that the clone has run.
 
-Mutation. JAX arrays are immutable: never write the torch alias of one. Nor write a tensor while
-JAX may still read it: wait until the outputs came back through `to_torch`.
+Mutation. JAX arrays are immutable, so never write to the torch alias of one. Do not write to a
+tensor while JAX may still read it: wait until the outputs were returned by `to_torch`.
 
 `call_jax` keeps all these rules for a function of tensors. Its price is one read and one write
 of every output, and an output's memory twice until the clone has run. Arrays whose clone has
@@ -58,8 +58,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         written during JAX's use of it (see the module).
 
     Raises:
-      ValueError: the tensor is of a subclass, whose memory may be none, or of a dtype that JAX
-        would convert (64-bit types without x64).
+      ValueError: The tensor has a subclass, which may have no memory, or a dtype that JAX would
+        convert (64-bit types without x64).
       NotImplementedError: torch's current stream is capturing a CUDA graph.
       BufferError, RuntimeError: in the words of torch and JAX: the tensor requires a gradient while
         gradients are on, or JAX has no such device or dtype.

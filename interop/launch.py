@@ -6,8 +6,8 @@ the problem.
 
 Order and lifetime are those of any torch operator. The kernel reads and writes on the stream
 that is current when `launch` is called, outputs come from torch's allocator on that stream, and
-the host never waits. Where another stream writes a tensor, the caller makes the current stream
-wait for it; where another stream allocated one, `record_stream` comes before it is dropped.
+the host never waits. If another stream writes to an input, the caller makes the current stream wait
+for it. If another stream allocated one, the caller calls `record_stream` before dropping it.
 
 What is loaded stays loaded (`runtime.loaded`).
 """
@@ -45,7 +45,7 @@ def launch(
         works `in_place`; None in place of one, or nothing for all, allocates them.
 
     Returns:
-      The outputs: those of `out` as they are, or new ones in the shapes of `kernel.outputs`.
+      The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
 
     Raises:
       ValueError: a tensor that is not as described.
@@ -126,8 +126,8 @@ def prepare(
     """Builds and loads kernels on a GPU, so that a capture or a timed run need not.
 
     Args:
-      kernels: what differs in lengths alone is one kernel.
-      jobs: processes that build what is not on disk; by default one a core.
+      kernels: Kernels that differ only in lengths count as one.
+      jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:
       How many kernels that are.

@@ -6,11 +6,11 @@ has the same names, so a path maps to a key by one rule:
   NNX parameter           key in the file      layout
   `a.b.kernel` [in, out]  `a.b.weight`         [out, in]    transposed, as torch.nn.Linear
   `a.weight` [l, d]       `a.weight`           [d, 1, l]    a depthwise torch.nn.Conv1d
-  any other               the path with dots   as it is
+  any other               the path with dots   unchanged
 
 Dtypes are kept, bfloat16 included; nothing is cast. The file's metadata records what
-`module.hyper_parameters()` returns (names to numbers or words), as JSON. Each attention layer's
-gate and phi stand in the file too, as names (`LayerSpec.kind_keys`) of entries that are zero.
+`module.hyper_parameters()` returns (names to numbers or words), as JSON. The file also records each
+attention layer's gate and phi, as names (`LayerSpec.kind_keys`) of entries that are zero.
 """
 
 import json
@@ -34,7 +34,7 @@ METADATA_KEY = "hyper_parameters"
 
 
 class Module(Protocol):
-    """A torch or NNX module that tells what it was built from."""
+    """A torch or NNX module that reports its hyperparameters."""
 
     def hyper_parameters(self) -> dict[str, int | float | str]: ...
 
@@ -65,12 +65,12 @@ def load(path: str | Path, module: Module) -> None:
     """Reads the weights in `path` into `module`, in place.
 
     Values go to the device (or sharding) of the parameter they replace. A file without
-    recorded hyper-parameters is taken if its keys, shapes and dtypes fit, and if it states the
+    recorded hyper-parameters is accepted if its keys, shapes and dtypes fit, and if it states the
     gate and phi of each attention layer, or these were named when the layer was made.
 
     Raises:
       ValueError: the hyper-parameters, gate, phi, keys, shapes or dtypes differ; the message
-        names the first difference, what was expected and what the file has. The module is
+        names the first difference, the expected value and that of the file. The module is
         unchanged.
     """
     with safetensors.safe_open(path, framework="pt") as file:
@@ -110,7 +110,7 @@ def _check_same(path: str | Path, expected: dict, got: dict, sentence: str, none
 
 
 def _tensors(module: Module) -> dict[str, torch.Tensor]:
-    """The module's weights as they stand in the file."""
+    """The module's weights in the layout of the file."""
     if isinstance(module, torch.nn.Module):
         return {key: value.contiguous() for key, value in module.state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}

@@ -293,7 +293,8 @@ def compressed_attention(
 ) -> OutLse:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
-    Args: as of `select_blocks`; `compressed_value`: `[B, C, Hkv, Dv]`. Raises: as `select_blocks`.
+    Args: the same as `select_blocks`, and `compressed_value` `[B, C, Hkv, Dv]`.
+    Raises: the same errors as `select_blocks`.
 
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.

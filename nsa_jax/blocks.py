@@ -63,7 +63,7 @@ def block_attention(
       query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None means `T`.
       key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`. None means `S`.
         The last valid query is at the last valid key.
-      segment_ids: int `[B, S]` of packed rows, as of `nsa_jax.attention`; block indices are local
+      segment_ids: int `[B, S]` of packed rows, see `nsa_jax.attention`; block indices are local
         to the sequence.
       return_residual: return the log-sum-exp too.
       implementation: as in `selected_attention`.

@@ -1,7 +1,7 @@
 """The three branches in plain XLA (implementation `xla`): any device, memory bounded.
 
-Queries are taken a chunk at a time; the selected branch gathers the blocks of one chunk only
-and the sliding branch slices the band that its chunk can see. Each returns the output
+Queries are processed in chunks. The selected branch gathers only the blocks of one chunk, and
+the sliding branch slices the band that its chunk can see. Each returns the output
 `[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
 """
 
@@ -115,7 +115,7 @@ def selected_attention(
         last = jnp.minimum(first + size - 1, (start + position)[..., None, None])
         seen = (token >= first[..., None]) & (token <= last[..., None])
         seen &= (indices >= 0)[..., None]  # [B, Q, Hkv, n, l']
-        # Zero times NaN is NaN: what is not seen is not read.
+        # Zero times NaN is NaN, so masked keys are replaced by zeros.
         keys, values = (
             jnp.where(seen[..., None], gather(x, slice_at), 0).astype(query.dtype)
             for x in (key, value)

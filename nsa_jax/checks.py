@@ -1,5 +1,5 @@
-"""Checks of the numbers in public arguments, where the host reads them; the twin of
-`nsa_torch.checks`. What shapes and dtypes tell is `nsa_core.validate`'s.
+"""Checks of the numbers in public arguments if the host can read them; the counterpart of
+`nsa_torch.checks`. `nsa_core.validate` checks shapes and dtypes.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def read(x: Any) -> np.ndarray | None:
 
 
 def within(name: str, x: Any, least: int, most: int) -> None:
-    """Checks the numbers of an array; of what is none, nothing."""
+    """Check the numbers of an array. Other objects are ignored."""
     if hasattr(x, "dtype") and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 

@@ -67,8 +67,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
     it is packed: `[B, C, Hkv, D]`.
 
-    In a packed batch the windows of every sequence stand in the order of their first token,
-    without gaps; the slots left over at the end are zero.
+    In a packed batch the windows of all sequences are in the order of their first token, without
+    gaps. The remaining slots at the end are zero.
     """
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
@@ -93,14 +93,14 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 def windows_at(
     x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
 ) -> Float[Array, "B C l Hkv D"]:
-    """The windows of `block` tokens that begin at `starts`, zeros in unused slots: what padding
-    holds there would be multiplied with a gradient of zero in those of parameters.
+    """The windows of `block` tokens that begin at `starts`, with zeros in unused slots. Otherwise
+    NaN in padding would reach gradients of parameters, where it is multiplied by zero.
 
     The gradient of a token is the sum over the windows that have it, in their order: a scatter,
     which is what JAX makes of a gather, adds in any order on a GPU.
 
     Args:
-      starts: ascending, `stride` apart or more; -1: an unused slot, only behind the others.
+      starts: Ascending, with distances of at least `stride`. Unused slots at the end are -1.
     """
     taps = jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32)
     return jnp.where(starts[..., None, None, None] >= 0, _rows(x, taps), 0)

@@ -68,7 +68,7 @@ def unshard_sequence(
 
 
 def _along(function, x, axis: int, length: int):
-    """`function` of `x` with the axis in front, back in its place, where it has `length` entries.
+    """`function` of `x` with the axis moved to the front and back, with `length` entries.
 
     Over explicit axes of a mesh too, which reshape and indexing do not take: the result is sharded
     as `x` is, but along an axis that cannot be cut so.
@@ -295,7 +295,7 @@ def attention(
     context_axis,
     context_layout,
 ):
-    """`api.attention` of this device's queries; arguments as there."""
+    """`api.attention` of this device's queries, with the same arguments."""
     validate.in_dtype_of_query(config, "context parallelism")
     shard = _shards(context_axis, context_layout, "query", query.shape[1])
     for branch, k in key._asdict().items():

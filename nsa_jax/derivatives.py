@@ -7,7 +7,7 @@ import jax
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse_derivatives(message: str, arrays):
-    """`arrays`, a pytree; what differentiates by one of them raises NotImplementedError."""
+    """`arrays`, a pytree. A derivative with respect to one of them raises NotImplementedError."""
     del message
     return arrays
 

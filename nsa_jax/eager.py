@@ -16,12 +16,12 @@ from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
 from nsa_core.types import Branches
 
-_ARRAY = object()  # stands where an array is given
+_ARRAY = object()  # replaces each array argument in a key
 
 
 def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which broadcasts arrays of different ranks whatever its caller wants of other
-    code (`jax_numpy_rank_promotion`).
+    """`function`, which may broadcast arrays of different ranks. It ignores the caller's
+    `jax_numpy_rank_promotion`.
     """
 
     @functools.wraps(function)
@@ -38,7 +38,7 @@ def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _refuse_tensors(function, args, options) -> None:
-    """That no array is torch's, by itself or as one of `Branches`."""
+    """Check that no argument, and no field of `Branches`, is a torch tensor."""
     if (torch := sys.modules.get("torch")) is None:
         return
     for given in (*args, *options.values()):
@@ -91,7 +91,7 @@ def _names(spec) -> Iterator[str]:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled for its arrays; other arguments must be hashable.
 
-    Where kernels are interpreted, it is the function as it is.
+    If kernels are interpreted, the function is returned unchanged.
     """
 
     @functools.wraps(function)
@@ -112,7 +112,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _program(
     function: Callable[..., Any], tree: Any, constants: tuple[Hashable, ...], state: Hashable
 ):
-    """`state`: what else the function reads."""
+    """A compiled program. `state` has the other values that the function depends on."""
 
     def program(*arrays):
         supply = iter(arrays)
@@ -125,5 +125,5 @@ def _program(
 
 
 def forget() -> None:
-    """Calls are compiled anew, for a test that changes what a step reads beside its arguments."""
+    """Clear compiled calls, for a test that changes a step's state."""
     _program.cache_clear()

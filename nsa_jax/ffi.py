@@ -6,7 +6,7 @@
     run      XLA -> call frame -> BoundKernel of the description -> the driver, on XLA's stream
 
 So a new shape costs JAX the tracing, and the process that runs a program needs nothing but the
-store of kernels (`kernels_pallas.runtime.store`), also where the program comes from JAX's
+store of kernels (`kernels_pallas.runtime.store`), even if the program comes from JAX's
 persistent cache. The host reads the call frame in Python (`xla_call`).
 """
 
@@ -56,8 +56,8 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
       arrays: as `Kernel.__call__`.
 
     Returns:
-      its outputs; the first may take the memory of the last arrays, where it is `in_place` and no
-      one else reads these.
+      Its outputs. The first ones may reuse the memory of the last arrays, if the kernel is
+      `in_place` and these have no other reader.
     """
     text, key = _described(kernel)
     with _lock:
@@ -89,7 +89,7 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
     """Loads kernels on a GPU, built where they are not on disk.
 
     Returns:
-      How many that are, what differs in lengths alone counted once.
+      The number of kernels. Kernels that differ only in lengths count once.
 
     Raises:
       RuntimeError: one cannot be built, or loaded.
@@ -114,7 +114,7 @@ def _is_hopper() -> bool:
 
 @functools.cache
 def _can_build() -> bool:
-    """Whether kernels for any length can be made; if not, says why, once."""
+    """Whether kernels for any length can be built. If not, the reason is logged once."""
     if reason := build.why_not():
         LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
     return reason is None

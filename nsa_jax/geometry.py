@@ -1,4 +1,4 @@
-"""Where each query stands: in its sequence, in the key array, in the compressed array."""
+"""The position of each query in its sequence, in the key array and in the compressed array."""
 
 import dataclasses
 import functools
@@ -35,8 +35,8 @@ class QueryLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """`segment_ids` and what follows from them, made once (`nsa_jax.varlen_metadata`); the
-    functions here take either. Arrays are int `[B, S]`; a transform may put others there.
+    """`segment_ids` and arrays derived from them, made once (`nsa_jax.varlen_metadata`). Functions
+    of this module accept either. Arrays are int `[B, S]`; a transform may replace them.
     """
 
     segment_ids: Any
@@ -110,7 +110,7 @@ def _packed(segment_ids, config):
     border = jnp.pad(border, ((0, 0), (1, 0)), constant_values=True)
     start = lax.cummax(jnp.where(border, index, 0), axis=1)
     position = jnp.where(segment_ids < 0, -1, index - start)
-    # The last token of the window is in the same sequence iff its position says so.
+    # The last token of the window is in the same sequence iff its position fits.
     reach = config.compress_block - 1
     last = jnp.pad(position, ((0, 0), (0, reach)), constant_values=-1)[:, reach:]
     window = (position % config.compress_stride == 0) & (last == position + reach)
@@ -138,7 +138,7 @@ def window_starts(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B C"]
 
 
 def without_padding(x, kv_len, segment_ids):
-    """`x` [B, S, ...] with zeros where no query may look, so that not even NaN gets out."""
+    """`x` [B, S, ...] with zeros for tokens that no query may see, so that NaN cannot spread."""
     length = x.shape[1]
     if segment_ids is not None:
         valid = ids_of(segment_ids) >= 0

@@ -92,8 +92,8 @@ def indexer_kl(
 
 
 def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
-    """Where queries are, and what an indexer makes, with zeros for padding: its gradients are
-    products of both.
+    """The positions of queries, and the indexer's arrays with zeros for padding, since gradients
+    are products of both.
     """
     at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
     config = block_lists.config_of(block, 1)

@@ -211,7 +211,7 @@ def _in_chunks(query, key, *, index: Index, **at):
 
 
 def _at(query, key, position, key_start, index: Index):
-    """Of queries at these positions `[B, T]`; `key_start`: of packed rows, else None."""
+    """The blocks of queries at positions `[B, T]`; `key_start` is None unless rows are packed."""
     batch, _, heads, _ = query.shape
     rows, config, packed = key.shape[1], index.config, key_start is not None
     # A block of the query's own may have no key yet.

@@ -1,4 +1,4 @@
-"""What `nsa_core.debug`, which tells the events of both frameworks, must know of JAX."""
+"""The backend of `nsa_core.debug`, which reports events of both frameworks, for JAX."""
 
 import jax
 import numpy as np

@@ -14,12 +14,12 @@ from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
 from nsa_jax.numerics import put
 
-COMPARISONS = 2**26  # an H100 makes so many in 5 us
+COMPARISONS = 2**26  # an H100 needs 5 us for them
 
 
 class JaxOps(ArrayOps):
     xp: Any = jnp
-    parts_stay = False  # XLA may hand over the address of a slice, and other memory to write to
+    parts_stay = False  # XLA may pass the address of a slice, and other memory for the output
 
     def run(self, kernel, *arrays):
         return ffi.call(kernel, *arrays) if ffi.serves(kernel) else kernel(*arrays)
@@ -40,7 +40,7 @@ class JaxOps(ArrayOps):
         return found
 
     def release(self, arrays):
-        """XLA sees it by itself."""
+        """Do nothing, since XLA frees memory on its own."""
 
     def arange(self, like, count):
         return jnp.arange(count, dtype=jnp.int32)[None]

@@ -32,9 +32,9 @@ def problem_of(
 ) -> Problem:
     """The problem that `query` `[B, T, H, D]` poses on the default JAX backend.
 
-    Under `jit` nobody knows whether a gradient will be asked for, so it is assumed: what the
-    backward pass cannot do is refused before the forward pass runs. With a `compute_dtype`, which
-    has none, it is refused where it is asked for.
+    Under `jit` it is unknown whether a gradient will be requested, so it is assumed: a call without
+    a backward pass is refused before the forward pass runs. A `compute_dtype` has no gradient, and
+    the gradient is refused when it is requested.
     """
     batch, length, heads, width = query.shape
     return Problem(

@@ -36,8 +36,8 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
     """The output of `forward(arrays, integers)`, with gradients of the arrays, which only the
     dtype of the query has.
 
-    `forward_with_residuals` returns besides what `backward(arrays, integers, residuals,
-    cotangents)` needs.
+    `forward_with_residuals` also returns the residuals of `backward(arrays, integers, residuals,
+    cotangents)`.
     """
 
     @jax.custom_vjp
@@ -65,7 +65,7 @@ class _Lengths:
     """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
 
     Args:
-      ops: of kernels that read tables of packed rows (`nsa_core.varlen`); None: they do not.
+      ops: Those of kernels that read tables of packed rows (`nsa_core.varlen`), otherwise None.
       padded: whether queries before the first key are padding; otherwise there are none.
     """
 
@@ -108,7 +108,7 @@ class _Lengths:
 
 
 def _in_slots(layout, *arrays):
-    """Compressed tokens that stand without gaps, as kernels want them."""
+    """Compressed tokens without gaps, moved to the slots that kernels read."""
     return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
 
 
@@ -138,7 +138,7 @@ class KernelPath:
 
     Args:
       steps: on its kernels.
-      ops: gives what they run with; asked at each call, since tests put others in its place.
+      ops: Function that returns their `ArrayOps` at each call, since tests replace them.
     """
 
     def __init__(self, steps: Steps, ops: Callable[[], ArrayOps]):
@@ -239,7 +239,7 @@ class KernelPath:
         comes after the branches.
 
         Kept for the backward pass are the inputs, the selection, its lists, and each branch's
-        output and log-sum-exp; inputs and selection alone if it shall `recompute` the others.
+        output and log-sum-exp, or only inputs and selection with `recompute`.
 
         Args:
           key, value: the compressed field is not read.

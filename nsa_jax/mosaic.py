@@ -4,7 +4,7 @@ from nsa_core.steps import mosaic_attention
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.kernel_path import KernelPath
 
-OPS = JAX_OPS  # read at each call: tests put others in its place
+OPS = JAX_OPS  # read at each call, since tests replace it
 PATH = KernelPath(mosaic_attention.STEPS, lambda: OPS)
 
 compressed_attention = PATH.compressed_attention

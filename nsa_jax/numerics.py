@@ -22,7 +22,7 @@ def wide(dtype):
 
 
 def product(subscripts: str, x, y):
-    """`jnp.einsum` of two arrays of one dtype, exact as `precision_of` says, in the wide dtype."""
+    """`jnp.einsum` of two arrays of one dtype, with `precision_of` it, in the wide dtype."""
     exact = precision_of(y.dtype)
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
 
@@ -55,7 +55,8 @@ weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
 def put(x, index, values):
-    """`x` with `values` at `index`, an array or a tuple of them; what is behind the end is dropped.
+    """`x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end are
+    dropped.
 
     XLA for GPUs (as of JAX 0.11) makes a write of one place, whose index it knows as it compiles,
     an update that moves such an index to the last place. The barrier keeps it from knowing.
@@ -81,7 +82,7 @@ def scale_of(scale, query) -> float:
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
     """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf.
 
-    Of what is not seen neither the logit nor the probability's gradient counts, be they NaN.
+    The logit and the probability's gradient of a masked key are ignored, even if they are NaN.
     """
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

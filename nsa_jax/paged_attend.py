@@ -1,5 +1,5 @@
-"""Attention from a paged cache in JAX: on kernels that read the pages where the rows have few
-queries (decode, guesses), else on rows gathered from the pages, by the steps of `attention`.
+"""Attention from a paged cache in JAX: on kernels that read the pages if rows have few queries
+(decode, draft tokens), otherwise on rows gathered from the pages, by the steps of `attention`.
 """
 
 import functools
@@ -36,10 +36,10 @@ def paged_attention(
 ):
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
 
-    Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
-    attend. A row's output depends on its own tokens alone; rows of length 0 and tokens of no row
-    are 0. A table entry of a page that does not exist is an error where it is not traced and on a
-    CPU, else it is read as the nearest that does; a length beyond the table counts as the table's.
+    Query `j` of a row with `q` of them has position `lengths - q + j`: append first, then attend.
+    A row's output depends only on its own tokens. Rows of length 0 and tokens of no row are 0. A
+    table entry of a page that does not exist is an error on a CPU outside of traced code; otherwise
+    it counts as the nearest existing page. A length beyond the table counts as the table's.
     Under `jax.vmap` kernels run once for each index of the mapped axis, one after the other.
 
     Args:
@@ -48,11 +48,10 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as in `append`.
       config: must be the cache's where it is given.
       scale: factor of the logits; None means `D**-0.5`.
-      max_seqlen_q: no row of `cu_seqlens_q` is longer; it may exceed the tokens of a table, which
-        then count in its place. None: `N`. Up to 8, rows are padded to it and run on kernels that
-        read pages.
-      implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
-        queries), or one of `attention`, which then runs on gathered pages; None: automatic.
+      max_seqlen_q: Bound of the tokens of a row of `cu_seqlens_q`. The tokens of a table bound it
+        too. Defaults to `N`. Up to 8, rows are padded to it and run on kernels that read pages.
+      implementation: A name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
+        queries), or one of `attention`, which then runs on gathered pages. By default automatic.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
@@ -181,7 +180,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
-    """What pages hold of each row, `[B, S, Hkv, .]`: whole pages, zeros where nothing is finished.
+    """The pages of each row, `[B, S, Hkv, .]`: whole pages, with zeros for unfinished entries.
 
     A probability of zero times a value that is NaN is NaN.
     """

@@ -12,10 +12,10 @@ def to_ranges(
     """`[start, end)` of each run of selected keys at or before the query, ascending.
 
     Adjacent blocks are merged, ends are cut at `position + 1`, and slots left over are
-    `(0, 0)` at the end. Positions are local to the sequence; negative: padding.
+    `(0, 0)` at the end. Positions are local to the sequence, and negative for padding.
     """
     size, last = config.select_block, position[:, :, None, None]
-    # Of a block that is not seen the first token may have no number.
+    # The first token of a masked block may have no valid number.
     valid = (block_indices >= 0) & (block_indices <= last // size)
     block = jnp.where(valid, block_indices, -2)
     previous = jnp.pad(block[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=-2)

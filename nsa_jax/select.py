@@ -1,4 +1,4 @@
-"""Which blocks a query reads: scores from the compressed probabilities, then top-n.
+"""The selection of the blocks that a query reads: scores from compressed probabilities, then top-n.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
 too small for float32 are compared by their logarithms, which are made only if they decide.
@@ -62,7 +62,7 @@ def choose(
             return ranked
 
         def by_logarithm():
-            # Logarithms are less than all scores, those of 0 more than what is no candidate.
+            # Logarithms are below all scores. Those of 0 are above a block that is no candidate.
             log = jnp.maximum(log_scores().astype(jnp.float32), jnp.finfo(jnp.float32).min)
             return jnp.where((ranked < LEAST_EXACT) & candidate, log, ranked)
 

@@ -4,7 +4,7 @@ from nsa_core.steps import triton_attention
 from nsa_jax.kernel_path import KernelPath
 from nsa_jax.triton_ops import TRITON_OPS
 
-OPS = TRITON_OPS  # read at each call: tests put others in its place
+OPS = TRITON_OPS  # read at each call, since tests replace it
 PATH = KernelPath(triton_attention.STEPS, lambda: OPS)
 
 compressed_attention = PATH.compressed_attention

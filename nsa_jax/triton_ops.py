@@ -1,7 +1,8 @@
 """`ArrayOps` for JAX arrays whose kernels are Triton's, called by jax-triton.
 
 jax-triton sets or deletes `TRITON_CACHE_DIR` when it is imported, which would turn off Triton's
-cache in the whole process: it is put back. Its versions name the argument of the outputs apart.
+cache in the whole process. Here it is restored. Its versions have different names for the argument
+of the outputs.
 """
 
 import contextlib

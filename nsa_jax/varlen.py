@@ -1,11 +1,11 @@
-"""Where the sequences of packed rows stand, made once for all layers.
+"""Positions of the sequences in packed rows, made once for all layers.
 
     meta = nsa_jax.varlen_metadata(segment_ids, config=config)
     for layer in layers:  # or jax.lax.scan, jax.checkpoint
         y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
 
 A pytree of arrays `[B, ..]`: made outside of a scan over layers and of `jax.checkpoint`, it exists
-once a step, and no backward pass computes it again.
+once per step, and no backward pass computes it again.
 """
 
 from typing import Any
@@ -30,17 +30,17 @@ def varlen_metadata(
 ) -> PackedRows:
     """What calls on packed rows take as `varlen`, in place of `segment_ids`.
 
-    The two limits are checked where the numbers are on the host (not under `jax.jit`), on a GPU
-    while `nsa_jax.debug` tells events; there they are the caller's word.
+    The two limits are checked if the numbers are on the host (not under `jax.jit`), and on a GPU
+    while `nsa_jax.debug` reports events. Otherwise the caller guarantees them.
 
     Args:
       segment_ids: `[B, S]`, as in `attention`.
       config: of the calls.
-      max_segments: runs of equal ids of a row at most, those of padding too; None: `S`. Mosaic
-        kernels then go by the sequences' own tiles, as in rows of one sequence.
-      max_seqlen: tokens of a run at most; None: `S`. Blocks of a longer one that begin beyond may
-        not be selected; where `max_segments` is given, a row that does not keep to both is padding
-        to Mosaic kernels.
+      max_segments: Bound of the runs of equal ids per row, including runs of padding. Defaults to
+        `S`. With a bound Mosaic kernels use tiles per sequence, as in rows of one sequence.
+      max_seqlen: Bound of the tokens of a run. Defaults to `S`. Blocks of a longer run beyond the
+        bound may not be selected. With `max_segments`, Mosaic kernels treat a row that breaks a
+        bound as padding.
 
     Raises:
       ValueError: an argument contradicts another, or numbers that the host reads.
@@ -69,7 +69,7 @@ def rows_of(
       batch, length: of the rows; length: None means any.
 
     Raises:
-      ValueError: both are given, or `varlen` is of other rows or another config.
+      ValueError: Both are given, or `varlen` belongs to other rows or another config.
     """
     if varlen is None:
         return segment_ids

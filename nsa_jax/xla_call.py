@@ -1,10 +1,11 @@
 """The call frame that XLA hands to a foreign function, read by ctypes.
 
 Structures, numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`),
-version 0.x of the interface; only what a call of a kernel needs is named, as there.
+version 0.x of the interface, with the same names. Only the parts that a kernel call needs are
+defined.
 
-A program calls it for each kernel that it runs, so it reads little: structures within structures
-are flat here, and what a kernel is follows from a number (`Call.key`).
+A program calls it for each kernel that it runs, so it reads little: nested structures are flat
+here, and a number identifies a kernel (`Call.key`).
 """
 
 import ctypes
@@ -125,7 +126,7 @@ class Call(NamedTuple):
 
 
 class _Reader:
-    """Reads call frames in one thread: what it passes to XLA's functions is made once."""
+    """Reads call frames in one thread. Its arguments for XLA's functions are made once."""
 
     def __init__(self):
         self._api: int | None = None
@@ -162,7 +163,7 @@ class _Reader:
         return Call(number, addresses, stream, device, lambda: _text(kernel))
 
     def _found(self, function: Any, frame: _CallFrame) -> int | None:
-        """What a function of XLA's says about the context; None where it knows nothing."""
+        """The answer of a function of XLA about the context, or None if it has none."""
         asked = self._asked
         asked.ctx, asked.found = frame.ctx, None
         if error := function(self._argument):
@@ -204,7 +205,7 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def _answers_metadata_query(extension: int) -> bool:
-    """Whether XLA asks for nothing but what the handler can do: filled in."""
+    """Fill in the metadata if XLA requests only these. Returns whether it does."""
     found = _Extension.from_address(extension)
     if found.type != METADATA:
         return False

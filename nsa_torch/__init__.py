@@ -1,8 +1,8 @@
 """Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_core.types`.
 
-The configuration and the container of the branches are those of `nsa_core`. JAX itself is
-imported by what needs it: implementation `jax`, and building Mosaic kernels, in processes of
-their own. Its backends do not start before it is asked to run.
+The configuration and the container of the branches are those of `nsa_core`. JAX is imported only
+by the implementation `jax`, and by the separate processes that build Mosaic kernels. Its backends
+start at the first call that uses them.
 """
 
 from nsa_core import __version__ as __version__

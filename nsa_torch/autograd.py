@@ -36,7 +36,7 @@ def _whole(*arrays, mode, **static):
 
 
 def _pull_back(function: Callable[..., Any], grads, *arrays):
-    """Gradients of what is floating in `arrays`, from those of the first outputs."""
+    """Gradients of the floating-point `arrays`, from those of the first outputs."""
 
     def outputs(*arrays):
         out = function(*arrays)
@@ -63,7 +63,7 @@ def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequen
 
 
 def _dense(x: Tensor) -> Tensor:
-    """As DLPack shares it: row-major, not in 64 bits; a copy is small beside the call."""
+    """A tensor that DLPack can share: row-major, no 64-bit integers. The copy costs little."""
     x = x.to(torch.int32) if x.dtype == torch.int64 else x
     return x.detach().contiguous()
 

@@ -107,8 +107,8 @@ def sizes_of(borders: Tensor | None) -> tuple[int | None, bool, int]:
 
 
 def with_gap(borders: Tensor, gap: int) -> Tensor:
-    """The same borders for calls whose queries have `gap` tokens between their halves; the same
-    tensor each time if the boundaries carry tables.
+    """The same boundaries for calls whose queries have `gap` tokens between their halves. The
+    result is the same tensor each time if the boundaries carry tables.
     """
     tables = tables_of(borders) or Tables(*UNKNOWN)
     if gap not in tables.gaps:
@@ -311,7 +311,7 @@ class PlanTables:
         items.append(section._replace(kind=KINDS.items, **place))
 
     def _prepare(self) -> None:
-        """Prepares the launches; each reads a row of `self.sections`."""
+        """Prepare the launches. Each of them has one row of `self.sections` as input."""
         from kernels_pallas.triton import tables  # Triton is part of torch's CUDA builds only
 
         rows, programs = [], []

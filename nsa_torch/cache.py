@@ -330,7 +330,7 @@ def crop(cache: NSACache, count: int) -> None:
         raise ValueError(f"count must be in 0..{cache.longest}, tokens, got {count}")
     cache.length, cache.longest = cache.length - count, cache.longest - count
     for name, x in cache.pages.tensors().items():
-        # A compressed token lies where its last raw one would, of a stride each.
+        # A compressed token is stored at the index of its last raw token, divided by the stride.
         stride = cache.config.compress_stride if name.startswith("compressed") else 1
         rows = zero_behind(getattr(cache, name), cache.length // stride, -(-count // stride))
         setattr(cache.pages, name, rows.view(x.shape))

@@ -4,8 +4,8 @@
     Program    what runs calls with one record: a bound plan forward, and one of the gradient
 
 `plans.PROGRAMS` has programs by record, the only cache between a public call and its launches. A
-call in which a mode, a tracer or a transform has a say has no record: torch's dispatcher takes it
-to an operator (`operators.py`).
+call under a mode, a tracer or a transform has no record: torch's dispatcher passes it to an
+operator (`operators.py`).
 """
 
 import itertools
@@ -37,11 +37,11 @@ class Call(NamedTuple):
 
     Attributes:
       numbers: of the `NSAConfig`.
-      policy, interpreted: what is in force about choices.
+      policy, interpreted: The current state that choices depend on.
       sizes: `max_seqlen`, `padded`, `gap` of a packed row.
       checked: by the caller.
       gradient: whether one is wanted, of whichever tensor.
-      hooked: hooks see what is saved: each thing by itself, and none is given back early.
+      hooked: Hooks see saved tensors. Each is then saved separately, and none is freed early.
       form: of each argument, how many tensors it is: 0, 1, 3 of `Branches` or `ONE`, -n of a tuple.
       tensors: of each, shape, dtype, device, whether it is contiguous, and bytes from where kernels
         could read it.
@@ -72,7 +72,7 @@ def describe(
     """The record of a call, and its tensors one by one; None where it has none.
 
     Args:
-      given: its tensors, None or several together in place of one; the borders of a packed row
+      given: Its tensors, with None or a tuple allowed for each. The boundaries of a packed row are
         last.
       checked: as in `functional.decided`, which refuses fewer of these.
     """
@@ -141,7 +141,7 @@ class Program(operators.Program):
 
     Attributes:
       order: of the operator's tensors among the call's.
-      run: the plan forward: the output, what is kept for a gradient behind it.
+      run: The forward plan. It returns the output, followed by the residuals of a gradient.
     """
 
     def __init__(self, path, call: Call, config: NSAConfig, tensors: list[Tensor]):

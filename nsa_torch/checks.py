@@ -16,8 +16,8 @@ FEWEST = 8  # sequences that tables have room for
 
 
 def tensors(at=None, name_of_at="query", /, **given):
-    """That each is a tensor with memory of its own, by itself or as a field of `Branches` or of
-    parameters, on the device of `at`, by default of the first.
+    """Check that each is a tensor with its own memory, also in fields of `Branches` or of
+    parameters, on the device of `at`, by default that of the first.
     """
     for name, each in _each(given):
         if not isinstance(each, Tensor):
@@ -121,8 +121,9 @@ def attention(
 
 
 def gates(gates, query) -> Branches:
-    """`validate.gates`. The gradient of `unbind` is one stack; but what is compiled keeps its views
-    beside the gates, and Inductor's backward pass then writes over gates that it still reads.
+    """`validate.gates`. The gradient of `unbind` is one stack. A compiled call however keeps its
+    views as well as the gates, and Inductor's backward pass then overwrites gates that it still
+    reads.
     """
     if torch.compiler.is_compiling():
         return validate.gates(gates, query)
@@ -141,7 +142,7 @@ def packed(cu_seqlens, x, name, length=None):
 
 
 def borders_array(cu_seqlens, name="cu_seqlens", *at):
-    """That they are boundaries, whatever their numbers; `at`: as in `tensors`."""
+    """Check the shape and dtype of boundaries, not their values. `at` is that of `tensors`."""
     tensors(*at, **{name: cu_seqlens})
     validate.array(name, cu_seqlens, 1, ("int32", "int64"))
     if cu_seqlens.shape[0] < 2:
@@ -195,9 +196,9 @@ def is_read(x: Tensor, wait: bool = False) -> bool:
 
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """The borders that hold: each is at least the one before it and at most `length`, and the first
-    is 0, so that nothing outside is read whatever they are. The last one is repeated as often as
-    there is `room`, so that calls of other numbers of sequences have one signature.
+    """Valid boundaries: the first is 0, each is at least the previous one and at most `length`, so
+    that no kernel reads outside the row. The last one is repeated to fill `room`, so that calls
+    with different numbers of sequences have one signature.
 
     Raises:
       ValueError: as `borders`.
@@ -206,7 +207,7 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
         return cu_seqlens
     if torch.compiler.is_compiling():
         return held(cu_seqlens, length)
-    # Dozens of calls of a model take what the first has made; no tensor of the caller's is marked.
+    # Dozens of calls of a model reuse the result of the first. The caller's tensors are not marked.
     if getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
     borders_array(cu_seqlens)
@@ -217,12 +218,12 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 
 def room(sequences: int) -> int:
-    """Of tables of so many sequences."""
+    """The capacity of tables for `sequences` sequences."""
     return max(FEWEST, 1 << (sequences - 1).bit_length())
 
 
 def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tensor:
-    """Borders of a row of `length` tokens, whatever the numbers are, with room for `sequences`."""
+    """Valid boundaries of a row of `length` tokens, with room for `sequences`."""
     ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
     found = F.pad(ends, (1, 0))
     if sequences is None or sequences == ends.shape[0]:

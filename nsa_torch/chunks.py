@@ -1,8 +1,8 @@
 """Work on a chunk of queries at a time, so that memory stays bounded in both directions.
 
 A chunk is computed again in the backward pass instead of being kept, and the gradients of
-keys and values, to which every chunk adds, accumulate in float32 whatever the dtype. That is
-why this is not torch.utils.checkpoint, which would add them up in the dtype of the keys.
+keys and values, to which every chunk adds, accumulate in float32 for every dtype. For that reason
+torch.utils.checkpoint is not used: it would add them up in the dtype of the keys.
 """
 
 import functools
@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
     Attributes:
       plan: of the queries of a chunk.
-      row_bytes: what one query index costs in the largest intermediate.
+      row_bytes: Bytes per query index in the largest intermediate.
       most: the largest number of queries in a chunk.
     """
 
@@ -140,12 +140,12 @@ class Work(NamedTuple):
 
 
 def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Callable]:
-    """Makes a branch of a function that says how to work on it, as `nsa::branch_attention`.
+    """Make a branch from a function that describes its work, as `nsa::branch_attention`.
 
     Args:
       name: in the kind of the call.
       count: tensors that are the positional arguments of the function, which takes `with_lse` and
-        what `operators.lengths` gives by name. It returns None where no query sees a key.
+        the keywords of `operators.lengths`. It returns None if no query sees a key.
     """
 
     def define(work_of):

@@ -29,8 +29,8 @@ def compress(
     """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
     it is packed: `[B, C, Hkv, D]`.
 
-    In a packed row the windows of every sequence stand in the order of their first token,
-    without gaps; the slots left over at the end are zero.
+    In a packed row the windows of all sequences are in the order of their first token, without
+    gaps. The remaining slots at the end are zero.
     """
     if torch.compiler.is_compiling():
         numbers = operators.numbers_of(config)
@@ -84,7 +84,7 @@ def gradient_of_means(
 
 def used_windows(x, taps: Tensor, unused: Tensor, params: CompressParams, first) -> Tensor:
     """`apply_phi` of the windows of the tokens `taps` `[C, l]` of `x`, 0 where one is `unused`
-    `[C, 1, 1]`: what padding holds there reaches no gradient of parameters either.
+    `[C, 1, 1]`. Values of padding therefore do not reach gradients of parameters either.
     """
     windows = x[:, taps]
     if params is not None:

@@ -7,10 +7,10 @@ whose queries are the last of the keys up to its end. The backward pass gathers 
 gradients of keys and values over the ranks in float32 by a reduce-scatter, some heads at a time.
 
 On Mosaic kernels the two chunks of a rank are one call, whose queries have a gap in the middle, and
-means of windows are made there, of the tokens that were gathered. Elsewhere, and where they are
-learned, each rank makes the compressed tokens that begin among its own, from these and the tokens
-behind them (the halo). All ranks then gather compressed tokens, which are `d` times fewer than the
-raw ones; `phi` runs once for each.
+each rank computes the means of all windows from the gathered tokens. On other kernels, and with a
+learned compression, each rank computes the compressed tokens that begin in its own tokens, from
+these and the tokens after them (the halo). All ranks then gather compressed tokens, which are `d`
+times fewer than the raw ones; `phi` runs once for each.
 
 Shapes: `T` is what one rank has, `S` the whole sequence.
 """
@@ -175,7 +175,7 @@ def select_blocks(
 
 
 def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
-    """The ranks of a mesh for tensors like `x`, which may be none: that is told to all of them."""
+    """The ranks of a mesh for tensors like `x`. If `x` is no tensor, all ranks are informed."""
     device = x.device if isinstance(x, Tensor) else torch.device(mesh.device_type)
     return Ranks(mesh, device), device
 
@@ -184,9 +184,9 @@ class _Decided(NamedTuple):
     """What calls of one signature have in common.
 
     Attributes:
-      row: what this rank says of them (`context_ranks.agree`).
+      row: This rank's description of the call (`context_ranks.agree`).
       on_mosaic: all steps run on Mosaic kernels.
-      gaps: a call may be of two chunks with tokens between.
+      gaps: Whether one call may have two chunks with tokens between them.
     """
 
     shards: Shards
@@ -212,7 +212,7 @@ def attention(
     context_mesh,
     context_layout,
 ) -> Tensor:
-    """`functional.attention` of this rank's queries; arguments as there."""
+    """`functional.attention` of this rank's queries, with the same arguments."""
     from nsa_torch import context_attention
 
     ranks, device = _ranks_of(context_mesh, query)
@@ -302,8 +302,8 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _wanted(**tensors: Any) -> str:
-    """Which of these want a gradient, tensors or several together: every rank must take part in the
-    steps of a backward pass, and those follow from it.
+    """Which of these tensors, or tuples of tensors, require a gradient. The steps of a backward
+    pass depend on it, and every rank must run them.
     """
     several = {n: x if isinstance(x, tuple) else (x,) for n, x in tensors.items()}
     wants = lambda x: x is not None and x.requires_grad and torch.is_grad_enabled()
@@ -311,5 +311,5 @@ def _wanted(**tensors: Any) -> str:
 
 
 def _described(**tensors: Tensor) -> dict:
-    """Shape and dtype of each, in words that `agree` compares."""
+    """Shape and dtype of each, as text that `agree` compares."""
     return {name: f"{tuple(x.shape)} {validate.dtype_name(x)}" for name, x in tensors.items()}

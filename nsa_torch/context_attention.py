@@ -1,8 +1,8 @@
-"""The attention of context parallelism, forward and backward (`context.py` says how).
+"""The attention of context parallelism, forward and backward (described in `context.py`).
 
-The graph of each local call is kept for the backward pass without the tensors that the call was
-given: they are cut from the rank's own again, or gathered again (`local_graph`). What it keeps
-besides belongs to the outer node, so that `torch.utils.checkpoint` around it works.
+The graph of each local call is kept for the backward pass without its input tensors: they are
+sliced from the rank's own again, or gathered again (`local_graph`). The other saved tensors belong
+to the outer node, so that `torch.utils.checkpoint` around it works.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Unit(NamedTuple):
 
 
 # A local call has queries that are the last of some keys, but for a gap between two chunks: their
-# tokens in the shard, the end of the keys, and options, of which the borders say how long the gap
-# is (`batch_tables`).
+# tokens in the shard, the end of the keys, and options, whose boundaries record the length of the
+# gap (`batch_tables`).
 type LocalCall = tuple[slice, int, dict]
 
 
@@ -57,7 +57,7 @@ class Call:
     shards: Shards
     separate: bool  # whether the sliding branch has keys and values of its own
     recompute: bool
-    takes_gaps: bool  # whether a call may be of two chunks with tokens between
+    takes_gaps: bool  # whether one call may have two chunks with tokens between them
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
@@ -155,12 +155,13 @@ def local_graph(
     """A call's output, and its graph without the memory of the tensors it was given.
 
     Args:
-      kept: what the graph saves is appended to it, and not held by the graph.
+      kept: List to which the tensors that the graph saves are appended. The graph does not own
+        them.
 
     Returns:
-      the output, and `gradients(leaves, kept, do, retain)`: of each leaf, from that of the output,
-      the leaves as the graph was made of, and what it kept then; `retain`: this is not the last
-      time.
+      The output, and `gradients(leaves, kept, do, retain)`, which returns the gradient of each leaf
+      from that of the output, the leaves of the graph, and the tensors that it saved. `retain`
+      means that this is not the last use.
     """
     found, present = list[Tensor | None](), [leaves, kept]
     places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
@@ -298,7 +299,9 @@ class _Attention(torch.autograd.Function):
 
 
 class Whole:
-    """A tensor that is made of parts, like another but for its shape; one part is not copied."""
+    """A tensor built from parts, with the properties of `like` except its shape. A single part is
+    not copied.
+    """
 
     def __init__(self, like: Tensor, shape: Sequence[int]):
         self.like, self.shape = like, torch.Size(shape)

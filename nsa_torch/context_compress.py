@@ -1,10 +1,10 @@
 """Compressed tokens of a sequence that several ranks share (`context.py`).
 
-A window of `l` tokens belongs to the chunk with its first token. Its rank needs the tokens behind
-the chunk too, the halo: `l - d` of them where chunks are whole strides, else `l - 1`. The first
+A window of `l` tokens belongs to the chunk with its first token. Its rank also needs the tokens
+after the chunk, the halo: `l - d` of them if chunks are whole strides, otherwise `l - 1`. The first
 tokens of every chunk are gathered for that, then the compressed tokens. Backward the two are
 reduce-scatters in float32, and the windows are made again. All is one node of the graph, because
-every rank must take part in each step, whether or not its own tokens depend on it.
+every rank must run each step, whether or not its own tokens depend on it.
 """
 
 from collections.abc import Sequence
@@ -150,8 +150,8 @@ class PackedWindows:
     """The windows of packed sequences, of which only the device knows where they start, or of one
     sequence whose chunks are no whole strides.
 
-    Two windows start at least `d` tokens apart, so that a chunk has no more of them than one of
-    a single sequence.
+    Two windows start at least `d` tokens from each other, so that a chunk has no more of them than
+    a chunk of a single sequence.
     """
 
     def __init__(self, shards: Shards, config: NSAConfig, cu_seqlens: Tensor):
@@ -169,8 +169,8 @@ class PackedWindows:
         return torch.cat(made, dim=1).transpose(0, 1)
 
     def gradients_of_tokens(self, grad, dtype) -> list[Tensor]:
-        """Of the chunks `[B, T, Hkv, D]` and of their halos, from those of means: what the windows
-        over a token have, without the scattered sum that an index has for its gradient.
+        """Gradients of the chunks `[B, T, Hkv, D]` and of their halos from those of means: the sum
+        over the windows of a token, without the scatter-add that the gradient of an index needs.
         """
         found = []
         for covering, means in zip(self.covering, grad.split(self.most), strict=True):

@@ -1,9 +1,9 @@
 """The ranks that share one sequence: collectives of `torch.distributed` along a mesh dimension, and
-where the tokens of each stand.
+the positions of each rank's tokens.
 
-Nothing here moves data by itself: the process group of the mesh does. What it raises is raised
-again with the name of the step, on every rank that waits; a rank that is gone therefore ends the
-others within the timeout of the process group.
+The process group of the mesh moves all data. Its errors are raised again with the name of the step,
+on every rank that waits. A lost rank therefore ends the others within the timeout of the process
+group.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class Shards(layouts.Shards):
-    """Where the tokens of this rank and of the others stand."""
+    """The positions of the tokens of this rank and of the others."""
 
     ranks: Ranks = dataclasses.field(compare=False)
 
@@ -127,15 +127,15 @@ class Shards(layouts.Shards):
 def agree(
     ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Tensor]:
-    """What `describe()` gives, if it gives the same on every rank, and the row that says it.
+    """The result of `describe()`, which must be equal on all ranks, and the row that encodes it.
 
     Every call gathers one row of numbers. On a GPU the host writes and reads them only if this
     rank has not described the same before, since both wait for the device.
 
     Raises:
-      ValueError: on every rank, where they differ or where one of them could not be made; of
-        what `describe` itself raised, on its own rank. A rank on a GPU that has described the
-        same before learns of others by `say`.
+      ValueError: On every rank, if the descriptions differ or one of them failed. A rank whose
+        `describe` failed raises that error. A rank on a GPU that has described the same call before
+        compares in `say`.
     """
     try:
         words = describe()
@@ -183,8 +183,8 @@ def _row(text: str, device: torch.device) -> Tensor:
 def say(ranks: Ranks, row: Tensor) -> None:
     """Gathers a row of `agree` once more, for ranks that see such a call for the first time.
 
-    The host waits for nothing on a GPU. Where another rank says something else, the device stops
-    before anything that follows, and the process can use it no more.
+    The host does not wait for a GPU. If another rank describes another call, the device stops
+    before all later work, and the process cannot use it any more.
     """
     torch._assert_async((ranks.gather(row, SIZES)() == row).all(), OTHERS)
 

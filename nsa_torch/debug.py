@@ -1,4 +1,4 @@
-"""What `nsa_core.debug`, which tells the events of both frameworks, must know of torch."""
+"""The backend of `nsa_core.debug`, which reports events of both frameworks, for torch."""
 
 import torch
 from torch.utils import _pytree

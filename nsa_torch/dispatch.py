@@ -115,7 +115,9 @@ class Chosen(NamedTuple):
     scores: str
     selected: str
     sliding: str
-    attention: str | None  # what runs all steps at once, phi by means too; None: nothing does
+    attention: (
+        str | None
+    )  # runs all steps at once, also compression by means; None if nothing does
 
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
@@ -131,7 +133,7 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
 
     Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
-    # Plain, as the rest of what torch.compile takes as constant.
+    # A plain tuple, like the other arguments that torch.compile treats as constants.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
     fields: Any = _chosen(names, step, *problem)
     return Chosen(*fields)
@@ -154,10 +156,10 @@ def problem_of(
 @constant
 def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     names = implementation if isinstance(implementation, tuple) else (implementation,)
-    known = all(name is None or isinstance(name, str) for name in names)  # else refused
+    known = all(name is None or isinstance(name, str) for name in names)  # others are refused
     key = None
     if not debug.on and problem[0][0] == "cuda" and known:
-        # What else decides. A choice takes as long as the launches of a short sequence.
+        # The other inputs of a choice. A choice costs as much time as the launches of a short row.
         state = policy.in_force(), capability.interpret.get() is not False
         key = implementation, step, problem, state
         if (found := plans.PROGRAMS.get(key)) is not None:
@@ -232,7 +234,7 @@ def _strided(memory) -> str | None:
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"
         if torch.compiler.is_compiling():
-            continue  # what stands before this call decides, see `mosaic`
+            continue  # the code before this call decides, see `mosaic`
         start = x.storage_offset() * x.itemsize
         if start % ALIGNMENT:
             return (

@@ -1,4 +1,4 @@
-"""What is installed here, what fits, and what to do: `python -m nsa_torch.doctor`.
+"""Lists the installed packages, checks them and recommends fixes: `python -m nsa_torch.doctor`.
 
 A line for each thing: `ok`; `note`, where something is slower or missing without being wrong;
 `broken`, where something that is installed cannot run. The exit status is 1 where one is broken.
@@ -27,7 +27,7 @@ PACKAGES = {
     "flax": "nnx",
 }
 
-type Finding = tuple[str, str, str]  # what was looked at, how it is, and what to do
+type Finding = tuple[str, str, str]  # the subject, its state, and the remedy
 
 
 def packages() -> Iterator[Finding]:

@@ -1,12 +1,12 @@
-"""Memory of what an operator kept for its gradient, given back as soon as it was read.
+"""Frees the tensors that an operator saved for its gradient after their last read.
 
-torch gives it back after the operator's backward pass. The outputs of the three branches, half of
-what a call holds, are read by one of its first launches alone (`deltas`), so dq can reuse their
+torch frees them after the operator's backward pass. The outputs of the three branches, half of the
+memory of a call, are read only by one of its first launches (`deltas`), so dq can reuse their
 memory.
 
-Only in a pass that is the last one through its graph (no `retain_graph`), and where no hook had a
-look at what was saved: a hook may keep it, or bring it back from another stream. Whoever asks the
-node itself (`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
+This happens only in the last pass through a graph (no `retain_graph`), and if no hook has seen the
+saved tensors: a hook may keep one, or move it back from another stream. Code that reads the node
+(`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
 """
 
 from collections.abc import Sequence

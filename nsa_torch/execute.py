@@ -277,7 +277,7 @@ class BoundPlan:
 
         Args:
           at: the slot of each part of a buffer.
-          lying: what is in a bundle.
+          lying: The parts of a bundle.
         """
         plan, found, row = self.plan, list[Step](), list[_Launch]()
         for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):

@@ -5,10 +5,10 @@ causal masks to the bottom right: the last query of a sequence sees its last key
 
 Compressed: with `t = p - (l - 1)`, the queries of one residue class `t mod d` see `t // d + 1`
 compressed tokens, one more at each step: plain causal attention, `d` classes a sequence.
-Each class is a sequence of its own, so queries, keys and results are put in another order and
-back, by a dozen operators beside FA-2's one. The host launches them for 0.7 to 0.8 ms; below
-some thousand tokens the GPU is done before (an H100: 0.76 ms at 256 tokens, 0.82 at 1024, 1.1
-to 1.2 at 4096, where one SDPA under the whole mask takes 0.22). A CUDA graph replays them
+Each class is a separate sequence, so queries, keys and results are reordered and restored by a
+dozen operators around FA-2's. The host needs 0.7 to 0.8 ms to launch them. Below some thousand
+tokens the GPU finishes earlier (an H100: 0.76 ms at 256 tokens, 0.82 ms at 1024, 1.1 to 1.2 ms at
+4096; one SDPA under the whole mask takes 0.22 ms). A CUDA graph replays them
 without the host; eagerly FA-2 pays where that mask is too large. The indices themselves are
 made once for calls of the same sizes (`_once`).
 Sliding: a causal window. Selected: the visible keys of every query and key/value head of a

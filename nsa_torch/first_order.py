@@ -1,7 +1,7 @@
 """Backward passes that autograd cannot record: nothing here but `reference` has second derivatives.
 
-torch's `once_differentiable` is silent where the gradient that comes in wants none: what follows
-from the inputs is then missing from a Hessian or a gradient penalty.
+torch's `once_differentiable` raises nothing if the incoming gradient requires none. The part that
+depends on the inputs is then missing from a Hessian or a gradient penalty.
 """
 
 import functools
@@ -34,13 +34,13 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_first_order() -> None:
     """Raises NotImplementedError in a backward pass that autograd records."""
-    # What is compiled has no second derivative: torch says so.
+    # torch itself refuses second derivatives of compiled code.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(MESSAGE)
 
 
 def once(x: Tensor) -> Tensor:
-    """`x`, through which there is no second derivative: for what others' kernels return."""
+    """`x` without second derivatives, for the results of other libraries' kernels."""
     return _Once.apply(x)
 
 
@@ -65,12 +65,12 @@ class _Once(torch.autograd.Function):
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:
-    """The backward pass of what has none."""
+    """The backward pass of functions that have none."""
     raise NotImplementedError(MESSAGE)
 
 
 class Refused(torch.autograd.Function):
-    """A gradient that came of `inputs`, and has none itself."""
+    """A gradient that depends on `inputs`, and has no gradient."""
 
     @staticmethod
     def forward(grad, *inputs):

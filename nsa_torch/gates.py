@@ -44,7 +44,7 @@ class Gate(nn.Module):
 
 
 class HeadGate(nn.Linear):
-    """Logits of three gates a query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+    """Logits of three gates per query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
 
     Head by head: compressed, selected, sliding.
     """
@@ -60,7 +60,7 @@ class HeadGate(nn.Linear):
             self.bias.copy_(self.start_bias())
 
     def draw_weight(self) -> None:
-        """Draws the weight alone."""
+        """Draw only the weight, not the bias."""
         nn.init.xavier_uniform_(self.weight, gain=0.1)
 
     def start_bias(self) -> Tensor:
@@ -76,7 +76,7 @@ class HeadGate(nn.Linear):
 
 
 class SelectedGate(nn.Module):
-    """0, 1, 0: the selected branch alone. It has no weights."""
+    """The constant gates 0, 1, 0, which leave only the selected branch. It has no weights."""
 
     def __init__(self, spec: LayerSpec, **factory: Any):
         super().__init__()

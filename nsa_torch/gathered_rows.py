@@ -1,8 +1,8 @@
 """Rows of a paged cache side by side, as attention over whole rows takes them.
 
 On an NVIDIA GPU one launch copies keys and values of a branch: each entry is read once and written
-once. Elsewhere torch copies whole pages. Entries that no query looks at are zeros, whatever stands
-in their pages.
+once. On other devices torch copies whole pages. Entries that no query sees are zeros, regardless of
+the contents of their pages.
 """
 
 import torch
@@ -36,9 +36,9 @@ def side_by_side(
       queries: of the longest row; its window is all that the sliding branch looks at.
       at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
         are copied.
-      margin: tokens before those that the sliding branch looks at which must be zeros; what is
-        before may be left as it was in memory. None means all must.
-      last_page: of the selected branch the page of each row's last token alone.
+      margin: The number of tokens before those of the sliding branch that must be zeros. Earlier
+        ones may be uninitialized. None means that all must be zeros.
+      last_page: Whether to copy only the page of each row's last token for the selected branch.
     """
     config = cache.config
     whole = page_table.shape[1] * config.select_block

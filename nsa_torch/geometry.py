@@ -1,4 +1,4 @@
-"""Where each query stands: in its sequence, in the key array, in the compressed array.
+"""The position of each query in its sequence, in the key array and in the compressed array.
 
 Every mask of the fast paths comes from these numbers. They are computed on the device of the
 query; nothing here waits for it.
@@ -19,11 +19,13 @@ from nsa_torch import batch_tables
 class Geometry:
     """Positions of the queries; key `k` of the array is token `k - key_start`.
 
-    Padding stands where the sequence after the last one would begin, so that what a query may
-    see never begins or ends earlier than for the query before it.
+    Padding counts as the begin of a sequence after the last one, so that the bounds of the visible
+    keys never decrease from one query to the next.
     """
 
-    position: Tensor  # int64 [B, T]: in its own sequence; negative: padding, sees nothing
+    position: (
+        Tensor  # int64 [B, T]: in its own sequence; negative for padding, which sees no key
+    )
     key_start: Tensor  # int64 [B, T]: key index of the sequence's token 0
     compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
     offset: int | None  # key index of query 0; None where only the device knows it
@@ -31,7 +33,7 @@ class Geometry:
 
     @property
     def key_index(self) -> Tensor:
-        """`[B, T]`: where the query's own token stands in the key array; -1: nowhere."""
+        """`[B, T]`: the index of the query's own token in the key array, -1 for padding."""
         return torch.where(self.position < 0, -1, self.key_start + self.position)
 
     @property
@@ -55,7 +57,7 @@ def without_padding(x: Tensor, real: Tensor) -> Tensor:
 
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors [B, T, ..], 0 behind the first `count` [B] tokens of each row; None: all are."""
+    """Tensors [B, T, ..] with zeros after the first `count` [B] tokens per row, by default all."""
     if count is None:
         return tensors
     real = torch.arange(tensors[0].shape[1], device=count.device) < count[:, None]
@@ -136,7 +138,7 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
     length, reach = position.numel(), config.compress_block - 1
     count = config.num_compressed(length)
     index = torch.arange(length, device=position.device)
-    # The last token of the window is in the same sequence iff its position says so.
+    # The last token of the window is in the same sequence iff its position fits.
     last = F.pad(position, (0, reach), value=-1)[reach:]
     starts_one = (position >= 0) & (position % config.compress_stride == 0)
     complete = starts_one & (last == position + reach)

@@ -67,7 +67,7 @@ def project(
       norms: as in `split`.
       means: whether the mean of each key/value head's query heads is wanted too.
       gate: makes the logits of gates, which is one more projection; None means there are none.
-      raw_keys: so many branches, the first, have keys that are not rotated.
+      raw_keys: The number of branches, from the first, whose keys are not rotated.
 
     Raises:
       ValueError: the projections do not give all heads.
@@ -304,8 +304,8 @@ def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer is its product, or its norm, and nothing else: no adapter, hook, shard or
-    other `forward`.
+    """Whether a layer computes only its product or norm, without adapter, hook, shard or another
+    `forward`.
     """
     if type(layer) is not kind:
         return False

@@ -1,8 +1,8 @@
 """In which form the tokens of a call come (`kernel_path.py`).
 
 PRECOMPRESSED    query, compressed keys and values, and those of the other branches
-SEPARATE_KV      query, tokens of each branch: the means of the compressed one's are taken
-SHARED_KV        query, tokens that all branches look at
+SEPARATE_KV      query, tokens of each branch; the compressed branch averages its windows
+SHARED_KV        query, tokens that all branches read
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ class InputMode(NamedTuple):
 
     Attributes:
       name: in the kinds of operators.
-      compresses: the compressed branch's keys and values are tokens, of whose windows the means
-        are taken.
+      compresses: Whether the compressed branch's keys and values are tokens whose windows are
+        averaged.
       shared: the tokens of all branches are the same, given once.
       joined: the gates are one tensor `[B, T, H, 3]`, not three.
     """
@@ -61,8 +61,8 @@ PRECOMPRESSED = InputMode("precompressed")
 SEPARATE_KV = InputMode("separate_kv", compresses=True)
 SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
 MODES = PRECOMPRESSED, SEPARATE_KV, SHARED_KV
-# What a call keeps for its gradient: nothing, all that it needs, what one needs that computes the
-# branches again.
+# The residuals of a call: none, all that its gradient needs, or those of a gradient that computes
+# the branches again.
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
 PAGES = "pages"  # as FORWARD
 
@@ -72,7 +72,7 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
 
     Args:
       key, value: by branch.
-      gates: by branch, or one alone in which all are.
+      gates: By branch, or one tensor with all.
       compressed: keys and values in place of the compressed field; None means its tokens.
     """
     if compressed is not None:
@@ -114,12 +114,13 @@ def all_steps(
     """Attention as one operator.
 
     Args:
-      kind: of a mode and of what is kept.
+      kind: The mode, and the kind of residuals.
       key, value: the compressed field is not read where `compressed` is given.
       compressed: `(k_cmp, v_cmp)`; None means the means.
       assume_finite: keys and values that no query may look at are finite, as in a cache, so that
         they need not be copied to be kept out.
-      recompute: the backward pass computes the branches again. Else it keeps their outputs.
+      recompute: Whether the backward pass computes the branches again instead of storing their
+        outputs.
       pages: the selected keys and values are these, of which there is no gradient.
     """
     mode, tensors = arranged(query, key, value, gates, compressed)

@@ -40,7 +40,7 @@ from nsa_torch import installed
 installed.tell(time.perf_counter() - begin, *sys.argv[1:])
 """
 SHOWN = "native-sparse-attention", "torch", "triton", "jax"
-# Each cache of what a process may compile, in a folder of its own.
+# The caches of compiled code; each gets its own folder.
 VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
 

@@ -16,15 +16,15 @@ from nsa_torch.geometry import geometry
 
 
 class KernelLayout:
-    """Where the queries of one call stand; `[B, T]` int32 each.
+    """The positions of the queries of one call; each array is `[B, T]` int32.
 
     Args:
       query: `[B, T, H, D]`.
       kv_len, lengths, cu_seqlens, max_seqlen, padded, gap, config, scale: those of
         `operators.LAYOUT_ARGS`.
       assume_finite: whether rows of padding, and keys and values that no query sees, are finite.
-      placed: whether sequences of a packed row have places (`nsa_core.varlen`), in whose slots
-        their compressed tokens stand.
+      placed: Whether sequences of a packed row have slots (`nsa_core.varlen`), in which their
+        compressed tokens are stored.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KernelLayout:
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
         self.device = getattr(query, "device", None)  # a plan's arrays have none
-        self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
+        self.fixed = lengths is None and cu_seqlens is None  # depends only on sizes
         self.packed = cu_seqlens is not None
         self.placed = placed
         self.max_seqlen = max_seqlen
@@ -98,7 +98,7 @@ class KernelLayout:
     # that a query may see are zeroed; of keys only the logits are masked, forward.
 
     def zero_unreachable(self, x: Branches) -> Branches:
-        """Keys or values of the branches with zeros where no query may look."""
+        """Keys or values of the branches, with zeros for tokens that no query may see."""
         if self.assume_finite:
             return x
         selected = self.zero_unreachable_tokens(x.selected)
@@ -122,7 +122,7 @@ class KernelLayout:
         return self.ops.derive(_cut, x, bounds[1])[0]
 
     def in_slots(self, *arrays):
-        """Compressed tokens that stand without gaps, as kernels want them."""
+        """Compressed tokens without gaps, moved to the slots that kernels read."""
         return [x if self.varlen is None else self.varlen.in_slots(x) for x in arrays]
 
     def of_slots(self, count: int, *arrays):

@@ -60,8 +60,8 @@ class KernelPath:
         entries of a selection and `select_block`.
 
     Attributes:
-      planned: functions of all steps, by input mode and what they keep: `FORWARD` nothing, `SAVING`
-        what a gradient needs, `RECOMPUTING` what one needs that computes the branches again.
+      planned: Functions of all steps, by input mode and residuals: `FORWARD` has none, `SAVING`
+        those of a gradient, `RECOMPUTING` those of a gradient that computes the branches again.
     """
 
     compressed_attention: Callable[..., Any]
@@ -117,7 +117,7 @@ class KernelPath:
         }
         return KernelLayout(ops, query, *place, **options)
 
-    # One branch, or the selection alone.
+    # One branch, or only the selection.
 
     def _branch(self, branch, ops, query, key, value, *rest):
         indices, rest = _split(rest, -operators.REST_COUNT)
@@ -156,9 +156,9 @@ class KernelPath:
         rest = layout.params, layout.num_blocks(key)
         return [forward.select_blocks(ops, query, key, lse, *rest)]
 
-    # All steps. What is kept: the block indices, or nothing where the caller gave them, because no
-    # output of an operator may be an input; the means that were taken; outputs, log-sum-exps and
-    # lists of the branches.
+    # All steps. Residuals are the block indices (unless the caller gave them, because no output of
+    # an operator may be an input), the computed means, and outputs, log-sum-exps and lists of the
+    # branches.
 
     def _forward(self, mode, keep, ops, *arguments):
         tensors, rest = _split(arguments, mode.count)
@@ -216,11 +216,11 @@ class KernelPath:
         return mode.gradients(found._replace(gates=gates))
 
     def _inputs(self, mode, ops, tensors, place, means=None):
-        """`Inputs` with compressed tokens, the means that were taken, and the layout.
+        """`Inputs` with compressed tokens, the computed means, and the layout.
 
         Args:
           place: `operators.REST`.
-          means: those that the forward pass took; None means it is this one.
+          means: The means of the forward pass. None means that this is the forward pass.
         """
         inputs = mode.inputs(tensors)
         if mode.joined:
@@ -278,8 +278,8 @@ class KernelPath:
         """Of a call, and of its gradient.
 
         Args:
-          query, key, value, gates: tensors, or `Array`s in their place.
-          place: of `operators.arguments`.
+          query, key, value, gates: Tensors or `Array`s.
+          place: The result of `operators.arguments`.
           shared: whether the branches share their tokens.
         """
         mode = SHARED_KV if shared else SEPARATE_KV
@@ -288,8 +288,8 @@ class KernelPath:
         return function.plans([query, *tokens, *gates, None, False, *place], device)
 
     def __call__(self, *tensors: Any, **options: Any) -> Tensor:
-        """All steps; arguments as of `all_steps`. Each branch's kernel adds to the gated sum; where
-        residuals are kept, the sum comes after the branches.
+        """All steps, with the arguments of `all_steps`. Each branch's kernel adds to the gated sum.
+        If residuals are kept, the sum is computed after the branches.
         """
         return all_steps(self.kind, *tensors, **options)
 

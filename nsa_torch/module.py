@@ -111,8 +111,8 @@ class NSAAttention(nn.Module):
     if they differ, and if weights come without them, unless gate and phi were named here.
     """
 
-    # Whether the layer zeroes rows of padding if a gradient is recorded. False: the model around it
-    # has done so.
+    # Whether the layer zeroes rows of padding if a gradient is recorded. False means that the model
+    # around it has done so.
     zeroes_padding = True
     phi_k_mlp: MLP
     phi_v_mlp: MLP
@@ -253,8 +253,8 @@ class NSAAttention(nn.Module):
         return self.spec.compress_params(self, rates)
 
     def _key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values; a subclass may name fewer, of which the last stands
-        for the branches that are left (`bench.lm.torch_lm.SharedWindow`).
+        """The projections of keys and values. A subclass may name fewer; the last one then serves
+        the remaining branches (`bench.lm.torch_lm.SharedWindow`).
         """
         return self.spec.key_values
 

@@ -58,7 +58,7 @@ def append(
     means: bool,
     slots: Tensor | None,
 ) -> None:
-    """As `triton_append.append`; `slots` are of a cache in fp8, which it does not write."""
+    """The same as `triton_append.append`, but without caches in fp8 and their `slots`."""
     spec = described(cache, key, page_table, cu_seqlens_q, means)
     if not spec.N:
         return

@@ -246,7 +246,7 @@ class Program:
     """The work of `Eager`: a kind of call, and its arguments that are no tensors.
 
     Attributes:
-      alone: whether only its node holds the saved results.
+      alone: Whether only its node holds the saved results.
       run: returns the results for the caller followed by the saved results.
     """
 
@@ -275,7 +275,7 @@ class Program:
         """The gradients, from those of the results, the saved results and the tensors of the call.
 
         Args:
-          direct: whether no mode or transform takes part in the pass.
+          direct: Whether the pass runs without a mode or transform.
           gives_back: whether memory of saved results may be freed after it was read.
         """
         first, *second = grads

@@ -4,8 +4,8 @@ Everything is found on the device by cumulative sums and searches; arrays are as
 could have to be, so that the host need not know how long they are.
 
 On CUDA the Triton kernels of `kernels_pallas.triton.pack` move the rows: a selected block is
-one range, 24 bytes of indices. Tensors on the CPU, where Triton has no kernels, are indexed
-by torch. Which of the two it is follows from the device alone.
+one range, 24 bytes of indices. On the CPU, for which Triton has no kernels, torch indexes the
+tensors. Only the device decides between the two.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def residue_classes(
     """The packed order in which causal attention is compressed attention.
 
     Returns:
-      row_of: `[B*T]`, the packed row of each query; -1 for what sees nothing.
+      row_of: `[B*T]`, the packed row of each query; -1 for a query that sees no key.
       query_of: `[B*T]`, its inverse; -1 for the packed rows left over.
       key_of: `[B*d*C]`, the compressed row (of `[B*C]`) in each packed key row; `B*C`: none.
       the `cu_seqlens` of the queries and of the keys, int32 `[R*d + 1]`.
@@ -111,13 +111,13 @@ class Ranges:
 
     @property
     def capacity(self) -> int:
-        """Rows of the packed buffer: as many as there can be."""
+        """The largest possible number of rows of the packed buffer."""
         return self.start.numel() * self.longest
 
     def read(self, x: Tensor) -> Tensor:
         """The runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
 
-        What lies behind the last run is left unwritten.
+        Rows after the last run are not written.
         """
         x = x.resolve_neg()
         packed = x.new_empty(self.capacity, x.shape[-1])
@@ -164,7 +164,7 @@ class Ranges:
     def _inverse(self) -> tuple[Tensor, Tensor, Tensor]:
         """The runs by the token where they begin, earlier queries first; the empty ones lead.
 
-        Each run's token, its place in the order of the runs, and where its token's list ends.
+        Returns each run's token, its index in the order of runs, and the end of its token's list.
         """
         batch, _, heads, _ = self.start.shape
         # A token, be it outside the array, gets 32 bits of the key: no two heads share one.
@@ -196,7 +196,7 @@ def selected_ranges(
     """What a chunk of queries sees, packed: one (row, query, key/value head) after the other.
 
     Args:
-      block_indices: `[B, T, Hkv, n]`; what is negative or begins behind the query is empty.
+      block_indices: `[B, T, Hkv, n]`. A negative entry, or one after the query, is empty.
       handed: key ranges of the same selection, which are read in place of the blocks: int32
         `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots. A range of several
         blocks is read block by block, so that two runs begin at the same token or have none in
@@ -230,7 +230,7 @@ def selected_ranges(
 
 
 def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
-    """What one query index costs: `slots` packed keys and values a head, and 64-bit indices."""
+    """The bytes per query index: `slots` packed keys and values per head, and 64-bit indices."""
     batch, _, heads, width = key.shape
     return batch * heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
 

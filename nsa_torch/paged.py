@@ -55,7 +55,7 @@ class PagedCache(PagedArrays):
         unrounded.
 
     Attributes:
-      apart: distance of its pages in its tensors, in pages (`view`).
+      apart: The distance of its pages in its tensors, in pages (`view`).
 
     Raises:
       ValueError: a size that is not a positive int, or an unsupported dtype.
@@ -107,8 +107,8 @@ class PagedCache(PagedArrays):
         """A cache on pages that another manager owns, in place.
 
         Other pages may be between them, such as those of values, `[P, 2, l', Hkv, D]`, or of other
-        layers. If all given arrays have the same distance between pages, kernels read them in
-        place. The tensors of the cache then include the pages in between, and tensors that are
+        layers. If all given arrays have the same distance between pages, kernels read them without
+        a copy. The tensors of the cache then include the pages in between, and tensors that are
         allocated here have the same length.
 
         Args:
@@ -283,7 +283,7 @@ def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
 
 
 def _pages_apart(arrays: Sequence[Tensor]) -> int:
-    """The distance from one page to the next in pages, if it is the same in all arrays, else 1."""
+    """The distance between pages, in pages, if it is the same in all arrays, otherwise 1."""
     size = lambda x: x[0].numel()
     if any(x.shape[0] < 2 or not x[0].is_contiguous() or size(x) == 0 for x in arrays):
         return 1
@@ -459,8 +459,8 @@ def append_why_not(cache: PagedCache) -> str | None:
 
 
 def launches_of_means(tokens: int, rows: int, ragged: bool, means: bool) -> int:
-    """How often a kernel that writes tokens and their means runs in a call. A row may begin with
-    pages that another one fills in the same call, as engines share prefixes: a second launch makes
-    its means of what the first has written. In a step of one token per row, none may.
+    """The number of launches of a kernel that writes tokens and their means. A row may begin with
+    pages that another row fills in the same call, since engines share prefixes. A second launch
+    then computes its means from the tokens of the first. This is excluded with one token per row.
     """
     return 2 if means and (ragged or tokens > rows) else 1

@@ -132,8 +132,8 @@ def finish(
     slots: Tensor | None,
     step: "Step | None",
 ) -> Tensor:
-    """The output of what was decided, once the new tokens are appended; a `step` of one launch is
-    known from now on.
+    """The output of the chosen implementation, after the new tokens are appended. A `step` of one
+    launch is remembered.
     """
     cache, on_mosaic = inputs.cache, decided.choice.implementation == "mosaic"
     attend = None if on_mosaic and decided.of_tokens is None else _prepared(decided)
@@ -243,9 +243,9 @@ class _Launch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A decode step as the host sees it: on one kernel, whose launch follows from shapes alone.
+    """A decode step on the host: one kernel, whose launch depends only on shapes.
 
-    A step that was checked and decided before is launched as it was then.
+    A step that was checked and chosen before is launched in the same way.
     """
 
     query: Tensor
@@ -261,7 +261,7 @@ class Step(NamedTuple):
     implementation: functional.Names
 
     def known(self) -> Tensor | None:
-        """The output, or None where no such step was run."""
+        """The output, or None if no such step ran before."""
         query, cache = self.query, self.cache
         if not isinstance(query, Tensor) or query.device.type not in call.DEVICE_TYPES:
             return None
@@ -419,8 +419,8 @@ def gathering(
 ) -> Callable[[], Tensor]:
     """A function that computes `gathered`, once the tokens are in their pages.
 
-    `whole`: keys and values of rows that have no others, in place of their pages; `full`: each row
-    has all of its queries, as many as the others.
+    `whole`: keys and values of rows without earlier tokens, used instead of their pages. `full`:
+    all rows have the same number of queries.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q

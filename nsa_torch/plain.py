@@ -1,4 +1,4 @@
-"""Whether torch alone decides what is done with tensors, and what its compiler is told."""
+"""Tests whether plain torch handles tensors, and constants for its compiler."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # classes that override no operation
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Whether torch does what it is asked with these tensors (others than tensors do not count),
-    and nothing else: they have no class of their own, memory holds what they are and not its
-    negative, nothing is traced, compiled or transformed, and no mode sees it.
+    """Whether torch runs operations on these tensors directly: they have no subclass and no
+    negative bit, nothing is traced, compiled or transformed, and no mode is active. Arguments that
+    are not tensors are ignored.
     """
     return undisturbed() and all(
         type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
@@ -51,7 +51,7 @@ def as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Of products of tensors of `dtype`: autocast's where it is on, which leaves float64 alone."""
+    """The dtype of products of tensors of `dtype`: autocast's if it is on, except for float64."""
     if dtype is torch.float64:
         return dtype
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
@@ -60,8 +60,8 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def constant[Function: Callable](function: Function) -> Function:
-    """`torch.compiler.assume_constant_result`, which would import the compiler at once: that takes
-    longer than everything else here.
+    """`torch.compiler.assume_constant_result` without an immediate import of the compiler, which
+    takes longer than all other imports.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

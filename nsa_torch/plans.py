@@ -1,4 +1,4 @@
-"""Functions of operators, run from plans: which plan a call has, and how it is made.
+"""Runs the functions of operators from plans: finds the plan of a call, or makes it.
 
 A plan follows from the key of a call: shapes and dtypes by role, all other arguments, and the
 device. Strides, addresses and which arguments are one tensor are not in it.
@@ -22,13 +22,13 @@ from nsa_torch.execute import BoundPlan, Bundle
 from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 1024  # programs at most
-# What runs calls by what it follows from: the only cache between a public call and its launches.
-# To look one up is all that most calls do.
+# Programs by the key of a call: the only cache between a public call and its launches. Most calls
+# only look up a program.
 PROGRAMS: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 _prepared: set[Hashable] = set()  # layers on a GPU whose kernels were made ready
 
-instead: ArrayOps | None = None  # of plans: on what steps run as they are asked for
+instead: ArrayOps | None = None  # if set, steps run on it directly, without plans
 
 
 def keep[Value](key: Hashable, value: Value) -> Value:
@@ -41,7 +41,7 @@ def keep[Value](key: Hashable, value: Value) -> Value:
 
 
 def forget() -> None:
-    """Forgets all plans and calls: what they follow from has changed (tests, tuners)."""
+    """Forget all plans and calls after the state that they depend on changed (tests, tuners)."""
     PROGRAMS.clear()
 
 
@@ -123,8 +123,8 @@ class Planned(NamedTuple):
         """The plan of a call.
 
         Args:
-          arguments: tensors, or arrays in their place.
-          device: None means of no GPU, whose tiles were never measured.
+          arguments: Tensors or arrays.
+          device: None means no GPU, for which no tiles were measured.
         """
         ops = PlanOps(
             capability_of(device.index) if device and device.type == "cuda" else INTERPRETED
@@ -139,8 +139,8 @@ class Planned(NamedTuple):
     def plans(
         self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
     ) -> list[Plan]:
-        """The plan of a call and that of its gradient; arguments as of `plan`, which may have been
-        made already.
+        """The plan of a call and that of its gradient, with the arguments of `plan`. Pass `plan` if
+        it exists.
         """
         plan = plan or self.plan(arguments, device)
         if self.backward is None:
@@ -149,5 +149,5 @@ class Planned(NamedTuple):
 
 
 def array_of(x: Any) -> Array:
-    """Shape and dtype of a tensor, or of what stands for one."""
+    """Shape and dtype of a tensor or of an `Array`."""
     return Array(tuple(x.shape), str(x.dtype).removeprefix("torch."))

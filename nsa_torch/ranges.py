@@ -23,9 +23,9 @@ _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="n
 
 @contextlib.contextmanager
 def using(mode: str) -> Iterator[None]:
-    """Within: the selected branch by `fa2` makes ranges of the blocks and reads by those.
+    """Make the selected branch of `fa2` convert blocks to ranges, and read those.
 
-    The result is the same; what it costs differs.
+    The result is the same; the cost differs.
 
     Raises:
       ValueError: there is no such mode.
@@ -41,7 +41,7 @@ def using(mode: str) -> Iterator[None]:
 
 @constant  # torch 2.11 does not trace what a context holds
 def asked() -> str:
-    """What `using` says here."""
+    """The mode that `using` set."""
     return _mode.get()
 
 
@@ -68,7 +68,7 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
 
     Args:
       block_indices: `[B, T, Hkv, n]`, ascending, negative in empty slots.
-      position: `[B, T]` of the queries in their sequences; negative: padding.
+      position: `[B, T]` of the queries in their sequences; negative for padding.
 
     Returns:
       int32 `[B, T, Hkv, n, 2]`: adjacent blocks are merged, ends are cut at `position + 1`, and

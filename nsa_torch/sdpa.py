@@ -1,6 +1,6 @@
 """The three branches through torch's scaled_dot_product_attention: any device, any dtype.
 
-Queries are taken a chunk at a time. A chunk sees a prefix of the compressed tokens, a band of
+Queries are processed in chunks. A chunk sees a prefix of the compressed tokens, a band of
 the sliding keys, or the gathered blocks of its own selection, under a boolean mask made from
 positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product `q . k`.
 """
@@ -116,8 +116,8 @@ def block_rows(where, block_indices, queries, num_keys, config):
     inside = torch.arange(config.select_block, device=blocks.device)
     token = blocks[..., None] * config.select_block + inside  # in the sequence
     seen = (blocks[..., None] >= 0) & (token <= where.position[:, queries, None, None, None])
-    # Zero times NaN is NaN: a slot that is not seen has the query's own token, not another's,
-    # and a query that is padding has no row.
+    # Zero times NaN is NaN: a masked slot has the query's own token, not another's, and a query
+    # that is padding has no row.
     own = where.key_index[:, queries, None, None, None]
     index = torch.where(seen, token + where.key_start[:, queries, None, None, None], own)
     batch_start = torch.arange(batch, device=blocks.device) * num_keys

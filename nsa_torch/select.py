@@ -1,4 +1,4 @@
-"""Which blocks a query reads: scores from the compressed probabilities, then top-n.
+"""The selection of the blocks that a query reads: scores from compressed probabilities, then top-n.
 
 Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient. Scores
 too small for float32 are compared by their logarithms, which are made only if they decide.
@@ -44,8 +44,8 @@ def blocks_by(
     cu_seqlens=None,
     scale=None,
 ) -> Tensor:
-    """int32 `[B, T, Hkv, n]` of a rule of scores `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]` and, on a
-    CPU, what gives the scores' logarithms.
+    """int32 `[B, T, Hkv, n]` from a rule over scores `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]` and,
+    on a CPU, a function that returns the scores' logarithms.
     """
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
@@ -101,7 +101,8 @@ def select_from_scores(
         decides = ((ranked >= least).sum(dim=-1) < n) & (own >= n)
         if plain([decides]) and not decides.any():  # what is traced has no numbers
             return ranked
-        # Logarithms are less than all scores, those of 0 more than what is no candidate.
+        # Logarithms are below all scores. Those of 0 are above the value of a block that is no
+        # candidate.
         log = log_scores().clamp_(min=limits.min)
         return torch.where((ranked < least) & candidate, log, ranked)
 

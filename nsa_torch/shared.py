@@ -1,4 +1,4 @@
-"""Small tensors that follow from a problem's sizes alone, made once for all calls with them."""
+"""Small tensors that depend only on a problem's sizes, made once for all calls with them."""
 
 import collections
 import logging
@@ -13,9 +13,9 @@ from kernels_pallas.runtime import driver
 from nsa_interop import launch
 
 LOG = logging.getLogger(__name__)
-BYTES = 24 * 2**20  # kept at most, of all devices, besides what the last calls used
+BYTES = 24 * 2**20  # the limit over all devices, without the tensors that the last calls used
 RECENT = 32  # uses of tensors: more than a call has, forward and backward
-MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning says so
+MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logged
 
 
 class Kept(list[Tensor]):
@@ -29,9 +29,9 @@ class Shared:
     `recent` uses stays: the calls that run now need it, however large it is.
 
     Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
-    graph outlives any cache: what one has read stays until the process ends. What was not there
-    before its capture the graph makes for itself, at each use: a call before the capture, which
-    compiled kernels need too, saves that.
+    graph may outlive this cache: a tensor that a graph reads is kept until the process ends. A
+    graph makes tensors that did not exist before its capture again at each replay. A call before
+    the capture, which compiled kernels need too, avoids that.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
@@ -70,7 +70,7 @@ class Shared:
         """The tensors are ready now, and stay."""
         tensors, _, event = found
         if event is not None:
-            # A graph cannot wait for what is outside it.
+            # A graph cannot wait for work outside it.
             with driver.relaxed("tensors of a CUDA graph"):
                 event.synchronize()
         with self._lock:
@@ -157,7 +157,7 @@ def is_capturing(device: torch.device) -> bool:
 def _made(device, make):
     """What `make()` gives, the address of the stream that makes it, and an event at its end."""
     with torch.inference_mode(False), torch.no_grad():
-        # Contiguous, so that a kernel can read them as they are.
+        # Contiguous, so that a kernel can read them without a copy.
         tensors = Kept([x.contiguous() for x in make()])
     if device.type != "cuda":
         return tensors, None, None

@@ -19,7 +19,7 @@ class TorchOps(ArrayOps):
 
     def run(self, kernel, *tensors):
         tensors = [readable(x) for x in tensors]
-        # What a branch is added to is always made here, and read by nothing else afterwards.
+        # The sum to which a branch is added is always made here and has no other reader later.
         over = tensors[len(tensors) - kernel.in_place :]
         out = [*over, *[None] * (len(kernel.outputs) - len(over))] if over else ()
         return launch(kernel, *tensors, out=out)
@@ -100,8 +100,8 @@ class TorchOps(ArrayOps):
             there = at.there
             pages[at.page[there], at.offset[there]] = new[there]
             return pages
-        # Static shapes: what is not there writes what the first that is there writes, or, where
-        # none is, what lies there already.
+        # Static shapes: an invalid entry writes the same as the first valid one, or, if none is
+        # valid, the value that is stored already.
         index = torch.arange(new.shape[0], device=new.device)
         source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
         page, offset = at.page[source], at.offset[source]

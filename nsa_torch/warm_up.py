@@ -36,8 +36,8 @@ def prepare(
       key_width, value_width: columns of a head; by default those of a value are those of a key.
       dtype, config, scale: of the calls, as in `attention`.
       gradients: those of the backward pass too.
-      packed: for batches with `cu_seqlens`; else for compression by means too, of tokens that
-        the branches share and of tokens of their own.
+      packed: For batches with `cu_seqlens`. Otherwise also for compression by means, for tokens
+        that the branches share and for separate tokens.
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
         long sequences.
       jobs: processes that build what is not on disk; by default one a core.

@@ -1,10 +1,10 @@
 """A causal language model of Hugging Face's `transformers` on Native Sparse Attention.
 
-RMSNorm, rotary embedding, grouped heads and SwiGLU; each layer attends by NSA or to all keys, as
-the configuration says. Importing this module registers `model_type="nsa"` with `AutoConfig`,
+RMSNorm, rotary embedding, grouped heads and SwiGLU. The configuration selects NSA or dense
+attention for each layer. Importing this module registers `model_type="nsa"` with `AutoConfig`,
 `AutoModel` and `AutoModelForCausalLM`; a program that does not import it passes them
 `trust_remote_code=True`, for which `save_pretrained` and `convert` write a module:
-  `NSAModelConfig`                      the sizes, and what makes each layer's function
+  `NSAModelConfig`                      the sizes and the kind of each layer
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
   `NSAPagedModelCache`                  the same on pages, for steps of static shapes
@@ -17,7 +17,7 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
                                         exact one (`llama_nsa`)
 
 Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
-start at its first real token, so that it computes what it would alone.
+start at its first real token, so that its results are those of a batch with only this row.
 """
 
 from nsa_core import extras

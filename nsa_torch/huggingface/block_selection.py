@@ -3,14 +3,14 @@
 `MiniMaxM3VLAttention` (transformers 5.17) hands an attention function `block_indices`
 [B, heads of its indexer, Sq, n], int64, -1 in empty slots: block `j` is the slots
 `j * block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
-`sdpa` make a dense mask of them, `[B, H, Sq, Sk]`. The function here runs
+`sdpa` convert them to a dense mask, `[B, H, Sq, Sk]`. The function here runs
 `nsa_torch.block_attention` on them, forward and backward, without an array of `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
 Padding on the left sees no key. Its tokens get the mean of all values, which is what the dense
-mask of `sdpa` comes to; it matters because the model's indexer scores padding too. A gradient
-of theirs reaches the values alone.
+mask of `sdpa` comes to; it matters because the model's indexer scores padding too. Their
+gradients reach only the values.
 
 Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
 the same name the function that makes its mask. Without the latter transformers drops the
@@ -52,7 +52,7 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
     """Registers `block_attention` and `key_states` with transformers.
 
     Args:
-      name: what `attn_implementation` says then.
+      name: The value of `attn_implementation` that selects it.
       implementation: of `nsa_torch.block_attention`, a name that never falls back. None:
         automatic.
     """
@@ -82,12 +82,12 @@ def key_states(
       config: of the text model; `index_block_size` is read.
 
     Returns:
-      None: no padding, and the keys end with the last query. Else int8 `[B, 1, 1 or 2, Sk]`;
-      first row: 1 in slots up to the last query's; second row, where there is padding: 1 at
-      tokens.
+      None without padding if the keys end with the last query. Otherwise int8
+      `[B, 1, 1 or 2, Sk]`. The first row is 1 in slots up to the last query's. The second row,
+      which exists with padding, is 1 at tokens.
 
     Raises:
-      NotImplementedError: packed rows, a mask of the caller's, a sliding cache; a row with
+      NotImplementedError: Packed rows, a mask from the caller, a sliding cache; a row with
         padding between its tokens, or with `index_block_size` or more on the left. The
         model's indexer counts positions from the first token and blocks from slot 0: such a
         row's first token is left without a key that it may see, and transformers' own paths

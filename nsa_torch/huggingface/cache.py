@@ -185,8 +185,8 @@ class PagedLayer:
         return attend_pages(attention, x, call.position, self.pages, call.order, **call.at)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views `[B, .., ...]` of what is kept. Codes of 8 bits are integers: not every torch
-        indexes floats of 8 bits.
+        """Views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as integers, since
+        not every version of torch indexes floats of 8 bits.
         """
         found = {} if self.pages is None else self.pages.tensors()
         bits = {k: x.view(torch.uint8) if x.dtype is FP8 else x for k, x in found.items()}

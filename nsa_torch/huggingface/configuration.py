@@ -15,7 +15,7 @@ from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear", *SCALINGS)
-# Options of other models that this model does not support, with its fixed value. None: unset.
+# Options of other models that this model does not support, with its fixed value (None if unset).
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",

@@ -5,10 +5,10 @@
             each layer: project -> append -> paged_attention -> out
 
 What a step does is planned once for all layers. Steps of one token per row bring a block table:
-their shapes follow from it alone, nothing is read on the host, and on a GPU the manager captures
+their shapes depend only on it, nothing is read on the host, and on a GPU the manager captures
 them as CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one
-after the other. Their rows' bounds are read once, padding is left out, and `plan_runs` says which
-rows are attended together.
+after the other. Their rows' bounds are read once, padding is left out, and `plan_runs` decides
+which rows are attended together.
 """
 
 import copy
@@ -35,7 +35,7 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
-# The attention of a model while a manager serves it: "flash" says that no mask is made.
+# The attention of a model while a manager serves it. The word "flash" prevents a mask.
 NAME = "flash_nsa"
 KIND = "full_attention"  # of all layers, in the manager's tables
 # What stores the tokens of `generate_batch`; transformers before 5.19 has no such class.
@@ -80,7 +80,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
 
         block of token p of a request   block_table[request][p // select_block]
 
-    A step reads block numbers alone. The manager's lists of token numbers, as long as the context,
+    A step reads only block numbers. The manager's lists of token numbers, as long as the context,
     are lists of blocks here.
 
     Raises:
@@ -167,12 +167,12 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     def get_write_indices(
         self, request_id: str, past_length: int, query_length: int
     ) -> list[int]:
-        """The same where the request begins: in a step of such requests alone none are read."""
+        """The same for a request that begins. A step with only such requests reads no blocks."""
         return [] if past_length else self.get_read_indices(request_id, 0, query_length)
 
 
 class AllocatorByConfiguration(FullAttentionCacheAllocator):
-    """In the place of transformers' class: ours for our configuration, else what it was."""
+    """Replaces transformers' class: our allocator for our configuration, otherwise the original."""
 
     def __new__(cls, *arguments: Any, config: Any, **options: Any):
         ours = isinstance(config, NSAModelConfig) and "nsa" in config.layer_attention
@@ -186,9 +186,10 @@ def continuous_batching_config(
     """transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
-      options: other fields of it. `use_cuda_graph` is about steps of one token a row; None: where
-        there is a GPU. `max_blocks_per_request`: longer requests take no such steps; None: by the
-        prompts of `generate_batch`, otherwise by `max_position_embeddings`.
+      options: Other fields of it. `use_cuda_graph` applies to steps of one token per row. It
+        defaults to True on a GPU. Requests longer than `max_blocks_per_request` do not use such
+        steps. It defaults to a bound derived from the prompts of `generate_batch`, otherwise from
+        `max_position_embeddings`.
 
     Raises:
       ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
@@ -264,7 +265,7 @@ def manager_of(
     if (getattr(generation_config or model.generation_config, "num_beams", None) or 1) != 1:
         raise ValueError("num_beams must be 1: generate_batch searches no beams, use generate")
     asked = copy.copy(given)
-    # transformers has block tables for FlashAttention alone: decided below.
+    # transformers has block tables only for FlashAttention; it is decided below.
     asked.max_blocks_per_request = 0
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     attention, config._attn_implementation = config._attn_implementation, NAME
@@ -280,8 +281,8 @@ def manager_of(
 
 
 def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: Any) -> None:
-    """A new manager's options, then its memory, here and not in its thread: too little of it is an
-    error of the caller's.
+    """Set a new manager's options and allocate its memory here, not in its thread, so that the
+    caller gets the error if memory is too small.
     """
     config, made = model.config, manager.continuous_batching_config
     made.max_blocks_per_request = given.max_blocks_per_request
@@ -317,8 +318,8 @@ class ContinuousBatch:
       config: of the model.
       x: `[1, N, hidden_size]`, the new tokens of all rows, then padding.
       position: `[1, N]`.
-      cache .. block_table: what transformers hands to attention functions; `read_index` and
-        `write_index` are those of `NSACacheAllocator`.
+      cache .. block_table: The arguments that transformers passes to attention functions.
+        `read_index` and `write_index` are those of `NSACacheAllocator`.
 
     Attributes:
       x: without the padding, which no logits are asked of.
@@ -375,8 +376,8 @@ class ContinuousBatch:
         return y
 
     def even_rows(self) -> Iterator[tuple[slice, slice, int, int | None]]:
-        """Rows with the same number of tokens, these tokens, and columns of the rows' page table;
-        of rows with more tokens than kernels on pages take each alone, and its length.
+        """Rows with the same number of tokens, these tokens, and columns of the rows' page table.
+        A row with more tokens than kernels on pages accept is separate, with its length.
         """
         if self.runs is None:
             yield slice(None), slice(None), self.page_table.shape[1], None
@@ -392,7 +393,7 @@ class ContinuousBatch:
 
 
 class DenseBatch:
-    """One step of a model of dense layers alone, over transformers' own pages."""
+    """One step of a model with only dense layers, over transformers' own pages."""
 
     def __init__(self, x: Tensor, position: Tensor, mask: Any, *, cache: Any, **paged: Any):
         self.x, self.position, self.mask = x, position, mask

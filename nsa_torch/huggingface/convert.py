@@ -86,7 +86,7 @@ BESIDE = (  # files that are copied with the weights
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-TIMES_YARDSTICK = 4  # that the logits of `--check` may be apart
+TIMES_YARDSTICK = 4  # bound of the logits' difference in `--check`
 
 
 class DifferentError(Exception):

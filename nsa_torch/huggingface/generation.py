@@ -44,9 +44,9 @@ class NSAGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """transformers' manager of `generate_batch`; errors as of `continuous.manager_of`. One that
-        persists is destroyed here if weights were replaced or written to since it was last asked
-        for: its prefixes are those of old weights, and its graphs may read old tensors.
+        """transformers' manager of `generate_batch`, with the errors of `continuous.manager_of`. A
+        persistent manager is destroyed here if weights were replaced or changed since its last use:
+        its prefixes belong to old weights, and its graphs may read old tensors.
         """
         model: Any = self
         weights = [(id(x), 0 if x.is_inference() else x._version) for x in model.parameters()]
@@ -59,25 +59,25 @@ class NSAGenerationMixin(GenerationMixin):
         if "nsa" in self.config.layer_attention:
             make = functools.partial(manager_of, self, make)
         manager: Any = make(*given)
-        # Its streams wait for no other: what is queued by now, the model's weights and zeros in
-        # the manager's own inputs, would come behind what it reads and writes.
+        # Its streams wait for no other stream. Queued work (the model's weights, zeros in the
+        # manager's inputs) could otherwise run after the manager's reads and writes.
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         return manager
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate_batch`. Where nobody says, a manager that persists warms up, one
-        of a single call does not: it captures graphs when steps need them, after first tokens.
+        """transformers' `generate_batch`. By default a persistent manager warms up, and one of a
+        single call does not: it captures graphs when steps need them, after first tokens.
 
         Args:
-          persistent_manager: as of transformers; after weights have changed a new manager is made.
+          persistent_manager: That of transformers. After a change of weights a new one is made.
             Changes that torch does not count, of `.data` or of which adapter is active, need
             `destroy_cached_continuous_batching_manager()` first.
 
         Raises:
-          ValueError: a prompt is not a list of tokens of the vocabulary, at least one; in a step it
-            would end the requests beside it too.
+          ValueError: A prompt is not a list of at least one token of the vocabulary. In a step it
+            would also end the other requests.
         """
         base: Any = super()
         given = inspect.signature(base.generate_batch).bind_partial(*args, **kwargs).arguments
@@ -89,8 +89,8 @@ class NSAGenerationMixin(GenerationMixin):
         return base.generate_batch(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
-        """Positions by the mask. Padding is at -1 before a row's tokens and at the last one's
-        behind them, so that the next token's, one more, is right in a row of padding alone.
+        """Positions from the mask. Padding has position -1 before a row's tokens, and that of the
+        last token after them, so that the next position is right in a row with only padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None:
@@ -102,8 +102,9 @@ class NSAGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """`cache_implementation`: "dynamic" grows; "static" has room for `max_length`; None: pages
-        where `goes_on_pages`, else "dynamic". "paged" means `generate_batch` there.
+        """`cache_implementation`: "dynamic" grows; "static" has room for `max_length`. The default
+        is pages if `goes_on_pages`, otherwise "dynamic". "paged" means `generate_batch` in
+        transformers.
         """
         # transformers would name fewer layers in the configuration, and leave it so after an error.
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
@@ -147,9 +148,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """What runs the model in one `generate`: on a paged cache, steps as one CUDA graph; else
-        transformers' `torch.compile`. The graph is its own: what Python decides in a model, an
-        adapter that is active or a scaling, may be other for the next.
+        """The callable that runs the model in one `generate`: steps as one CUDA graph on a paged
+        cache, otherwise transformers' `torch.compile`. Each call has its own graph, since decisions
+        of Python in a model (the active adapter, a scaling) may differ in the next call.
         """
         model: Any = self
         base: Any = super()
@@ -177,9 +178,8 @@ class NSAGenerationMixin(GenerationMixin):
 def goes_on_pages(
     model: Any, given: Any, mode: Any, rows: int, capacity: int, new_tokens: int
 ) -> bool:
-    """Whether `generate` keeps `rows` of `capacity` tokens on pages where nobody says what to keep:
-    steps are then one CUDA graph. Kernels read the pages, which take at most half of the free
-    memory.
+    """Whether `generate` stores `rows` of `capacity` tokens on pages by default. Steps are then one
+    CUDA graph. Kernels read the pages, which use at most half of the free memory.
 
     Args:
       given: the `GenerationConfig`; mode: a `GenerationMode`; new_tokens: at most.

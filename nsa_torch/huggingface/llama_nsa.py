@@ -1,16 +1,16 @@
 """Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`): zen-E/NSA-1B.
 
-A layer is Llama's, with a projection of gates besides: `sigmoid(x g_proj^T)`, rows (head, branch),
+A layer is Llama's with a projection of gates: `sigmoid(x g_proj^T)`, rows (head, branch),
 branches compressed, selected, sliding. All branches read the same rotated keys and the values;
 compressed ones are means of `block_size` tokens; a query's own block is always selected, no other
 by force. So one `nsa_torch.attention` is the layer, but for its selection:
 
   selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
-  selection="trained"   those that fla-org's kernel finds with as many places as a chunk has blocks:
-                        after each chunk of 16 blocks the places hold the best half of what they
-                        held and the best half of the chunk. So half of the blocks are the best
-                        before the last chunk, and up to half are of the last chunk, whatever their
-                        score
+  selection="trained"   the blocks that fla-org's kernel finds with one slot per block of a chunk:
+                        after each chunk of 16 blocks the slots hold the best half of their old
+                        blocks and the best half of the chunk. So half of the blocks are the best
+                        before the last chunk, and up to half come from the last chunk, regardless
+                        of their score
 
 The checkpoint was trained by the second, if by the file that its README has put into place.
 """
@@ -140,7 +140,7 @@ def trained_blocks(
 
 
 def best_by_halves(scores: Tensor, places: int) -> Tensor:
-    """int32 `[..., places]` of scores `[..., N]`, negative: no candidate; ascending, -1 at the end.
+    """int32 `[..., places]` from scores `[..., N]` (negative if no candidate), ascending, then -1.
 
     Chunks of `places` blocks one after the other, up to the last one with a candidate.
     """
@@ -167,7 +167,7 @@ def best_by_halves(scores: Tensor, places: int) -> Tensor:
 class LlamaNSAForCausalLM(LlamaForCausalLM):
     """`from_pretrained(path, selection="exact")` or `"trained"`.
 
-    A packed row is told by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
+    A packed row is marked by `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` or `seq_idx`, or by
     `position_ids` of one row that start again.
 
     Raises:

@@ -55,7 +55,7 @@ class SelfAttention(NSAAttention):
         attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """As of `NSAAttention`; `attend`: what a cache's layer makes of it and `x` in its place."""
+        """The same as `NSAAttention`. A cache's layer passes `attend`, which replaces the call."""
         if attend is None:
             return super().forward(x, kv, **options)
         return attend(self, x), None
@@ -87,7 +87,7 @@ class DenseAttention(nn.Module):
 
         Args:
           cache: an `NSAModelCache`, one of transformers' continuous batching, or None.
-          paged: what the latter hands to attention functions.
+          paged: The keywords that transformers passes to attention functions.
         """
         spec = self.spec
         query, (key,), (value,), *_ = heads.project(
@@ -315,7 +315,9 @@ class NSAModel(NSAPreTrainedModel):
             cache.begin(x, batch.count)
         if (real := batch.real(x.shape[1])) is not None:
             if batch.empty is not None and not torch.is_grad_enabled():
-                real = real | batch.empty[:, None]  # the text goes on from such a row's padding
+                real = (
+                    real | batch.empty[:, None]
+                )  # the text continues from such a row's padding
             x = without_padding(x, real)
         batch = self._with_mask(x, batch._replace(cache=cache))
         for layer in self.layers:

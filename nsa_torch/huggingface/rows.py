@@ -13,12 +13,12 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
 
-# What a call may say of a packed row: borders, by any name; which sequence each token is of; tokens
-# of the longest sequence.
+# Keywords that describe a packed row: boundaries by any name; the sequence of each token; the
+# number of tokens of the longest sequence.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"
 INDEX, POSITION = "seq_idx", "position_ids"
 LONGEST = "max_length_q", "max_length_k"
-# What it may say of what no call changes.
+# Keywords that are accepted with a fixed value.
 FIXED = {
     "is_causal": (True, "attention is causal"),
     "output_attentions": (False, "no layer computes attention weights"),
@@ -106,16 +106,16 @@ def rows(
         an `NSAPagedModelCache`, also takes `[B, 1]`: that of its own column.
       position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
         cache they may start again in a single row, which is then a packed one.
-      call: its keywords, of which a packed row is told by one of `BORDERS`, int `[sequences + 1]`,
-        or by `INDEX`, int `[1, T]`, on a GPU after a wait. One of `LONGEST`: the longest sequence
-        has so many tokens at most, and nothing follows the last one.
+      call: Its keywords. One of `BORDERS`, int `[sequences + 1]`, or `INDEX`, int `[1, T]` (which
+        waits for a GPU), describes a packed row. One of `LONGEST` bounds the tokens of a sequence,
+        and states that nothing follows the last sequence.
       config: of the layers with NSA.
 
     Raises:
-      ValueError: a row is padded in the middle or on both sides, mask, positions, borders and cache
-        contradict each other. On a GPU it is known after the device has been waited for; a step
-        does not wait there, borders at the first such call alone, and only shapes are checked; in a
-        CUDA graph and under `torch.compile` nothing is.
+      ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries and
+        cache contradict each other. On a GPU these checks wait for the device. A decode step does
+        not wait and checks only shapes. Boundaries wait only at the first such call. In a CUDA
+        graph and under `torch.compile` nothing is checked.
     """
     told = {name: x for name in (*BORDERS, INDEX) if (x := call.get(name)) is not None}
     if name := next(iter(told), None):
@@ -153,7 +153,7 @@ def rows(
         )
     if step and (found != whole or not free_to_read(mask)):
         return Rows(count=(mask[:, -1] != 0).long())
-    wrong: list[tuple[Tensor, str]] = []  # of each row, [B], with what must hold
+    wrong: list[tuple[Tensor, str]] = []  # whether each row [B] breaks a rule, and the rule
     if mask.dtype != torch.bool:
         wrong.append((((mask != 0) & (mask != 1)).any(dim=1), f"{MASK} hold 0 and 1 only"))
         mask = mask != 0
@@ -209,8 +209,8 @@ def free_to_read(x: Tensor) -> bool:
 
 
 def _borders(told: dict[str, Any], length: int) -> Tensor:
-    """Those of a packed row, as the first of `told` says. What others say must agree: on a GPU
-    calls that say so much wait and are compared until one agrees.
+    """The boundaries of a packed row from the first entry of `told`. Other entries must agree. On a
+    GPU calls with several entries wait and are compared until one call agrees.
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
@@ -229,9 +229,9 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
 
 
 def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tensor:
-    """What is said of a packed row as int `[sequences + 1]`; `end`: of its last sequence. Of the
-    number of a sequence or a position of each token they are on the host, which waits for the
-    device.
+    """The description of a packed row as int `[sequences + 1]`; `end` is that of its last sequence.
+    If it is given per token, as sequence numbers or positions, the result is on the host, which
+    waits for the device.
     """
     if name in BORDERS:
         checks.borders_array(x, name)

@@ -15,11 +15,11 @@ DEVICE = "cuda"  # whose steps are captured
 
 
 class StepGraph:
-    """Steps of `model` on `cache`, one token a row: `graph(input_ids [B, 1]) -> [B, 1, vocab]`.
+    """Steps of `model` on `cache`, one token per row: `graph(input_ids [B, 1]) -> [B, 1, vocab]`.
 
-    The first `WARMUP` calls run the model as it is. The next one captures a CUDA graph of all
-    layers, and each call from then on replays it: the host launches once, rows grow, are
-    taken back and begin again. The logits lie where the next call writes its own.
+    The first `WARMUP` calls run the model eagerly. The next one captures a CUDA graph of all
+    layers, and each later call replays it. The host launches once; rows may grow, be cropped and
+    begin again. The next call overwrites the logits.
 
     A graph reads the weights where they were and runs what Python chose when it was captured:
     adapters and their scaling, kernels, modes. After a change of these make another one, as each
@@ -49,8 +49,8 @@ class StepGraph:
 
         Args:
           input_ids: int64 `[B, 1]`.
-          attention_mask: `[B, any]`, whose last column says which rows have the token; None:
-            all. Neither is checked, so that nothing waits for the device.
+          attention_mask: `[B, any]`, whose last column marks the rows that have the token. Defaults
+            to all. Neither argument is checked, so that nothing waits for the device.
 
         Raises:
           ValueError: another number of rows or tokens, or the cache is full.
@@ -87,9 +87,9 @@ class StepGraph:
 
 
 def why_not(model: Any) -> str | None:
-    """Why a step of `model` cannot be a CUDA graph, or None. Hooks are Python, which a replay does
-    not run; those that `capture_outputs` leaves in a model do nothing where no hidden states are
-    asked for.
+    """Why a step of `model` cannot be a CUDA graph, or None. Hooks are Python code, which a replay
+    does not run. Those that `capture_outputs` leaves in a model do nothing unless hidden states are
+    requested.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"
@@ -109,7 +109,7 @@ def why_not(model: Any) -> str | None:
 def capture(
     call: Callable[[], Tensor], device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
-    """`call`, captured: what replays its kernels, and where they write its result.
+    """Capture `call`. Returns the function that replays its kernels, and the tensor of its result.
 
     Raises:
       RuntimeError: `call` waits for the device.

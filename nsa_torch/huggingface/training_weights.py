@@ -1,8 +1,8 @@
 """Weights of `NSAForCausalLM` for the models of `nsa_bench.train`, and back.
 
 The file is one of `nsa_interop.weights`: its names and its hyper-parameters are those of
-`nsa_bench.lm.torch_lm.LM` and of its twin in JAX. The modules below hold the parameters of a model
-of transformers under these names.
+`nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The modules below hold the parameters of a
+model of transformers under these names.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
 
 
 def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> NSAForCausalLM:
-    """The model whose weights a training run wrote to `path`.
+    """Load the model that a training run saved as `path`.
 
     Args:
       model: takes the weights, in place; None means one as the file's hyper-parameters say, in

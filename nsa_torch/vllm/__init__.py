@@ -2,7 +2,7 @@
 
 Installing the extra `vllm` is enough: vLLM finds `register` by the entry point
 `vllm.general_plugins`. Its own scheduler, block tables, prefix caching, chunked prefill, preemption
-and speculative decoding are used as they are:
+and speculative decoding are used without changes:
   `model.py`    the library's modules under vLLM's model interface
   `backend.py`  vLLM's side of a layer's cache and of a step, the op that attends
   `step.py`     ours, without vLLM

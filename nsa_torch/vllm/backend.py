@@ -79,7 +79,7 @@ class NSABackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False  # a block's bytes do not lie side by side
+        return False  # a block's bytes are not contiguous
 
 
 def cache_spec(spec: LayerSpec, dtype: torch.dtype) -> FullAttentionSpec:

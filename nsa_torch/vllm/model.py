@@ -26,7 +26,7 @@ class Pages(nn.Module, AttentionLayerBase):
 
     Attributes:
       pages: of the layer; None before vLLM has bound its memory.
-      gathered: elements that a step may copy from pages beside them.
+      gathered: Number of elements that a step may copy from pages to other memory.
     """
 
     def __init__(self, attention: NSAAttention, vllm_config: VllmConfig, prefix: str):
@@ -52,7 +52,7 @@ class Pages(nn.Module, AttentionLayerBase):
 
 @support_torch_compile
 class Decoder(nn.Module):
-    """The layers: what torch.compile traces."""
+    """The layers, which torch.compile traces."""
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", model: NSAModel, pages: Any

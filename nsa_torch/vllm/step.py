@@ -1,4 +1,4 @@
-"""A layer's cache in an engine's memory, and a step from what the engine says of it.
+"""A layer's cache in an engine's memory, and a step from the engine's metadata.
 
 Nothing of vLLM is imported: metadata that were recorded from it drive the same code anywhere.
 """
@@ -20,8 +20,8 @@ class Step(NamedTuple):
     """The same for all layers.
 
     Attributes:
-      page_table, lengths, starts, runs: as of `paged_attention`; no starts: the rows have the same
-        few new tokens, and shapes follow from nothing else.
+      page_table, lengths, starts, runs: Those of `paged_attention`. Without `starts` all rows have
+        the same small number of new tokens, which determines all shapes.
       tokens: of all rows.
     """
 
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, metadata: Any, block_size: int) -> Self:
-        """By the host's copies of bounds and lengths alone: nothing is read from the device.
+        """Build a step from the host's copies of bounds and lengths, without reading the device.
 
         Args:
           metadata: vLLM's `CommonAttentionMetadata`.
@@ -110,7 +110,7 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
 
 
 def gathered_elements(spec: LayerSpec, longest: int) -> int:
-    """Of what a step may copy from pages beside them, at most; `longest`: tokens of a row."""
+    """The most elements that a step may copy from pages; `longest` is the most tokens of a row."""
     block = spec.config.select_block
     keys = max(GATHERED_KEYS, -(-longest // block) * block)
     each = (2 if spec.separate else 1) * keys + keys // spec.config.compress_stride
