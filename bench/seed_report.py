@@ -94,8 +94,8 @@ def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
 def threshold_lines(folder: Path, device: str) -> list[str]:
     """The thresholds that this run's own records give."""
     found = threshold_evidence.Evidence()
-    for name in threshold_evidence.FILES:
-        threshold_evidence.read_records(sorted(folder.glob(f"*/{name}")), device, found)
+    if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
+        found.add(threshold_evidence.read_records(folder), device)
     lines = []
     for name in policy.DECIDES:
         if not found.of(name):

@@ -8,14 +8,12 @@ A row that was not measured is shown with its status. A damaged file is refused 
 and the column.
 """
 
-import csv
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app
 
-from .harness import cli
+from .harness import cli, command
 
 TIMES = ("ms_total", "ms_cmp", "ms_sel", "ms_win")
 READS = ("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode")
@@ -28,44 +26,11 @@ def read(path: Path) -> list[dict[str, str]]:
     Raises:
       ValueError: a column is missing, a row is not whole, or a cell is no number over 0.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file, restkey="", strict=True)
-        missing = [name for name in NEEDED if name not in (rows.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path}:1: columns {missing} are missing, got {rows.fieldnames}")
-        found = []
-        for row in _whole(rows, path):
-            where = f"{path}:{rows.line_num}"
-            if "" in row or None in row.values():
-                cells = len(row.get("") or ()) + sum(
-                    value is not None for value in row.values()
-                )
-                cells -= "" in row
-                expected = len(rows.fieldnames or ())
-                raise ValueError(f"{where}: expected {expected} cells, got {cells}")
-            for name in NEEDED if row.get("status", "ok") == "ok" else ("S",):
-                _number(row[name], f"{where}: {name}")
-            found.append(row)
-    if not found:
-        raise ValueError(f"{path}: expected rows below the header, got none")
-    return found
-
-
-def _whole(rows: csv.DictReader, path: Path) -> Iterator[dict[str, str]]:
-    try:
-        yield from rows
-    except csv.Error as error:
-        raise ValueError(f"{path}:{rows.line_num}: {error}") from None
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{where} must be a number, got {text!r}") from None
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{where} must be a number over 0, got {text!r}")
-    return value
+    found = command.read_csv(path, NEEDED)
+    for where, row in found:
+        for name in NEEDED if row.get("status", "ok") == "ok" else ("S",):
+            command.positive(row[name], f"{where}: {name}")
+    return [row for _, row in found]
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

@@ -13,7 +13,8 @@ kernels of the selection are compared with the portable path. A kernel that fail
 does not win there. Only measurements count: no rows, no threshold. Of a folder its files
 `fa2.jsonl` and `selection.jsonl` are read, at any depth.
 
-In the device's file values alone change; comments and the rest stay. A rule of its policy that is
+In the device's file only sections whose values change are written again; the comments above them
+and all else stay. A rule of its policy that is
 `provisional` loses the steps for which its kernel was measured and pays from some length on.
 Whether choice then switches where the file says is what `--check` finds out
 (`tuners/threshold_check.py`).
@@ -121,27 +122,29 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
         pairs = found.of(name)
         if not pairs:
             branch, kernels = policy.DECIDES[name]
+            selected = branch == "selected"
+            over = "the portable path (sdpa or xla)" if selected else "masked SDPA (bench.fa2)"
             raise ValueError(
-                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of "
-                f"{_over(name)} on the same problem of the {branch} branch"
+                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of {over} on the "
+                f"same problem of the {branch} branch"
             )
         runtime[name] = threshold(pairs, margin)
         said[name] = {
             "margin": margin,
-            "kernel": pairs[0].kernel,
+            "kernel": pairs[0].row.implementation,
             "value": runtime[name],
             "over": pairs[0].over,
             **_over_portable(pairs, margin),
             "files": sorted({_file(pair) for pair in pairs}),
-            "commits": sorted({pair.commit for pair in pairs if pair.commit}),
-            "time": max(pair.time for pair in pairs) or None,
+            "commits": sorted({pair.row.commit for pair in pairs if pair.row.commit}),
+            "time": max(pair.row.time for pair in pairs) or None,
             "rows": len(pairs),
             "lengths": sorted({pair.length for pair in pairs}),
             "decided_by": [
                 {
                     "length": pair.length,
                     "speed_up": round(pair.speed_up, 3),
-                    **_beside(pair),
+                    **({"over_portable": round(x, 3)} if (x := pair.over_portable) else {}),
                     "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
                     "problem": pair.problem,
                 }
@@ -151,23 +154,9 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
     return {"runtime": runtime, "evidence": said}
 
 
-def _over(name: str) -> str:
-    """What the kernels of a threshold are compared with, in words."""
-    if policy.DECIDES[name][0] == "selected":
-        return "the portable path (sdpa or xla)"
-    return "masked SDPA (bench.fa2)"
-
-
-def _beside(pair: Pair) -> dict[str, float]:
-    """The second column of a pair that another decides."""
-    if pair.over != threshold_evidence.MASKED or pair.over_portable is None:
-        return {}
-    return {"over_portable": round(pair.over_portable, 3)}
-
-
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
     """The threshold that the second column would give."""
-    if not all(_beside(pair) or not pair.kernel_ms for pair in pairs):
+    if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}
     return {
         "over_portable_path": threshold(
@@ -230,17 +219,6 @@ def lifted(
     return left, told
 
 
-def write(path: Path, text: str) -> None:
-    """The whole file or nothing of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
     """Every row that was used, the threshold that they give, and what was left out."""
     lines = []
@@ -250,8 +228,8 @@ def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
             f"; over the portable path {x}" for x in _over_portable(pairs, margin).values()
         )
         lines.append(
-            f"runtime.{name}: {value}  ({pairs[0].kernel} over {pairs[0].over}, {len(pairs)} "
-            f"rows, margin {margin:g}{second})"
+            f"runtime.{name}: {value}  ({pairs[0].row.implementation} over {pairs[0].over}, "
+            f"{len(pairs)} rows, margin {margin:g}{second})"
         )
         for pair in sorted(pairs, key=lambda p: (p.length, p.speed_up)):
             mark = "wins " if pair.speed_up >= margin else "loses"
@@ -284,10 +262,11 @@ def main(argv: Sequence[str]) -> int:
     if not files and not CSV.value:
         raise ValueError("no rows: give --records FILE or --csv FILE")
     found = Evidence()
-    files = [path for given in files for path in threshold_evidence.files_of(given)]
-    threshold_evidence.read_records(files, DEVICE.value, found)
-    for path in CSV.value:
-        threshold_evidence.read_csv(path, DEVICE.value, found)
+    rows = [row for path in files for row in threshold_evidence.read_records(path)]
+    rows += (
+        row for path in CSV.value for row in threshold_evidence.read_csv(path, DEVICE.value)
+    )
+    found.add(rows, DEVICE.value)
     wanted = [name for name in policy.DECIDES if name in WANTED.value]
     try:
         tuned = tune(found, wanted, MARGIN.value)
@@ -331,7 +310,13 @@ def _write(folder: Path, device: str, tuned: dict[str, Any]) -> int:
     if DRY.value:
         print(f"\n{path}: not written (--dry_run)")
         return 0
-    write(path, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # the whole file or nothing of it
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
     policy.read(path)
     print(f"\n{path}: written")
     return 0

@@ -7,6 +7,8 @@ A command's flags are its own until it is the main program, since others have th
 import csv
 import dataclasses
 import datetime
+import io
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -256,6 +258,46 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV file that has these columns, each after its place `<path>:<line>`.
+
+    Raises:
+      ValueError: a column is missing, a row is not whole, or there is none.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        lines = [(f"{path}:{reader.line_num}", cells) for cells in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
+    names = lines[0][1] if lines else []
+    if missing := [name for name in needed if name not in names]:
+        raise ValueError(f"{path}:1: columns {missing} are missing, got {names}")
+    if not lines[1:]:
+        raise ValueError(f"{path}: holds no rows")
+    for where, cells in lines[1:]:
+        if len(cells) != len(names):
+            raise ValueError(f"{where}: expected {len(names)} cells, got {len(cells)}")
+    if not text.endswith("\n"):
+        raise ValueError(f"{lines[-1][0]}: the last line is truncated")
+    return [(where, dict(zip(names, cells, strict=True))) for where, cells in lines[1:]]
+
+
+def positive(text: str, where: str) -> float:
+    """A number of a CSV file.
+
+    Raises:
+      ValueError: it is none over 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{where} must be a number over 0, got {text!r}")
+    return value
 
 
 def about(runner, settings: problems.Settings, inputs: problems.Inputs) -> dict[str, Any]:

@@ -8,21 +8,20 @@ and the functions that it calls are watched.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from nsa_core import policy
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import Choices, Problem, Registry
+from nsa_core.dispatch import Choices, Implementation, Problem, Registry
 from nsa_core.policy import Device
 from nsa_core.types import Branches
-from nsa_jax import dispatch
 
+from ..harness.runners import RUNNERS, JaxRunner, TorchRunner
 from .threshold_evidence import PORTABLE
 
 FAR, FAR_RUN = 2**20, 8192  # lengths at which `never` still refuses: described, run
@@ -69,18 +68,20 @@ def check(device: Device) -> list[Finding]:
         value = device.limit(name)
         assert value is not None  # one is given
         step, kernels = policy.DECIDES[name][0], device.kept_back(name)
-        for registry in _registries(step, kernels):
-            known = [kernel for kernel in kernels if kernel in registry.names(step)]
+        block = NSAConfig().select_block if step == "selected" else 1
+        for runner in (RUNNERS["torch"](), RUNNERS["jax"]()):
+            known = set(kernels) & set(runner.registry.names(step))
+            if not known:
+                continue
             if all(policy.barred(device, kernel, step) for kernel in known):
                 value = policy.NEVER
             for length, expected in _sides(value, 1, FAR):
-                findings.append(_decided(registry, device, name, length, expected))
-            if _present(registry.framework, device.device):
-                block = NSAConfig().select_block if step == "selected" else 1
+                findings.append(_decided(runner, device, name, length, expected))
+            if runner.device == device.device:
                 for length, expected in _sides(
-                    value, block, FAR_RUN // 4 if block > 1 else FAR_RUN
+                    value, block, FAR_RUN // (4 if block > 1 else 1)
                 ):
-                    findings.append(_ran(registry, device, name, length, expected))
+                    findings.append(ran(runner, device, name, length, expected))
     return findings
 
 
@@ -92,23 +93,6 @@ def _sides(value: policy.Length, step: int, far: int) -> list[tuple[int, str]]:
     return [*([(at - step, "portable path")] if step < at else []), (at, "kernel")]
 
 
-def _registries(step: str, kernels: tuple[str, ...]) -> list[Registry]:
-    from nsa_torch.dispatch import REGISTRY
-
-    found = (REGISTRY, dispatch.REGISTRY)
-    return [r for r in found if set(kernels) & set(r.names(step))]
-
-
-def _present(framework: str, device: str) -> bool:
-    if framework == "jax":
-        import jax
-
-        return device in {d.device_kind for d in jax.devices()}
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_name() == device
-
-
 def _config(name: str, length: int, block: int) -> NSAConfig:
     if policy.DECIDES[name][0] != "selected":
         return NSAConfig()
@@ -118,21 +102,26 @@ def _config(name: str, length: int, block: int) -> NSAConfig:
     return NSAConfig(select_block=block, num_selected=length // block, **sizes, **few)
 
 
+def _entries(registry: Registry, device: Device, name: str) -> tuple[Implementation, ...]:
+    """The kernels that a threshold is about, and the portable path."""
+    names = *device.kept_back(name), PORTABLE[registry.framework]
+    return tuple(x for x in registry.table[policy.DECIDES[name][0]] if x.name in names)
+
+
 def _decided(
-    registry: Registry, device: Device, name: str, length: int, expected: str
+    runner: JaxRunner | TorchRunner, device: Device, name: str, length: int, expected: str
 ) -> Finding:
     """The choice between kernel and portable path, neither of which refuses by itself."""
-    step, kernels = policy.DECIDES[name][0], device.kept_back(name)
+    step, framework = policy.DECIDES[name][0], runner.framework
     entries = tuple(
         dataclasses.replace(entry, why_not=lambda problem: None)
-        for entry in registry.table[step]
-        if entry.name in (*kernels, PORTABLE[registry.framework])
+        for entry in _entries(runner.registry, device, name)
     )
     tokens = max(length, 1) if step != "selected" else FAR
     problem = Problem(
-        framework=registry.framework,
+        framework=framework,
         step=step,
-        platform="cuda" if registry.framework == "torch" else "gpu",
+        platform="cuda" if framework == "torch" else "gpu",
         dtype="bfloat16",
         B=1,
         T=tokens,
@@ -146,27 +135,32 @@ def _decided(
         device=device.device,
     )
     with _applied(device):
-        choice = Registry(registry.framework, {step: entries}).choose(problem)
+        choice = Registry(framework, {step: entries}).choose(problem)
     why = next(iter(choice.refused.values()), "")
-    at = (registry.framework, name, length, expected, choice.implementation)
-    return Finding("decision", *at, why)
+    return Finding("decision", framework, name, length, expected, choice.implementation, why)
 
 
-def _ran(registry: Registry, device: Device, name: str, length: int, expected: str) -> Finding:
+def ran(
+    runner: JaxRunner | TorchRunner, device: Device, name: str, length: int, expected: str
+) -> Finding:
     """What `attention` calls for the step, with the kernels that the threshold is not about
     out of the way."""
-    step, kernels = policy.DECIDES[name][0], device.kept_back(name)
+    step, watched = policy.DECIDES[name][0], {}
     tokens = length if step != "selected" else 1024
     config = _config(name, length, NSAConfig().select_block)
-    with (
-        _applied(device),
-        _only(registry, step, (*kernels, PORTABLE[registry.framework])),
-        _watched(registry, step) as called,
-    ):
-        chosen = _attention(registry.framework, step, tokens, config)
-    got = "/".join(called) or "nothing that was watched"
+    entries = _entries(runner.registry, device, name)
+    with _applied(device), contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(runner.registry.table, {step: entries}))
+        for entry in entries:
+            module, _, function = entry.target.partition(":")
+            with contextlib.suppress(ModuleNotFoundError):  # then the entry refuses
+                found = importlib.import_module(module)
+                spy = mock.patch.object(found, function, wraps=getattr(found, function))
+                watched[entry.name] = stack.enter_context(spy)
+        chosen = _attention(runner, step, tokens, config)
+    got = "/".join(x for x, spy in watched.items() if spy.called) or "nothing that was watched"
     why = next(iter(getattr(chosen, step).refused.values()), "")
-    return Finding("ran", registry.framework, name, length, expected, got, why)
+    return Finding("ran", runner.framework, name, length, expected, got, why)
 
 
 def _applied(device: Device):
@@ -177,71 +171,19 @@ def _applied(device: Device):
     return policy.overridden(policy.Thresholds(**limits), str(device.path))
 
 
-@contextlib.contextmanager
-def _only(registry: Registry, step: str, names: tuple[str, ...]) -> Iterator[None]:
-    before = registry.table[step]
-    registry.table[step] = tuple(entry for entry in before if entry.name in names)
-    try:
-        yield
-    finally:
-        registry.table[step] = before
-
-
-@contextlib.contextmanager
-def _watched(registry: Registry, step: str) -> Iterator[list[str]]:
-    """The names of the implementations of `step` whose functions are called within."""
-    called: list[str] = []
-
-    def watch(name, function):
-        @functools.wraps(function)
-        def watched(*args, **kwargs):
-            called.append(name)
-            return function(*args, **kwargs)
-
-        return watched
-
-    with contextlib.ExitStack() as stack:
-        for entry in registry.table[step]:
-            module, _, function = entry.target.partition(":")
-            try:
-                found = importlib.import_module(module)
-            except ModuleNotFoundError:
-                continue  # not there yet, and its entry says so
-            stack.enter_context(
-                mock.patch.object(found, function, watch(entry.name, getattr(found, function)))
-            )
-        yield called
-
-
-def _attention(framework: str, step: str, tokens: int, config: NSAConfig) -> Choices:
+def _attention(
+    runner: JaxRunner | TorchRunner, step: str, tokens: int, config: NSAConfig
+) -> Choices:
     """Runs `attention` with automatic choice of one branch on random arrays; the others are
     portable, so that no kernel of the whole stands in for it. Returns what it says it runs."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    query, gates = normal(1, tokens, HEADS, WIDTH), normal(1, tokens, HEADS, 3)
-    key, value = (normal(1, tokens, KV_HEADS, WIDTH) for _ in range(2))
-    arrays = (query, key, value, gates)
-    names = Branches.each(PORTABLE[framework])._replace(**{step: None})
+    sizes = {"query": (HEADS, WIDTH), "key": (KV_HEADS, WIDTH), "value": (KV_HEADS, WIDTH)}
+    arrays = runner.load(
+        {
+            name: jax.random.normal(jax.random.key(0), (1, tokens, *size), jnp.bfloat16)
+            for name, size in (sizes | {"gates": (HEADS, 3)}).items()
+        }
+    )
+    names = Branches.each(PORTABLE[runner.framework])._replace(**{step: None})
     how: dict[str, Any] = {"config": config, "implementation": names}
-    if framework == "jax":
-        import jax
-        import jax.numpy as jnp
-
-        import nsa_jax
-
-        on_device: Any = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-        jax.block_until_ready(nsa_jax.attention(*on_device, **how))
-        return nsa_jax.explain(*on_device, **how)
-    import torch
-
-    import nsa_torch
-
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [torch.from_numpy(x).to(kind, torch.bfloat16) for x in arrays]
-    nsa_torch.attention(*tensors, **how)
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    return nsa_torch.explain(*tensors, **how)
+    jax.block_until_ready(runner.api.attention(**arrays, **how))
+    return runner.api.explain(**arrays, **how)
