@@ -4,10 +4,16 @@ None stands for the command's own default.
 """
 
 import dataclasses
-import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
 
 from .spec import ModelSpec, Task
+
+type Size = Annotated[int, Gt(0)]
+type Count = Annotated[int, Ge(0)]
+type Positive = Annotated[float, Gt(0)]
+type NotNegative = Annotated[float, Ge(0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +23,15 @@ class Model:
 
     name: Literal["tiny", "13m", "52m", "125m"] | None = None
     attention: Literal["nsa", "dense", "both"] | None = None
-    dim: int | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    n_heads: int | None = None
-    n_kv_groups: int | None = None
-    d_k: int | None = None
-    d_v: int | None = None
-    rope_base: float | None = None
-    vocabulary: int | None = None
+    dim: Size | None = None
+    layers: Size | None = None
+    hidden: Size | None = None
+    n_heads: Size | None = None
+    n_kv_groups: Size | None = None
+    d_k: Size | None = None
+    d_v: Size | None = None
+    rope_base: Positive | None = None
+    vocabulary: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +39,11 @@ class NSA:
     """The fields of `NSAConfig` that a layer has, its `phi`, its `gate` and where that starts, and
     its `kv`."""
 
-    compress_block: int | None = None
-    compress_stride: int | None = None
-    select_block: int | None = None
-    num_selected: int | None = None
-    window: int | None = None
+    compress_block: Size | None = None
+    compress_stride: Size | None = None
+    select_block: Size | None = None
+    num_selected: Size | None = None
+    window: Count | None = None
     phi: Literal["avg", "mlp", "mlp_pe", "mlp_rope"] | None = None
     gate: Literal["sigmoid", "softmax", "head", "selected"] | None = None
     gate_bias: list[float] | None = None
@@ -52,21 +58,21 @@ class Train:
 
     framework: Literal["jax", "torch", "both"] | None = None
     dtype: Literal["f32", "bf16"] | None = None
-    steps: int | None = None
-    batch: int | None = None
-    batch_size: int | None = None
-    seq_len: int | None = None
-    accumulate: int = 1
-    lr: float | None = None
+    steps: Size | None = None
+    batch: Size | None = None
+    batch_size: Size | None = None
+    seq_len: Size | None = None
+    accumulate: Size = 1
+    lr: Positive | None = None
     warmup: int | None = None
-    clip: float | None = None
-    weight_decay: float | None = None
+    clip: Positive | None = None
+    weight_decay: NotNegative | None = None
     beta1: float | None = None
     beta2: float | None = None
-    eps: float | None = None
+    eps: Positive | None = None
     seed: int | None = None
-    save_every: int | None = None
-    evaluate_every: int | None = None
+    save_every: Size | None = None
+    evaluate_every: Size | None = None
     out: str | None = None
 
 
@@ -80,8 +86,8 @@ class Data:
     revision: str | None = None
     tokenizer: str | None = None
     pack: Literal["documents", "none", "once"] | None = None
-    shuffle_buffer: int | None = None
-    corpus_bytes: int | None = None
+    shuffle_buffer: Size | None = None
+    corpus_bytes: Size | None = None
     cache: str | None = None
 
 
@@ -108,11 +114,11 @@ class Parallel:
     """
 
     strategy: Literal["none", "ddp", "fsdp"] = "none"
-    devices: int | None = None
-    tensor: int = 1
+    devices: Size | None = None
+    tensor: Size = 1
     coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
+    processes: Size | None = None
+    process: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +128,13 @@ class Watch:
 
     tensorboard: bool | None = None
     csv: bool | None = None
-    heartbeat_s: float | None = None
-    hang_s: float | None = None
+    heartbeat_s: Positive | None = None
+    hang_s: NotNegative | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The sections of a file.
-
-    Raises:
-      ValueError: a value is out of range; the message names its key.
-    """
+    """The sections of a file."""
 
     model: Model = Model()
     nsa: NSA = NSA()
@@ -141,39 +143,6 @@ class TrainConfig:
     runtime: Runtime = Runtime()
     parallel: Parallel = Parallel()
     watch: Watch = Watch()
-
-    def __post_init__(self) -> None:
-        for key in POSITIVE:
-            value = get(self, key)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{key} must be over 0, got {value}")
-        for key in AT_LEAST_0:
-            value = get(self, key)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{key} must be >= 0, got {value}")
-
-    def check(self) -> None:
-        """Raises `ValueError` where values do not go together."""
-        batch, parts = self.train.batch, self.train.accumulate
-        if batch is not None and batch % parts:
-            raise ValueError(
-                f"train.batch must be a multiple of train.accumulate={parts}, got {batch}"
-            )
-        devices, tensor = self.parallel.devices, self.parallel.tensor
-        if devices is not None and devices % tensor:
-            raise ValueError(
-                f"parallel.devices must be a multiple of parallel.tensor={tensor}, got {devices}"
-            )
-        given = self.parallel.processes, self.parallel.process
-        if self.parallel.coordinator is not None and None in given:
-            raise ValueError(
-                "parallel.coordinator needs parallel.processes and parallel.process, got "
-                f"{given[0]} and {given[1]}"
-            )
-        if self.parallel.strategy == "none" and (devices or 1) > 1:
-            raise ValueError(
-                f"parallel.strategy must be ddp or fsdp for parallel.devices={devices}, got none"
-            )
 
     def model_of(self, spec: ModelSpec) -> ModelSpec:
         """`spec` with the sizes that are given here."""
@@ -228,21 +197,6 @@ SIZES = {
     "n_sel": "num_selected",
     "w": "window",
 }
-POSITIVE = (
-    *(f"model.{name}" for name in (*LAYER, "layers", "hidden", "vocabulary")),
-    *(f"nsa.{name}" for name in SIZES.values() if name != "window"),
-    *(f"train.{name}" for name in ("steps", "batch", "batch_size", "seq_len")),
-    *(f"train.{name}" for name in ("accumulate", "lr", "clip")),
-    *(
-        "train.save_every",
-        "train.evaluate_every",
-        "train.eps",
-        "data.corpus_bytes",
-        "data.shuffle_buffer",
-    ),
-    *("parallel.devices", "parallel.tensor", "parallel.processes", "watch.heartbeat_s"),
-)
-AT_LEAST_0 = ("nsa.window", "train.weight_decay", "parallel.process", "watch.hang_s")
 
 
 def get(config: TrainConfig, key: str) -> Any:

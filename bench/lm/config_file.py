@@ -127,13 +127,7 @@ def read(
         for key in one:
             values.pop(EITHER.get(key, ""), None)
         values |= one
-    found = _built(values, "")
-    try:
-        found.check()
-    except ValueError as error:
-        origin = " and ".join([*([name] if name else []), *(["--set"] if changes else [])])
-        raise ValueError(f"{origin}: {error}") from None
-    return found, values, told
+    return _built(values, ""), values, told
 
 
 def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
