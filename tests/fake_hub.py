@@ -14,8 +14,7 @@ class FakeHub(http.server.ThreadingHTTPServer):
     """Serves `files` (path: bytes) as the dataset `name`, while entered.
 
     Attributes:
-      drops: as many of the next requests are not answered; after "/down" none is.
-      seen: the requests that came, "GET /path".
+      down: requests are not answered; after "/down".
     """
 
     daemon_threads = True
@@ -23,7 +22,7 @@ class FakeHub(http.server.ThreadingHTTPServer):
     def __init__(self, name: str, files: Mapping[str, bytes]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.name, self.files = name, dict(files)
-        self.drops, self.seen = 0, []
+        self.down = False
 
     @property
     def url(self) -> str:
@@ -54,13 +53,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, url = self.server, urllib.parse.urlparse(self.path)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.seen.append(f"{self.command} {url.path}")
-        if hub.drops:
-            hub.drops -= 1
+        if hub.down:
             self.close_connection = True
             return
         if url.path == "/down":
-            hub.drops = 10**6
+            hub.down = True
             self._send(200, b"", {})
             return
         api, files = f"/api/datasets/{hub.name}", f"/datasets/{hub.name}/resolve/{COMMIT}/"

@@ -26,7 +26,6 @@ import hashlib
 import io
 import json
 import lzma
-import re
 import shutil
 import subprocess
 import sys
@@ -34,10 +33,11 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from absl import flags
+from pydantic import Field
 
 from nsa_core import config_files, extras
 
@@ -57,7 +57,10 @@ NAMES = flags.DEFINE_string("list", str(LIST), "The list of wheels.", **_own)
 ABOUT, TOKENIZER, TOKENS = "corpus.json", "tokenizer.json", "tokens.xz"
 BEGIN = "<|document|>"  # token 0
 SCHEMA = 1
-SHA256 = re.compile(r"[0-9a-f]{64}")
+
+type Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+type Names = Annotated[dict[Annotated[str, Field(pattern="==")], Sha256], Field(min_length=1)]
+type Size = Annotated[int, Field(gt=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +75,26 @@ class Wheels:
       tokenizer, tokens: the SHA-256 of what comes of it; None: not known yet.
       learns_from: the list whose training documents the tokenizer learns from, named in the file
         by its path from there; None: this one.
+
+    Raises:
+      ValueError: a wheel is of both parts, or the sizes of a file are in the wrong order.
     """
 
-    train: Mapping[str, str]
-    held_out: Mapping[str, str]
-    vocabulary: int
-    file_bytes: tuple[int, int]
-    package_bytes: int
-    tokenizer_bytes: int
-    tokenizer: str | None = None
-    tokens: str | None = None
+    train: Names
+    held_out: Names
+    vocabulary: Annotated[int, Field(gt=256, le=2**16)]
+    file_bytes: tuple[Size, Size]
+    package_bytes: Size
+    tokenizer_bytes: Size
+    tokenizer: Sha256 | None = None
+    tokens: Sha256 | None = None
     learns_from: "Wheels | None" = None
+
+    def __post_init__(self) -> None:
+        if both := self.train.keys() & self.held_out.keys():
+            raise ValueError(f"{min(both)} must be of train or of held_out, got both")
+        if self.file_bytes[0] > self.file_bytes[1]:
+            raise ValueError(f"file_bytes must be the lesser first, got {self.file_bytes}")
 
     @property
     def all(self) -> dict[str, str]:
@@ -96,50 +108,14 @@ def wheels(path: str | Path) -> Wheels:
       FileNotFoundError: there is none.
       ValueError: it lacks a key, or has one too many, or a value is none; the message names both.
     """
-    try:
-        found = config_files.parsed(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
-    fields = {field.name: field for field in dataclasses.fields(Wheels)}
-    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if not isinstance(found, dict) or not needed <= found.keys() <= fields.keys():
-        got = sorted(found) if isinstance(found, dict) else found
-        raise ValueError(f"{path} must have the keys {sorted(fields)}, got {got!r:.200}")
-    for part in ("train", "held_out"):
-        if not isinstance(found[part], dict) or not found[part]:
-            raise ValueError(f"{path}: {part} must name wheels, got {found[part]!r:.60}")
-        for name, sha256 in found[part].items():
-            if "==" not in str(name) or not SHA256.fullmatch(str(sha256)):
-                raise ValueError(
-                    f"{path}: {part} must be of name==version: SHA-256, got {name!r}: {sha256!r}"
-                )
-    both = found["train"].keys() & found["held_out"].keys()
-    if both:
-        raise ValueError(f"{path}: {min(both)} must be of train or of held_out, got both")
-    sizes = found["file_bytes"], found["package_bytes"], found["tokenizer_bytes"]
-    numbers = [*(sizes[0] if isinstance(sizes[0], list) else [None]), *sizes[1:]]
-    if (
-        len(numbers) != 4
-        or not all(type(x) is int and x > 0 for x in numbers)
-        or numbers[0] > numbers[1]
-    ):
-        raise ValueError(
-            f"{path}: file_bytes must be two sizes, the lesser first, package_bytes and "
-            f"tokenizer_bytes one each, got {sizes}"
-        )
-    for part in ("tokenizer", "tokens"):
-        sha256 = found.get(part)
-        if sha256 is not None and not SHA256.fullmatch(str(sha256)):
-            raise ValueError(f"{path}: {part} must be a SHA-256, got {sha256!r}")
-    if not isinstance(found["vocabulary"], int) or not 256 < found["vocabulary"] <= 2**16:
-        raise ValueError(
-            f"{path}: vocabulary must be over the 256 bytes and at most 65536, got "
-            f"{found['vocabulary']!r}"
-        )
-    other = found.get("learns_from")
-    if other is not None:
-        found["learns_from"] = wheels(Path(path).parent / str(other))
-    return Wheels(**found | {"file_bytes": tuple(found["file_bytes"])})
+    return config_files.build(Wheels, _with_others(Path(path)), str(path))
+
+
+def _with_others(path: Path) -> dict[str, Any]:
+    found = config_files.load(path)
+    if other := found.get("learns_from"):
+        found["learns_from"] = _with_others(path.parent / str(other))
+    return found
 
 
 def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:

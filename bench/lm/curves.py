@@ -1,8 +1,8 @@
 """What the lines of `train.jsonl` say: verdicts, tables, the plot of the loss curves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -176,35 +176,72 @@ def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str
     return [*names, "peak GiB", "MFU %", "note"], rows
 
 
-def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
-    """The loss curves of all runs, and below them how far JAX and torch are apart."""
+class Curve(NamedTuple):
+    """A curve of a figure; `over`: how far it is from another, drawn below."""
+
+    losses: np.ndarray
+    label: str
+    over: np.ndarray | None = None
+    style: Mapping[str, Any] = {}
+
+
+def draw(
+    drawn: Sequence[Curve],
+    path: Path,
+    header: Header | None,
+    bound: tuple[float, int | None],
+    below_is: str,
+) -> None:
+    """The figure of curves, above, and of how far they are apart, below.
+
+    Args:
+      header: of one of the runs; the title.
+      bound: of what is below, and of how many steps; None: of all.
+      below_is: the name of its axis.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves, headers = losses(lines), last(lines, Header)
     figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(9, 7), height_ratios=(3, 1), layout="constrained"
+        2, sharex=True, figsize=(9, 7), height_ratios=(3, 2), layout="constrained"
     )
+    for curve in drawn:
+        label = f"{curve.label}: {final(curve.losses):.4f}"
+        above.plot(curve.losses, label=label, linewidth=1.2, **curve.style)
+        if curve.over is not None:
+            apart = np.maximum(curve.over, 1e-9)
+            below.semilogy(apart, linewidth=0.8, label=curve.label, **curve.style)
+    value, steps = bound
+    below.hlines(value, 0, steps or max((len(x.losses) for x in drawn), default=1), "k", ":")
+    above.set_ylabel("loss (nats a token)")
+    above.legend(title="mean of the last tenth of the steps")
+    below.set_ylabel(below_is)
+    below.set_xlabel("step")
+    if below.lines:
+        below.legend()
+    if header is not None:
+        at = header.training
+        size = (
+            f"{header.parameters / 1e6:.3g}M parameters, {at['batch']} x {at['seq_len']} a step"
+        )
+        above.set_title(f"{header.device}, {size}, {header.dtype}", size=9, loc="left")
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        kind = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=kind)
+    pyplot.close(figure)
+
+
+def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
+    """The loss curves of all runs, and below them how far JAX and torch are apart."""
+    curves, headers = losses(lines), last(lines, Header)
+    far, drawn = apart(curves), []
     for run, values in curves.items():
         framework, _, attention = run.partition("-")
         label = f"{attention} {framework} {getattr(headers.get(run), 'implementation', '')}"
         style = {"color": COLORS[attention], "linestyle": STYLES[framework]}
-        above.plot(values, label=f"{label}: {final(values):.4f}", linewidth=1.2, **style)
-    for attention, values in apart(curves).items():
-        color = COLORS[attention]
-        below.semilogy(np.maximum(values, 1e-9), color=color, linewidth=0.8, label=attention)
-    below.axhline(tolerance, color="gray", linewidth=0.8, linestyle=":", label="tolerance")
-    above.set_ylabel("loss (nats a byte)")
-    above.legend(title="mean of the last tenth of the steps")
-    below.set_ylabel("|JAX - torch| / torch")
-    below.set_xlabel("step")
-    below.legend()
-    if headers:
-        first = next(iter(headers.values()))
-        shape = f"batch {first.training['batch']} x {first.training['seq_len']}"
-        size = f"{first.parameters / 1e6:.3g}M parameters"
-        above.set_title(f"{first.device}, {size}, {shape}, {first.dtype}", size=9, loc="left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        over = far.get(attention) if framework == "jax" else None
+        drawn.append(Curve(values, label, over, style))
+    first = next(iter(headers.values()), None)
+    draw(drawn, path, first, (tolerance, None), "|JAX - torch| / torch")

@@ -9,7 +9,6 @@ which must be among the files.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app
 
 from ..harness import cli
@@ -23,11 +22,6 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     Raises:
       ValueError: files of several runs, or of no run; runs of different tasks.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     runs = {}
     for name, lines in found.items():
         headers = curves.last(lines, Header)
@@ -40,32 +34,13 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
         if watched.task_of(header) != watched.task_of(first):
             raise ValueError(f"{name} must hold the same task as {next(iter(runs))}")
     alone = {run: losses for run, header, losses in runs.values() if header.parallel is None}
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(9, 7), height_ratios=(3, 2), layout="constrained"
-    )
+    drawn = []
     for run, header, losses in runs.values():
-        label = f"{run}, {curves.devices(header)}"
-        above.plot(losses, label=f"{label}: {curves.final(losses):.4f}", linewidth=1)
-        if header.parallel is not None and run in alone:
-            apart = curves.difference(losses, alone[run])
-            below.semilogy(np.maximum(apart, 1e-9), linewidth=0.8, label=label)
-    bound = watched.PARITY[first.dtype]
-    below.plot(
-        [0, watched.PARITY_STEPS], [bound, bound], "k:", label="bound of the first steps"
-    )
-    above.set_ylabel("loss (nats a token)")
-    above.legend(title="mean of the last tenth of the steps")
-    below.set_ylabel("|several - one| / one")
-    below.set_xlabel("step")
-    below.legend()
-    at = first.training
-    size = f"{first.parameters / 1e6:.3g}M parameters, {at['batch']} x {at['seq_len']} a step"
-    above.set_title(f"{first.device}, {size}, {first.dtype}", size=9, loc="left")
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
-        figure.savefig(
-            path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
-        )
-    pyplot.close(figure)
+        several = header.parallel is not None and run in alone
+        over = curves.difference(losses, alone[run]) if several else None
+        drawn.append(curves.Curve(losses, f"{run}, {curves.devices(header)}", over))
+    bound = watched.PARITY[first.dtype], watched.PARITY_STEPS
+    curves.draw(drawn, path, first, bound, "|several - one| / one")
 
 
 def main(argv: Sequence[str]) -> int:

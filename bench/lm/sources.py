@@ -75,7 +75,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
             if not isinstance(row, dict):
                 raise ValueError(f"{where} must be a JSON object, got {line[:40]!r}")
             if column not in row:
-                raise _no_column(where, column, row)
+                raise no_column(where, column, row)
             yield text_of(row[column], where, column)
 
 
@@ -89,7 +89,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             names, row = file.schema_arrow.names, 0
             if column not in names:
-                raise _no_column(path, column, names)
+                raise no_column(path, column, names)
             for batch in file.iter_batches(ROWS, columns=[column]):
                 for value in batch.column(0).to_pylist():
                     yield text_of(value, f"{path} row {row}", column)
@@ -112,7 +112,7 @@ def text_of(value: object, where: object, column: str) -> str:
     return value
 
 
-def _no_column(where: object, column: str, known) -> ValueError:
+def no_column(where: object, column: str, known) -> ValueError:
     return ValueError(
         f"{where} has no column {column!r}; its columns are {sorted(known)}: "
         "name one with --text_column"
