@@ -37,43 +37,43 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 
 def markdown(report: Report) -> str:
     """`report.md`: environment, parity, speed-ups by length, thresholds, rows."""
-    parts = [f"# {report.title}"]
     answers = crossover.panels(report.records, report.training_lines)
-    if answers:
-        parts += ["## From which length is NSA faster than dense attention?"]
-        parts += [crossover.sentence(device, each) for device, each in answers.items()]
+    devices = []
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
-        parts += [f"## {device}", _head(some), "### Parity", _parity(some)]
-        for name, (branch, kernel, over) in BESIDE.items():
-            lines = _by_length(some, branch, kernel, over)
-            if lines:
-                parts += [f"### Speed-up: {name}", "\n".join(lines)]
-        decode = [r for r in some if r.mode == "decode"]
-        if decode:
-            parts += ["### Decode", _decode(decode)]
-        known = [found for found in report.devices if found.device == device]
-        parts += ["### Thresholds", _thresholds(known)]
-        failed = [r for r in some if r.status != "ok"]
-        parts += ["### Rows without a time", _failed(failed) or "none"]
-    for path, lines in report.training:
-        verdicts = [*curves.verdicts(lines), *watched.verdicts(path, lines)]
-        parts += [f"## Training: {Path(path).name}", curves.markdown(lines, verdicts)]
-        parts += [curves.section(watched.gate_table(lines))]
-    same = watched.parity(report.training)
-    if same:
-        parts += ["## Training on several devices", "\n".join(f"- {each}" for each in same)]
-    parts += ["## Files", "\n".join(f"- `{name}`" for name in map(records.shown, report.files))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _head(some: Sequence[Record]) -> str:
-    lines = []
-    for record in {(r.commit, json.dumps(r.versions)): r for r in some}.values():
-        versions = ", ".join(f"{k} {v}" for k, v in record.versions.items() if v)
-        state = " with local changes" if record.dirty else ""
-        lines.append(f"- commit {record.commit or 'unknown'}{state}: {versions}")
-    return "\n".join(lines)
+        failed = Counter(
+            (r.status, f"{r.framework} {r.branch} {r.implementation}", r.reason.splitlines()[0])
+            for r in some
+            if r.status != "ok"
+        )
+        about = {
+            "name": device,
+            "environments": {(r.commit, json.dumps(r.versions)): r for r in some}.values(),
+            "parity": _parity(some),
+            "gains": {name: _by_length(some, *beside) for name, beside in BESIDE.items()},
+            "decode": _decode([r for r in some if r.mode == "decode"]),
+            "known": [found for found in report.devices if found.device == device],
+            "failed": sorted(failed.items()),
+        }
+        devices.append(about)
+    return render.filled(
+        "report.md.jinja",
+        report=report,
+        answers=[crossover.sentence(device, each) for device, each in answers.items()],
+        devices=devices,
+        training=[
+            (
+                Path(path).name,
+                curves.markdown(
+                    lines, [*curves.verdicts(lines), *watched.verdicts(path, lines)]
+                )
+                + curves.section(watched.gate_table(lines)),
+            )
+            for path, lines in report.training
+        ],
+        several=watched.parity(report.training),
+        files=map(records.shown, report.files),
+    )
 
 
 def _parity(some: Sequence[Record]) -> str:
@@ -119,43 +119,13 @@ def _by_length(
 
 
 def _decode(some: Sequence[Record]) -> str:
+    """Of rows that decode; nothing of none."""
     rows = []
     for r, gain in zip(some, render.speed_ups(some), strict=True):
         path = f"{r.framework} {r.branch} {r.implementation}"
         ms = f"{r.time_ms:.4g}" if r.times_ms else r.status
         rows.append([str(r.S), path, ms, "-" if gain is None else f"x{gain:.2f}"])
-    return table(["S", "path", "ms", "speed-up over dense"], rows)
-
-
-def _thresholds(known: Sequence[policy.Device]) -> str:
-    lines = []
-    for device in known:
-        for name, value in device.runtime.given().items():
-            about = device.evidence.get(name, {})
-            rows, margin = about.get("rows", "?"), about.get("margin", "?")
-            line = f"- runtime.{name}: {value} ({rows} rows, margin {margin})"
-            if device.limit(name) != value:
-                line += f"; {device.limit(name)} over the portable path, which choice keeps to"
-            lines.append(line)
-        for rule in device.policy:
-            fate = "allowed" if rule.allowed else "not allowed"
-            steps = ", ".join(rule.steps)
-            lines.append(
-                f"- {rule.kernel} {fate} for {steps} since {rule.since}: {rule.reason}"
-            )
-        lines.append(f"- from `{device.source}`")
-    return "\n".join(lines) or "none: no file of this device in `configs/devices/`"
-
-
-def _failed(failed: Sequence[Record]) -> str:
-    counts = Counter(
-        (r.status, f"{r.framework} {r.branch} {r.implementation}", r.reason.splitlines()[0])
-        for r in failed
-    )
-    return "\n".join(
-        f"- {status}: {path}, {count} rows: {reason}"
-        for (status, path, reason), count in sorted(counts.items())
-    )
+    return table(["S", "path", "ms", "speed-up over dense"], rows) if rows else ""
 
 
 def main(argv: Sequence[str]) -> int:

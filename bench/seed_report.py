@@ -41,6 +41,14 @@ TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
 }
 
 
+BENCHES = {
+    "decode": "Decode bench",
+    "selection": "Selection bench",
+    "selection_s2": "Selection bench, the guide's matrix",
+    "fa2": "FA-2 bench",
+}
+
+
 def rows_of(folder: Path, step: str) -> list[Record]:
     """The records that a step made; those of training are of another kind."""
     paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
@@ -81,14 +89,11 @@ def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
     """`- S=256: w=32 x1.23, ..`: masked SDPA over FA-2, one line a length."""
     lines: dict[int, list[str]] = {}
     for row, gain in zip(rows, render.speed_ups(rows, "masked"), strict=True):
-        if (row.branch, row.implementation) != (branch, "fa2"):
-            continue
-        window = f"w={row.config['window']} " if branch == "sliding" else ""
-        text = f"x{gain:.2f}" if gain is not None else f"n/a ({row.status})"
-        lines.setdefault(row.T, []).append(window + text)
-    return [f"- S={length}: {', '.join(cells)}" for length, cells in sorted(lines.items())] or [
-        "- not measured"
-    ]
+        if (row.branch, row.implementation) == (branch, "fa2"):
+            window = f"w={row.config['window']} " if branch == "sliding" else ""
+            text = f"x{gain:.2f}" if gain is not None else f"n/a ({row.status})"
+            lines.setdefault(row.T, []).append(window + text)
+    return [f"- S={length}: {', '.join(cells)}" for length, cells in sorted(lines.items())]
 
 
 def threshold_lines(folder: Path, device: str) -> list[str]:
@@ -115,11 +120,8 @@ def threshold_lines(folder: Path, device: str) -> list[str]:
 def last_lines(folder: Path, step: str) -> list[str]:
     """What a bench printed, as its log has it."""
     log = folder / f"{step}.log"
-    if not log.is_file():
-        return ["    not run"]
-    text = log.read_text(errors="replace").splitlines()
-    said = [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]
-    return [f"    {line}" for line in said]
+    text = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]
 
 
 def report(folder: Path) -> str:
@@ -128,41 +130,19 @@ def report(folder: Path) -> str:
     Raises:
       FileNotFoundError: the folder is not of a run.
     """
-    summary = json.loads((folder / "summary.json").read_text())
-    versions = {name: x or "n/a" for name, x in summary["versions"].items()}
-    packages = ("torch", "triton", "cuda", "driver")
-    torch, triton, cuda, driver = (versions.get(name, "n/a") for name in packages)
-    steps = {step["name"]: step for step in summary["steps"]}
+    run = json.loads((folder / "summary.json").read_text())
     fa2 = rows_of(folder, "fa2")
-    device = summary["device"]
-    parts = [
-        f"### GPU Bench Results (Device: {device}, Torch {torch}, CUDA {cuda})",
-        "Sliding (S,w; masked vs FA-2):",
-        *fa2_lines(fa2, "sliding"),
-        "",
-        "Compressed (S; masked vs FA-2):",
-        *fa2_lines(fa2, "compressed"),
-        "",
-        "Chosen thresholds:",
-        *threshold_lines(folder, device),
-        "",
-        "### GPU Test Plan",
-        f"GPU Host: {device} / Driver {driver}  ",
-        f"Commit: {(summary['commit'] or 'unknown')[:12]}  ",
-        f"Torch/Triton/CUDA: torch {torch}, triton {triton}, cuda {cuda}",
-        "",
-        "Tests:",
-        *tests(folder, steps),
-        "",
-        "Benches:",
-    ]
-    names = {"decode": "Decode bench", "selection": "Selection bench"}
-    names |= {"selection_s2": "Selection bench, the guide's matrix", "fa2": "FA-2 bench"}
-    for step, name in names.items():
-        parts += [f"- {name}:", "", *last_lines(folder, step), ""]
     files = sorted(str(path.relative_to(folder)) for path in folder.glob("**/*.csv"))
-    files += sorted(path.name for path in folder.glob("*.log"))
-    return "\n".join([*parts, "Artifacts:", *(f"- `{name}`" for name in files)]) + "\n"
+    return render.filled(
+        "seed_report.md.jinja",
+        run=run,
+        versions=dict.fromkeys(("torch", "triton", "cuda", "driver")) | run["versions"],
+        fa2={branch: fa2_lines(fa2, branch) for branch in ("sliding", "compressed")},
+        thresholds=threshold_lines(folder, run["device"]),
+        tests=tests(folder, {step["name"]: step for step in run["steps"]}),
+        benches={name: last_lines(folder, step) for step, name in BENCHES.items()},
+        files=[*files, *sorted(path.name for path in folder.glob("*.log"))],
+    )
 
 
 def main(argv: Sequence[str]) -> int:

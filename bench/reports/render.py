@@ -48,12 +48,15 @@ def kernel_name(implementation: str) -> str:
 
 @functools.cache
 def _templates() -> Any:
-    """Of this folder; every text that they are given is escaped."""
+    """Of this folder; every text that a page is given is escaped."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     found = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+        loader=loader,
+        autoescape=lambda name: name is None or name.endswith(".html"),
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     named = lambda line: kernel_name(line) if line else "NSA"
     css = lambda line: (line if line in ("cudnn", "flash") else "other") if line else "ours"
