@@ -13,7 +13,6 @@ each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwh
 
 import contextlib
 import csv
-import datetime
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from absl import flags
 
 from .harness import cli, command, exit_status, heartbeat, markdown, process, records
 from .lm import config_file, log, variants
+from .reports import render
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
@@ -151,14 +151,9 @@ def used(path: Path, seconds: float) -> float | None:
     with path.open(newline="") as file:
         for cells in csv.reader(file, skipinitialspace=True):
             with contextlib.suppress(ValueError, IndexError):
-                when = datetime.datetime.strptime(cells[0], "%Y/%m/%d %H:%M:%S.%f")
-                found.append((when, float(cells[1])))
-    found = found[:-2]
-    if not found:
-        return None
-    least = found[-1][0] - datetime.timedelta(seconds=seconds)
-    last = [percent for when, percent in found if when >= least]
-    return sum(last) / len(last)
+                found.append(float(cells[1]))  # one a second
+    last = found[:-2][-max(1, round(seconds)) :]
+    return sum(last) / len(last) if last else None
 
 
 def fa2(speed: log.Speed) -> str:
@@ -195,29 +190,17 @@ def cells_of(row: Row) -> list[str]:
 
 def report(rows: Sequence[Row], folder: Path) -> str:
     """`showcase.md`."""
-    speeds = [row.speed for row in rows if row.speed]
-    device = speeds[0].device if speeds else "not known"
-    versions = speeds[0].versions if speeds else records.environment(COMMIT.value)["versions"]
-    commit = (speeds[0].commit if speeds else None) or COMMIT.value or "unknown"
-    named = (f"{name} {versions.get(name) or 'n/a'}" for name in ("torch", "cuda", "driver"))
-    files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return "\n".join(
-        [
-            f"### Selection by ranges (Device: {device}, {', '.join(named)})",
-            f"Commit: {commit[:12]}  ",
-            f"Model: {speeds[0].model if speeds else 'not known'}, "
-            f"{speeds[0].dtype if speeds else 'not known'}; a step of training  ",
-            "Step time: median and 20th, 80th percentile. GPU: share of the time that a kernel "
-            "ran, by nvidia-smi. MFU: of the useful FLOPs.",
-            "",
-            markdown.table(COLUMNS, [tuple(cells_of(row)) for row in rows]),
-            "",
-            *answers(rows),
-            "",
-            "Artifacts:",
-            *(f"- `{name}`" for name in files),
-            "",
-        ]
+    speed = next((row.speed for row in rows if row.speed), None)
+    versions = speed.versions if speed else records.environment(COMMIT.value)["versions"]
+    return render.filled(
+        "showcase.md.jinja",
+        speed=speed,
+        device=speed.device if speed else "not known",
+        versions=dict.fromkeys(("torch", "cuda", "driver")) | versions,
+        commit=(speed and speed.commit) or COMMIT.value or "unknown",
+        table=markdown.table(COLUMNS, map(cells_of, rows)),
+        answers=answers(rows),
+        files=sorted(path.name for path in folder.iterdir() if path.is_file()),
     )
 
 
