@@ -614,7 +614,7 @@ def versions(names: str) -> str:
 
 # Files that are pictures, made whole.
 PICTURES: Mapping[str, Callable[[], str]] = {
-    "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
+    "docs/crossover.svg": lambda: crossover.Chart(*_crossovers()).drawn("picture")
 }
 TABLES: Mapping[str, Callable[..., str]] = {
     **{name: functools.partial(of_lines, name) for name in KINDS},

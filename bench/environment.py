@@ -48,11 +48,8 @@ PAIRS = (
 DEVICE = """
 import torch
 cuda = torch.cuda.is_available()
+print(*torch.cuda.get_device_capability() if cuda else (0, 0))
 print(torch.cuda.get_device_name() if cuda else "cpu")
-"""
-CAPABILITY = """
-import torch
-print(*(torch.cuda.get_device_capability() if torch.cuda.is_available() else ()))
 """
 BOTH = """
 import torch, jax, jax.numpy as jnp
@@ -127,18 +124,21 @@ def cuda_runtimes(device: str) -> Pair:
 
 
 def device_name() -> str:
-    """The GPU that torch sees, as in a record, or `cpu`; asks in a process of its own, which
-    gives the GPU's memory back."""
-    status, said = _python(DEVICE)
-    if status:
-        raise RuntimeError(f"torch does not say its device: {said.strip()[-2000:]}")
-    return said.strip().splitlines()[-1]
+    """The GPU that torch sees, as in a record, or `cpu`."""
+    return _device()[1]
 
 
 def is_hopper() -> bool:
-    """Whether the GPU has what the Mosaic kernels need; asked as in `device_name`."""
-    status, said = _python(CAPABILITY)
-    return status == 0 and said.split()[-2:] == ["9", "0"]
+    """Whether the GPU has what the Mosaic kernels need."""
+    return _device()[0] == "9 0"
+
+
+def _device() -> list[str]:
+    """Capability and name; asked in a process of its own, which gives the GPU's memory back."""
+    status, said = _python(DEVICE)
+    if status:
+        raise RuntimeError(f"torch does not say its device: {said.strip()[-2000:]}")
+    return said.strip().splitlines()[-2:]
 
 
 def _python(program: str) -> tuple[int, str]:

@@ -90,7 +90,7 @@ def test_a_dense_kernel_that_is_not_beside_it_leaves_a_win_open():
     found = panel(rows)
     assert [point.faster for point in found.points] == [False, False, True, None]
     assert found.crossover == 2048 and found.answer == "from 2k tokens (2x)"
-    drawing = crossover.figure(GPU, [found])
+    drawing = crossover.Chart(GPU, [found]).drawn("answers")
     assert drawing.count("ours hollow") == 2 and "not measured: cuDNN" in drawing
     oom = record("dense", "cudnn", None, S=4096, status="oom", reason="too long")
     assert panel([*rows, oom]).answer == "from 2k tokens (6x at 4k)"  # a failure is an answer
@@ -144,7 +144,7 @@ def test_training_steps_are_compared_at_equal_tokens_a_step():
 
 def test_a_wrong_row_is_a_word_and_breaks_the_line():
     rows = sweep({1024: 0.5, 2048: 0.7, 4096: None, 8192: 2.0, 16384: 4.0})
-    drawing = crossover.figure(GPU, crossover.panels(rows, [])[GPU])
+    drawing = crossover.Chart(GPU, crossover.panels(rows, [])[GPU]).drawn("answers")
     assert re.findall(r'class="bad"[^>]*>(\w+)<', drawing) == ["wrong"]
     assert drawing.count('<polyline class="ours"') == 2
     assert drawing.count('<polyline class="cudnn"') == 1
@@ -164,7 +164,7 @@ def test_no_chart_of_nothing_or_of_single_dots():
     rows = [*sweep({1024: 0.5, 2048: 2.0}), *sweep({1024: 2.0}, mode="fwdbwd")]
     rows += [record("dense", "math", 9.0, S=2048)]
     (each,) = crossover.panels(rows, []).values()
-    drawing = crossover.figure(GPU, each)
+    drawing = crossover.Chart(GPU, each).drawn("answers")
     assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
     assert "math" not in drawing, "one dot of a dense kernel is no line"
 
@@ -174,5 +174,5 @@ def test_what_records_say_is_escaped():
     names = dict(device=evil, input=evil, dtype=evil, commit=evil)
     rows = sweep({1024: 0.5, 2048: 2.0}, **names)
     rows += [record("dense", evil, 1.0, S=n, **names) for n in (1024, 2048)]
-    drawing = crossover.figure(evil, crossover.panels(rows, [])[evil])
+    drawing = crossover.Chart(evil, crossover.panels(rows, [])[evil]).drawn("answers")
     assert evil not in drawing and "&lt;script&gt;" in drawing

@@ -39,16 +39,15 @@ class Run:
     """One kernel at one length of one problem; `about` is what the page says of the problem."""
 
     question: str
-    device: str
     problem: tuple
     about: str
     tokens: int
-    kernel: str
     dense: bool
-    times_ms: tuple[float, float, float] | None  # median, p20, p80; None: it failed
-    status: str
-    time: str  # UTC
-    commit: str
+    row: Record | Speed
+
+    @property
+    def kernel(self) -> str:
+        return self.row.implementation
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
@@ -65,35 +64,13 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
             about = (
                 f"{r.framework}, {batch}{r.H}/{r.Hkv} heads of {width}, {r.dtype}, {r.input}"
             )
-            yield Run(
-                question=r.mode,
-                device=r.device,
-                problem=(r.bench, *shape, config),
-                about=about,
-                tokens=r.S,
-                kernel=r.implementation,
-                dense=r.branch == "dense",
-                times_ms=r.times_ms,
-                status=r.status,
-                time=r.time,
-                commit=r.commit or "unknown",
-            )
+            yield Run(r.mode, (r.bench, *shape, config), about, r.S, r.branch == "dense", r)
     for x in lines:
         if isinstance(x, Speed):
             step = x.batch * x.seq_len
-            yield Run(
-                question="step",
-                device=x.device,
-                problem=(x.framework, x.model, x.dtype, step),
-                about=f"{x.framework}, {x.model} model, {step} tokens a step, {x.dtype}",
-                tokens=x.seq_len,
-                kernel=x.implementation,
-                dense=x.attention == "dense",
-                times_ms=x.times_ms,
-                status=x.status,
-                time=x.time,
-                commit=x.commit or "unknown",
-            )
+            problem = x.framework, x.model, x.dtype, step
+            about = f"{x.framework}, {x.model} model, {step} tokens a step, {x.dtype}"
+            yield Run("step", problem, about, x.seq_len, x.attention == "dense", x)
 
 
 def _is_plain(implementation: str) -> bool:
@@ -113,21 +90,21 @@ class Point:
 
     @property
     def best(self) -> Run | None:
-        timed = [run for run in self.dense if run.times_ms]
-        return min(timed, key=lambda run: run.times_ms or (), default=None)
+        timed = [run for run in self.dense if run.row.times_ms]
+        return min(timed, key=lambda run: run.row.times_ms or (), default=None)
 
     def ratio(self, run: Run) -> float | None:
         """The time of the fastest dense kernel over that of `run`."""
-        if self.best is None or self.best.times_ms is None or run.times_ms is None:
-            return None
-        return self.best.times_ms[0] / run.times_ms[0]
+        best = self.best and self.best.row.times_ms
+        return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
 
     @property
     def faster(self) -> bool | None:
         """Whether NSA is; None: not known."""
-        if self.best is None or self.best.times_ms is None:
+        best, ours = self.best and self.best.row.times_ms, self.ours.row.times_ms
+        if not best:
             return None
-        if self.ours.times_ms is None or self.ours.times_ms[2] >= self.best.times_ms[1]:
+        if ours is None or ours[2] >= best[1]:
             return False
         return None if self.missing else True
 
@@ -177,8 +154,8 @@ class Panel:
     @property
     def commits(self) -> str:
         """Of all that is compared."""
-        found = [run.commit[:7] for point in self.points for run in (point.ours, *point.dense)]
-        return ", ".join(dict.fromkeys(found))
+        rows = (run.row for point in self.points for run in (point.ours, *point.dense))
+        return ", ".join(dict.fromkeys((row.commit or "unknown")[:7] for row in rows))
 
     @property
     def answer(self) -> str:
@@ -198,33 +175,25 @@ class Panel:
 
 def _gain(point: Point) -> str:
     ratio = point.ratio(point.ours)
-    return point.ours.status if ratio is None else f"{ratio:.2g}x"
+    return point.ours.row.status if ratio is None else f"{ratio:.2g}x"
 
 
 def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
     """The panels of each device of which at least one can be drawn, in the questions' order."""
-    groups: dict[tuple[str, str], dict[tuple, list[Run]]] = {}
-    for run in sorted(runs(records, lines), key=lambda run: run.time):
-        problems = groups.setdefault((run.device, run.question), {})
+    found = asked(records, lines)
+    return {x: each for x, each in found.items() if any(panel.drawn for panel in each)}
+
+
+def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, list[Panel]]:
+    """The panels of each device."""
+    groups: dict[str, dict[str, dict[tuple, list[Run]]]] = {}
+    for run in sorted(runs(records, lines), key=lambda run: run.row.time):
+        problems = groups.setdefault(run.row.device, {}).setdefault(run.question, {})
         problems.setdefault(run.problem, []).append(run)
-    found = {}
-    for device in dict.fromkeys(device for device, _ in groups):
-        each = [
-            _most_lengths(question, groups.get((device, question), {}).values())
-            for question in QUESTIONS
-        ]
-        if any(panel.drawn for panel in each):
-            found[device] = each
-    return found
-
-
-def panel_of(question: str, records: Iterable[Record]) -> Panel:
-    """The panel of what the records have measured at the most lengths."""
-    problems: dict[tuple, list[Run]] = {}
-    for run in sorted(runs(records, ()), key=lambda run: run.time):
-        if run.question == question:
-            problems.setdefault(run.problem, []).append(run)
-    return _most_lengths(question, problems.values())
+    return {
+        device: [_most_lengths(x, by_question.get(x, {}).values()) for x in QUESTIONS]
+        for device, by_question in groups.items()
+    }
 
 
 def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
@@ -233,7 +202,7 @@ def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
 
     def rank(panel: Panel) -> tuple[int, int, str]:
         ends = panel.points[-1]
-        return len(panel.points), ends.tokens, ends.ours.time
+        return len(panel.points), ends.tokens, ends.ours.row.time
 
     return max(some, key=rank, default=Panel(question))
 
@@ -251,8 +220,9 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
             kernels.setdefault(kernel, []).append(run)
 
     def rank(line: list[Run]) -> tuple[int, float]:
-        times = max(line, key=lambda run: run.tokens).times_ms
-        return sum(run.times_ms is not None for run in line), -times[0] if times else -math.inf
+        times = max(line, key=lambda run: run.tokens).row.times_ms
+        timed = sum(run.row.times_ms is not None for run in line)
+        return timed, -times[0] if times else -math.inf
 
     ours = max(kernels.values(), key=rank, default=[])
     points = []
@@ -315,10 +285,10 @@ class Axes:
         stretches: list[list[str]] = [[]]
         dots, failed = [], []
         for point, run in line:
-            x, ratio, times = self.x(point.tokens), point.ratio(run), run.times_ms
+            x, ratio, times = self.x(point.tokens), point.ratio(run), run.row.times_ms
             if ratio is None or times is None:
                 stretches.append([])
-                failed.append((x, run.status))
+                failed.append((x, run.row.status))
                 continue
             y = self.y(ratio)
             stretches[-1].append(f"{x},{y}")
@@ -331,7 +301,8 @@ class Axes:
 
 
 class Chart:
-    """The panels of a device, drawn by `chart.html`; they share the horizontal axis."""
+    """The panels of a device, which share the horizontal axis. Macros of `chart.html` draw them:
+    `answers` (HTML with the sentence and what the lines are) and `picture` (one SVG)."""
 
     WIDTH, HEIGHT, LEFT = Axes.WIDTH, Axes.HEIGHT, Axes.LEFT
     CAPTION = 26  # above each panel of a picture, and above all of them
@@ -349,12 +320,5 @@ class Chart:
         limits = min(-1, *map(math.floor, logs)), max(1, *map(math.ceil, logs))
         return Axes(self.tokens, limits)
 
-
-def figure(device: str, each: Sequence[Panel]) -> str:
-    """The HTML of a device: the sentence, the panels and what their lines are."""
-    return filled("chart.html", "answers", Chart(device, each))
-
-
-def picture(device: str, each: Sequence[Panel]) -> str:
-    """The panels that can be drawn as one SVG."""
-    return filled("chart.html", "picture", Chart(device, each)).lstrip()
+    def drawn(self, macro: str) -> str:
+        return filled("chart.html", macro, self).lstrip()

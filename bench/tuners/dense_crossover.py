@@ -4,6 +4,7 @@ Of one sequence with the paper's sizes and random inputs, on which NSA is slowes
 faster: `reports/crossover.py`. Of one length nothing follows where NSA is faster there.
 """
 
+import itertools
 from collections.abc import Iterable
 
 from nsa_core import policy
@@ -25,8 +26,8 @@ def lengths(records: Iterable[Record]) -> dict[str, dict[str, policy.Length]]:
             groups.setdefault((heads, r.mode), []).append(r)
     found: dict[str, dict[str, policy.Length]] = {}
     for (heads, mode), each in groups.items():
-        panel = crossover.panel_of(mode, each)
-        known = [point for point in panel.points if point.faster is not None]
-        if len(known) > 1 or (known and not known[0].faster):
-            found.setdefault(heads, {})[mode] = panel.crossover or policy.NEVER
+        for panel in itertools.chain.from_iterable(crossover.asked(each).values()):
+            known = [point for point in panel.points if point.faster is not None]
+            if len(known) > 1 or (known and not known[0].faster):
+                found.setdefault(heads, {})[mode] = panel.crossover or policy.NEVER
     return dict(sorted(found.items()))
