@@ -145,16 +145,15 @@ def test_a_training_task_starts_its_processes(path):
     train.FLAGS.unparse_flags()
     try:
         assert own(["train", *words]) == ["train"]
-        settings, _, _ = config_file.read(train.CONFIG.value, train.SET.value)
+        _, given, _ = config_file.read(train.CONFIG.value, train.SET.value)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()
-    parallel = settings.parallel
-    assert parallel.strategy != "none" and parallel.devices == 16
-    assert not settings.train.batch % 16
+    assert given["parallel.strategy"] != "none" and given["parallel.devices"] == 16
+    assert not given["train.batch"] % 16
     if not program.endswith("torchrun"):
-        told = parallel.coordinator, parallel.processes, parallel.process
-        assert told == ("10.0.0.1:29500", 2, 1)
+        told = [given[f"parallel.{x}"] for x in ("coordinator", "processes", "process")]
+        assert told == ["10.0.0.1:29500", 2, 1]
 
 
 def test_training_tasks_differ_in_the_run_alone():

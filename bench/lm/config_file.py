@@ -7,7 +7,7 @@ or a value of another type is an error.
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from absl import flags
 
 from nsa_core import config_files
 
-from .config import SIZES, TrainConfig, get
+from .config import SIZES, TrainConfig
 
 FOLDER = config_files.FOLDER / "train"
 # The flag that says the same, which wins where the command line has it.
@@ -103,8 +103,8 @@ def read(
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a key is unknown, or a value is not of its type or out of range; the message
-        names the file, or `--set`, and the key.
+      ValueError: a key is unknown, or a value that no flag has is not of its type or out of range;
+        the message names the file, or `--set`, and the key.
     """
     values: dict[str, Any] = {}
     told: list[str] = []
@@ -134,21 +134,16 @@ def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
     """Sets each flag that says the same as a key, but for those of the command line.
 
     Raises:
-      ValueError: the flag cannot have the value, or the command has no such flag and the value
-        is not what it does anyway.
+      ValueError: the flag cannot have the value.
     """
-    defaults = TrainConfig()
     for key, value in values.items():
         if key not in FLAGS or value is None:
             continue
         name, instead = FLAGS[key], FLAGS.get(EITHER.get(key, ""), "")
         if any(instead in own and own[instead].present for own in given):
             continue
-        flag = next((own[name] for own in given if name in own), None)
-        if flag is None:
-            if value != get(defaults, key):
-                raise ValueError(f"{key}={value} needs --{name}, which this command has not")
-        elif not flag.present:
+        flag = next(own[name] for own in given if name in own)
+        if not flag.present:
             try:
                 flag.parse(value)
             except flags.IllegalFlagValueError as error:
@@ -200,18 +195,18 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
+        if key not in FLAGS:
+            tree.setdefault(section, {})[name] = value
     try:
         return config_files.build(TrainConfig, tree, "")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _keys() -> Iterator[str]:
-    for name in SECTIONS:
-        for field in dataclasses.fields(getattr(TrainConfig(), name)):
-            yield f"{name}.{field.name}"
-
-
-SECTIONS = tuple(field.name for field in dataclasses.fields(TrainConfig))
-KEYS = tuple(_keys())
+OWN = [
+    f"{x.name}.{y.name}"
+    for x in dataclasses.fields(TrainConfig)
+    for y in dataclasses.fields(x.default)
+]
+KEYS = sorted({*FLAGS, *OWN})
+SECTIONS = sorted({key.partition(".")[0] for key in KEYS})
