@@ -15,63 +15,13 @@ from absl import flags
 
 from nsa_core import config_files
 
-from .config import SIZES, TrainConfig
+from .config import TrainConfig
 
 FOLDER = config_files.FOLDER / "train"
-# The flag that says the same, which wins where the command line has it.
-FLAGS = {
-    "model.name": "model",
-    "model.attention": "attention",
-    "nsa.phi": "phi",
-    "nsa.gate": "gate",
-    "parallel.strategy": "parallel",
-    **{f"parallel.{name}": f"jax_{name}" for name in ("coordinator", "processes", "process")},
-} | {
-    f"{section}.{name}": name
-    for section, names in {
-        "train": (
-            "framework dtype steps batch batch_size seq_len accumulate lr warmup clip seed "
-            "save_every evaluate_every out"
-        ),
-        "data": "dataset text_column tokenizer pack shuffle_buffer corpus_bytes",
-        "runtime": (
-            "kernels compressed_kernel selected_kernel sliding_kernel on_unsupported ranges graph"
-        ),
-        "parallel": "devices tensor",
-        "watch": "tensorboard csv heartbeat_s hang_s",
-    }.items()
-    for name in names.split()
-}
-# Keys of docs/seed.md: the name here, or why there is none.
-SEED_KEYS = {
-    "model.n_layers": "model.layers",
-    "model.vocab_size": "model.vocabulary",
-    **{f"nsa.{word}": f"nsa.{name}" for word, name in SIZES.items()},
-    "train.accumulate_grad_batches": "train.accumulate",
-    "train.warmup_steps": "train.warmup",
-    "train.grad_clip": "train.clip",
-    "train.max_grad_norm": "train.clip",
-    "train.out_dir": "train.out",
-    "train.eval_every": "train.evaluate_every",
-    "runtime.precision": "train.dtype",
-}
+_KEYS = config_files.load(Path(__file__).with_name("train_keys.yaml"))
+FLAGS, SEED_KEYS, SEED_IGNORED = _KEYS["flags"], _KEYS["seed"], _KEYS["ignored"]
 # Two words for one thing: the one that is given later wins, both at once are an error.
 EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
-SEED_IGNORED = {
-    "train.lr_schedule": "the rate falls by half a cosine, always",
-    "train.log_every": "every step is a line of train.jsonl",
-    "runtime.device": "a GPU where there is one",
-    "runtime.gradient_checkpointing": "nothing of a block is computed again",
-    "runtime.compile_cmp_win": "nothing reads it, and nothing ever did",
-    **dict.fromkeys(
-        ("runtime.use_flash", "runtime.use_triton_sel", "runtime.fa2_enabled"),
-        "name kernels instead: runtime.kernels, runtime.<branch>_kernel",
-    ),
-    **dict.fromkeys(
-        ("runtime.fa2_min_len_win", "runtime.fa2_min_len_cmp", "runtime.sel_triton_min_L"),
-        "a flag of the same name",
-    ),
-}
 
 
 def path_of(name: str) -> Path:
