@@ -215,13 +215,6 @@ def test_lists_that_are_refused(given, tmp_path, changes, message):
     assert not (tmp_path / "corpus").exists()
 
 
-def test_a_list_that_cannot_be_read(tmp_path):
-    path = tmp_path / "list.yaml"
-    path.write_text("train: [")
-    with pytest.raises(ValueError, match=rf"{path} is not YAML"):
-        corpus.wheels(path)
-
-
 def test_a_folder_that_is_there(given, tmp_path):
     with pytest.raises(ValueError, match="--out must name a new folder"):
         command(tmp_path, given, "wheels")

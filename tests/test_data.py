@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,24 +53,6 @@ def faults(packed, starts, width):
 def test_packing_predicts_each_token_once(width):
     places, starts = numbered()
     assert not faults(Packed(places, starts, (1,), width), starts, width)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "fault"),
-    [
-        (lambda x: setattr(x, "ends", x.ends + 1), "borders"),
-        (lambda x: setattr(x, "moved", x.moved + 1), "begin of a document"),
-        (lambda x: setattr(x, "order", np.zeros_like(x.order)), "not once each"),
-    ],
-    ids=["border", "shift", "order"],
-)
-def test_packing_that_is_wrong_is_seen(mutant, fault):
-    places, starts = numbered()
-    packed = Packed(np.append(places, 0), starts, (1,), WIDTH)
-    mutant(packed)
-    packed.ends = np.minimum(packed.ends, packed.ends.max())
-    packed.moved = np.append(packed.moved, packed.moved[-1])
-    assert fault in faults(packed, starts, WIDTH)
 
 
 def test_empty_documents_and_none():
@@ -397,13 +378,6 @@ def test_a_stream_that_fills_no_row(streamed):
         streamed(["long enough for a row"] * 3).evaluation(1)
     with pytest.raises(ValueError, match="shuffle_buffer must be >= 16, got 3"):
         streamed(buffer=3)
-
-
-def test_the_cache_has_a_default(monkeypatch, tmp_path):
-    monkeypatch.setattr(tokens.platformdirs, "user_cache_dir", lambda *_, **__: str(tmp_path))
-    tokens.kept("x", ["abc"], tokens.Bytes(), "x", None)
-    assert [x.name for x in (tmp_path / "tokens").glob("*/tokens")] == ["tokens"]
-    assert Path(tmp_path / "tokens").is_dir()
 
 
 # In a process of its own: the library reads the Hub's address when it is imported.

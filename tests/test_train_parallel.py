@@ -189,8 +189,7 @@ def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
     each = []
     for rank in range(4):
         rows = slice(2 * rank, 2 * rank + 1)
-        layers = health.layers(learner, run.batches.train(3, rows))
-        each.append([dataclasses.asdict(layer) for layer in layers])
+        each.append(health.layers(learner, run.batches.train(3, rows)))
     assert len(found.layers) == 2
     for number, layer in enumerate(found.layers):
         for name, value in layer.items():
@@ -276,7 +275,7 @@ def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
     kernel = learner.params["blocks"][1]["attention"]["W_Q"]["kernel"].get_value()
     assert kernel.addressable_shards[0].data.shape == (8, 16)  # of 16 and 32
     layers = health.layers(learner, run.batches.train(0))
-    assert len(layers) == 2 and all(0 < layer.entropy < 1.1 for layer in layers)
+    assert len(layers) == 2 and all(0 < layer["entropy"] < 1.1 for layer in layers)
     kept = checkpoint.save(tmp_path / "kept", learner, todo.training.steps, run.settings())
     ours, theirs = (
         safetensors.torch.load_file(at / "weights.safetensors")
@@ -304,7 +303,7 @@ def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
         assert apart(got, want) < 10 * TOLERANCE["float32"]
     layers = [health.layers(x, run.batches.train(0)) for x in (learner, twin)]
     for got, want in zip(*layers, strict=True):
-        assert dataclasses.asdict(got) == pytest.approx(dataclasses.asdict(want), rel=1e-3)
+        assert got == pytest.approx(want, rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")

@@ -17,23 +17,16 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import safetensors
 
+from .learner import Learner
 from .ranks import Ranks
 
 PROGRESS, SHARDS = "progress.json", "shards"
 KEPT = 2  # so that there is one before a damaged one
-
-
-class Kept(Protocol):
-    """What a checkpoint is made of (`jax_learner.Learner`, `torch_learner.Learner`)."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path, step: int) -> None: ...
 
 
 class DamagedError(ValueError):
@@ -52,7 +45,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def save(
-    folder: Path, learner: Kept, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
+    folder: Path, learner: Learner, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> Path:
     """Writes the checkpoint of `step` into `folder`, then removes all but the one before it.
 
@@ -100,7 +93,7 @@ def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
         shutil.rmtree(path)
 
 
-def load(path: Path, learner: Kept, settings: dict[str, Any]) -> int:
+def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
     """Reads the checkpoint at `path` into `learner`; the steps done.
 
     Raises:
@@ -114,7 +107,7 @@ def load(path: Path, learner: Kept, settings: dict[str, Any]) -> int:
 
 
 def load_last(
-    folder: Path, learner: Kept, settings: dict[str, Any], ranks: Ranks = Ranks()
+    folder: Path, learner: Learner, settings: dict[str, Any], ranks: Ranks = Ranks()
 ) -> int:
     """Reads the last checkpoint in `folder` that is not damaged; the steps done.
 
@@ -173,7 +166,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def whole(path: Path, learner: Kept) -> Iterator[Path]:
+def whole(path: Path, learner: Learner) -> Iterator[Path]:
     """A folder with the tensors of the checkpoint at `path` in a form that `learner` reads:
     shards stay shards for one that shards, and become whole files for others."""
     if not (path / SHARDS).exists() or getattr(learner, "shards", False):

@@ -5,14 +5,14 @@ them. A selection is always theirs together. Gates that are sigmoids add up to n
 particular, so that entropy and the largest share are of gates divided by their sum.
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
+from nsa_core.types import Branches
+
 from .data import Batch
+from .learner import Learner
 
 # A head has collapsed where it attends by one branch only.
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
@@ -20,57 +20,39 @@ EVEN = math.log(3)  # the entropy of three equal gates
 SMALL = 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """Means over the tokens of the rows that were looked at.
+def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
+    """Of gates `[T, heads, 3]` and block indices `[T, heads, n]`, means over the tokens.
 
-    Attributes:
+    Returns:
       compressed, selected, sliding: the gates, mean over heads.
       entropy, entropy_min: in nats, mean over heads, and of the head with the lowest.
       largest: share of the largest gate, mean over heads.
       collapsed: share of the heads with an entropy below 0.1 and a largest share over 0.95.
       overlap: share of a query's blocks that the query before it selected as well.
     """
-
-    compressed: float
-    selected: float
-    sliding: float
-    entropy: float
-    entropy_min: float
-    largest: float
-    collapsed: float
-    overlap: float
-
-    @classmethod
-    def of(cls, gates: np.ndarray, indices: np.ndarray) -> "Layer":
-        """Of gates `[T, heads, 3]` and block indices `[T, heads, n]`."""
-        gates = gates.astype(np.float64)
-        shares = gates / np.maximum(gates.sum(axis=-1, keepdims=True), SMALL)
-        entropies = -(shares * np.log(np.maximum(shares, SMALL))).sum(axis=-1).mean(axis=0)
-        largest = shares.max(axis=-1).mean(axis=0)
-        gone = (entropies < COLLAPSED_ENTROPY) & (largest > COLLAPSED_SHARE)
-        compressed, selected, sliding = gates.mean(axis=(0, 1)).tolist()
-        return cls(
-            compressed=compressed,
-            selected=selected,
-            sliding=sliding,
-            entropy=float(entropies.mean()),
-            entropy_min=float(entropies.min()),
-            largest=float(largest.mean()),
-            collapsed=float(gone.mean()),
-            overlap=overlap(indices),
-        )
+    gates = gates.astype(np.float64)
+    shares = gates / np.maximum(gates.sum(axis=-1, keepdims=True), SMALL)
+    entropies = -(shares * np.log(np.maximum(shares, SMALL))).sum(axis=-1).mean(axis=0)
+    largest = shares.max(axis=-1).mean(axis=0)
+    gone = (entropies < COLLAPSED_ENTROPY) & (largest > COLLAPSED_SHARE)
+    found = dict(zip(Branches._fields, gates.mean(axis=(0, 1)).tolist(), strict=True))
+    return found | {
+        "entropy": float(entropies.mean()),
+        "entropy_min": float(entropies.min()),
+        "largest": float(largest.mean()),
+        "collapsed": float(gone.mean()),
+        "overlap": overlap(indices),
+    }
 
 
-class Observed(Protocol):
-    """A learner."""
-
-    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
-
-
-def layers(learner: Observed, batch: Batch) -> list[Layer]:
-    """Of the first row of `batch`; of dense attention none. Every process calls it."""
-    return [Layer.of(*each) for each in learner.observe(batch)]
+def layers(learner: Learner, batch: Batch) -> list[dict[str, float]]:
+    """Of the first row of `batch`, the mean over the processes, all of which call it; of dense
+    attention none."""
+    found = learner.ranks.gather([layer(*each) for each in learner.observe(batch)])
+    return [
+        {name: float(np.mean([each[name] for each in same])) for name in same[0]}
+        for same in zip(*found, strict=True)
+    ]
 
 
 def overlap(indices: np.ndarray) -> float:
@@ -83,11 +65,3 @@ def overlap(indices: np.ndarray) -> float:
         common += same & filled[..., slot]
     counts = np.maximum(filled.sum(axis=-1), 1)
     return float((common / counts).mean()) if now.size else 0.0
-
-
-def mean(found: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]]:
-    """The layers of several processes, each a list of `Layer` as mappings, as one list."""
-    return [
-        {name: float(np.mean([layer[name] for layer in same])) for name in same[0]}
-        for same in zip(*found, strict=True)
-    ]

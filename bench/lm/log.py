@@ -66,7 +66,7 @@ class Step(Line):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Watch(Line):
-    """What is looked at every so many steps; `layers` as of `health.Layer`, none of dense."""
+    """What is looked at every so many steps; `layers` as of `health.layer`, none of dense."""
 
     kind: ClassVar[str] = "watch"
     step: int

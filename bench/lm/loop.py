@@ -7,37 +7,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Protocol
 
 from ..harness import records, timing
 from . import checkpoint, health, log, measures, speed, variants
 from . import share as shares
 from .data import Batch, Batches
+from .learner import Learner
 from .progress import Progress
 from .ranks import Ranks
 from .spec import DivergedError, Task
-from .watch import Settings, Watch, gathered
+from .watch import Settings, Watch
 
 EVALUATED_BATCHES = 8
 ON_THE_WAY = 4  # every so many held-out batches
-
-
-class Learner(checkpoint.Kept, measures.Learner, health.Observed, Protocol):
-    """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
-
-    `share` says which rows of a global batch it takes, `graph` whether torch captures a step;
-    every rank of a run calls it alike.
-    """
-
-    graph: bool
-
-    def step(
-        self, batch: Batch, step: int, following: Batch | None = None
-    ) -> tuple[float, float]: ...
-
-    def parameters(self) -> int: ...
-
-    def peak_bytes(self) -> int | None: ...
 
 
 class Stop:
@@ -255,7 +237,6 @@ def _batch(run: Run, learner: Learner, step: int) -> Batch:
 
 def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:
     """Looks at gates and selection after the step of `line`."""
-    layers = gathered(run.ranks, health.layers(learner, batch))
     devices = run.variant.parallel.devices
     device = variants.device(run.variant.framework)
     found = log.Watch(
@@ -266,7 +247,7 @@ def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Wa
         lr=line.lr,
         tokens_per_s=line.tokens_per_s,
         mfu=speed.mfu(run.task, line.time_ms, device, devices),
-        layers=layers,
+        layers=health.layers(learner, batch),
     )
     run.write(found)
     if run.ranks.rank == 0:

@@ -12,7 +12,7 @@ process adds up of its own rows.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from nsa_core.layer import LayerSpec
 
 from . import recall, share
 from .data import Batch, joined
-from .ranks import Ranks
+from .learner import Learner
 from .recall import PASSAGE
 
 KINDS = ("new", "near", "far")
@@ -33,17 +33,6 @@ DISTANCES = (128, 256, 512, 1024, 2048, 4096, 6000)  # of a passage and its copy
 BEYOND = 2 * PASSAGE  # tokens from the window to a passage that heads have to find
 OBSERVED_ROWS = 4, 32  # rows with a copy whose selection is looked at; thoroughly
 KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
-
-
-class Learner(Protocol):
-    """`jax_learner.Learner`, or `torch_learner.Learner`."""
-
-    ranks: Ranks
-    share: share.Share
-
-    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray: ...
-
-    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
 
 def loss(learner: Learner, batch: Batch) -> float:

@@ -102,19 +102,19 @@ class Flags:
     def _check(self, framework: str) -> None:
         """Refuses flags that would mean nothing beside the others."""
         coordinator, spread = self.coordinator.value, self.kind.value != "none"
-        if coordinator is not None:
-            self._only("jax", framework, "--jax_coordinator")
-        elif spread and framework == "both":
-            self._only("torch", framework, "--parallel")
-        for flag, value in (("--ddp_safe", self.safe.value), ("--compile", self.compile.value)):
-            if value and framework == "jax":
-                self._only("torch", framework, flag)
-        for flag, value in (
-            ("--ddp_safe", self.safe.value),
-            ("--jax_coordinator", coordinator),
-        ):
-            if value and not spread:
-                raise ValueError(f"{flag} needs --parallel=ddp or fsdp, got none")
+        if coordinator is not None and framework != "jax":
+            raise ValueError(f"--jax_coordinator needs --framework=jax, got {framework}")
+        torch_only = {
+            "--parallel": coordinator is None and spread and framework == "both",
+            "--ddp_safe": self.safe.value and framework == "jax",
+            "--compile": self.compile.value and framework == "jax",
+        }
+        for flag, refused in torch_only.items():
+            if refused:
+                raise ValueError(f"{flag} needs --framework=torch, got {framework}")
+        if not spread and (self.safe.value or coordinator):
+            flag = "--ddp_safe" if self.safe.value else "--jax_coordinator"
+            raise ValueError(f"{flag} needs --parallel=ddp or fsdp, got none")
         for holder in (self.processes, self.process):
             if holder.value is not None and coordinator is None:
                 raise ValueError(f"--{holder.name} needs --jax_coordinator")
@@ -147,11 +147,6 @@ class Flags:
             self.heartbeat_s.value,
             self.hang_s.value,
         )
-
-    @staticmethod
-    def _only(wanted: str, framework: str, flag: str) -> None:
-        if framework != wanted:
-            raise ValueError(f"{flag} needs --framework={wanted}, got {framework}")
 
 
 def _all(framework: str, among: Ranks) -> int:

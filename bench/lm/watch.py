@@ -12,13 +12,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import health, log
+from . import log
 from .ranks import Ranks
 from .watchdog import Watchdog
 
@@ -141,11 +140,6 @@ def scalars(line: log.Watch) -> dict[str, float | None]:
     for number, layer in enumerate(line.layers):
         found |= {f"gates/{name}/layer{number}": value for name, value in layer.items()}
     return found
-
-
-def gathered(ranks: Ranks, layers: Sequence[health.Layer]) -> list[dict[str, float]]:
-    """The mean over the ranks, each of which calls it."""
-    return health.mean(ranks.gather([dataclasses.asdict(layer) for layer in layers]))
 
 
 def memory() -> dict[str, float | None]:

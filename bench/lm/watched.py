@@ -111,7 +111,10 @@ def gate_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]
         for run, line in curves.last(lines, Watch).items()
         for number, layer in enumerate(line.layers)
     ]
-    names = [field.replace("_", " ") for field in health.Layer.__annotations__]
+    of = next(
+        (line.layers[0] for line in curves.last(lines, Watch).values() if line.layers), {}
+    )
+    names = [field.replace("_", " ") for field in of]
     return ["run", "step", "layer", *names], rows
 
 
