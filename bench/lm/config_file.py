@@ -156,7 +156,7 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
 OWN = [
     f"{x.name}.{y.name}"
     for x in dataclasses.fields(TrainConfig)
-    for y in dataclasses.fields(x.default)
+    for y in dataclasses.fields(getattr(TrainConfig, x.name))
 ]
 KEYS = sorted({*FLAGS, *OWN})
 SECTIONS = sorted({key.partition(".")[0] for key in KEYS})

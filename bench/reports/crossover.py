@@ -95,13 +95,13 @@ class Point:
 
     def ratio(self, run: Run) -> float | None:
         """The time of the fastest dense kernel over that of `run`."""
-        best = self.best and self.best.row.times_ms
+        best = self.best.row.times_ms if self.best else None
         return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
 
     @property
     def faster(self) -> bool | None:
         """Whether NSA is; None: not known."""
-        best, ours = self.best and self.best.row.times_ms, self.ours.row.times_ms
+        best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
         if not best:
             return None
         if ours is None or ours[2] >= best[1]:
