@@ -24,24 +24,22 @@ DOCUMENTS = [*doc_tables.documents(), ROOT / "WORKSPACE.md", ROOT / "cloud" / "R
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 EXAMPLES = [path for path in DOCUMENTS if BLOCK.search(path.read_text())]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
 
 
 def name(path):
     return str(path.relative_to(ROOT))
 
 
-def run(text):
-    """What Python says of the blocks of a document, one after the other."""
-    code = "\n".join(BLOCK.findall(text))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
+@pytest.mark.parametrize("path", [*EXAMPLES, *TUTORIALS], ids=name)
+def test_examples_run(path):
+    """The blocks of a page one after the other, and the whole of a tutorial."""
+    text = path.read_text()
+    code = text if path.suffix == ".py" else "\n".join(BLOCK.findall(text))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
+    done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=name)
-def test_examples_run(path):
-    done = run(path.read_text())
     assert not done.returncode, done.stderr
 
 
@@ -86,7 +84,7 @@ def broken(path, text):
     return found
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *TUTORIALS], ids=name)
 def test_links_lead_somewhere(path):
     assert not broken(path, path.read_text())
 

@@ -36,6 +36,13 @@ def on_page_markdown(markdown, page, config, files):
     return spaced(markdown)
 
 
+def on_page_content(html, page, **_):
+    """Links of tutorials, which are notebooks: MkDocs rewrites only those of Markdown."""
+    if not page.file.src_uri.startswith("tutorials/"):
+        return html
+    return re.sub(r'href="\.\./(\w+)\.md', r'href="../../\1/', html)
+
+
 def linked(text: str, folder: str, config) -> str:
     """Links that leave `docs/` lead to the sources; `folder`: of the page, in the checkout."""
 

@@ -1,0 +1,82 @@
+# %% [markdown]
+# # Packed rows in a Hugging Face Trainer
+# A packed row contains several documents without padding. `DataCollatorWithFlattening` of
+# transformers builds such rows, and `NSAForCausalLM` reads their boundaries. No token attends to
+# another document. This tutorial needs the extras `hf` and `bench`.
+
+# %%
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+
+torch.manual_seed(0)
+gpu = torch.cuda.is_available()
+longest, documents, steps = (4096, 4, 500) if gpu else (96, 2, 10)
+files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+texts = [{"input_ids": list(x.read_bytes()[:longest])} for x in files if x.stat().st_size > 1]
+
+# %% [markdown]
+# ## One batch
+# The collator joins the documents of a batch into one row. Position 0 marks each boundary.
+
+# %%
+collator = DataCollatorWithFlattening(return_tensors="pt")
+row = collator(texts[:documents])
+print(row["input_ids"].shape, (row["position_ids"] == 0).nonzero()[:, 1].tolist())
+
+# %% [markdown]
+# ## Model
+# The model derives the tables of a packed row once per batch, and all layers share them.
+# The logits of a document are the same in the row as on its own.
+
+# %%
+if gpu:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 1}
+else:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_selected": 4}
+    sizes |= {"compress_block": 8, "compress_stride": 4, "select_block": 16, "window": 32}
+model = NSAForCausalLM(NSAModelConfig(vocab_size=256, **sizes))
+
+with torch.no_grad():
+    packed = model.eval()(row["input_ids"], position_ids=row["position_ids"]).logits
+    first = torch.tensor([texts[0]["input_ids"]])
+    print(f"difference {(packed[:, : first.shape[1]] - model(first).logits).abs().max():.1e}")
+
+# %% [markdown]
+# ## Train
+# `per_device_train_batch_size` is the number of documents per row.
+
+# %%
+arguments = TrainingArguments(
+    tempfile.mkdtemp(),
+    max_steps=steps,
+    learning_rate=1e-3,
+    per_device_train_batch_size=documents,
+    logging_steps=steps // 5,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    bf16=gpu,
+    dataloader_pin_memory=gpu,
+)
+trainer = Trainer(model, arguments, train_dataset=texts, data_collator=collator)
+trainer.train()
+
+history = [x for x in trainer.state.log_history if "loss" in x]
+plt.figure(figsize=(6, 3))
+plt.plot([x["step"] for x in history], [x["loss"] for x in history])
+plt.xlabel("step")
+plt.ylabel("loss, nats per byte")
+plt.show()
+
+# %% [markdown]
+# `examples/train.py` adds held-out documents, checkpoints and command-line options.
+# [Packed rows](../packed.md) describes the tables, CUDA graphs and run times.

@@ -1,0 +1,145 @@
+# %% [markdown]
+# # Pretrain, test, generate and serve
+# This tutorial trains a small language model with NSA on Python source code, tests whether it
+# recalls passages far beyond its sliding window, generates text, and serves the model.
+# It needs the extras `hf` and `bench`. On a CPU it uses tiny sizes, which show the steps but learn
+# little. On a GPU it trains 25 million weights on rows of 8192 tokens.
+
+# %%
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+
+torch.manual_seed(0)
+gpu = torch.cuda.is_available()
+device = "cuda" if gpu else "cpu"
+tokens, batch, steps, passage = (8192, 8, 2000, 64) if gpu else (192, 2, 10, 16)
+
+# %% [markdown]
+# ## Data
+# The text is the source of the standard library. `ByT5Tokenizer` maps each byte to a token.
+# Each row ends with a copy of an earlier passage, so that the model learns to recall.
+
+# %%
+tokenizer = ByT5Tokenizer(extra_ids=0)
+files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+text = b"".join(file.read_bytes() for file in files[: None if gpu else 20])
+data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() + 3  # 0 to 2 are special
+learned = len(data) * 15 // 16  # the rest is held out
+
+
+def rows(begin: int, end: int, distance: int) -> torch.Tensor:
+    """Rows of text whose last tokens repeat the passage `distance` tokens earlier."""
+    start = torch.randint(begin, end - tokens, (batch, 1))
+    found = data[start + torch.arange(tokens)]
+    found[:, -passage:] = found[:, -passage - distance : tokens - distance]
+    return found.to(device)
+
+
+# %% [markdown]
+# ## Model
+# Each query reads 16 blocks of 64 tokens and a window of 512 tokens at full size.
+
+# %%
+if gpu:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **heads}
+else:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **heads}
+    sizes |= {"compress_block": 8, "compress_stride": 4, "select_block": 16}
+    sizes |= {"num_selected": 4, "window": 32}
+config = NSAModelConfig(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, **sizes)
+model = NSAForCausalLM(config).to(device)
+print(f"{model.num_parameters() / 1e6:.1f} million weights, {config.gate=}, {config.kv=}")
+
+# %% [markdown]
+# ## Train
+
+# %%
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+losses = []
+for _ in range(steps):
+    distance = int(torch.randint(passage, tokens - passage, ()))
+    x = rows(0, learned, distance)
+    with torch.autocast(device, torch.bfloat16, enabled=gpu):
+        loss = model(x, labels=x).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    losses.append(loss.detach())
+losses = torch.stack(losses).cpu()
+
+figure, axes = plt.subplots(figsize=(6, 3))
+axes.plot(losses)
+axes.set(xlabel="step", ylabel="loss, nats per byte")
+plt.show()
+
+# %% [markdown]
+# ## Recall by distance
+# For each distance the plot shows how much the loss of the copy rises if another text replaces the
+# earlier passage. A model that cannot read the passage has 0. The dashed line marks the window.
+
+# %%
+model.eval()
+
+
+@torch.no_grad()
+def copy_loss(x: torch.Tensor) -> float:
+    with torch.autocast(device, torch.bfloat16, enabled=gpu):
+        logits = model(x).logits[:, -passage - 1 : -1].float()
+    return F.cross_entropy(logits.flatten(0, 1), x[:, -passage:].flatten()).item()
+
+
+def recall(distance: int) -> float:
+    read = rows(learned, len(data), distance)
+    other = read.clone()
+    place = slice(tokens - passage - distance, tokens - distance)
+    other[:, place] = other.roll(1, 0)[:, place]
+    return copy_loss(other) - copy_loss(read)
+
+
+distances = torch.linspace(passage, tokens - passage, 12 if gpu else 4).int().tolist()
+repeats = 8 if gpu else 1
+found = [sum(recall(x) for _ in range(repeats)) / repeats for x in distances]
+
+figure, axes = plt.subplots(figsize=(6, 3))
+axes.plot(distances, found, "o-")
+axes.axvline(config.window, linestyle="--", color="gray")
+axes.set(xlabel="distance in tokens", ylabel="recall, nats per byte")
+plt.show()
+
+# %% [markdown]
+# ## Generate
+# `generate` of transformers works without changes. The saved model loads with the Auto classes.
+
+# %%
+folder = Path(tempfile.mkdtemp()) / "pretrained"
+model.save_pretrained(folder)
+tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+tokenizer.save_pretrained(folder)
+
+loaded = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+prompt = tokenizer("def main(", add_special_tokens=False, return_tensors="pt").to(device)
+output = loaded.generate(**prompt, max_new_tokens=64 if gpu else 16, do_sample=False)
+print(tokenizer.decode(output[0]))
+
+# %% [markdown]
+# ## Serve
+# The folder is a checkpoint for every engine in [Serving](../serving.md). This command starts a
+# server with OpenAI's API (`pip install 'transformers[serving]'`):
+# ```bash
+# python -m nsa_torch.huggingface.serve pretrained --port 8000
+# curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
+#   -d '{"model": "pretrained", "messages": [{"role": "user", "content": "def main("}]}'
+# ```
+# Add `--continuous-batching` if you have transformers 5.19 or newer. Requests then share pages.
