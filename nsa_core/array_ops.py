@@ -1,9 +1,9 @@
-"""What the steps on kernels ask of a framework's arrays.
+"""The array operations that the steps on kernels need from a framework.
 
-The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. They take an
+The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is an
 `ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run Mosaic kernels, the
-`triton_ops` of each framework Triton's. `nsa_core.plan` has one that notes what is asked. Neither
-framework is imported here.
+`triton_ops` of each framework Triton's. The one of `nsa_core.plan` records the operations. This
+module imports neither framework.
 
 A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
 `reshape` of an array. Work between kernels is a derived step (`derived`).
@@ -23,8 +23,8 @@ type Shapes = Callable[..., Sequence[Array]]
 
 def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a derived step: a function `f(ops, *arrays, **static)` that returns a list of
-    arrays, follows from nothing but its arguments and writes to none. It may use all that
-    `ArrayOps` has, `xp` too.
+    arrays, depends only on its arguments and does not modify them. It may use everything in
+    `ArrayOps`, also `xp`.
 
     Args:
       shapes: Function of the same arguments without `ops` that returns the shapes and dtypes of
@@ -81,8 +81,8 @@ class QueryLayout(Protocol):
 
     @property
     def varlen(self) -> Any:
-        """The tables of packed rows, a `nsa_core.varlen.Varlen`; None where the number of
-        sequences is not known.
+        """The tables of packed rows, a `nsa_core.varlen.Varlen`, or None if the number of sequences
+        is not known.
         """
 
 
@@ -117,12 +117,12 @@ class ArrayOps(Protocol):
         raise NotImplementedError
 
     def join(self, running: Any) -> None:
-        """What comes after it begins when that has ended."""
+        """Make later work wait until `running` has ended."""
         raise NotImplementedError
 
     def writes_in_place(self, kernel: Kernel) -> bool:
-        """Whether `run` gives back the memory of the last inputs as the first outputs, or copies,
-        so that what `kernel` does not write has the inputs' numbers.
+        """Whether `run` returns the memory of the last inputs as the first outputs, or copies them,
+        so that elements that `kernel` does not write have the inputs' values.
         """
         ...
 
@@ -139,7 +139,7 @@ class ArrayOps(Protocol):
     def derive(
         self, function: Callable[..., Sequence[Any]], *arrays: Any, **static: Hashable
     ) -> Sequence[Any]:
-        """What the derived step `function` gives."""
+        """The arrays that the derived step `function` returns."""
         return function(self, *arrays, **static)
 
     def per_batch(self, x: Any) -> Any:
@@ -219,8 +219,8 @@ class ArrayOps(Protocol):
         return [self.to_float32(x) for x in arrays]
 
     def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:
-        """Rows of `length` float32: each of some arrays of one shape, or along the first axis of
-        one, in a row, and anything behind it.
+        """Rows of `length` float32 elements that begin with the given arrays of one shape, or with
+        the entries of one array along its first axis. The other elements are arbitrary.
         """
         raise NotImplementedError
 

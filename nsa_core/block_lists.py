@@ -66,7 +66,7 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
 
 
 def with_tail(xp: Any, indices, position, block_size: int):
-    """`indices` `[B, T, G, n]` and the query's own block where that is not complete.
+    """`indices` `[B, T, G, n]` with the query's own block added if it is incomplete.
 
     position: `[B, T]`, of the query in its sequence; negative for padding.
     """
@@ -78,8 +78,8 @@ def with_tail(xp: Any, indices, position, block_size: int):
 
 
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
-    """`(lists, tokens)`: lists `[N, G, n]` with the tail, where it is included, and
-    `paged_layout.Tokens` of the queries. `paged`: page_table, lengths, cu_seqlens_q.
+    """`(lists, tokens)`: lists `[N, G, n]`, with the tail if it is included, and the
+    `paged_layout.Tokens` of the queries. `paged` has page_table, lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged
     lengths = ops.xp.clip(lengths, None, page_table.shape[1] * page)
@@ -106,7 +106,7 @@ def for_kernels(ops: ArrayOps, indices, parts: int, keys: int, block_size: int, 
 
 
 def refuse_repeated(indices: np.ndarray) -> None:
-    """Raises ValueError where a list of `[B, T, G, n]` names a block twice."""
+    """Raise ValueError if a list of `[B, T, G, n]` names a block twice."""
     ordered = np.sort(indices, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     for *place, entry in np.argwhere(twice)[:1]:
@@ -165,7 +165,7 @@ class PagedKeys(NamedTuple):
 def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int) -> PagedKeys:
     """
     Args:
-      lists: of `for_kernels`, `[N, lists, n]`.
+      lists: The result of `for_kernels`, `[N, lists, n]`.
       tokens: `paged_layout.Tokens` of the `N` queries.
       pages: `[P, page, Hkv, .]`.
     """

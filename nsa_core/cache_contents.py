@@ -1,4 +1,4 @@
-"""What the tokens of a cache were made with, as far as shapes and sizes do not tell."""
+"""The properties of cached tokens that shapes and sizes do not determine."""
 
 import dataclasses
 import reprlib
@@ -15,12 +15,12 @@ type Facts = Sequence[tuple[str, Any]]  # names and values
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Set by the first writer; a later one must not say otherwise. What nobody said is open."""
+    """Facts about the tokens of a cache. The first writer sets a fact; later ones must agree."""
 
     said: Facts = ()
 
     def with_facts(self, facts: Facts, kind: str = "") -> Self:
-        """What is known once a writer has said `facts`.
+        """The contents with the `facts` of another writer.
 
         Args:
           kind: Name of the owner of the cache, for the message.

@@ -13,9 +13,9 @@ class MLPParams(NamedTuple):
     """The paper's MLP with an intra-block position embedding.
 
     `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`, the window flattened token by
-    token, gelu in its tanh form, shared by the key/value heads. Of keys that were rotated by their
-    positions it cannot tell where the window is: a query's product with the compressed key follows
-    from both positions, not from their distance (`RopeMLPParams`).
+    token, gelu in its tanh form, shared by the key/value heads. If the keys were rotated by their
+    positions, the result depends on the position of the window. A query's product with the
+    compressed key then depends on both positions, not only on their distance (`RopeMLPParams`).
     """
 
     position: Any  # [l, D]
@@ -25,7 +25,7 @@ class MLPParams(NamedTuple):
     b2: Any  # [D]
 
     def turned(self, rates: Any, factor: float = 1.0) -> "RopeMLPParams":
-        """Of keys that were not rotated, where rotated ones are `factor` times as long."""
+        """The same MLP for unrotated keys. Rotation multiplies their length by `factor`."""
         if factor == 1:
             return RopeMLPParams(*self, rates)
         longer = self._replace(w2=self.w2 * factor, b2=self.b2 * factor)
@@ -33,9 +33,9 @@ class MLPParams(NamedTuple):
 
 
 class RopeMLPParams(NamedTuple):
-    """`MLPParams` of keys that were not rotated. The compressed key is, by its window's middle.
+    """`MLPParams` for unrotated keys. The compressed key is rotated by the middle of its window.
 
-    That is `first token + (l - 1) / 2`, counted in its own sequence.
+    The middle is `first token + (l - 1) / 2`, counted in its own sequence.
     """
 
     position: Any  # [l, D]

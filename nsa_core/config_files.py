@@ -2,7 +2,7 @@
 
 `load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key or a value of another type is an error. `devices/<device>.yaml` is
-what `nsa_bench.tune_thresholds` made of records.
+derived from records by `nsa_bench.tune_thresholds`.
 """
 
 import functools
@@ -21,7 +21,7 @@ if not FOLDER.is_dir():  # in a checkout `configs/` is next to this package
 
 @functools.cache
 def slug(device: str) -> str:
-    """A device's name, as the driver gives it, as part of a path."""
+    """The driver's name of a device, converted to a part of a path."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 

@@ -1,12 +1,13 @@
 """The distribution of the tokens of one sequence over the ranks of a context group.
 
-The sequence is cut in chunks of equal length. `zigzag` gives rank `r` of `R` the chunks `r` and
-`2R - 1 - r`, so that all ranks have as many query-key pairs; `contiguous` gives it chunk `r`.
+The sequence is split into chunks of equal length. With `zigzag` rank `r` of `R` has the chunks `r`
+and `2R - 1 - r`, so that all ranks have equally many query-key pairs. With `contiguous` it has
+chunk `r`.
 A rank's shard is its chunks in the order of their tokens, so that neither layout turns time
 around within a rank.
 
-A length that is no multiple of the number of chunks is padded at the end: no token before the
-padding sees it, and its output means nothing.
+A length that is no multiple of the number of chunks is padded at the end. No token before the
+padding sees it, and its output is meaningless.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class Shards:
 
     @property
     def calls(self) -> list[tuple[slice, Any]]:
-        """Of each chunk of this rank: its tokens in the shard, and its end in the sequence."""
+        """The chunks of this rank: tokens in the shard, and the end in the sequence."""
         return [
             (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
             for i, number in enumerate(self.own)
@@ -91,17 +92,17 @@ def chunk_length(name: str, local_length: int, layout: str) -> int:
 
 
 def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[list[Any], Any]:
-    """Which windows begin in which chunk.
+    """Find the chunk in which each window begins.
 
     Args:
       ops: `array_ops.ArrayOps`.
-      begin: the first token of each window `[B, C]`, ascending; behind them -1, unused.
-      most: windows of a chunk at most.
+      begin: The first token of each window `[B, C]`, ascending, followed by -1 in unused slots.
+      most: The maximum of windows per chunk.
 
     Returns:
-      of each chunk of this rank where in it its windows begin, `[B, most]`; behind its end: no
-      window. Of each window its slot among the `most` of each chunk, `[B, C]`; the one behind all
-      of them where it is unused.
+      For each chunk of this rank the offsets at which windows begin, `[B, most]`; an offset after
+      its end marks no window. For each window its slot among the `most` of each chunk, `[B, C]`,
+      or the number of slots if it is unused.
     """
     xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
     begin = xp.where(begin < 0, length, begin)

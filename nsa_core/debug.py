@@ -1,4 +1,4 @@
-"""What a call does, a line an event, by the loggers `nsa_jax.<event>` and `nsa_torch.<event>`.
+"""Logs the events of a call, one per line, with the loggers `nsa_jax.<event>`, `nsa_torch.<event>`.
 
     nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
 
@@ -47,7 +47,7 @@ _told: set[tuple[str, str]] = set()
 
 
 class Backend(NamedTuple):
-    """What a framework knows of its arrays."""
+    """The functions of a framework that read its arrays."""
 
     package: str  # nsa_jax or nsa_torch
     silent: Callable[[], bool]  # whether a step cannot tell anything here
@@ -180,13 +180,13 @@ def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> N
 
 
 def _value(x: Any) -> str:
-    """As it is where that is one word, otherwise quoted."""
+    """One word unchanged, and other text quoted."""
     text = str(x).lower() if isinstance(x, bool) else str(x)
     return json.dumps(text) if " " in text or not text else text
 
 
 def _shape(x: Any) -> str:
-    """`bfloat16[1,512,4,32]`; of several, in brackets."""
+    """`bfloat16[1,512,4,32]`, or a list of these in brackets."""
     if isinstance(x, tuple):
         return f"({','.join('None' if y is None else _shape(y) for y in x)})"
     return f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, x.shape))}]"

@@ -1,12 +1,12 @@
-"""Which implementation runs: an ordered registry that can say why it refused each one.
+"""The choice of an implementation: an ordered registry that reports why it refused each one.
 
 An implementation named by the caller never falls back, unless the caller sets
 `on_unsupported="fallback"` (the flag of that name), which causes a warning. The automatic choice is
 the first implementation in order that does not refuse and that the thresholds and the policy of the
 device allow (`policy.py`). The choice records the refusals.
 
-The step `attention` is all steps at once. An implementation of it runs where the choice of
-every single step has its name.
+The step `attention` is all steps at once. An implementation of it runs if it was chosen for every
+single step.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ FUNCTIONS = {  # what implementations call the steps
 
 
 class Problem(NamedTuple):
-    """What an implementation must know to say whether it can run (shapes: `types.py`).
+    """The properties of a call that decide whether an implementation can run (shapes: `types.py`).
 
     Under torch.compile B is 1, T and S are 0. If only the step `compressed` or `scores` is
     requested, S is the number of compressed tokens.
@@ -85,7 +85,7 @@ class Implementation:
     """A way to compute one step.
 
     Attributes:
-      target: `module:function`, imported when it is called.
+      target: `module:function`, imported at its first call.
       why_not: why it cannot run a problem, or None.
     """
 
@@ -108,8 +108,8 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What will run for one step, and why each implementation before it will not; `note`: what
-    automatic choice could not know (`policy.note`).
+    """The implementation of one step, and why each one before it was refused. `note` lists missing
+    measurements of the automatic choice (`policy.note`).
     """
 
     step: str

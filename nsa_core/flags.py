@@ -77,7 +77,7 @@ def thresholds() -> policy.Thresholds:
 
 
 def implementation(registry: Registry, problem: Problem) -> Branches[str]:
-    """What the flags come to for `problem`, ready for `implementation=`.
+    """The names that the flags select for `problem`, as the argument `implementation=`.
 
     Raises:
       ValueError: the framework has no implementation of a given name.

@@ -1,4 +1,4 @@
-"""What an indexer's blocks are, for either framework: sizes and their checks."""
+"""The sizes of an indexer's blocks and their checks, for both frameworks."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ MAX_POOL = 256  # keys of a block that kernels take
 
 
 class Index(NamedTuple):
-    """How scores of keys become blocks; fields as the arguments of `index_blocks`."""
+    """The rule from scores of keys to blocks. The fields are arguments of `index_blocks`."""
 
     pool: int
     num_selected: int
@@ -22,7 +22,7 @@ class Index(NamedTuple):
 
     @property
     def config(self) -> NSAConfig:
-        """Of the top-n, which counts in tokens."""
+        """The config of the top-n, which counts in tokens."""
         block = self.pool * self.entry
         forced = self.num_initial, self.num_local
         return NSAConfig(block, block, block, self.num_selected, *forced, 0)
@@ -32,7 +32,7 @@ class Index(NamedTuple):
         return -(-rows // self.pool)
 
     def lists(self, heads: int) -> int:
-        """Of a query."""
+        """The number of lists per query."""
         return heads if self.reduce is None else 1
 
 
@@ -86,15 +86,15 @@ def check(query, key, index: Index, packed: bool) -> Index:
 
 
 def implementation(asked: str | None, plain: str, *reasons: str | bool | None) -> str:
-    """What runs: `triton`, or the plain implementation of a framework.
+    """The name of the chosen implementation: `triton`, or the plain one of a framework.
 
     Args:
       asked: The name of one of the two. By default the kernels run if they support the call.
       reasons: Why the kernels do not support the call; empty if they do.
 
     Raises:
-      ValueError: there is none of the name that was asked for.
-      NotImplementedError: the one that was asked for cannot.
+      ValueError: No implementation has the name `asked`.
+      NotImplementedError: The named one does not support the call.
     """
     known = "triton", plain
     if asked is not None:
@@ -109,7 +109,7 @@ def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
     """`kv_len` in tokens, from an argument that may be None.
 
     Raises:
-      ValueError: not as many tokens as queries, or more than the keys have.
+      ValueError: There are fewer tokens than queries, or more than keys.
     """
     if kv_len is None:
         kv_len = rows if entry == 1 else length

@@ -8,7 +8,7 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Teacher(NamedTuple):
-    """What an index head learns from: attention heads, over all keys or listed blocks of `block`.
+    """The attention heads from which an index head learns, over all keys or listed blocks.
 
     A pair is a key/value head read by an index head, `pairs = max(Hi, Hkv)`: pair `p` has the
     `heads` query heads `p * heads ..`, of key/value head `p * Hkv // pairs`.

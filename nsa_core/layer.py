@@ -169,7 +169,7 @@ class LayerSpec:
         return self.computed_in(None)
 
     def computed_in(self, compute_dtype: str | None) -> NSAConfig:
-        """`config`, of products in this dtype."""
+        """`config` with products in this dtype."""
         sizes = {field: getattr(self, name) for name, field in FIELD_OF.items()}
         return NSAConfig(**sizes, compute_dtype=compute_dtype)
 
@@ -179,7 +179,7 @@ class LayerSpec:
         return self.n_sel * self.l_sel
 
     def check_dense_below(self, dense_below: int) -> None:
-        """That dense attention computes what the layer does for fewer tokens than `dense_below`.
+        """Check that dense attention equals the layer for fewer tokens than `dense_below`.
 
         Raises:
           ValueError: other branches count too, or some block is not selected.
@@ -218,17 +218,17 @@ class LayerSpec:
 
     @property
     def separate(self) -> bool:
-        """Whether each branch has keys and values of its own."""
+        """Whether each branch has separate keys and values."""
         return self.kv == "separate"
 
     @property
     def gate_start(self) -> Sequence[float]:
-        """Where the biases of a gate of each query head start."""
+        """The initial biases of the gates of each query head."""
         return (-2.0, 2.0, 2.0) if self.gate_bias is None else self.gate_bias
 
     @property
     def gate_heads(self) -> int:
-        """Heads with gates of their own."""
+        """The number of heads with separate gates."""
         return self.n_heads if self.gate == "head" else self.n_kv_groups
 
     def phi_width(self, width: int) -> int:
@@ -237,7 +237,7 @@ class LayerSpec:
 
     @property
     def key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values: of the branches in turn, or of all at once."""
+        """The projections of keys and values: one pair per branch, or one pair for all."""
         if not self.separate:
             return [("W_K", "W_V")]
         return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
@@ -275,7 +275,7 @@ class LayerSpec:
     def check_input(
         self, x, kv, kind: type, prefill, attention_mask, padding: str, **packed: Any
     ) -> None:
-        """`x` [B, T, dim] of a layer, and its cache, a `kind` of as many rows, or None.
+        """Check `x` [B, T, dim] of a layer, and its cache, which is a `kind` with B rows or None.
 
         Args:
           padding: the alternative to a mask, for the error message.
@@ -305,7 +305,7 @@ class LayerSpec:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """The values that differ from None and are not of the start, for a checkpoint's metadata.
+        """The values that are not None, without initial ones, for a checkpoint's metadata.
 
         It contains numbers of forced blocks and a bias only if they are not the defaults: a
         checkpoint without them has the defaults.
@@ -324,7 +324,7 @@ class LayerSpec:
         return {name: list(value) for name, value in found.items() if value is not None}
 
     def kind_marks(self) -> tuple[str, ...]:
-        """The kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` where it is."""
+        """The kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` if it applies."""
         words = {name: str(getattr(self, name)) for name in KIND}
         return tuple(f"{k}_{v}" for k, v in words.items() if v != SILENT.get(k))
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class NumpyOps:
-    """As much of `nsa_core.array_ops.ArrayOps` as bounds and work items of intervals ask for."""
+    """The part of `nsa_core.array_ops.ArrayOps` that bounds and work items of intervals need."""
 
     xp: Any = np
 

@@ -15,7 +15,7 @@ KINDS = "key", "value"
 
 
 def read(ops: ArrayOps, cache: PagedArrays, name: str, at: tuple) -> Any:
-    """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in the cache's dtype."""
+    """The entries of one array `at` `(page, offset)` or `(page,)`, in the cache's dtype."""
     found, scale = ops.take(getattr(cache, name), at), getattr(cache, f"{name}_scale", None)
     if scale is None:
         return found

@@ -41,7 +41,7 @@ class Inputs:
         return self.page_table.shape[1] * self.cache.config.select_block
 
     def posed(self, problem: Problem) -> Problem:
-        """`problem` of `B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
+        """`problem` with `B` rows of `T` queries (0 if rows differ) and up to `S` tokens."""
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
         sizes = {"B": rows, "T": length, "S": self.capacity}
@@ -88,11 +88,11 @@ def why_not(name: str, problem: Problem) -> str | None:
 
 
 class Decided(NamedTuple):
-    """What runs a paged call.
+    """The choice for a paged call.
 
     Attributes:
-      inputs: as kernels on pages take them.
-      name: of the implementation of `attention` that is named where rows are gathered.
+      inputs: The arrays in the form that kernels on pages need.
+      name: The named implementation of `attention` on gathered rows.
       of_tokens: Maps the output of rows padded to one length to the call's tokens. By default the
         output is unchanged.
     """
@@ -113,9 +113,9 @@ def decide(
     max_seqlen_q: int | None,
     name: str | None,
 ) -> Decided:
-    """What runs a paged call. Rows of different numbers of at most `QUERIES` tokens become rows of
-    `max_seqlen_q`, each row's own at the end, as kernels on pages take them. A `name` of both
-    registries is that of kernels on pages where rows have few queries.
+    """Choose the implementation of a paged call. Rows of up to `QUERIES` tokens are padded at their
+    start to `max_seqlen_q`, which kernels on pages need. A `name` in both registries means the
+    kernels on pages if rows have few queries.
 
     Raises:
       ValueError: no implementation has this name.

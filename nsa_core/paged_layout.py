@@ -43,10 +43,10 @@ class PagedArrays:
         reads those.
       raw_key, raw_value: The source of compressed tokens. None means the selected ones.
       contents: How the tokens were made.
-      selected_key_scale, ..: of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
-      recent_key, recent_value: of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`: the
-        newest tokens of `R` rows, which compressed tokens are made of, in the dtype of the
-        compressed keys.
+      selected_key_scale, ..: Scales of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
+      recent_key, recent_value: Rings of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`:
+        the newest tokens of `R` rows, from which compressed tokens are computed, in the dtype of
+        the compressed keys.
     """
 
     config: NSAConfig
@@ -106,11 +106,11 @@ class PagedArrays:
 
     @property
     def dtype(self) -> Any:
-        """Of the tokens and queries of a call."""
+        """The dtype of the tokens and queries of a call."""
         return self.compressed_key.dtype
 
     def tensors(self) -> dict[str, Any]:
-        """The arrays that there are, by name."""
+        """The existing arrays by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
     def sources(self, kind: str) -> Branches:
@@ -196,7 +196,7 @@ def shapes(
 
 
 def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
-    """Of one of `ARRAYS`, of these three: of most pages, of compressed keys, of scales."""
+    """The dtype of one of `ARRAYS`: that of compressed keys, of scales, or of other pages."""
     if name.endswith("_scale"):
         return scale
     return compressed if name == "compressed_key" or name.startswith("recent") else dtype

@@ -23,13 +23,13 @@ ONE_LAUNCH = 1 << 6
 
 
 class Run(NamedTuple):
-    """Rows side by side that one call takes.
+    """Adjacent rows that run in one call.
 
     Attributes:
-      rows: of the page table.
-      tokens: of the call.
-      queries: of the longest row.
-      columns: of the page table that the longest row reaches.
+      rows: Rows of the page table.
+      tokens: Tokens of the call.
+      queries: Number of queries of the longest row.
+      columns: Number of columns of the page table that the longest row reaches.
       whole: whether the rows have no token before those of the call.
     """
 
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether kernels on pages take as many queries per row."""
+        """Whether kernels on pages support this number of queries per row."""
         return self.queries <= QUERIES
 
     @property
@@ -61,8 +61,8 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
     than `QUERIES` tokens whose length is 0.
 
     Args:
-      starts: `[B + 1]`, where each row's new tokens begin (`cu_seqlens_q`).
-      lengths: `[B]`, of each row with the new tokens, or bounds of that; 0: a row of padding.
+      starts: `[B + 1]`, the first new token of each row (`cu_seqlens_q`).
+      lengths: `[B]`, the length of each row including the new tokens, or its bound; 0 for padding.
       page_size: tokens of a page (`select_block`).
 
     Raises:
@@ -119,7 +119,7 @@ def fills_pages_of_others(count: int, lengths: Sequence[int], page_size: int) ->
 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
-    """Both as one run, where the same kernels take them and copies stay within bounds."""
+    """Both as one run, if the same kernels support them and copies stay within bounds."""
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None
     if not run.few and run.whole != row.whole:  # whole rows are attended to without their pages

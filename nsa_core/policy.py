@@ -1,4 +1,4 @@
-"""What automatic choice leaves out on a device although it could run: thresholds and policy.
+"""Thresholds and policy that exclude implementations from the automatic choice on a device.
 
 `configs/devices/<device>.yaml` holds the thresholds (`Thresholds`) from which a kernel pays, which
 `python -m nsa_bench.tune_thresholds` derives from records, and the kernels that are not allowed
@@ -57,10 +57,10 @@ PASSES: dict[Pass, str] = {"forward": "forward", "fwdbwd": "with backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """From where on a kernel is chosen; None means no threshold, "never": nowhere.
+    """The lengths from which kernels are chosen. None means no threshold; "never" excludes it.
 
-    Of `fa2` in tokens of the sequence, for the sliding (`win`) and the compressed (`cmp`)
-    branch; of the selected branch in keys that a query selects, `num_selected * select_block`.
+    Those of `fa2` for the sliding (`win`) and the compressed (`cmp`) branch are in tokens of the
+    sequence. Those of the selected branch are in keys per query, `num_selected * select_block`.
     """
 
     fa2_min_len_win: Length | None = None
@@ -69,7 +69,7 @@ class Thresholds:
     sel_triton_min_L: Length | None = None
 
     def given(self) -> dict[str, Length]:
-        """Those that are not None."""
+        """The thresholds that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -131,8 +131,8 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
     def limit(self, threshold: str) -> Length | None:
-        """The length that automatic choice keeps to: the threshold, or, where that was measured
-        over what this library does not run, the one measured over the portable path."""
+        """The length that the automatic choice uses: the threshold, or the one measured against the
+        portable path if the threshold was measured against code that this library does not run."""
         value, about = getattr(self.runtime, threshold), self.evidence.get(threshold, {})
         measured = about.get("value") == value  # otherwise a person's
         return about.get("over_portable_path", value) if measured else value
@@ -176,7 +176,7 @@ def barred(device: Device, kernel: str, step: str) -> Rule | None:
 
 
 def why_not(implementation: str, problem: Any) -> str | None:
-    """Why automatic choice should not take what could run `problem`, or None."""
+    """Why the automatic choice should skip an implementation that supports `problem`, or None."""
     device, step = of(problem.device), problem.step
     if device and (rule := barred(device, implementation, step)):
         return (
@@ -220,7 +220,7 @@ def heads_of(
 
 
 def dense_note(problem: Any) -> str | None:
-    """From which length NSA is faster than dense attention here; None means not known."""
+    """The length from which NSA is faster than dense attention here, as text, or None."""
     device = of(problem.device)
     about = problem.framework, problem.H, problem.Hkv, problem.D, problem.Dv
     if device is None or not (found := device.faster_than_dense.get(heads_of(*about))):

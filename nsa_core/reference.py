@@ -29,7 +29,7 @@ class Rows(NamedTuple):
         return x[self.ops.arange(x, x.shape[0]).reshape(-1, 1), index]
 
     def own(self, x, nothing: int):
-        """Of each query `x` of its token, `[B, T, 1]`; `nothing` where it has none."""
+        """The entry of `x` at each query's token, `[B, T, 1]`, or `nothing` if it has none."""
         index = self.query.clip(0, None)
         there = (self.query >= 0) & (self.at(self.sequence, index) >= 0)
         return self.ops.xp.where(there, self.at(x, index), nothing)[..., None]
@@ -61,8 +61,8 @@ def wide(xp: Any, dtype: Any) -> Any:
 
 
 def _e4m3(xp, x):
-    """`x` rounded to 8 bits, beyond the range to its end. By numbers: XLA would take two
-    conversions for none.
+    """`x` rounded to 8 bits and clipped to the range. It computes with numbers, since XLA would
+    remove a pair of conversions.
     """
     x = x.clip(-448, 448)
     _, exponent = xp.frexp(x)  # of a mantissa from 1/2, which keeps 4 bits

@@ -69,7 +69,7 @@ class Yarn:
 
     @property
     def attention_scaling(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """The factor of rotated queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         grown = 0.1 * math.log(max(self.factor, 1.0))
@@ -99,7 +99,7 @@ SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn
 
 
 def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """That of `rope_parameters` without the base.
+    """The scaling of `rope_parameters` without the base.
 
     Raises:
       ValueError: there is no such scaling, or its numbers are missing, unknown or out of range.

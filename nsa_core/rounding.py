@@ -44,5 +44,5 @@ def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
 
 
 def restored(ops: ArrayOps, codes: Any, scale: Any, dtype: Any) -> Any:
-    """What is read of them, in a dtype of `ops.xp`."""
+    """The values of codes and scales, in a dtype of `ops.xp`."""
     return ops.cast(ops.to_float32(codes) * scale[..., None], dtype)

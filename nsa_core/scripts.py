@@ -1,4 +1,4 @@
-"""The console scripts: commands of the extra `bench`, which say so where it is missing."""
+"""The console scripts: commands that name the extra `bench` if it is missing."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""What the letters mean, the container of the three branches, and the numerics contract.
+"""The meaning of shape letters, the container of the three branches, and the numerics contract.
 
 Shapes:
   `B` batch, `T` query length, `S` key/value length, `H` query heads, `Hkv` key/value heads,

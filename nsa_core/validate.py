@@ -60,7 +60,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
 
 
 def shape(name: str, x, axes: Axes) -> None:
-    """Of an array of as many axes."""
+    """Check the shape of an array with this number of axes."""
     got = tuple(x.shape)
     expected = tuple(y if want is None else want for want, y in zip(axes, got, strict=True))
     if got != expected:
@@ -80,7 +80,7 @@ def configuration(config) -> None:
 
 
 def in_dtype_of_query(config: NSAConfig, what: str) -> None:
-    """That products are in the dtype of the query, as `what` has no others."""
+    """Check that products are in the query's dtype, the only one that `what` supports."""
     if config.compute_dtype is not None:
         raise NotImplementedError(
             f"{what} computes in the dtype of the query, got "
@@ -109,7 +109,7 @@ def heads(query, key, name: str = "key") -> None:
 
 
 def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
-    """Names of keys and values, and these, by branch; once where each is one array for all."""
+    """Names of keys and values with the arrays, per branch, or once if all branches share them."""
 
     def names(kind, each):
         one = each.compressed is each.selected is each.sliding
@@ -120,7 +120,7 @@ def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
 
 
 def same_in_branches(key: Branches, value: Branches) -> None:
-    """That all branches have as many tokens and heads, and values of one width."""
+    """Check that all branches have equal numbers of tokens and heads, and values of one width."""
     axes = {"key": (key, "[B, S, Hkv]", 3), "value": (value, "[B, S, Hkv, Dv]", 4)}
     for kind, (each, words, count) in axes.items():
         expected = tuple(each.selected.shape[:count])
@@ -191,7 +191,7 @@ def segments(segment_ids, batch: int, length: int | None) -> None:
 def length(
     kv_len, query, segment_ids, capacity: int | None = None, name="kv_len", least=None
 ) -> None:
-    """`kv_len`: from T (or `least`) to capacity where it is an int; `[]` or `[B]` otherwise."""
+    """Check `kv_len`: an int from T (or `least`) to capacity, or an array `[]` or `[B]`."""
     if kv_len is None:
         return
     if segment_ids is not None:
@@ -213,7 +213,7 @@ def length(
 
 
 def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:
-    """That each is in `least .. most`."""
+    """Check that each number is in `least .. most`."""
     for x in found[(found < least) | (found > most)].flat:
         raise ValueError(f"{name} must be in {least}..{most}, got {x}")
 
@@ -276,7 +276,7 @@ def phi_pair(params, key, value, config, name: str) -> None:
 def compressed(query, compressed_key, compressed_value, config, kv_len, value=None) -> None:
     """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens.
 
-    value: `[B, S, Hkv, Dv]` of the other branches, where they are given too.
+    value: `[B, S, Hkv, Dv]` of the other branches, if these are given.
     """
     array("compressed_key", compressed_key, 4, query=query)
     array("compressed_value", compressed_value, 4, query=query)
@@ -350,7 +350,7 @@ def sizes(least: int = 1, /, **values: int) -> None:
 
 
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """`config`, None means the cache's. What the cache holds must be what it asks for."""
+    """`config`, by default the cache's. The contents of the cache must fit it."""
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be one of init_cache, got {type(cache).__name__}")
     if config is None:

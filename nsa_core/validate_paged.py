@@ -21,7 +21,7 @@ QUERIES = "bfloat16", "float16", "float32"  # of a cache in fp8
 
 
 def dtypes(dtype: str, compressed_dtype: str) -> None:
-    """Of the pages of a cache, and of its compressed keys."""
+    """Check the dtypes of a cache's pages and of its compressed keys."""
     if dtype not in PAGE_DTYPES:
         raise ValueError(f"dtype must be one of {PAGE_DTYPES}, got {dtype}")
     if dtype != FP8 and compressed_dtype != dtype:
@@ -94,8 +94,8 @@ def numbers(
     *,
     writes: bool = False,
 ) -> None:
-    """Checks the numbers of a call's tables, where the host reads them: bounds of the rows, lengths
-    that count their tokens of the call, and entries of the pages that they need.
+    """Check the numbers of a call's tables if the host reads them: bounds of the rows, lengths that
+    include their tokens of the call, and entries of the required pages.
 
     Args:
       read: an array in NumPy; None means the host does not read it.
@@ -199,8 +199,8 @@ def longest(
     cu_seqlens_q,
     capacity: int,
 ) -> int | None:
-    """`max_seqlen_q`, at most the `capacity` of a row's pages. Checks that no row of `cu_seqlens_q`
-    is longer, where the host reads it (`numbers`).
+    """`max_seqlen_q`, limited to the `capacity` of a row's pages. Checks that no row of
+    `cu_seqlens_q` is longer, if the host reads it (`numbers`).
     """
     if max_seqlen_q is None:
         return None
@@ -218,7 +218,7 @@ def longest(
 
 
 def slots(cache: PagedArrays, found, lengths) -> None:
-    """Which row of `recent` each row has, int32 `[B]`; None means row `b` the `b`-th."""
+    """Check the row of `recent` of each row, int32 `[B]`. By default row `b` has the `b`-th."""
     if found is not None:
         array("slots", found, tuple(lengths.shape), INDICES)
     elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
@@ -294,7 +294,7 @@ def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> N
 
 
 def paged(cache, config: NSAConfig | None = None) -> None:
-    """That there are pages, whose configuration `config` is where it is given."""
+    """Check that `cache` has pages, with the configuration `config` if it is given."""
     if not isinstance(cache, PagedArrays):
         raise ValueError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if config is not None and config != cache.config:

@@ -34,7 +34,7 @@ from nsa_core.config import NSAConfig
 
 
 class Sequences(NamedTuple):
-    """Of each sequence, and of padding, `[B, sequences]`; neither starts nor places decrease."""
+    """Values per sequence, including padding, `[B, sequences]`. Starts and slots never decrease."""
 
     start: Any  # its first key
     length: Any  # keys; 0 where it is padding
@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Of each 64 places, `[B, key_tiles]`; unused ones have no key."""
+    """Values per tile of 64 slots, `[B, key_tiles]`. Unused tiles have no key."""
 
     first: Any  # key
     end: Any  # of the sequence's keys; not after `first` where there is none
@@ -71,14 +71,14 @@ class QueryTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """What tables have room for: static, so it is in the keys of plans.
+    """The capacity of tables. It is static and part of the keys of plans.
 
     Attributes:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
       gap: keys between the first half of the queries and the second, which are the two chunks of a
         rank of context parallelism; 0: none.
-      max_sequences: of a row, without padding.
-      max_seqlen: keys of a sequence at most.
+      max_sequences: The maximum of sequences per row, without padding.
+      max_seqlen: The maximum of keys per sequence.
     """
 
     B: int
@@ -113,7 +113,7 @@ class Capacity:
         return key + ops.to_int32(query >= self.half) * self.gap if self.gap else key
 
     def queries_before(self, key):
-        """How many are keys before `key`."""
+        """The number of queries before `key`."""
         key = key - self.first_query
         if not self.gap:
             return key.clip(0, self.T)
@@ -121,7 +121,7 @@ class Capacity:
 
     @property
     def sequences(self) -> int:
-        """Those of a row, and padding."""
+        """The number of sequences per row, including padding."""
         return self.max_sequences + 1
 
     @property
@@ -131,17 +131,17 @@ class Capacity:
 
     @property
     def places(self) -> int:
-        """Of a row."""
+        """The number of slots per row."""
         return self._multiples(self.S, self.unit) * self.unit
 
     @property
     def key_tiles(self) -> int:
-        """Of 64 places."""
+        """The number of tiles of 64 slots."""
         return self.places // ROWS
 
     @property
     def slots(self) -> int:
-        """Of compressed tokens."""
+        """The number of slots of compressed tokens."""
         return self.places // self.config.compress_stride
 
     def query_tiles(self, tokens: int) -> int:
@@ -183,7 +183,7 @@ class Varlen:
 
     @functools.cached_property
     def key_tiles(self) -> KeyTiles:
-        """Which keys are in each tile of places."""
+        """The keys of each tile of slots."""
         start, _, end, place, _ = self.sequences
         return KeyTiles(*self._made(_key_tiles, start, end, place))
 
@@ -219,8 +219,8 @@ class Varlen:
 def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
     """The sequences of runs of equal ids, at most `capacity.sequences`. Negative ids are padding.
 
-    Where there are more runs, or a longer one, all is padding: nothing is written where there is no
-    room.
+    If there are more runs, or a longer one, all tokens count as padding, so that nothing is written
+    outside the tables.
     """
     return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
 
@@ -250,7 +250,7 @@ def _sequences(ops, borders, *, capacity):
 
 
 def _following(ops, start, length, capacity):
-    """What follows from the first keys of sequences, and their lengths."""
+    """The tables derived from the first keys of sequences and their lengths."""
     config, xp = capacity.config, ops.xp
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)
@@ -338,7 +338,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """Of each number of `at` the last entry of `starts` that is not larger: sequences without
-    keys have none.
+    """For each number of `at` the last entry of `starts` that is not larger. Sequences without keys
+    are never found.
     """
     return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

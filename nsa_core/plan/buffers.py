@@ -17,12 +17,12 @@ BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16":
 
 
 class Place(enum.Enum):
-    """Where a buffer is.
+    """The kind of memory of a buffer.
 
     Attributes:
       ARGUMENT: the caller's; never written.
       CONSTANT: depends only on the plan, made once; never written.
-      BATCH: follows from the plan and the argument that many calls share (`ArrayOps.per_batch`),
+      BATCH: depends on the plan and on the argument that many calls share (`ArrayOps.per_batch`),
         made once for it; never written.
       WORKSPACE: in the one allocation of a call.
       ALONE: has memory of its own, from its first step to its last.
@@ -53,7 +53,7 @@ class View(NamedTuple):
 
     Attributes:
       buffer: its number.
-      offset: where it begins, in bytes, a multiple of `ALIGNMENT` of `kernels_pallas.kernel`.
+      offset: Its first byte, a multiple of `ALIGNMENT` of `kernels_pallas.kernel`.
     """
 
     buffer: int
@@ -142,9 +142,9 @@ class Plan(NamedTuple):
       batch: derived steps that make the batch buffers, in order; done once for the argument
         `shared`.
       results: whole buffers, each an allocation of its own.
-      begins: of each step, the buffers `ALONE` that it is the first to write.
-      ends: of each step, those and the arguments that nothing after it has to do with.
-      released: arguments whose memory may be given back when they end.
+      begins: For each step, the buffers `ALONE` that it writes first.
+      ends: For each step, those buffers and the arguments that no later step uses.
+      released: Arguments whose memory may be freed at their end.
     """
 
     arguments: int

@@ -1,4 +1,4 @@
-"""Which Mosaic kernels a problem runs: its steps are planned, and no kernel runs."""
+"""Lists the Mosaic kernels of a problem. It plans the steps and runs no kernel."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ SEQUENCES = 8  # of a packed row; kernels are the same for any number
 
 
 class _Layout(NamedTuple):
-    """A `QueryLayout` that a plan is given."""
+    """A `QueryLayout` as an input of a plan."""
 
     position: Any
     key_start: Any
@@ -51,10 +51,10 @@ def kernels_of(
       dtype: `bfloat16` or `float16`.
       scale: None means 1 / sqrt(key_width).
       gradients: Whether to include the backward pass, and the forward pass that stores residuals.
-      packed: of rows with several sequences.
-      compresses: of compression by means too (torch), with the gradients of tokens, and of packed
-        rows whose sequences have places (`nsa_core.varlen`).
-      shared: of tokens that all branches look at.
+      packed: Whether rows have several sequences.
+      compresses: Whether to include compression by means (torch), with the gradients of tokens, and
+        packed rows whose sequences have slots (`nsa_core.varlen`).
+      shared: Whether all branches read the same tokens.
     """
     ops = PlanOps(HOPPER)
     array = lambda *shape: ops.argument((batch, *shape), dtype)
@@ -95,7 +95,7 @@ def kernels_of_layer(
     `gradients`. Tokens are compressed in the plan.
 
     Args:
-      lengths: of sequences.
+      lengths: Lengths of sequences.
       layer: the other arguments of `kernels_of`.
     """
     calls = [(length, each, True) for length in lengths for each in {False, gradients}]

@@ -1,4 +1,4 @@
-"""Traces steps into a plan: `PlanOps` is the `ArrayOps` that notes what they ask."""
+"""Traces steps into a plan. `PlanOps` is the `ArrayOps` that records their operations."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ class PlanOps(ArrayOps):
     nothing, makes constants. A step that also reads the shared argument makes batch buffers.
 
     Args:
-      capability: of the GPU.
+      capability: The compute capability of the GPU.
     """
 
     has_streams = True
@@ -230,7 +230,7 @@ class PlanOps(ArrayOps):
     # The plan
 
     def plan(self, results: Iterable[View]) -> Plan:
-        """What was noted and leads to these results."""
+        """The plan with the recorded steps that lead to these results."""
         final = self._apart(results)
         kept = {x.buffer for x in final}
         steps = self._in_order(_needed(self._steps, kept))
@@ -267,8 +267,8 @@ class PlanOps(ArrayOps):
         )
 
     def _apart(self, results: Iterable[View]) -> list[View]:
-        """Results, each a whole buffer of its own; copies where one would be another's, or the
-        caller's.
+        """Results as separate whole buffers. A result in another one's buffer, or in the caller's,
+        is copied.
         """
         final: list[View] = []
         for x in results:
@@ -305,9 +305,10 @@ class PlanOps(ArrayOps):
     def _in_order(self, steps: list[Any]) -> list[Any]:
         """Moves what is derived of arguments and constants, so that launches stay together.
 
-        Large: right before it is read; at the end, if no step reads it. Small: before the first
-        launch, or behind the launches that read none of it, if those keep the device busy for
-        longer than it takes the host. Launches that take tensors are one by one anyway.
+        A large one is made right before its first read, or at the end if no step reads it. A small
+        one is made before the first launch, or after the launches that do not read it, if those
+        keep the device busy for longer than the host needs. Launches with tensors are separate in
+        any case.
         """
         if not any(map(by_address, steps)):
             return steps
@@ -347,7 +348,7 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
-    """Those that lead to the buffers `wanted`."""
+    """The steps that lead to the buffers `wanted`."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
         if not wanted.isdisjoint([x.buffer for x in step.writes]):
@@ -372,7 +373,7 @@ def _view_at(x: View, index: Slices) -> View | None:
 
 
 def _row_length(shape: Sequence[int], dtype: str) -> int:
-    """Of the rows of a buffer that have arrays of a shape at their starts."""
+    """The length of the rows of a buffer whose rows begin with arrays of this shape."""
     size = BYTES[dtype]
     return -(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT // size
 

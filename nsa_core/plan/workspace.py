@@ -22,9 +22,9 @@ def placed(
     is at its peak, it is a small one.
 
     Args:
-      begins: of each step, the buffers that it is the first to write.
-      last: of a buffer, the last step that has to do with it.
-      sizes: in bytes.
+      begins: For each step, the buffers that it writes first.
+      last: For each buffer, the last step that uses it.
+      sizes: Sizes in bytes.
       others: bytes that have memory of their own whatever has a place, at each step.
     """
     offsets, size = _placed(begins, last, sizes, MAX_BYTES)
