@@ -17,7 +17,7 @@ from nsa_torch.input_modes import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, **static):
-    """`nsa_jax.<name>` of arrays, whose names are `words`."""
+    """Call `nsa_jax.<name>` with arrays, whose names are `words`."""
     return getattr(nsa_jax, name)(**dict(zip(words, arrays, strict=True)), **static)
 
 
@@ -53,8 +53,8 @@ def _jitted(function, static, backward: bool):
 
 
 def _run(function, static: dict, tensors: Iterable[Tensor | None], grads: Sequence[Tensor]):
-    """What `function` returns; where `grads` of the first of that are given, the gradients of what
-    is floating.
+    """The results of `function`, or, if `grads` of the first results are given, the gradients of
+    its floating-point arrays.
     """
     dense: list[Any] = [None if x is None else _dense(x) for x in tensors]
     if grads:

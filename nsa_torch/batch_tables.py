@@ -52,7 +52,7 @@ class Tables:
         self._shared = Shared(limit=sys.maxsize)
 
     def __reduce__(self):
-        """A copy of the boundaries' tensor has none of the arrays yet."""
+        """Copies begin without arrays."""
         return Tables, self.sizes
 
     def get(self, borders: Tensor, make: Make) -> Kept:
@@ -67,7 +67,7 @@ class Tables:
 
 
 class _Derived(NamedTuple):
-    """Makes what a function gives of boundaries and numbers."""
+    """Computes the results of a function from boundaries and numbers."""
 
     function: Callable[..., Sequence[Tensor]]
     static: tuple[tuple[str, Hashable], ...]
@@ -204,7 +204,7 @@ class PlanTables:
         return self.tensor(number), 0
 
     def tensor(self, number: int) -> int:
-        """Which result a table is that torch reads."""
+        """The index of the result that is this table for torch."""
         return 1 + self.tensors.index(number)
 
     def _view(self, out: Tensor, number: int) -> Tensor:

@@ -107,8 +107,8 @@ def block_attention(
 def _of_long_lists(
     query, key, value, block_indices, block_size, include, scale, kv_len, implementation
 ) -> tuple[Tensor, Tensor] | None:
-    """`(out, lse)` by the kernels that gather single keys, which have no gradient; None where they
-    cannot run, or are not asked for.
+    """`(out, lse)` from the kernels that gather single keys, which have no gradient. None if they
+    do not support the call or another implementation is named.
     """
     arrays = query, key, value, block_indices
     if implementation not in (None, "triton") or requires_grad(query, key, value):

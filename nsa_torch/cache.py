@@ -284,7 +284,7 @@ def cached_attention(
 
 
 def _check_runs_once(cache: NSACache) -> None:
-    """Raises where a backward pass or the replays of a CUDA graph would append tokens again."""
+    """Raise an error if a backward pass or replays of a CUDA graph would append tokens again."""
     if torch.compiler.is_compiling():
         return
     if torch.is_grad_enabled() and cache.made_in_backward != torch._C._current_graph_task_id():

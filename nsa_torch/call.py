@@ -1,7 +1,6 @@
-"""What a call of attention decides, once for all calls that are alike: checks, choice, plans.
-
-    Call       the record: everything that any of this follows from. It is the key
-    Program    what runs calls with one record: a bound plan forward, and one of the gradient
+"""The decisions of a call of attention, made once for equal calls: checks, choice, plans.
+    Call       the record of all properties that these depend on. It is the key
+    Program    runs calls with one record: a bound plan forward, and one of the gradient
 
 `plans.PROGRAMS` has programs by record, the only cache between a public call and its launches. A
 call under a mode, a tracer or a transform has no record: torch's dispatcher passes it to an
@@ -33,18 +32,18 @@ NUMBERS = frozenset({type(None), int, float})
 
 
 class Call(NamedTuple):
-    """All that a call's checks, choice and plans follow from; no number in a tensor, no address.
+    """The properties that determine a call's checks, choice and plans: no tensor value, no address.
 
     Attributes:
-      numbers: of the `NSAConfig`.
+      numbers: Those of the `NSAConfig`.
       policy, interpreted: The current state that choices depend on.
       sizes: `max_seqlen`, `padded`, `gap` of a packed row.
       checked: by the caller.
       gradient: whether one is wanted, of whichever tensor.
       hooked: Hooks see saved tensors. Each is then saved separately, and none is freed early.
-      form: of each argument, how many tensors it is: 0, 1, 3 of `Branches` or `ONE`, -n of a tuple.
-      tensors: of each, shape, dtype, device, whether it is contiguous, and bytes from where kernels
-        could read it.
+      form: The number of tensors per argument: 0, 1, 3 for `Branches` or `ONE`, -n for a tuple.
+      tensors: For each, shape, dtype, device, whether it is contiguous, and the bytes by which its
+        address misses the kernels' alignment.
     """
 
     numbers: tuple
@@ -69,7 +68,7 @@ def describe(
     recompute: Any,
     checked: bool = False,
 ) -> tuple[Call | None, list[Tensor]]:
-    """The record of a call, and its tensors one by one; None where it has none.
+    """The record of a call, or None if it has none, and its tensors as a list.
 
     Args:
       given: Its tensors, with None or a tuple allowed for each. The boundaries of a packed row are

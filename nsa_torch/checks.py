@@ -34,7 +34,7 @@ def tensors(at=None, name_of_at="query", /, **given):
 
 
 def present(**given):
-    """Those that are given."""
+    """The arguments that are not None."""
     return {name: x for name, x in given.items() if x is not None}
 
 
@@ -152,7 +152,7 @@ def borders_array(cu_seqlens, name="cu_seqlens", *at):
 
 
 def borders(cu_seqlens, length, name="cu_seqlens"):
-    """Checks the numbers, where the host reads them; those of metadata have been checked."""
+    """Check the numbers if the host reads them. Those of metadata were checked before."""
     if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
     validate.borders(name, cu_seqlens.tolist(), length)
@@ -164,13 +164,13 @@ def read(x: Tensor) -> Any:
 
 
 def within(name: str, x: Tensor, least: int, most: int) -> None:
-    """Checks numbers, where the host reads them."""
+    """Check numbers if the host reads them."""
     if isinstance(x, Tensor) and (found := read(x)) is not None:
         validate.numbers(name, found, least, most)
 
 
 def distinct(block_indices: Tensor) -> None:
-    """Raises where a list names a block twice, if the host reads it."""
+    """Raise an error if a list names a block twice and the host reads it."""
     if (found := read(block_indices)) is not None:
         block_lists.refuse_repeated(found)
 
@@ -183,8 +183,8 @@ def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
 
 
 def is_read(x: Tensor, wait: bool = False) -> bool:
-    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks, or
-    the caller may `wait`.
+    """Whether the host reads the numbers of an argument: if that needs no wait, if `debug` is on,
+    or if the caller may `wait`.
     """
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on or wait):
         return False
@@ -275,7 +275,7 @@ def parameters(params, x, name_of_x):
 
 
 def device(given) -> torch.device:
-    """Of tensors to be made; None means torch's default."""
+    """The device of new tensors. None means torch's default."""
     try:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:

@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one chunk of queries reads, and `attend(query, key, value) -> (out, lse)` on it."""
+    """The inputs of one chunk of queries, and `attend(query, key, value) -> (out, lse)`."""
 
     source: Rows | Span
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -87,7 +87,7 @@ class Work(NamedTuple):
     """Attention in chunks of queries.
 
     Attributes:
-      plan: of the queries of a chunk.
+      plan: Function of the queries of a chunk that returns a `Chunk`.
       row_bytes: Bytes per query index in the largest intermediate.
       most: the largest number of queries in a chunk.
     """
@@ -143,9 +143,9 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
     """Make a branch from a function that describes its work, as `nsa::branch_attention`.
 
     Args:
-      name: in the kind of the call.
-      count: tensors that are the positional arguments of the function, which takes `with_lse` and
-        the keywords of `operators.lengths`. It returns None if no query sees a key.
+      name: Name in the kind of the call.
+      count: Number of tensors, which are the positional arguments of the function. Its keywords are
+        `with_lse` and those of `operators.lengths`. It returns None if no query sees a key.
     """
 
     def define(work_of):
@@ -192,7 +192,7 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries without keys give: out 0, lse -inf, gradients 0."""
+    """The results of queries without keys: out 0, lse -inf, gradients 0."""
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
     lse = rows[..., 0].to(wide(query.dtype)) - float("inf")

@@ -60,7 +60,7 @@ def compress(
 def gradient_of_means(
     grad: Tensor, length: int, *, config: NSAConfig, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """That of `length` tokens, from that of the means of their windows, as autograd has it."""
+    """The gradient of `length` tokens from that of the means of their windows."""
     batch, count, kv_heads, width = grad.shape
     block, stride = config.compress_block, config.compress_stride
     dtype, shape = grad.dtype, (batch, length, kv_heads, width)

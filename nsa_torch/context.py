@@ -111,7 +111,7 @@ def compress(
       x: `[B, T, Hkv, D]`, the rank's own tokens.
       params: the same on every rank. A rank's gradient of them is that of its own windows: the
         ranks' sum is the whole.
-      cu_seqlens: of the whole sequence, the same on every rank.
+      cu_seqlens: Boundaries of the whole sequence, the same on every rank.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -181,7 +181,7 @@ def _ranks_of(mesh, x) -> tuple[Ranks, torch.device]:
 
 
 class _Decided(NamedTuple):
-    """What calls of one signature have in common.
+    """The decisions that calls of one signature share.
 
     Attributes:
       row: This rank's description of the call (`context_ranks.agree`).

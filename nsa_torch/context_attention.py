@@ -24,7 +24,7 @@ from nsa_torch.plain import as_given
 
 
 class Given(NamedTuple):
-    """What the node is given: this rank's tensors, and compressed tokens of the sequence."""
+    """The inputs of the node: this rank's tensors, and compressed tokens of the sequence."""
 
     query: Tensor  # [B, T, H, D]
     compressed: tuple[Tensor, ...]  # [B, C, Hkv, .]: keys, values; or none: the means
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is gathered and attended to at once: a batch row with some heads
+    """The unit of gathers and of attention: a batch row with some heads
     (`context_layout.head_groups`).
     """
 
@@ -52,7 +52,7 @@ type LocalCall = tuple[slice, int, dict]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call; `options`: of `functional.decided`, by name."""
+    """One call. `options` are keywords of `functional.decided`."""
 
     shards: Shards
     separate: bool  # whether the sliding branch has keys and values of its own
@@ -61,7 +61,8 @@ class Call:
     options: dict
 
     def calls(self, device: torch.device) -> list[LocalCall]:
-        """Of a unit: one of all queries where the kernels can, otherwise one of each chunk."""
+        """The calls of a unit: one for all queries if the kernels support it, otherwise one per
+        chunk."""
         borders, gap, options = self.options["cu_seqlens"], self.shards.gap, self.options
         if gap and not self.takes_gaps:
             return [(tokens, end, options) for tokens, end in self.shards.calls]
@@ -130,7 +131,7 @@ class Call:
         return [*own, *compressed, *(x[:, :end] for x in whole)]
 
     def local(self, given: Given, unit: Unit, tokens, options: dict):
-        """The function of `leaves` that gives the chunk's output `[1, T, h G, Dv]`."""
+        """The function of `leaves` that returns the chunk's output `[1, T, h G, Dv]`."""
         indices = given.block_indices
         if indices is not None:
             indices = indices[unit.row : unit.row + 1, tokens, unit.kv_heads].contiguous()

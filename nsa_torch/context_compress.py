@@ -79,7 +79,7 @@ def _again(windows, kind, tensors, grad) -> Sequence[Tensor]:
 
 
 def _halo(shards: Shards, x, halo: int) -> Tensor:
-    """The `halo` tokens behind each chunk of this rank, zeros behind the last:
+    """The `halo` tokens after each chunk of this rank, zeros after the last one:
     `[B, chunks, halo, Hkv, D]`.
     """
     width = min(halo, shards.chunk)
@@ -94,7 +94,7 @@ def _halo(shards: Shards, x, halo: int) -> Tensor:
 
 
 def _halo_gradient(shards: Shards, grad, halo: int) -> Tensor:
-    """What the ranks with the chunks before say of `x`, float32 `[B, T, Hkv, D]`."""
+    """The gradient of `x` from ranks with the previous chunks, float32 `[B, T, Hkv, D]`."""
     width = min(halo, shards.chunk)
     batch, _, _, *rest = grad.shape
     dtype = wide(grad.dtype)
@@ -119,7 +119,7 @@ class WholeWindows(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Windows of a chunk; behind the last of the sequence they have zeros, and are dropped."""
+        """The number of windows of a chunk. Those after the sequence are zeros and are dropped."""
         return self.shards.chunk // self.config.compress_stride
 
     @property
@@ -147,7 +147,7 @@ class WholeWindows(NamedTuple):
 
 
 class PackedWindows:
-    """The windows of packed sequences, of which only the device knows where they start, or of one
+    """The windows of packed sequences, whose starts are known only to the device, or of one
     sequence whose chunks are no whole strides.
 
     Two windows start at least `d` tokens from each other, so that a chunk has no more of them than
@@ -186,18 +186,18 @@ class PackedWindows:
         return torch.cat([found, spare])[self.at].transpose(0, 1).contiguous()
 
     def split(self, grad) -> Tensor:
-        """What unused slots have goes to the spare one, which is dropped."""
+        """Move values of unused slots to the spare slot, which is dropped."""
         count = len(self.shards.order) * self.most
         total = grad.new_zeros(count + 1, *grad.shape[:1], *grad.shape[2:])
         return total.index_copy_(0, self.at, grad.transpose(0, 1))[:-1]
 
 
 def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):
-    """Of the `most` slots of each chunk of this rank the tokens `[chunks, most, l]`, of the chunk
-    and its halo; whether there is no window `[chunks, most, 1, 1]`; the position of the first
-    token `[chunks, most]`. Of each window of the sequence its slot among those of all chunks
-    `[C]`, the one behind them where there is none. Of each token of a chunk and its halo the slots
-    whose windows it is in `[chunks, l/d, tokens]`, `most` for none.
+    """For the `most` slots of each chunk of this rank: the tokens `[chunks, most, l]` in the chunk
+    and its halo, whether the slot is empty `[chunks, most, 1, 1]`, and the position of the first
+    token `[chunks, most]`. For each window of the sequence: its slot among those of all chunks
+    `[C]`, or their number if it has none. For each token of a chunk and its halo: the slots of its
+    windows `[chunks, l/d, tokens]`, filled with `most`.
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)

@@ -54,7 +54,7 @@ class Ranks:
             ) from error
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Starts an all-gather of `x`; the call that waits gives `[R, *x.shape]`."""
+        """Start an all-gather of `x`. The returned function waits and returns `[R, *x.shape]`."""
         found = x.new_empty(self.size, *x.shape)
         start = lambda: dist.all_gather_into_tensor(
             found.flatten(0, 1), x.contiguous(), self.group, async_op=True
@@ -62,7 +62,9 @@ class Ranks:
         return self._started(start, found, f"the all-gather of {what}")
 
     def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Starts a reduce-scatter of `x` `[R, ...]`; the call that waits gives this rank's sum."""
+        """Start a reduce-scatter of `x` `[R, ...]`. The returned function waits for this rank's
+        sum.
+        """
         found, whole = x.new_empty(x.shape[1:]), x.contiguous().flatten(0, 1)
         start = lambda: dist.reduce_scatter_tensor(
             found, whole, group=self.group, async_op=True
@@ -96,7 +98,7 @@ class Shards(layouts.Shards):
 
     @classmethod
     def of(cls, ranks: Ranks, name: str, local_length: int, layout: str) -> "Shards":
-        """Of `local_length` tokens on each rank, which are those of the argument `name`."""
+        """The shards of `local_length` tokens per rank, the tokens of the argument `name`."""
         chunk = layouts.chunk_length(name, local_length, layout)
         return cls(layout, ranks.size, ranks.rank, chunk, ranks)
 
@@ -109,7 +111,7 @@ class Shards(layouts.Shards):
         """Views of the chunks of all ranks' shards `[R, T, ...]`, in the sequence's order.
 
         Args:
-          chunk: entries of a chunk, where they are not its tokens.
+          chunk: Number of entries per chunk, by default its tokens.
         """
         pieces = [x for shard in shards for x in shard.split(chunk or self.chunk)]
         return [pieces[at] for at in self.places]

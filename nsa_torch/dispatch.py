@@ -1,8 +1,8 @@
-"""Which implementation runs on torch tensors; the registry itself is `nsa_core.dispatch`'s.
+"""The choice of an implementation for torch tensors; `nsa_core.dispatch` defines the registry.
 
-A target takes the arguments of its public function, `kv_len` never None, and, of a branch,
-`with_lse`: False allows it to return None for the log-sum-exp. Targets of the step `attention`,
-which is all steps at once, take those of `kernel_path.KernelPath`.
+A target has the arguments of its public function, except that `kv_len` is never None. A branch also
+has `with_lse`; False allows it to return None for the log-sum-exp. Targets of the step `attention`,
+which is all steps at once, have the arguments of `kernel_path.KernelPath`.
 """
 
 import functools
@@ -34,7 +34,7 @@ COMPILER = (
 
 
 def jax_why_not(problem: Problem) -> str | None:
-    """Why JAX cannot take the tensors; asks without starting JAX's backends."""
+    """Why JAX does not support the tensors, or None. It does not start JAX's backends."""
     if problem.step == WHOLE and problem.cached:
         return "JAX runs all steps of whole sequences only, got a cache"
     if importlib.util.find_spec("jax") is None:
@@ -129,7 +129,7 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """What runs a problem, as `description` gives it; `step`: as in `Registry.choices`.
+    """Choose the implementation of a `description`; `step` is that of `Registry.choices`.
 
     Under `torch.compile` the choice is a constant, regardless of the number of tokens.
     """
@@ -148,7 +148,7 @@ def problem_of(
     memory: Mapping[str, torch.Tensor] | None = None,
     gates: Iterable[torch.Tensor] = (),
 ) -> Problem:
-    """What the registry is asked about these tensors; `step` is filled in later."""
+    """The registry's problem for these tensors. `step` is set later."""
     given = query, key, value_width, config, packed, memory or {}
     return _problem(*description(*given, gates))
 
@@ -229,7 +229,7 @@ def _problem(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """What keeps a kernel that copies whole boxes from reading these tensors, or None."""
+    """Why a kernel that copies whole boxes cannot read these tensors, or None."""
     for name, x in memory.items():
         if not x.is_contiguous():
             return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"

@@ -1,7 +1,7 @@
 """Lists the installed packages, checks them and recommends fixes: `python -m nsa_torch.doctor`.
 
-A line for each thing: `ok`; `note`, where something is slower or missing without being wrong;
-`broken`, where something that is installed cannot run. The exit status is 1 where one is broken.
+It prints one line per subject: `ok`; `note`, if it is slower or missing; `broken`, if it is
+installed and cannot run. The exit status is 1 if a subject is broken.
 """
 
 import importlib.metadata
@@ -51,7 +51,7 @@ def packages() -> Iterator[Finding]:
 
 
 def gpu() -> Finding:
-    """Which GPU, and which kernels it runs."""
+    """The GPU, and the kernels that it runs."""
     if torch.version.cuda is None:
         words = (
             "this torch is a CPU build, attention runs on the CPU: install one of CUDA (pip "
@@ -87,7 +87,7 @@ def cuda() -> Iterator[Finding]:
 
 
 def kernels() -> Finding:
-    """Which kernels are on disk, and for what."""
+    """The kernels on disk, and the problems that they serve."""
     entries, layers = loaded.store().entries(), loaded.store().layers()
     if not entries:
         reason = build.why_not()

@@ -310,7 +310,7 @@ class BoundPlan:
         return found + self._launches(row)
 
     def _event(self, beside: int) -> int:
-        """Where among the tensors the event of the end of a launch is kept."""
+        """The index, among the tensors, of the event at the end of a launch."""
         return len(self.plan.buffers) + self.joins.index(beside)
 
     def _launches(self, row: "Sequence[_Launch]") -> list[Step]:
@@ -426,7 +426,7 @@ class _Launch(NamedTuple):
 
 
 def _release(arguments: Sequence[int]) -> Step:
-    """Gives back memory of arguments, where that is allowed."""
+    """Free the memory of arguments if that is allowed."""
 
     def run(tensors, addresses, stream):
         if tensors[-1]:

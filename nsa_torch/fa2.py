@@ -1,6 +1,6 @@
 """The three branches through FlashAttention-2's variable-length kernels (CUDA).
 
-`flash_attn` is called where it is installed, otherwise the FA-2 that torch bundles. Both align
+`flash_attn` is called if it is installed, otherwise torch's bundled FA-2. Both align
 causal masks to the bottom right: the last query of a sequence sees its last key.
 
 Compressed: with `t = p - (l - 1)`, the queries of one residue class `t mod d` see `t // d + 1`
@@ -9,11 +9,11 @@ Each class is a separate sequence, so queries, keys and results are reordered an
 dozen operators around FA-2's. The host needs 0.7 to 0.8 ms to launch them. Below some thousand
 tokens the GPU finishes earlier (an H100: 0.76 ms at 256 tokens, 0.82 ms at 1024, 1.1 to 1.2 ms at
 4096; one SDPA under the whole mask takes 0.22 ms). A CUDA graph replays them
-without the host; eagerly FA-2 pays where that mask is too large. The indices themselves are
-made once for calls of the same sizes (`_once`).
+without the host. In eager mode FA-2 is worthwhile if that mask is too large. The indices
+are made once for calls of the same sizes (`_once`).
 Sliding: a causal window. Selected: the visible keys of every query and key/value head of a
 chunk are packed one after the other; its `G` heads are the queries of one sequence. They are
-read by blocks, or by key ranges where `nsa_torch.ranges.using` asks for them.
+read by blocks, or by key ranges under `nsa_torch.ranges.using`.
 
 Values of another width than the queries are padded with zeros to the larger of the two.
 """
@@ -47,7 +47,7 @@ MAX_SEQUENCES = 65535
 
 @constant
 def library() -> str:
-    """Which FA-2 runs here, with its version."""
+    """The name and version of the FA-2 that runs here."""
     return _library()
 
 
@@ -197,7 +197,7 @@ def sliding_attention(
 
 
 def _band(key, value, size, kv_len):
-    """The last `size` valid keys and how many of them are valid, where there are more."""
+    """The last `size` keys up to the last valid one, and the number of valid ones among them."""
     batch, num_keys = key.shape[:2]
     if size >= num_keys:
         return key, value, kv_len
@@ -274,11 +274,12 @@ def _selected_attention(
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):
-    """What `make()` gives, shared by calls on whole sequences of the same `sizes`, whose second
+    """The result of `make()`, shared by calls on whole sequences of the same `sizes`, whose second
     is the number of queries.
 
-    It is dozens of small operators, which take the host longer than FA-2 takes a GPU at a few
-    thousand tokens. A step of decoding never comes again.
+    `make` runs dozens of small operators. The host needs more time for them than a GPU for FA-2 at
+    a few thousand tokens. Decode steps have a new length each time, so their results are not
+    shared.
     """
     if torch.compiler.is_compiling() or cu_seqlens is not None:
         return make()

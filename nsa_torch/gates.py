@@ -82,14 +82,14 @@ class SelectedGate(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor) -> Tensor:
-        """Of each head of a query `[B, T, H, D]`: `[B, T, H, 3]`."""
+        """The gates `[B, T, H, 3]` of each head of a query `[B, T, H, D]`."""
         # Numbers of the host would be a copy, which a CUDA graph cannot capture.
         gates = torch.arange(3, device=query.device) == 1
         return gates.to(query.dtype).expand(*query.shape[:3], 3)
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """`x`, which all ranks have, in the shards of `like` where it has any."""
+    """`x`, which is equal on all ranks, sharded in the same way as `like`."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return x

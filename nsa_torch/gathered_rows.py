@@ -1,4 +1,4 @@
-"""Rows of a paged cache side by side, as attention over whole rows takes them.
+"""Gathers rows of a paged cache into contiguous arrays for attention over whole rows.
 
 On an NVIDIA GPU one launch copies keys and values of a branch: each entry is read once and written
 once. On other devices torch copies whole pages. Entries that no query sees are zeros, regardless of
@@ -33,7 +33,7 @@ def side_by_side(
 
     Args:
       page_table, lengths: as in `paged_attention`.
-      queries: of the longest row; its window is all that the sliding branch looks at.
+      queries: The queries of the longest row, which bound the tokens of the sliding branch.
       at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
         are copied.
       margin: The number of tokens before those of the sliding branch that must be zeros. Earlier

@@ -105,7 +105,7 @@ def _packed_places(cu_seqlens, *, num_queries, kv_len, config):
 def geometry_of(
     query: Tensor, config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
 ) -> Geometry:
-    """That of `query` `[B, T, H, D]`."""
+    """The geometry of `query` `[B, T, H, D]`."""
     where = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
     return geometry(*query.shape[:2], **where, device=query.device)
 
@@ -113,7 +113,7 @@ def geometry_of(
 def packed_windows(
     cu_seqlens: Tensor, length: int, config: NSAConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each compressed slot of a packed row of `length` tokens.
+    """The windows of the compressed slots of a packed row of `length` tokens.
 
     Returns:
       The tokens of its window `[C, l]`, whether it is unused `[C, 1, 1]`, and the position of the

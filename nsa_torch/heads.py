@@ -70,7 +70,7 @@ def project(
       raw_keys: The number of branches, from the first, whose keys are not rotated.
 
     Raises:
-      ValueError: the projections do not give all heads.
+      ValueError: The projections have too few columns for all heads.
     """
     layers = query, *keys, *values
     # What is exported takes any number of tokens.
@@ -126,8 +126,8 @@ def _check_dtype(x: Tensor, layer: nn.Module, error: RuntimeError) -> None:
 def _product(
     x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
 ) -> Tensor:
-    """What `layers` make of `x` [B, T, dim] and what `gate` does without its bias, in one product:
-    `[B, T, row]`, zeros behind.
+    """The outputs of `layers`, and of `gate` without its bias, for `x` [B, T, dim] in one product:
+    `[B, T, row]`, filled with zeros.
     """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
@@ -196,9 +196,9 @@ def split(
 
     Args:
       projection: `[B, T, sizes.row]`.
-      position: `[B, T]` of the tokens, or `[1, T]` where all rows have the same.
-      base, scale, scaling: of the rotation.
-      norms: of query and key heads, over their columns; None means none.
+      position: `[B, T]` of the tokens, or `[1, T]` if all rows have the same.
+      base, scale, scaling: Parameters of the rotation.
+      norms: Norms of query and key heads over their columns; None means none.
     """
     cos, sin = _angles(position, sizes.D, base, scale, scaling)
     plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)
@@ -231,13 +231,13 @@ def split(
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
-    """`q_norm` and `k_norm` of an attention layer, where it has them."""
+    """`q_norm` and `k_norm` of an attention layer, or None."""
     query, key = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
     return None if query is None or key is None else (query, key)
 
 
 def _weights(norms: Norms | None) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """Those of plain norms, and their epsilon."""
+    """The weights of plain norms, and their epsilon."""
     if norms is None:
         return (None, None), 0.0
     query, key = cast(tuple[nn.RMSNorm, nn.RMSNorm], norms)
@@ -246,7 +246,7 @@ def _weights(norms: Norms | None) -> tuple[tuple[Tensor | None, Tensor | None], 
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Of a plain norm, in float32 at least: the rotation rounds, once."""
+    """The output of a plain norm in float32 or wider. Only the later rotation rounds it."""
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)
 
@@ -281,7 +281,7 @@ def _rates(
 def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
-    """What each pair of columns turns by from a position to the next, float32 `[width / 2]`."""
+    """The angle by which each pair of columns turns per position, float32 `[width / 2]`."""
     columns = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     # The power is rounded once: a GPU's own in float32 is off by more, and a rate that is off by
     # an ulp is an angle off by 1e-4 at position 1000. Dense models have these rates.

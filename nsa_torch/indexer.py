@@ -166,7 +166,7 @@ def paged_index_blocks(
 
 
 def _of_copies(query: Tensor, pages: Tensor, paged: Paged, index: Index) -> Tensor:
-    """From the keys of all rows side by side."""
+    """The lists from contiguous copies of the keys of all rows."""
     count, table = query.shape[0], paged.page_table
     most = table.shape[1] * pages.shape[1] * index.entry
     lengths = paged.lengths.clamp(max=most)

@@ -1,4 +1,4 @@
-"""In which form the tokens of a call come (`kernel_path.py`).
+"""The forms of a call's tokens (`kernel_path.py`).
 
 PRECOMPRESSED    query, compressed keys and values, and those of the other branches
 SEPARATE_KV      query, tokens of each branch; the compressed branch averages its windows
@@ -51,7 +51,7 @@ class InputMode(NamedTuple):
         return Inputs(arguments[0], key, value, each)
 
     def gradients(self, found: Inputs) -> list[Any]:
-        """Those of the tensors, in order."""
+        """The gradients of the tensors, in order."""
         gates: Any = [found.gates] if self.joined else found.gates
         listed = found.query, *found.key, *found.value, *gates
         return [x for x in listed if x is not None]
@@ -88,7 +88,7 @@ def arranged(query, key, value, gates, compressed) -> tuple[InputMode, list[Any]
 
 
 def kept_of(gradient: bool, recompute: bool) -> str:
-    """What a call keeps."""
+    """The kind of residuals of a call."""
     if not gradient:
         return FORWARD
     return RECOMPUTING if recompute else SAVING
@@ -115,7 +115,7 @@ def all_steps(
 
     Args:
       kind: The mode, and the kind of residuals.
-      key, value: the compressed field is not read where `compressed` is given.
+      key, value: The compressed field is not read if `compressed` is given.
       compressed: `(k_cmp, v_cmp)`; None means the means.
       assume_finite: keys and values that no query may look at are finite, as in a cache, so that
         they need not be copied to be kept out.

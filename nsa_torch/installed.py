@@ -1,12 +1,12 @@
-"""What the first calls cost where the library came from a wheel: nothing is built, nothing written.
+"""Measures the first calls of a library from a wheel, which build and write nothing.
 
     python -m nsa_torch.installed                    # of each preset: a cold process, a warm one
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
 a paged cache and decodes a token from it; then a layer of these heads does the same with a cache of
-its own. Its cache folders are new and empty. The exit status is 1 where a process built or wrote
-something, or imported JAX. A Hopper GPU is needed, and torch.
+its own. Its cache folders are new and empty. The exit status is 1 if a process built or wrote
+something, or imported JAX. It needs a Hopper GPU and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
@@ -45,7 +45,7 @@ VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CU
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of a call and all that it queued on the GPU."""
+    """The time of a call, including its work on the GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -116,7 +116,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 
 def faults(caches: Path) -> list[str]:
-    """What a process did that an installed wheel has no need of."""
+    """The actions of a process that an installed wheel does not need."""
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:
@@ -133,7 +133,7 @@ def tell(import_s: float, preset: str, length: str, caches: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 where a process did what it has no need of."""
+    """The exit status: 0, or 1 if a process did something that a wheel does not need."""
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")

@@ -78,7 +78,7 @@ class KernelLayout:
 
     @property
     def params(self) -> Params:
-        """What every step takes of a call."""
+        """The parameters of every step of a call."""
         return Params(self, self.config, self.scale)
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class KernelLayout:
         return Branches(self.zero_unreachable_compressed(x.compressed), selected, sliding)
 
     def zero_unreachable_tokens(self, x):
-        """`x` `[B, S, Hkv, .]` with zeros behind the tokens that there are."""
+        """`x` `[B, S, Hkv, .]` with zeros after the existing tokens."""
         if self.packed:
             return self.ops.derive(_cut, x, self.cu_seqlens)[0] if self.may_be_padded else x
         if self.lengths is not None:
@@ -115,7 +115,7 @@ class KernelLayout:
         return x if self.kv_len >= x.shape[1] else self.ops.derive(_cut, x, end=self.kv_len)[0]
 
     def zero_unreachable_compressed(self, x):
-        """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
+        """`x` `[B, C, Hkv, .]` with zeros after the existing compressed tokens."""
         if self.fixed or (self.varlen is not None and not self.may_be_padded):
             return x
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)

@@ -4,8 +4,8 @@ Every function is one operator on the current stream: the host never waits for t
 Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
 `nsa_core.steps.fused.Steps`.
 
-Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
-backward pass, and the selection. It cannot be differentiated once more (`first_order.py`).
+If a gradient may follow, the selection and each branch's output and log-sum-exp are kept for the
+backward pass, which has no derivative (`first_order.py`).
 """
 
 import functools
@@ -243,7 +243,7 @@ class KernelPath:
         return inputs.with_compressed(*means), means, layout
 
     def _shapes(self, mode, keep, *arguments):
-        """Of results, unwritten."""
+        """Shapes and dtypes of the results."""
         query, key, value, _ = mode.inputs(arguments)
         out, lse = operators.branch_shapes(query, key.selected, value.selected)
         if keep in (FORWARD, PAGES):
@@ -275,7 +275,7 @@ class KernelPath:
     def plans(
         self, query, key, value, gates, place, gradients: bool, device, shared: bool = True
     ) -> list[Plan]:
-        """Of a call, and of its gradient.
+        """The plans of a call and of its gradient.
 
         Args:
           query, key, value, gates: Tensors or `Array`s.
@@ -300,7 +300,7 @@ def _split(tensors, count):
 
 @derived(lambda dlse, lse: [like(dlse)])
 def _of_rows_with_keys(ops, dlse, lse):
-    """What sees nothing has no log-sum-exp that could change."""
+    """`dlse` with zeros for queries that see no key, whose log-sum-exp is constant."""
     return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
 
 

@@ -104,7 +104,7 @@ class NSAAttention(nn.Module):
         Attention to a cache computes in the dtype of its input.
       context_mesh, context_layout: as in `nsa_torch.attention`; `x` then has the tokens of this
         rank.
-      device, dtype: of the parameters; None means torch's defaults.
+      device, dtype: Those of the parameters; None means torch's defaults.
 
     The names of entries in the state_dict record gate and phi (`kind.gate_sigmoid`), and kv if it
     is "shared". Averages of weights preserve these names. `load_state_dict` raises `ValueError`
@@ -459,8 +459,8 @@ class NSAAttention(nn.Module):
 def _check_kind(module, state_dict, prefix, *_) -> None:
     """Before any weight is copied: the checkpoint's gate and phi are the module's.
 
-    A state_dict without them is completed where the caller named both; one
-    without any weight of this layer is left to `strict`.
+    A state_dict without them is completed if the caller named both. `strict` decides about one
+    without any weight of this layer.
     """
     stated = take_kind(state_dict, prefix)
     if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):

@@ -18,7 +18,7 @@ from nsa_torch.torch_ops import capability_of, readable
 
 
 def why_not(cache: PagedCache, *call: Any) -> str | None:
-    """Why the kernel cannot run this call, as `described` takes it, or None."""
+    """Why the kernel does not support this call (arguments of `described`), or None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs a Hopper GPU, got {device.type}"

@@ -56,8 +56,7 @@ REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 class Call(NamedTuple):
-    """The functions of a kind of call. They take flat arguments: tensors, or None in place of one,
-    then `REST`.
+    """The functions of a kind of call. Their arguments are flat: tensors or None, then `REST`.
 
     Attributes:
       run: returns the results.
@@ -163,9 +162,7 @@ def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def _direct(found: Call, arguments: Sequence[Any]) -> bool:
-    """Whether the dispatcher would do nothing but call the function, or need not: of operators of
-    torch a mode sees more.
-    """
+    """Whether the function may be called without the dispatcher."""
     device = next(x for x in arguments if isinstance(x, Tensor)).device
     composed = found.composed and not traced(arguments)
     return device.type in DEVICES and (composed or plain(arguments))
@@ -176,14 +173,14 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def numbers_of(config: NSAConfig) -> tuple[int, ...]:
-    """The sizes as constants for `torch.compile`, where only lengths vary."""
+    """The sizes as constants for `torch.compile`, so that only lengths vary."""
     sizes = (operator.index(getattr(config, name)) for name in SIZES)
     return *sizes, COMPUTE_DTYPES.index(config.compute_dtype)
 
 
 @functools.cache
 def config_of(*numbers: int) -> NSAConfig:
-    """That of which `numbers_of` gives these."""
+    """The inverse of `numbers_of`."""
     *sizes, compute_dtype = numbers
     return NSAConfig(*sizes, compute_dtype=COMPUTE_DTYPES[compute_dtype])
 
@@ -215,7 +212,7 @@ def lengths(
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed from those tensors that there are."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -258,7 +255,7 @@ class Program:
         self.run: Any = self._run
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Those of the operator, from its tensors."""
+        """The arguments of the operator, from its tensors."""
         found = self._others.copy()
         for i, x in zip(self._places, tensors, strict=True):
             found[i] = x
@@ -323,8 +320,8 @@ def _may_give_back(program: Program, grad: Tensor, saved: Sequence[Tensor]) -> b
     """Whether nothing needs what was saved any more.
 
     Raises:
-      RuntimeError: it was given back before.
-      NotImplementedError: many gradients are asked for at once (`is_grads_batched`).
+      RuntimeError: The memory was already freed.
+      NotImplementedError: Many gradients are requested at once (`is_grads_batched`).
     """
     if is_legacy_batchedtensor(grad):
         raise NotImplementedError(NO_VMAP)
@@ -396,7 +393,7 @@ class Gradient(torch.autograd.Function):
 
 
 def _in_memory(tensors):
-    """As kernels read them: the dispatcher resolves no tensor of a list with None in it."""
+    """Tensors that kernels can read. The dispatcher does not resolve lists that contain None."""
     return [x if x is None else x.resolve_neg() for x in tensors]
 
 

@@ -126,14 +126,14 @@ class Ranges:
         return packed
 
     def zeros(self, x: Tensor) -> Tensor:
-        """Where the gradient of `x` adds up: float32 of its shape."""
+        """The accumulator of the gradient of `x`: float32 zeros of its shape."""
         return x.new_zeros(x.shape, dtype=wide(x.dtype))
 
     def add(self, total: Tensor, grad: Tensor) -> None:
         """Adds `grad` `[capacity, D]` of the runs to `total`, made by `zeros`.
 
-        By atomics, whose order is not fixed; where torch.are_deterministic_algorithms_enabled()
-        in one fixed order instead, with bitwise the same result every time.
+        It uses atomics, whose order is not fixed. If torch.are_deterministic_algorithms_enabled(),
+        the order is fixed and the result is bitwise reproducible.
         """
         pack = _kernels()
         if torch.are_deterministic_algorithms_enabled():
@@ -162,7 +162,7 @@ class Ranges:
 
     @functools.cached_property
     def _inverse(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The runs by the token where they begin, earlier queries first; the empty ones lead.
+        """The runs sorted by their first token and then by query. Empty runs are first.
 
         Returns each run's token, its index in the order of runs, and the end of its token's list.
         """
@@ -193,14 +193,14 @@ def selected_ranges(
     config,
     handed: Tensor | None = None,
 ) -> tuple[Ranges, Tensor]:
-    """What a chunk of queries sees, packed: one (row, query, key/value head) after the other.
+    """The packed keys and values of a chunk of queries, ordered by row, query, key/value head.
 
     Args:
       block_indices: `[B, T, Hkv, n]`. A negative entry, or one after the query, is empty.
       handed: key ranges of the same selection, which are read in place of the blocks: int32
         `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots. A range of several
         blocks is read block by block, so that two runs begin at the same token or have none in
-        common, as `Ranges` asks.
+        common, as `Ranges` requires.
 
     Returns:
       the ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.

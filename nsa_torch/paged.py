@@ -236,7 +236,7 @@ class PagedCache(PagedArrays):
 
     @property
     def own_pages(self) -> int:
-        """How many pages there are, without those between them."""
+        """The number of pages, without those between them."""
         return -(-self.num_pages // self.apart)
 
     def in_memory(self, page_table: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """What writes the tokens in one launch; None means torch does."""
+    """The kernel that writes the tokens in one launch, or None for torch operations."""
     if implementation not in (None, *APPENDERS):
         raise ValueError(
             f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"

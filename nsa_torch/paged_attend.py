@@ -399,7 +399,7 @@ def with_indices(
 
 
 def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
-    """Which ring each row has, of a cache in fp8."""
+    """The ring of each row in a cache in fp8."""
     if not cache.is_fp8:
         return None
     return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
@@ -488,7 +488,7 @@ def gathering(
 
 
 def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
-    """Whether kernels read the selected keys and values where they are."""
+    """Whether kernels read the selected keys and values from pages."""
     cache, query = inputs.cache, inputs.query
     key, value = cache.selected_key, cache.selected_value
     in_order = key.is_contiguous() and value.is_contiguous()

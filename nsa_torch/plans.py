@@ -1,7 +1,7 @@
 """Runs the functions of operators from plans: finds the plan of a call, or makes it.
 
-A plan follows from the key of a call: shapes and dtypes by role, all other arguments, and the
-device. Strides, addresses and which arguments are one tensor are not in it.
+A plan depends only on the key of a call: shapes and dtypes by role, all other arguments, and the
+device. It does not depend on strides, addresses, or equal arguments.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def unplanned(ops: ArrayOps) -> Iterator[None]:
-    """Within: no call of this process has a plan; steps run on `ops` as they are asked for."""
+    """Disable plans in this process. Steps then run directly on `ops`."""
     global instead
     before, instead = instead, ops
     try:
@@ -60,9 +60,10 @@ class Planned(NamedTuple):
     """A function that is traced once for all calls of one signature.
 
     Attributes:
-      function: of an `ArrayOps` and of an operator's arguments, tensors among them; returns arrays.
-      backward: of its gradient: takes a gradient like the first result, the other results, and the
-        arguments.
+      function: Returns arrays from an `ArrayOps` and an operator's arguments, which include
+        tensors.
+      backward: Computes its gradient from the gradient of the first result, the other results, and
+        the arguments.
     """
 
     function: Callable[..., Iterable[Any]]
@@ -103,9 +104,9 @@ class Planned(NamedTuple):
         return BoundPlan(plan, device, bundle, bundles)
 
     def prepare(self, plan: Plan, arguments: Sequence[Any], device: torch.device) -> None:
-        """Compiles and loads what a layer needs, in parallel, at its first call. Other lengths may
-        need others of its kernels: each is loaded when its plan is bound; where one was never
-        built, all are that the call needs.
+        """Compile and load the kernels of a layer, in parallel, at its first call. Other lengths
+        may need other kernels of it. Each is loaded when its plan is bound. If one was never built,
+        all kernels of the call are built.
         """
         described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
         # Lengths are axes of tensors, and among the first numbers of `operators.LAYOUT_ARGS`.

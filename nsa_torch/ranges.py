@@ -46,7 +46,7 @@ def asked() -> str:
 
 
 def way(mode: str, length: int) -> str:
-    """What `mode` comes to for sequences of `length` queries: none, v1 or v2."""
+    """The method that `mode` selects for sequences of `length` queries: none, v1 or v2."""
     if mode == "adaptive":
         return "v2" if length >= ADAPTIVE_MIN_LEN else "v1"
     return mode
@@ -55,7 +55,7 @@ def way(mode: str, length: int) -> str:
 def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
-    """The ranges that `using` asks for; None means the blocks themselves."""
+    """The ranges that `using` requests, or None if blocks are read."""
     chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None
@@ -90,7 +90,7 @@ def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Ten
 
 
 def to_ranges_by_row(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
-    """As `to_ranges`, one row after the other on the host, for which the device is waited."""
+    """The same as `to_ranges`, row by row on the host, which waits for the device."""
     size, count = config.select_block, block_indices.shape[-1]
     heads, found = block_indices.shape[2], []
     rows = block_indices.flatten(0, 2).tolist()

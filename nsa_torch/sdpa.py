@@ -178,12 +178,12 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
-    """What SDPA's plain math computes, but masks replace logits: SDPA adds -inf, which makes NaN
-    of a NaN or an infinity that nobody sees.
+    """The plain math of SDPA, except that masks replace logits. SDPA adds -inf, which turns a
+    masked NaN or infinity into NaN.
 
-    The CPU's flash kernel takes a 20-bit exponential, which doubles the error of float32
-    gradients, and keeps float16 gradients of probabilities in float16, beyond whose range a loss
-    scale brings them; chunks are small enough for plain math.
+    The CPU's flash kernel uses a 20-bit exponential, which doubles the error of float32 gradients.
+    It also stores float16 gradients of probabilities in float16, which overflow under a loss scale.
+    Chunks are small enough for plain math.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)

@@ -88,8 +88,8 @@ def select_from_scores(
     """`nsa_core.selection.choose`.
 
     Args:
-      log_scores: gives the scores' logarithms, by which those that are not exact are compared; it
-        is called where one of these would be chosen and not all candidates are.
+      log_scores: Function that returns the logarithms of the scores, which order inexact scores. It
+        is called only if an inexact score would be chosen and not all candidates are.
     """
     n = config.num_selected
 

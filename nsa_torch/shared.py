@@ -19,7 +19,7 @@ MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning is logg
 
 
 class Kept(list[Tensor]):
-    """Tensors that are kept, which nobody changes; weak references say whether they still are."""
+    """Cached tensors, which are never modified. Weak references show whether they still exist."""
 
     __slots__ = ("__weakref__",)
 
@@ -44,7 +44,7 @@ class Shared:
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> "Kept":
-        """What `make()` gave for `key`: the same list each time, while it is kept."""
+        """The result of `make()` for `key`: the same list each time while it is cached."""
         capturing = is_capturing(device)
         with self._lock:
             found = self._pinned.get(key)
@@ -108,7 +108,7 @@ class Shared:
         self._kept.move_to_end(key)
 
     def refill(self, device: torch.device, make: Callable[[Any], Iterable[Tensor]]) -> None:
-        """Writes what `make` gives for a key into its tensors, on the current stream."""
+        """Write the result of `make` for a key into its tensors, on the current stream."""
         with self._lock:
             kept = {key: found for key, (_, found) in self._kept.items()}
             pinned = dict(self._pinned)
@@ -130,7 +130,7 @@ class Shared:
                 self._pinned[key] = self._pinned[key][0], stream, event
 
     def keys(self) -> set[Hashable]:
-        """Of what is kept."""
+        """The keys of the cached tensors."""
         with self._lock:
             return {*self._kept, *self._pinned}
 
@@ -155,7 +155,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _made(device, make):
-    """What `make()` gives, the address of the stream that makes it, and an event at its end."""
+    """The result of `make()`, the address of the stream that made it, and an event at its end."""
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them without a copy.
         tensors = Kept([x.contiguous() for x in make()])

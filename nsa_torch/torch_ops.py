@@ -120,7 +120,7 @@ TORCH_OPS = TorchOps()
 
 @functools.cache
 def device_name(index: int | None) -> str:
-    """What the driver calls the GPU with this index; None means the current one."""
+    """The driver's name of the GPU with this index; None means the current one."""
     return torch.cuda.get_device_name(index)
 
 
@@ -131,8 +131,8 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 
 def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Arrays at equal distances in the memory of one tensor, gates as a rule, as that tensor: one
-    copy reads all. None where they are not.
+    """The tensor that contains these arrays (usually gates) at equal distances, so that one copy
+    reads all. None if they are not in one tensor.
     """
     first, *others = arrays
     if not others:

@@ -18,7 +18,7 @@ def _means_of(ops, key, value, params):
 
 
 def _gradients(ops, compressed, others, length, params):
-    """As in `nsa_core.steps.mosaic_compress`."""
+    """The same as in `nsa_core.steps.mosaic_compress`."""
     borders, found = _borders(params), []
     static = {"length": length, "config": params.config, "packed": bool(borders)}
     for i, grad in enumerate(compressed):
@@ -43,7 +43,7 @@ def _means(ops, x, *borders, config):
 
 @derived(lambda x, *rest, length, **static: [like(x, x.shape[0], length, *x.shape[2:])])
 def _of_tokens(ops, x, *rest, length, config, packed):
-    """From the gradients of means, and of the same tokens in other branches."""
+    """Gradients of tokens from those of means, and from those of other branches."""
     borders = rest[0] if packed else None
     others = rest[packed:]
     means = gradient_of_means(x, length, config=config, cu_seqlens=borders)

@@ -118,7 +118,7 @@ class VarlenMetadata:
         return f"VarlenMetadata({', '.join(f'{x}={getattr(self, x)!r}' for x in names)})"
 
     def __reduce__(self):
-        """A copy, or one in another process, makes what follows from the boundaries again."""
+        """A copy, also in another process, computes the tables from the boundaries again."""
         self.check()
         sizes = self.max_seqlen, self.total, self.padded, self.max_sequences
         return VarlenMetadata, (self.cu_seqlens.detach(), *sizes, self.config, self.device)
@@ -233,7 +233,7 @@ class VarlenMetadata:
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
     def _numbers(self, cu_seqlens: Tensor) -> list[int] | None:
-        """Boundaries that were checked, where the host reads them."""
+        """The checked boundaries, if the host reads them."""
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
                 f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries at "

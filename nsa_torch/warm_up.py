@@ -34,7 +34,7 @@ def prepare(
     Args:
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
-      dtype, config, scale: of the calls, as in `attention`.
+      dtype, config, scale: Those of the calls, see `attention`.
       gradients: those of the backward pass too.
       packed: For batches with `cu_seqlens`. Otherwise also for compression by means, for tokens
         that the branches share and for separate tokens.
@@ -43,12 +43,12 @@ def prepare(
       jobs: processes that build what is not on disk; by default one a core.
 
     Returns:
-      How many kernels are ready.
+      The number of kernels that are ready.
 
     Raises:
       ValueError: `device` is no GPU.
       NotImplementedError: there is no GPU, or it is not a Hopper one.
-      RuntimeError: a kernel could not be built; its compiler's words.
+      RuntimeError: A kernel could not be built. The message is its compiler's.
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():

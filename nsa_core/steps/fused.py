@@ -23,14 +23,14 @@ class Steps(NamedTuple):
     Attributes:
       forward: a module with the functions of `mosaic_forward`.
       backward: a module with the functions of `mosaic_backward`.
-      lists: the names of what `forward.tile_block_lists` returns, where the backward pass shall
-        find it kept; without names it makes the lists again.
-      narrowest: the fewest columns of values with which `forward.compressed` runs for keys of a
-        width, where its log-sum-exp is all that is wanted.
+      lists: Names under which the results of `forward.tile_block_lists` are saved for the backward
+        pass. Without names it makes the lists again.
+      narrowest: Function of the width of keys. It returns the fewest columns of values with which
+        `forward.compressed` runs if only its log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
         are made elsewhere.
       reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
-      reads_pages: whether `forward.selected` takes `pages`.
+      reads_pages: Whether `forward.selected` supports `pages`.
       gates_together: Whether all gates are cast to float32 in one launch. Otherwise each is cast
         when a kernel reads it, which needs the memory of one.
     """
@@ -45,7 +45,7 @@ class Steps(NamedTuple):
     gates_together: bool = False
 
     def float32_gates(self, ops: ArrayOps, gates) -> Branches:
-        """Those of a pass whose kernels read one each."""
+        """The gates in float32 for a pass whose kernels read one each."""
         return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 
@@ -136,8 +136,8 @@ def forward(
 
     Args:
       block_indices: None means selected from the compressed scores.
-      num_blocks: that a sequence has at most.
-      pages: of the selected keys and values.
+      num_blocks: The maximum of blocks per sequence.
+      pages: Pages of the selected keys and values.
     """
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
@@ -208,11 +208,11 @@ def backward(
 ) -> Inputs:
     """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
 
-    dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels take dO, g_c and delta_c.
+    dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels read dO, g_c and delta_c.
     dq is one array, to which the branches add in place, in a fixed order.
 
     Args:
-      shared: `gradients_of_tokens` comes next, of branches that look at the same tokens.
+      shared: Whether `gradients_of_tokens` is next, for branches that read the same tokens.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
@@ -227,7 +227,7 @@ def backward(
         ops.release(outputs)
 
     def rows_of(branch, again):
-        """Of a branch; `again()` is its `(out, lse)`, of which the output is dropped here."""
+        """The statistics of a branch. `again()` returns its `(out, lse)`; the output is dropped."""
         gate = getattr(gates, branch)
         if lses is not None:
             return RowResiduals(getattr(lses, branch), getattr(deltas, branch), gate)

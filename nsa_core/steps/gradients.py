@@ -8,7 +8,7 @@ from nsa_core.array_ops import ArrayOps
 
 
 class Gradients(NamedTuple):
-    """Of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
+    """Gradients of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
 
     query: Any
     key: Any
@@ -20,8 +20,7 @@ BESIDE_SMS = 56  # for kernels that run concurrently with dkv and dq of the sele
 
 @dataclasses.dataclass(frozen=True)
 class LaterDq:
-    """dq of the compressed and the sliding branch that is made when it is asked for, by rows of
-    `[B, Hkv]`.
+    """dq of the compressed and the sliding branch, computed on demand for rows of `[B, Hkv]`.
 
     Attributes:
       describe: the kernel of some rows, from fields of `IntervalAttention`.
@@ -47,7 +46,7 @@ class RowResiduals:
     """The statistics per query row that a branch's gradient needs, `[B, T, H]` float32.
 
     Attributes:
-      lse: natural log-sum-exp, -inf where the query sees nothing.
+      lse: Natural log-sum-exp, -inf if the query sees no key.
       delta: rowsum(dO * O) of the ungated output; also the gate's gradient.
       gate: g, or None for 1.
       dlse: the gradient of `lse`, or None for 0.

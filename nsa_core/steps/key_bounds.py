@@ -1,4 +1,4 @@
-"""Which keys each query sees, as an interval `first .. last - 1`, and the same by kernel row.
+"""The keys that each query sees, as an interval `first .. last - 1`, also by kernel row.
 
 A kernel's tile has `tokens` tokens times the `G` query heads of a group; row `token * G + head`
 (`kernels_pallas.specs.tile`).
@@ -38,7 +38,7 @@ def _window(ops, key_start, last, *, window, num_keys):
 
 
 def _tokens_of(layout: Any) -> Any:
-    """The table of a packed row's tokens (`nsa_core.varlen.Tokens`), where there is one."""
+    """The table of a packed row's tokens (`nsa_core.varlen.Tokens`), or None."""
     varlen = getattr(layout, "varlen", None)
     return None if varlen is None else varlen.tokens
 
@@ -113,7 +113,7 @@ type Bounds = VisibleCompressed | Window
 
 
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
-    """What `bounds.of` gives, as kernels read it: int32 `[B, tiles, rows]` both."""
+    """The results of `bounds.of` in the layout of kernels: both int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 

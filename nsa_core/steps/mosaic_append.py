@@ -11,7 +11,7 @@ from nsa_core.validate import dtype_name
 
 
 def described(cache: PagedArrays, tokens: int, page_table: Any, **flags: bool) -> Append:
-    """Of `tokens` new ones of all rows; `flags`: `ragged` and `means` of `Append`."""
+    """The kernel for `tokens` new tokens in all rows. `flags` are fields of `Append`."""
     rows, pages = page_table.shape
     return _described(
         cache.kv_heads,
@@ -31,7 +31,7 @@ def described(cache: PagedArrays, tokens: int, page_table: Any, **flags: bool) -
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """Those of a layer that compresses by means, for any batch, pool and table."""
+    """The kernels of a layer that compresses by means, for any batch, pool and table."""
     found = []
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}

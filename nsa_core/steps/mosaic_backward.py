@@ -11,8 +11,8 @@ For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
 
 A single branch has no gate, and delta_c - dlse_c instead of delta_c.
 dq is query-stationary, by the loop of the forward pass. dk and dv are key-stationary: the
-queries that saw a key tile are found on the device, by search where a query sees an interval,
-from query lists where it chose blocks. Long lists are several work items, whose partial sums
+queries that saw a key tile are found on the device, by search if queries see intervals, and from
+query lists if they chose blocks. Long lists are several work items, whose partial sums
 another kernel merges. For groups from 8 heads, `dkv` of the selected branch also stores dS, and
 dq is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores
 and selection. Every sum has a fixed order.
@@ -54,10 +54,10 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def compressed(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the compressed branch.
+    """Gradients of the compressed branch.
 
     Args:
-      do: of the gated sum `[B, T, H, Dv]`, or of the output where `rows` has no gate.
+      do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if `rows` has no gate.
       added: `[B, T, H, D]`, added to dq, perhaps in place.
     """
     if qkv.key.shape[1] == 0:
@@ -66,7 +66,7 @@ def compressed(
 
 
 def nothing_flows(ops: ArrayOps, qkv: Qkv, added) -> Gradients:
-    """Of a branch whose queries see no key."""
+    """Gradients of a branch whose queries see no key."""
     query, key, value = qkv
     zeros = lambda x: ops.zeros(x, tuple(x.shape))
     return Gradients(zeros(query) if added is None else added, zeros(key), zeros(value))
@@ -75,7 +75,7 @@ def nothing_flows(ops: ArrayOps, qkv: Qkv, added) -> Gradients:
 def sliding(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the sliding branch; arguments as in `compressed`."""
+    """Gradients of the sliding branch, with the arguments of `compressed`."""
     return _interval(ops, do, _sliding(qkv, rows, params), params, added)
 
 
@@ -188,8 +188,8 @@ def _interval_items(ops, first, last, *, spec, split):
 
 @functools.lru_cache(64)
 def _known_items(spec: Dkv, split: work_items.IntervalSplit, bounds: Bounds, num_keys: int):
-    """`_interval_items` of rows that are not packed, as constants of a program: to compile what
-    makes them takes longer than all the rest of a backward pass.
+    """`_interval_items` of rows that are not packed, as constants of a program. Compiling the code
+    that makes them would take longer than the rest of a backward pass.
     """
     index = np.arange(num_keys - spec.T, num_keys, dtype=np.int32)
     position = np.broadcast_to(index, (spec.B, spec.T))
@@ -220,7 +220,7 @@ def _interval_split(
     stride = bounds.config.compress_stride
 
     def sees(end):
-        """As if all sequences were as long as one may be."""
+        """The keys that a query sees if all sequences have the maximal length."""
         last = (capacity.key_end(end) - 1) % capacity.max_seqlen
         return cdiv(cdiv(last + 1, stride), base.tile_keys)
 
@@ -238,8 +238,7 @@ def selected(
     block_lists=None,
     placed: bool = False,
 ) -> Gradients:
-    """Of the selected branch.
-
+    """Gradients of the selected branch.
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
@@ -312,7 +311,7 @@ def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> lis
 
 
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
-    """What `bwd_preprocess.row_stats` gives for the query tiles of `base`, a `Dkv`.
+    """The result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
     `first`, `last`: bounds of the keys that each query sees `[B, T]`; first: None for 0.
     """

@@ -12,8 +12,8 @@ from nsa_core.validate import dtype_name
 
 def means(ops: ArrayOps, key, value, params: Params) -> tuple[Any, Any]:
     """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of their
-    windows, and zeros up to a whole selection block, which no query sees and the scores' kernel
-    wants there; of packed rows in the slots of their sequences.
+    windows, and zeros up to a whole selection block. No query sees these zeros, but the scores'
+    kernel needs them. In packed rows they are in the slots of their sequences.
     """
     if not params.config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
@@ -30,8 +30,8 @@ def gradients(
 
     Args:
       compressed: the gradients of these means.
-      others: `(dk, dv)` of each branch that looked at the same tokens; of packed rows those of
-        the first may be by places, `[B, places, Hkv, .]`.
+      others: `(dk, dv)` of each branch that read the same tokens. In packed rows those of the
+        first may be in slots, `[B, places, Hkv, .]`.
     """
     layout = params.layout
     keys, values = ([pair[i] for pair in others] for i in range(2))
@@ -53,7 +53,7 @@ def _key_tiles(layout: QueryLayout):
 
 
 def _sum(ops, compressed, arrays, length):
-    """Of tokens that are in no window."""
+    """The gradients of tokens that are in no window."""
     if arrays:
         return ops.derive(_total, *arrays)[0]
     return ops.extend(compressed, 1, length, 0.0)

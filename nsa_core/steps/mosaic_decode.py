@@ -43,7 +43,7 @@ def attention(
 def step_kernel(
     query, gates, cache: PagedArrays, page_table, scale: float | None, append: bool
 ) -> Kernel:
-    """What `attention` runs."""
+    """The kernel that `attention` runs."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _described(
@@ -114,7 +114,7 @@ def why_not(problem: Any) -> str | None:
 
 
 def kernel_of(problem: Any, append: bool = False) -> Kernel:
-    """What a paged call runs, for any batch, pool and table; gates in the dtype of the queries."""
+    """The kernel of a paged call for any batch, pool and table; gates have the queries' dtype."""
     return decode(_posed(problem, problem.dtype, append)).for_any_length()
 
 
@@ -163,7 +163,7 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
 
 
 def _described(config: NSAConfig, **sizes: Any) -> Decode:
-    """`sizes`: the fields of `Decode` that do not follow from the configuration."""
+    """The spec of a kernel. `sizes` are the fields of `Decode` that `config` does not determine."""
     spec = Decode(
         **sizes,
         compress_block=config.compress_block,

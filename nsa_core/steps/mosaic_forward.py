@@ -108,7 +108,7 @@ def _operands(qkv: Qkv, layout, rounded):
 
 
 def _last_inputs(ops, gate, added, rounded):
-    """Those of a branch's kernel that it may not have: what `attention.forward` adds."""
+    """The optional last inputs of a branch's kernel, which `attention.forward` adds."""
     arrays = [] if gate is None else [ops.to_float32(gate)]
     if added is not None:
         return [*arrays, added]
@@ -315,7 +315,7 @@ def _candidates(ops, first, last, base, position, *, spec, block):
 
 @derived(_candidate_shapes)
 def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
-    """`_candidates` of tiles of one sequence each, whose `first` is the slot where it begins."""
+    """`_candidates` for tiles of one sequence each, whose `first` is its first slot."""
     xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
     token = first_token[..., None] + ops.arange(first, tile.tokens)
     exists = token < end_token[..., None]

@@ -11,7 +11,7 @@ from nsa_core.validate import dtype_name
 
 
 class Rounded(NamedTuple):
-    """Keys and values as `specs.fp8.round_tokens` gives them."""
+    """The keys and values that `specs.fp8.round_tokens` returns."""
 
     key: Any
     value: Any
@@ -21,7 +21,7 @@ class Rounded(NamedTuple):
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """What kernels of attention read."""
+        """The inputs of the attention kernels."""
         return self.key, self.value, self.key_scale, self.value_scale
 
 
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 
 
 def round_tokens(ops: ArrayOps, key, value, layout: QueryLayout) -> Rounded:
-    """Of `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, by places.
+    """Round `key` `[B, S, Hkv, D]` and `value` `[B, S, Hkv, Dv]`, and move them to slots.
 
     Raises:
       NotImplementedError: a packed row whose sequences have no places.

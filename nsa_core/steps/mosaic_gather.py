@@ -1,6 +1,6 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
+If the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
 loops only over the blocks near it, and leaves far blocks to
 `kernels_pallas.specs.gathered`: neighbours are alike, and no output depends on later tokens. The
 device decides, so the host never waits, and each kernel skips the blocks of the other.
@@ -40,7 +40,7 @@ def max_heads(block: int) -> int:
 
 
 def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
-    """How many blocks the list of a tile may have (`SelectedAttention.gather_limit`).
+    """The maximum of blocks in the list of a tile (`SelectedAttention.gather_limit`).
 
     0: any number, because none is too long, or because the gathering kernel cannot run.
     """
@@ -60,11 +60,11 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
 
 
 def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
-    """`added + gate * O` `[B, T, H, Dv]` and the log-sum-exp of O `[B, T, H]`, None where it is
+    """`added + gate * O` `[B, T, H, Dv]`, and the log-sum-exp of O `[B, T, H]`, or None if O is
     added.
 
     Args:
-      spec: the `SelectedAttention` that made `walked` and `lse`, of far blocks nothing.
+      spec: The `SelectedAttention` that computed `walked` and `lse` without far blocks.
       arrays: query, key and value.
       selection: block indices, `counts` of the tiles' block lists, and the layout.
       gate: float32 `[B, T, H]`, or None for 1.
@@ -97,7 +97,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
-      row_stats: as `spec`'s kernel takes them.
+      row_stats: The row statistics of `spec`'s kernel.
       spec, arrays, selection: as in `attention`.
     """
     block_indices, counts, layout = selection = _in_parts(ops, spec, *selection)
@@ -121,7 +121,7 @@ def _staying(ops, merge, spec):
 
 
 class _Layout(NamedTuple):
-    """What is read of a `QueryLayout`, in parts of a block: its tiles of keys are blocks then."""
+    """The parts of a `QueryLayout` that are read for split blocks, whose key tiles are blocks."""
 
     position: Any
     key_start: Any
@@ -151,7 +151,7 @@ class _Segment(NamedTuple):
 def _segments(
     ops, spec, width: int, block_indices, counts, layout
 ) -> tuple[Any, Iterator[_Segment]]:
-    """Work items and entries of `gathered.partials`, and the segments; `width`: of a partial."""
+    """Work items and entries of `gathered.partials`, and the segments. `width` is a partial's."""
     tile, n = spec.tile.tokens, spec.n // spec.parts
     sizes = spec.B, spec.T, cdiv(spec.S, spec.parts), spec.Hkv, n, ROWS, 1, False
     lists = BlockQueryLists(
@@ -181,7 +181,7 @@ def _segments(
 
 @derived(lambda like, *, count, **sizes: [int32(1, gathered.SEGMENT_WORDS)] * count)
 def _segment_words(ops, like, *, count, size, tile):
-    """Of each segment, its index, first token and first tile as its kernels read them."""
+    """The index, first token and first tile of each segment, in the layout of its kernels."""
     index = ops.arange(like, count).reshape(-1, 1)
     columns = index, index * size, index * (size // tile)
     columns = ops.xp.concatenate(columns, axis=1)

@@ -48,9 +48,9 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 
 
 def query_lists(ops: ArrayOps, fill, block_indices, layout: QueryLayout, spec, counts=None):
-    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile begins,
-    and the lists one after another, as the kernel `fill` of `specs.block_query_lists` makes them.
-    `counts`: of the tiles' block lists, if `spec` has a `limit`.
+    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: the begin of the list of each key tile,
+    and the concatenated lists that the kernel `fill` of `specs.block_query_lists` makes.
+    `counts` are those of the tiles' block lists, if `spec` has a `limit`.
     """
     starts = layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
     arrays = block_indices, layout.position, starts, *([] if counts is None else [counts])

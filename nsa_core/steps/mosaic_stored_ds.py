@@ -8,7 +8,7 @@ the query's gradient is one product per block in place of three, without V, dO a
                             ▼ dS, of some rows of [B, Hkv]
     block list of a tile ──► stored_ds_dq ──► dq of these rows, added in place
 
-dS of all rows at once would take several times the memory of an output, so rows go in chunks.
+dS of all rows needs several times the memory of an output, so rows are processed in chunks.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed:
     whose entries an int32 cannot count.
 
     Args:
-      base: of the branch.
-      selection_entries: blocks that a token selects.
+      base: The `Dkv` of the branch.
+      selection_entries: Number of blocks that a token selects.
       block: keys of a block.
       packed: whether blocks may begin anywhere in a tile of keys.
     """
@@ -76,13 +76,13 @@ def gradients(
     block_lists,
     placed: bool = False,
 ) -> Gradients:
-    """Of query, key and value; dq with `added`, if given, perhaps in its memory.
+    """Gradients of query, key and value. `added` is added to dq, perhaps in its memory.
 
     Args:
       base: as in `serves`.
       arrays: query, key and value.
       stats: `row_stats` of `base`.
-      block_lists: of the tiles of forward, or None.
+      block_lists: Those of the forward tiles, or None.
       added: may be a `LaterDq`.
       placed: as in `mosaic_lists.merged`.
     """
@@ -167,7 +167,7 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
 
 
 def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> StoredDsQuery:
-    """Of dq, all rows at once."""
+    """The spec of dq for all rows at once."""
     sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
     return StoredDsQuery(
         **sizes, stored_rows=base.B * base.Hkv, n=selection_entries, packed=packed
@@ -175,7 +175,7 @@ def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> Stor
 
 
 def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """Of a chunk; all where dq is not added in place."""
+    """The maximum of rows in a chunk: all if dq is not added in place."""
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
     most, row = CHUNK_BYTES, _row_bytes(spec)
@@ -185,7 +185,7 @@ def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:
-    """Of dS of one row of `[B, Hkv]`."""
+    """The bytes of dS for one row of `[B, Hkv]`."""
     return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
 
 
@@ -204,7 +204,7 @@ def _chunks(
 
 @derived(lambda like, *, count, **sizes: [int32(stored_ds.CHUNK_WORDS)] * count)
 def _chunk_words(ops, like, *, count, max_rows, items):
-    """Of each chunk, its first row and work item as its kernels read them."""
+    """The first row and work item of each chunk, in the layout of its kernels."""
     first = ops.arange(like, count).reshape(-1, 1) * max_rows
     words = ops.xp.concatenate([first, first * items], 1)
     words = ops.pad_end(words, 1, stored_ds.CHUNK_WORDS - words.shape[1], 0)
@@ -222,7 +222,7 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
-    """As `_merged`, of the rows of a chunk; other rows are those `before`.
+    """The same as `_merged` for the rows of a chunk. Other rows are those of `before`.
 
     Args:
       arrays: Further inputs of the kernel.

@@ -10,11 +10,11 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 
     Args:
       start: index of the first compressed token of each query's sequence `[B, T]`.
-      first, last: of those that the query sees.
+      first, last: The first and last compressed token that the query sees.
 
     Returns:
-      The keys `[B, blocks * r, Hkv, D]`, zeros in the gaps; of each query its sequence's first
-      block, and the first and the last of the moved keys that it sees `[B, T]`.
+      The keys `[B, blocks * r, Hkv, D]` with zeros in the gaps. For each query its sequence's first
+      block, and the first and the last of the moved keys that it sees, `[B, T]`.
     """
     ratio, count = config.select_block // config.compress_stride, key.shape[1]
     if not count:

@@ -1,4 +1,4 @@
-"""What every step of attention takes, on any kernels."""
+"""The arguments of every step of attention, on any kernels."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from nsa_core.config import NSAConfig
 
 
 class Qkv(NamedTuple):
-    """What a branch attends with. Its keys are S tokens, or C compressed ones."""
+    """Query, key and value of a branch. The keys are S tokens, or C compressed ones."""
 
     query: Any  # [B, T, H, D]
     key: Any  # [B, S, Hkv, D]

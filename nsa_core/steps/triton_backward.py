@@ -1,8 +1,8 @@
 """The backward steps on Triton kernels, for either framework; as `mosaic_backward`.
 
-Query-stationary kernels give dq, key-stationary ones dk and dv. Where few tiles of keys have
-much work, or a block has a long query list, float32 partials are added in their order. The
-query lists come from a stable sort, so every sum has a fixed order.
+Query-stationary kernels compute dq, key-stationary ones dk and dv. If few tiles of keys have much
+work, or a block has a long query list, float32 partials are added in their order. A stable sort
+makes the query lists, so every sum has a fixed order.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def delta_of(ops: ArrayOps, do, *outputs):
 def compressed(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the compressed branch; arguments as in `mosaic_backward.compressed`."""
+    """Gradients of the compressed branch; see `mosaic_backward.compressed`."""
     if qkv.key.shape[1] == 0:
         return nothing_flows(ops, qkv, added)
     return _interval(ops, qkv, do, rows, VisibleCompressed(params.config), params, added)
@@ -50,13 +50,13 @@ def compressed(
 def sliding(
     ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
 ) -> Gradients:
-    """Of the sliding branch; arguments as in `mosaic_backward.compressed`."""
+    """Gradients of the sliding branch; see `mosaic_backward.compressed`."""
     bounds = Window(params.config, qkv.key.shape[1])
     return _interval(ops, qkv, do, rows, bounds, params, added)
 
 
 def compressed_and_sliding(ops: ArrayOps, qkvs, do, rows, params: Params) -> tuple:
-    """As in `mosaic_backward`, a kernel each for dq."""
+    """The same as in `mosaic_backward`, with one kernel per branch for dq."""
     dq, *compressed_pair = compressed(ops, qkvs[0], do, rows[0], params)
     dq, *sliding_pair = sliding(ops, qkvs[1], do, rows[1], params, dq)
     return dq, compressed_pair, sliding_pair
@@ -104,7 +104,7 @@ def _dq(ops, p: Problem, launch, arrays, residuals, unused, rows, added, **const
 
 
 def _partials(p: Problem, items: int, keys: int) -> list[Array]:
-    """Of dk and dv of `items` segments of tiles of `keys` keys, of each pair."""
+    """Partials of dk and dv for `items` segments of tiles of `keys` keys, per pair."""
     return [Array((p.pairs * items, keys, x), "float32") for x in (p.D, p.Dv)]
 
 
@@ -139,8 +139,8 @@ def _last_items(ops, like, *, tiles: int, row: int, segments: int):
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
-    """int32 `[B, tiles, 4]`: where the queries that see some key of a tile begin and end, and
-    those that see all of them. Bounds never decrease along the queries.
+    """int32 `[B, tiles, 4]`: begin and end of the queries that see a key of a tile, and of those
+    that see all its keys. Bounds never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
@@ -164,7 +164,7 @@ def selected(
     added=None,
     block_lists=None,
 ) -> Gradients:
-    """Of the selected branch; arguments as in `mosaic_backward.selected`."""
+    """Gradients of the selected branch; see `mosaic_backward.selected`."""
     layout, config, scale = params
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
@@ -199,7 +199,7 @@ def selected(
 
 
 class ListSizes(NamedTuple):
-    """Of the query lists of tiles of `block` keys, of one key/value head and batch row.
+    """Sizes of the query lists of tiles of `block` keys, per key/value head and batch row.
 
     Attributes:
       entries: at most.
@@ -227,7 +227,7 @@ def _list_shapes(block_indices, *arrays, sizes):
 
 @derived(_list_shapes)
 def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSizes):
-    """Which queries chose each tile of keys, and the work items: `of_blocks` describes them."""
+    """The queries that chose each tile of keys, and the work items; see `of_blocks`."""
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
     rows = keys.shape[0]

@@ -96,8 +96,8 @@ def selected_and_sum(
 
 
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
-    """A tile has the heads of one token where they fill 16 rows or more, otherwise of as many
-    neighbouring tokens as 16 rows hold.
+    """The sizes of tiles. A tile has the heads of one token if these fill 16 rows or more,
+    otherwise the heads of the neighbouring tokens that fit in 16 rows.
     """
     tokens, n = max(LEAST // p.group, 1), block_indices.shape[-1]
     slots = power(n, 1)

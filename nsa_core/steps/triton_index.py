@@ -32,7 +32,7 @@ FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them i
 
 
 def _on_chip(index: Index) -> bool:
-    """Whether `index.index_blocks` takes it, from which no score gets out."""
+    """Whether `index.index_blocks`, which writes no scores, supports it."""
     plain = index.activation is None and index.reduce is None
     return plain and LEAST <= index.pool and index.num_selected <= SELECTED
 
@@ -63,7 +63,7 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
 
     Args:
       position: int32 `[B, T]`, negative for padding.
-      offset: of the first query in its row, where it is known.
+      offset: The position of the first query in its row, if it is known.
     """
     (batch, length, heads, width), keys = query.shape, key.shape[1]
     on_chip, n, dtype = _on_chip(index), index.num_selected, dtype_name(query)
@@ -278,7 +278,7 @@ def loss(ops: ArrayOps, arrays, lists, position, teacher: Teacher):
 def gradients(
     ops: ArrayOps, teacher: Teacher, index_query, index_key, lists, position, kept: Kept, grad
 ):
-    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`."""
+    """The gradients of index_query and index_key from that of the loss, `[B, T, Hi]`."""
     block, scale = teacher.block, teacher.index_scale
     batch, length, heads, n = lists.shape
     keys, width = index_key.shape[1:]

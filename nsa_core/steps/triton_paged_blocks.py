@@ -29,7 +29,7 @@ APART = "reads pages whose tokens lie in memory one after the other"
 
 
 class Paged(NamedTuple):
-    """Where the tokens of a call are: arguments as in `paged_block_attention`."""
+    """The positions of a call's tokens; arguments of `paged_block_attention`."""
 
     page_table: Any
     lengths: Any
@@ -66,11 +66,11 @@ def _memory(pages):
 
 
 class _Sizes(NamedTuple):
-    """Of attention to listed blocks, of rows in pages or side by side.
+    """Sizes of attention to listed blocks, for rows in pages or in one array.
 
     Attributes:
-      scopes: lists of a token, of `n` blocks.
-      tail: its own block too, where that is not complete.
+      scopes: Number of lists per token, of `n` blocks each.
+      tail: Whether its own block is added if it is incomplete.
       whole: a program has a whole list; many queries fill the GPU.
     """
 
@@ -209,7 +209,7 @@ def attention(
 
 
 def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
-    """`(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`: of whole rows, some queries at a time.
+    """`(out, lse)`, `[B, T, H, Dv]` and float32 `[B, T, H]`, for whole rows in chunks of queries.
 
     Args:
       query, key, value: `[B, T, H, D]`, `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`: pages of one token.
@@ -292,7 +292,7 @@ def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=
 
     Args:
       scores: float32 `[.., lists, blocks]` of the tokens; places: as in `Paged.places`.
-      most_blocks: that there may be in any call of a problem; most: tokens of a row.
+      most_blocks: Maximum of blocks in any call of a problem; `most` is that of tokens per row.
     """
     *tokens, lists, count = scores.shape
     items, n = math.prod(tokens) * lists, index.num_selected

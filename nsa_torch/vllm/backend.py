@@ -1,4 +1,4 @@
-"""What vLLM asks of a backend, and the op that appends and attends (`step.py`).
+"""vLLM's interface of a backend, and the op that appends and attends (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM hands a layer all blocks as `[B, Hkv, N, C]`, C
 elements a token and head, which have room for all that NSA keeps of its tokens:
@@ -47,7 +47,9 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 
 
 class NSABackend(AttentionBackend):
-    """What vLLM asks of a backend. Layers are not its `Attention`: there is no implementation."""
+    """vLLM's interface of a backend. Layers are not its `Attention`, so no implementation
+    exists.
+    """
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
@@ -83,7 +85,7 @@ class NSABackend(AttentionBackend):
 
 
 def cache_spec(spec: LayerSpec, dtype: torch.dtype) -> FullAttentionSpec:
-    """The cache of a layer in vLLM's words."""
+    """vLLM's description of a layer's cache."""
     return FullAttentionSpec(
         block_size=spec.config.select_block,
         num_kv_heads=spec.n_kv_groups,

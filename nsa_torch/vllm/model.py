@@ -22,10 +22,10 @@ GUESSES = "ngram", "ngram_gpu", "suffix"  # methods of vLLM's that bring no laye
 
 
 class Pages(nn.Module, AttentionLayerBase):
-    """What vLLM knows of a layer with NSA: its cache and its backend.
+    """vLLM's view of a layer with NSA: its cache and its backend.
 
     Attributes:
-      pages: of the layer; None before vLLM has bound its memory.
+      pages: The pages of the layer; None before vLLM has bound its memory.
       gathered: Number of elements that a step may copy from pages to other memory.
     """
 
@@ -83,7 +83,7 @@ def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> 
 
 
 class NSAForCausalLM(nn.Module):
-    """As vLLM makes and runs a model; weights have the names of `nsa_torch.huggingface`.
+    """The model in vLLM's interface. Weights have the names of `nsa_torch.huggingface`.
 
     Raises:
       NotImplementedError: several devices, layers with dense attention, a cache of another dtype,
@@ -156,7 +156,7 @@ class NSAForCausalLM(nn.Module):
 
 
 def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
-    """What the plugin cannot do, said before anything is loaded."""
+    """Refuse settings that the plugin does not support, before anything is loaded."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     split = "key/value heads of NSA are not split"
     guesses = getattr(vllm_config.speculative_config, "method", None)

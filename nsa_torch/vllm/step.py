@@ -82,9 +82,7 @@ class Step(NamedTuple):
 
 
 def elements_of_token(spec: LayerSpec) -> int:
-    """Of a token and key/value head, compressed tokens included: whole, so that it may be more than
-    NSA keeps.
-    """
+    """The elements per token and key/value head, including compressed tokens, rounded up."""
     config, heads = spec.config, spec.n_kv_groups
     elements = paged_layout.page_elements(heads, spec.d_k, spec.d_v, config, spec.separate)
     return -(-elements // (heads * config.select_block))
