@@ -1,4 +1,4 @@
-"""Compiles the kernels of configurations ahead of time: nothing is left to compile at first use.
+"""Compiles the kernels of configurations ahead of time, so that first calls compile nothing.
 
     python -m nsa_interop.build --preset paper,seed             # into the user's cache
     python -m nsa_interop.build --preset paper --out FOLDER     # into another folder
@@ -28,7 +28,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def layer_of(preset: str) -> dict[str, Any]:
-    """The layer of a file of `configs/`, as a store notes it."""
+    """The layer of a file of `configs/`, in the form that a store records."""
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     return layer_note(
@@ -49,7 +49,7 @@ def kernels_of(
 
     Args:
       decode: those over paged caches too, which append tokens among them.
-      lengths: of sequences; those of the default serve all.
+      lengths: Lengths of sequences. The default builds kernels for all lengths.
     """
     layer = layer_of(preset)
     layer["config"] = NSAConfig(**layer["config"])
@@ -66,7 +66,7 @@ def kernels_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 where a kernel could not be built."""
+    """The exit status: 0, or 1 if a kernel could not be built."""
     parser = argparse.ArgumentParser("python -m nsa_interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")

@@ -13,7 +13,7 @@ a capsule carries no stream, and nothing would wait for anything.
   The host does not wait on CUDA. On the CPU torch runs at once, and `to_torch` waits until
   the array is computed.
 
-Lifetime (who keeps what alive).
+Lifetime (which object keeps which memory alive).
   Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
                 stream has read the memory. Keep tensor and array until every output computed
                 from it has been through `to_torch` on the current stream: from then on torch's
@@ -54,15 +54,15 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     that is contiguous, aligned and not pinned.
 
     Args:
-      tensor: on a device that JAX sees too, of a dtype that JAX keeps. It must outlive and not be
-        written during JAX's use of it (see the module).
+      tensor: A tensor on a device that JAX supports, with a dtype that JAX does not convert. Keep
+        it alive and do not write to it while JAX uses it (see the module).
 
     Raises:
       ValueError: The tensor has a subclass, which may have no memory, or a dtype that JAX would
         convert (64-bit types without x64).
       NotImplementedError: torch's current stream is capturing a CUDA graph.
-      BufferError, RuntimeError: in the words of torch and JAX: the tensor requires a gradient while
-        gradients are on, or JAX has no such device or dtype.
+      BufferError, RuntimeError: Errors of torch and JAX: the tensor requires a gradient while
+        gradients are on, or JAX does not support the device or dtype.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"a plain torch.Tensor is needed, got {type(tensor).__name__}")
@@ -93,12 +93,12 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
 
 def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
-    """The torch tensor of a JAX array, ordered before what torch's current stream runs next.
+    """The torch tensor of a JAX array. Later work on torch's current stream waits for the array.
 
     Args:
       array: a computed array on one device.
-      copy: False shares the memory: never write the tensor, and drop it only when all reads of
-        it have finished. True gives a tensor of torch's own, free of both rules.
+      copy: False shares the memory. Never write to the tensor, and drop it only after all reads
+        have finished. True returns a copy in torch's memory without these rules.
     """
     alias = torch.from_dlpack(array)
     if not copy:
@@ -121,12 +121,12 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     recorded for autograd.
 
     Args:
-      function: takes arrays in the structure of `tensors`, returns an array or a tuple.
+      function: A function of arrays in the structure of `tensors` that returns an array or a tuple.
       tensors: tensors of one device, tuples of them, nested at will; None stays None.
 
     Returns:
-      What the function returned, as tensors that own their memory and may be written; a single
-      array comes back as a tuple of one.
+      The results of the function as tensors with their own memory, which may be written. A single
+      array is returned as a tuple of one.
 
     Raises:
       as `to_jax`.

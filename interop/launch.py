@@ -9,7 +9,7 @@ that is current when `launch` is called, outputs come from torch's allocator on 
 the host never waits. If another stream writes to an input, the caller makes the current stream wait
 for it. If another stream allocated one, the caller calls `record_stream` before dropping it.
 
-What is loaded stays loaded (`runtime.loaded`).
+Loaded kernels stay loaded (`runtime.loaded`).
 """
 
 import functools
@@ -36,13 +36,13 @@ def launch(
     """Runs `kernel` on torch's current stream.
 
     Args:
-      kernel: built at its first launch where it is not on disk, or ahead of it by `prepare`.
+      kernel: It is built at its first launch if it is not on disk, or earlier by `prepare`.
       tensors: one for each of `kernel.inputs`, with its dtype and number of elements, in any
         shape: contiguous, starting at a multiple of 256 bytes, all on one Hopper GPU. Nothing
         is recorded for autograd.
       out: one tensor for each of `kernel.outputs`, under the same rules, that overlaps no other
-        tensor of the call, but for the first where they are the last inputs of a kernel that
-        works `in_place`; None in place of one, or nothing for all, allocates them.
+        tensor of the call. Only the first ones may be the last inputs of an `in_place` kernel.
+        None, for one or for all, allocates them.
 
     Returns:
       The outputs: the tensors of `out`, or new ones in the shapes of `kernel.outputs`.
@@ -91,8 +91,8 @@ def launch(
 
 
 def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
-    """What `launch` calls: a function of a stream (`current_stream`) and of the addresses of
-    inputs and outputs, which must be as `launch` wants them, that queues one run.
+    """The function that `launch` calls to queue one run. Its arguments are a stream
+    (`current_stream`) and the addresses of inputs and outputs, which must satisfy `launch`.
 
     Raises:
       NotImplementedError, RuntimeError: as `launch`.
@@ -103,10 +103,10 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
 def sequence(
     kernels: Sequence[Kernel], arguments: Sequence[Sequence[int]], device: torch.device
 ) -> Callable[[int, tuple[int, ...]], None]:
-    """As `launcher`, of several kernels one after the other (`runtime.sequence`).
+    """The same as `launcher`, for a sequence of kernels (`runtime.sequence`).
 
     Args:
-      arguments: of each kernel, which of the addresses it takes.
+      arguments: For each kernel, the indices of its addresses.
     """
     return LaunchSequence([_bound(x, _index(device)) for x in kernels], arguments).launch
 
@@ -130,7 +130,7 @@ def prepare(
       jobs: Number of processes that build missing kernels. Defaults to one per core.
 
     Returns:
-      How many kernels that are.
+      The number of kernels.
 
     Raises:
       ValueError: `device` is not a GPU.
@@ -167,14 +167,14 @@ def _bound(kernel: Kernel, index: int) -> BoundKernel:
 
 
 def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
-    """Says what this thread is about to launch: it is asked for, and built at once, where a launch
-    finds a kernel that has never been built.
+    """Register the kernels that this thread will launch. If a launch finds a kernel that was never
+    built, all of them are built together.
     """
     _thread.prefetched = kernels
 
 
 def _prefetched() -> Sequence[Kernel]:
-    """What this thread last said; once."""
+    """The kernels that this thread registered last. They are returned once."""
     found, _thread.prefetched = getattr(_thread, "prefetched", None), None
     return found() if found else []
 

@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_core.types`.
 
-Names are imported when they are first asked for: `import nsa_jax` imports no JAX, so that
-`nsa_torch` can share what needs none.
+Names are imported at their first use. `import nsa_jax` does not import JAX, so that `nsa_torch`
+can share the parts without JAX.
 """
 
 import importlib

@@ -4,7 +4,7 @@ Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Functions that a
 also accept a `Branches` of arrays (paper section 3.3.3). `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back.
 
-Every function raises `ValueError` for input that no implementation could take (the message
+Every function raises `ValueError` for input that no implementation supports (the message
 names the argument, the rule and the value) and `NotImplementedError` when a named
 implementation cannot run the problem.
 """
@@ -158,8 +158,8 @@ def attend(
     """`attention` on given compressed tokens (see `cache.py`).
 
     Args:
-      assume_finite: keys and values behind `kv_len` are finite, and no query is padding, so that
-        kernels need no copies in which these are zero.
+      assume_finite: Whether keys and values after `kv_len` are finite and no query is padding.
+        Kernels then need no copies with zeros for them.
     """
     compressed_key, compressed_value = validate.pair(compressed)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len, value.selected)

@@ -1,11 +1,11 @@
-"""Decoding: a call returns a new cache with its tokens; the one that it is given is unchanged.
+"""Decoding. A call returns a new cache with its tokens; the given cache is unchanged.
 
-A cache that is donated is gone, and its memory is the new one's. One function does prefill, chunks
-and tokens.
+A donated cache is invalid after the call, which reuses its memory. One function serves prefill,
+chunks and tokens.
 
 Each row is a page of its own (`nsa_core.paged_layout`), which has room for all of its tokens.
-Nothing grows: a write past the capacity raises `ValueError` where the length is known, and turns
-the output to NaN where it is traced.
+A cache never grows. A write beyond the capacity raises `ValueError` if the length is known. In
+traced code the output becomes NaN.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ jax.tree_util.register_static(Contents)
 
 
 class NSACache(NamedTuple):
-    """Keys and values. A call returns a new cache with its tokens; the one that it is given is
-    unchanged, or gone where it is donated.
+    """Keys and values. A call returns a new cache with its tokens. The given cache is unchanged,
+    or invalid if it is donated.
 
     `M`: capacity in tokens. Sliding and raw fields are None where those are the selected ones.
     """

@@ -11,7 +11,7 @@ from nsa_core import block_lists, debug, validate
 
 
 def is_read(x: Any) -> bool:
-    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
+    """Whether the host reads the numbers of an argument: without a wait, or if `debug` is on."""
     if isinstance(x, jax.core.Tracer):
         return False
     here = not isinstance(x, jax.Array) or {each.platform for each in x.devices()} == {"cpu"}
@@ -30,6 +30,6 @@ def within(name: str, x: Any, least: int, most: int) -> None:
 
 
 def distinct(block_indices: Any) -> None:
-    """Raises where a list names a block twice."""
+    """Raise ValueError if a list names a block twice."""
     if (found := read(block_indices)) is not None:
         block_lists.refuse_repeated(found)

@@ -20,7 +20,7 @@ def apply_phi(
     """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`.
 
     Args:
-      first: the position of each window's first token in its sequence; `[1, C]`: of all rows.
+      first: The position of each window's first token in its sequence; `[1, C]` serves all rows.
     """
     dtype = wide(windows.dtype)
     if params is None:

@@ -7,8 +7,8 @@ any other, whose queries are the last of the first `kv_len` keys, a traced numbe
 devices run the same program. Gathered keys and values are no residuals: the backward pass gathers
 them again. The gradients are summed over the devices in float32, by `lax.psum_scatter`.
 
-Of compressed tokens each device makes those that begin among its own tokens, from these and the
-tokens behind them (the halo). All devices then gather compressed tokens.
+Each device computes the compressed tokens that begin in its own tokens, from these and the tokens
+after them (the halo). All devices then gather compressed tokens.
 
 Shapes: `T` is what one device has, `S` the whole sequence.
 """
@@ -38,10 +38,10 @@ from nsa_jax.numerics import wide
 
 
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
-    """`x` in the order in which `size` equal shards along `axis` have their tokens.
+    """Reorder `x` along `axis`, so that each of `size` equal shards has the tokens of one device.
 
-    For a sharding that cuts `axis`; a length that is no multiple of the chunks there are is
-    padded at the end, with zeros (integers with -1: padding of `segment_ids`).
+    A length that is no multiple of the number of chunks is padded at the end, with zeros or, for
+    integers such as `segment_ids`, with -1.
     """
     x = jnp.asarray(x)
     length = x.shape[axis]
@@ -59,7 +59,7 @@ def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zig
 def unshard_sequence(
     x, size: int, *, axis: int = 1, length=None, context_layout: Layout = "zigzag"
 ):
-    """The inverse of `shard_sequence`; `length`: without padding."""
+    """The inverse of `shard_sequence`. `length` is the length without padding."""
     layouts.check(context_layout)
     x = jnp.asarray(x)
     length = x.shape[axis] if length is None else length
@@ -95,7 +95,7 @@ def _moved(x, order):
 
 @dataclasses.dataclass(frozen=True)
 class _Shards(layouts.Shards):
-    """`axis`: of the mesh."""
+    """The shards along `axis` of the mesh."""
 
     axis: str
 
@@ -150,7 +150,7 @@ def shard_positions(
     """Position of each token of this device in its own sequence, int32 `[1 or B, T]`.
 
     Args:
-      segment_ids: `[B, T]`, the device's own; -1 comes back for padding.
+      segment_ids: `[B, T]`, the device's own. The position of padding is -1.
     """
     shard = _shards(context_axis, context_layout, "query", local_length)
     segment_ids = shard.gather(segment_ids)
@@ -192,7 +192,7 @@ def compress(
 
 
 def _compressed_tokens(shard, x, params, config, segment_ids):
-    """`segment_ids`: of the whole sequence."""
+    """The compressed tokens; `segment_ids` are those of the whole sequence."""
     block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
     count, most = config.num_compressed(shard.length), -(-chunk // stride)
     if count == 0:
@@ -232,7 +232,7 @@ def _where(inside, x):
 
 
 def _with_halo(shard, x, halo):
-    """Each chunk of `x` `[B, T, ...]` with the `halo` tokens behind it, zeros after the last."""
+    """Each chunk of `x` `[B, T, ...]` with the `halo` tokens after it, zeros at the end."""
     own = jnp.split(x, len(shard.own), axis=1)
     width = min(halo, shard.chunk)
     if halo == 0:

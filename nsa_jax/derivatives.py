@@ -1,4 +1,4 @@
-"""Derivatives that nothing computes: an error in place of zeros."""
+"""Raises an error for derivatives that are not implemented, which would otherwise be zeros."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Which implementations JAX has of each step; how one is chosen: `nsa_core.dispatch`."""
+"""JAX's implementations of each step. `nsa_core.dispatch` chooses one."""
 
 from nsa_core.dispatch import FUNCTIONS, STEPS, WHOLE, Implementation, Registry, kernel
 

@@ -86,7 +86,7 @@ def _starts_aligned(x: Any) -> bool:
 
 
 def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None) -> int:
-    """Loads kernels on a GPU, built where they are not on disk.
+    """Load kernels on a GPU. Kernels that are not on disk are built.
 
     Returns:
       The number of kernels. Kernels that differ only in lengths count once.
@@ -101,7 +101,7 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
 
 @functools.cache
 def _described(kernel: Kernel) -> tuple[str, np.int64]:
-    """A kernel's description, and the number that stands for it in any process: of its hash."""
+    """A kernel's description, and its hash, a number that identifies it in any process."""
     text = description.canonical(description.describe(kernel))
     digest = hashlib.sha256(text.encode()).digest()
     return text, np.frombuffer(digest[:8], np.int64)[0]
@@ -122,7 +122,7 @@ def _can_build() -> bool:
 
 @functools.cache
 def _registered() -> bool:
-    """Tells XLA about the handler; whether it takes it."""
+    """Register the handler with XLA. Returns whether XLA accepts it."""
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     except Exception as error:
@@ -132,7 +132,7 @@ def _registered() -> bool:
 
 
 def _run(given: Call) -> None:
-    """What XLA asks for, on its stream."""
+    """Run the kernel that XLA requests, on its stream."""
     launch = _launches.get((given.key, given.device)) or _bound(given)
     assert given.stream is not None
     launch(given.stream, given.addresses)
@@ -151,7 +151,7 @@ def _bound(given: Call) -> Callable[[int, Sequence[int]], None]:
 
 
 def _wanted() -> Sequence[Kernel]:
-    """What was traced and has not run; once."""
+    """The traced kernels that have not run yet. They are returned once."""
     with _lock:
         found = list(_prefetch)
         _prefetch.clear()

@@ -70,8 +70,8 @@ def query_layout(
     segment_ids: Segments | None,
     config: NSAConfig,
 ) -> QueryLayout:
-    """That of the last `num_queries` of `kv_len` tokens; of a packed row, of all or, where
-    `kv_len` is an array, of its first `kv_len`.
+    """The layout of the last `num_queries` of `kv_len` tokens. In a packed row it is that of all
+    tokens, or of the first `kv_len` if `kv_len` is an array.
     """
     if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]
@@ -93,7 +93,7 @@ def query_layout(
 
 
 def places(segment_ids: Segments, config: NSAConfig) -> tuple[Array, Array, Array]:
-    """Of each token: `position`, `key_start`, `compressed_start` of a `QueryLayout`."""
+    """`position`, `key_start` and `compressed_start` of a `QueryLayout` for each token."""
     if isinstance(segment_ids, PackedRows):
         return segment_ids.position, segment_ids.key_start, segment_ids.compressed_start
     position, window = _packed(segment_ids, config)
@@ -118,7 +118,7 @@ def _packed(segment_ids, config):
 
 
 def positions(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B S"]:
-    """Of each token of a packed row in its own sequence; -1: padding."""
+    """The position of each token of a packed row in its sequence, -1 for padding."""
     if isinstance(segment_ids, PackedRows):
         return segment_ids.position
     return _packed(segment_ids, config)[0]

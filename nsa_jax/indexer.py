@@ -161,7 +161,7 @@ def runs_on(asked: str | None, query: Array, *reasons: str | bool | None) -> str
 
 
 def capability() -> tuple[int, int]:
-    """That of JAX's device; of some GPU where it is none, on which nothing will run."""
+    """The compute capability of JAX's device, or that of any GPU if it has none."""
     return jax_problem.capability() or AMPERE
 
 
@@ -176,7 +176,7 @@ def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
 
 
 def _of_copies(query, pages, paged: Paged, *, index: Index):
-    """From the keys of all rows side by side."""
+    """The lists from contiguous copies of the keys of all rows."""
     page_table, lengths, cu_seqlens_q = paged
     count, (batch, columns) = query.shape[0], page_table.shape
     lengths = jnp.minimum(lengths, columns * pages.shape[1] * index.entry)

@@ -1,4 +1,4 @@
-"""What dispatch is asked on behalf of JAX: the device and the problem that arrays pose."""
+"""The input of dispatch for JAX: the device, and the problem of the given arrays."""
 
 import jax
 
@@ -8,7 +8,7 @@ from nsa_core.dispatch import Problem
 
 
 def device_name() -> str | None:
-    """What the driver calls JAX's default device where that is a GPU, or None."""
+    """The driver's name of JAX's default device, or None if that is no GPU."""
     if interpret.get():
         return None
     device = _default_device()
@@ -16,7 +16,7 @@ def device_name() -> str | None:
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's default device, or None where that is no NVIDIA GPU."""
+    """The compute capability of JAX's default device, or None if that is no NVIDIA GPU."""
     version = str(getattr(_default_device(), "compute_capability", ""))
     major, _, minor = version.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

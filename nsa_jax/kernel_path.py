@@ -83,7 +83,7 @@ class _Lengths:
             self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)
 
     def layout(self, query, integers):
-        """Of `query` `[B, T, H, D]`."""
+        """The layout of `query` `[B, T, H, D]`."""
         segments = integers.get("segment_ids")
         found = geometry.query_layout(
             *query.shape[:2],
@@ -149,8 +149,8 @@ class KernelPath:
         return _Lengths(query, num_keys, kv_len, segment_ids, config, ops, padded)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
-        """`(out, lse)` of the branch `name`, a function of `steps.forward`, with the gradients of
-        query, key and value that its namesake in `steps.backward` gives.
+        """`(out, lse)` of the branch `name`, a function of `steps.forward`. The function of the
+        same name in `steps.backward` computes the gradients of query, key and value.
         """
         ops, forward_step = self.ops(), getattr(self.steps.forward, name)
         backward_step = getattr(self.steps.backward, name)

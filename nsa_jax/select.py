@@ -52,8 +52,8 @@ def choose(
 ) -> Int[Array, "... n"]:
     """`nsa_core.selection.choose`, in float32.
 
-    `log_scores` gives the scores' logarithms, by which those below `LEAST_EXACT` are compared on a
-    CPU, where one of these would be chosen and not all candidates are.
+    `log_scores` returns the logarithms of the scores. On a CPU they order scores below
+    `LEAST_EXACT`, if one of these would be chosen and not all candidates are.
     """
     n = config.num_selected
 

@@ -61,7 +61,7 @@ TRITON_OPS = TritonOps()
 def _triton_call():
     """`jax_triton.triton_call`, whose outputs are `outputs` in every version.
 
-    Fusing is asked for by name, as in torch's calls: newer versions of Triton warn otherwise.
+    Fusing is requested by name, as in torch's calls, since newer versions of Triton warn otherwise.
     """
     import triton
 

@@ -28,14 +28,14 @@ def varlen_metadata(
     max_segments: int | None = None,
     max_seqlen: int | None = None,
 ) -> PackedRows:
-    """What calls on packed rows take as `varlen`, in place of `segment_ids`.
+    """Make the argument `varlen` of calls on packed rows, which replaces `segment_ids`.
 
     The two limits are checked if the numbers are on the host (not under `jax.jit`), and on a GPU
     while `nsa_jax.debug` reports events. Otherwise the caller guarantees them.
 
     Args:
       segment_ids: `[B, S]`, as in `attention`.
-      config: of the calls.
+      config: The config of the calls.
       max_segments: Bound of the runs of equal ids per row, including runs of padding. Defaults to
         `S`. With a bound Mosaic kernels use tiles per sequence, as in rows of one sequence.
       max_seqlen: Bound of the tokens of a run. Defaults to `S`. Blocks of a longer run beyond the
@@ -63,10 +63,10 @@ def _made(segment_ids, *, config, **limits):
 def rows_of(
     segment_ids: Any, varlen: Any, config: NSAConfig, batch: int, length: int | None = None
 ) -> Any:
-    """What the steps take as `segment_ids`: these, or the `PackedRows` of `varlen`.
+    """The argument `segment_ids` of the steps: these, or the `PackedRows` of `varlen`.
 
     Args:
-      batch, length: of the rows; length: None means any.
+      batch, length: Sizes of the rows. A length of None means any.
 
     Raises:
       ValueError: Both are given, or `varlen` belongs to other rows or another config.

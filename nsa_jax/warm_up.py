@@ -31,7 +31,7 @@ def prepare(
     Args:
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
-      dtype, config, scale: of the calls, as in `attention`.
+      dtype, config, scale: Those of the calls, see `attention`.
       gradients: those of the backward pass too.
       packed: for rows with several sequences (`segment_ids`).
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
@@ -40,11 +40,11 @@ def prepare(
       jobs: processes that build what is not on disk; by default one a core.
 
     Returns:
-      How many kernels are ready.
+      The number of kernels that are ready.
 
     Raises:
       NotImplementedError: JAX's first device is not a Hopper GPU.
-      RuntimeError: a kernel could not be built; its compiler's words.
+      RuntimeError: A kernel could not be built. The message is its compiler's.
     """
     capability = jax_problem.capability()
     if capability != HOPPER:

@@ -108,14 +108,13 @@ _DATA = _Buffer.data.offset
 
 
 class Call(NamedTuple):
-    """What XLA asks for.
-
+    """A request of XLA.
     Attributes:
       key: the attribute `key`, an int64.
-      addresses: of inputs, then of outputs.
+      addresses: Those of inputs, then of outputs.
       stream: the CUstream to queue on; None on a CPU.
-      device: which GPU.
-      text: gives the attribute `kernel`, a string; while the call lasts.
+      device: The index of the GPU.
+      text: Function that returns the attribute `kernel`, a string, during the call.
     """
 
     key: int

@@ -6,7 +6,7 @@ attention for each layer. Importing this module registers `model_type="nsa"` wit
 `trust_remote_code=True`, for which `save_pretrained` and `convert` write a module:
   `NSAModelConfig`                      the sizes and the kind of each layer
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
-  `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
+  `NSAModelCache`                       the cache of `generate`: one `nsa_torch.NSACache` per layer
   `NSAPagedModelCache`                  the same on pages, for steps of static shapes
   `StepGraph`                           such a step as one CUDA graph
   `continuous_batching_config`          for `generate_batch`: pages that NSA can read

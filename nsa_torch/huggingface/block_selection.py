@@ -53,7 +53,7 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
 
     Args:
       name: The value of `attn_implementation` that selects it.
-      implementation: of `nsa_torch.block_attention`, a name that never falls back. None:
+      implementation: That of `nsa_torch.block_attention`, a name that never falls back. None means
         automatic.
     """
     attend = functools.partial(block_attention, implementation=implementation)
@@ -79,7 +79,7 @@ def key_states(
     Args:
       q_offset: slot of the first query; a tensor with a static cache.
       attention_mask: `[B, slots]`, True at tokens; may end before `kv_length`.
-      config: of the text model; `index_block_size` is read.
+      config: The config of the text model, for `index_block_size`.
 
     Returns:
       None without padding if the keys end with the last query. Otherwise int8
@@ -121,7 +121,7 @@ def key_states(
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     """Whether a row of `real` [B, Sk] has padding; waits for the device, once a forward pass.
 
-    Where nobody may wait (torch.compile, a CUDA graph) nothing is checked.
+    Nothing is checked under torch.compile or in a CUDA graph, where the host may not wait.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True
@@ -168,8 +168,7 @@ def block_attention(
       dropout: must be 0.
       block_indices: `[B, heads, Sq, n]`, any integer dtype and order, negative in empty slots;
         `heads` divides Hkv. A block after the query does not count; none is named twice.
-      implementation: of `nsa_torch.block_attention`.
-
+      implementation: That of `nsa_torch.block_attention`.
     Raises:
       ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
       NotImplementedError: dropout where blocks are chosen; sinks, a sliding window,
@@ -294,7 +293,7 @@ def chosen_blocks(
     Args:
       indexer: a `MiniMaxM3VLIndexer`; rotate: its `apply_rotary_pos_emb`.
       hidden_states: `[B, Sq, E]`; position_embeddings: cos and sin `[B, Sq, .]`.
-      cache: None, or what keeps the indexer's keys of each layer.
+      cache: None, or the cache of the indexer's keys of each layer.
       position_ids: `[B, Sq]`; a query sees the key slots up to its own number.
     """
     query, key = (

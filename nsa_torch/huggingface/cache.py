@@ -3,8 +3,8 @@
 transformers counts columns of the batch, padding included (`get_seq_length`). A row's own tokens
 are stored from slot 0 on, without the padding, and its length is its own:
 
-    NSAModel.forward -> begin: where the new tokens go, once for all layers (`Call`)
-        each layer: attend, or append where it is dense
+    NSAModel.forward -> begin: positions of the new tokens, once for all layers (`Call`)
+        each layer: attend, or append if it is dense
     -> end: the lengths
 """
 
@@ -46,7 +46,7 @@ CACHED = (
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """The keyword by which transformers' functions and outputs take a cache."""
+    """The keyword of a cache in transformers' functions and outputs."""
     return {CACHE: cache}
 
 
@@ -108,9 +108,7 @@ class NSALayer:
             self.state = self.state.map(function)
 
     def reset(self) -> None:
-        """Forgets the tokens; the tensors stay where they are, but for those in a graph of
-        autograd's.
-        """
+        """Clear the tokens. The tensors keep their memory, except those in a graph of autograd."""
         if self.state is not None:
             self.state.reset()
 
@@ -276,7 +274,7 @@ class NSAModelCache(Cache):
         Contents(theirs).with_facts(ours, "for a model ")
 
     def reserve(self, num_new: int) -> int:
-        """The columns with `num_new` more; ValueError where there is no room for them."""
+        """The number of columns with `num_new` more. ValueError if they exceed the capacity."""
         needed = self.columns + num_new
         if self.capacity is not None and needed > self.capacity:
             raise ValueError(f"cache capacity is {self.capacity} tokens, got {needed}")
@@ -324,8 +322,8 @@ class NSAModelCache(Cache):
         self.columns, self.ragged = 0, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes back the last `-tokens_to_remove` columns, in which no row has padding; of all
-        layers or, where that is an error, of none.
+        """Remove the last `-tokens_to_remove` columns, in which no row has padding, from all
+        layers. After an error no layer has changed.
         """
         count = -int(tokens_to_remove)  # transformers may give a tensor
         if not 0 <= count <= self.columns:
@@ -461,8 +459,8 @@ class NSAPagedModelCache(NSAModelCache):
         self.batch, self.page_table = indices.shape[0], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes what row `beam_idx[i]` is: its pages in use are copied, and the tensors
-        stay where they are.
+        """Copy row `beam_idx[i]` to row `i`. Only its used pages are copied, and the tensors keep
+        their memory.
         """
         used: list[Tensor] = [] if self.lengths is None else [self.lengths]
         for layer in self.layers:

@@ -185,14 +185,14 @@ class NSAModelConfig(SavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """A configuration from its JSON; `ValueError` where it is another model's."""
+        """A configuration from its JSON. ValueError if it belongs to another model."""
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}, got {found!r}")
         return super().from_dict(SILENT | config_dict, **kwargs)
 
     def check(self) -> None:
-        """Raises `ValueError` where a rule is broken; names the attribute and the value."""
+        """Raise `ValueError` if a rule is broken. The message names the attribute and the value."""
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})
         _ = self.layer_attention, self.layer_spec

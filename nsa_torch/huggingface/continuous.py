@@ -4,7 +4,7 @@
         a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
             each layer: project -> append -> paged_attention -> out
 
-What a step does is planned once for all layers. Steps of one token per row bring a block table:
+The work of a step is planned once for all layers. Steps of one token per row have a block table:
 their shapes depend only on it, nothing is read on the host, and on a GPU the manager captures
 them as CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one
 after the other. Their rows' bounds are read once, padding is left out, and `plan_runs` decides
@@ -65,12 +65,12 @@ def elements_of_layers(config: NSAModelConfig) -> list[int]:
 
 
 def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
-    """Of a block of `select_block` tokens of all layers."""
+    """The bytes of a block of `select_block` tokens of all layers."""
     return sum(elements_of_layers(config)) * dtype.itemsize
 
 
 class NSACacheAllocator(FullAttentionCacheAllocator):
-    """Of all layers of a model with NSA; arguments are the manager's.
+    """The allocator for all layers of a model with NSA. The manager passes the arguments.
 
     The manager allocates blocks of `select_block` tokens of all layers, shares prefixes and copies
     forks. Here a block has room for all of a model's layers: of a layer with NSA the three
@@ -144,7 +144,7 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
             self.pages[layer] = made
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
-        """Copies whole blocks, as where a request forks within one."""
+        """Copy whole blocks, for example if a request forks within one."""
         device = self.cache_tensor.device
         source, target = (
             torch.tensor(x, dtype=torch.int64, device=device)
@@ -252,7 +252,7 @@ def manager_of(
 
     Raises:
       NotImplementedError: transformers has another manager than those that were tried.
-      ValueError: as `continuous_batching_config`, or beams are asked for.
+      ValueError: The errors of `continuous_batching_config`, or beams are requested.
       MemoryError: there is less memory than `num_blocks` need.
     """
     check_manager()
@@ -315,14 +315,14 @@ class ContinuousBatch:
     """One step of a model with NSA: some rows prefill, some decode.
 
     Args:
-      config: of the model.
+      config: The model's.
       x: `[1, N, hidden_size]`, the new tokens of all rows, then padding.
       position: `[1, N]`.
       cache .. block_table: The arguments that transformers passes to attention functions.
         `read_index` and `write_index` are those of `NSACacheAllocator`.
 
     Attributes:
-      x: without the padding, which no logits are asked of.
+      x: The tokens without padding, which needs no logits.
       page_table, lengths, starts, runs: as in `paged_attention`, of all layers.
     """
 
@@ -414,7 +414,7 @@ def dense_attention(
     batch: ContinuousBatch | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Of a dense layer of a model with NSA: causal, from gathered pages.
+    """Causal attention of a dense layer in a model with NSA, on gathered pages.
 
     query, key, value: `[1, heads, N, .]`, the step's tokens.
     """

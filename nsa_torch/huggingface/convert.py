@@ -321,8 +321,8 @@ def _opened(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _checked(folder: Path, files: dict[str, Any], theirs: Any) -> torch.dtype:
-    """That the weights are those of the model; returns their dtype. Reads headers, and the head of
-    a tied model: transformers reads another one than the embedding, and does not tie it.
+    """Check that the weights belong to the model, and return their dtype. It reads headers, and the
+    head of a tied model, which transformers would read and not tie if it differs.
     """
     with torch.device("meta"):
         dense = transformers.AutoModelForCausalLM.from_config(theirs)
@@ -348,13 +348,13 @@ def _checked(folder: Path, files: dict[str, Any], theirs: Any) -> torch.dtype:
 
 
 def _is_left_out(name: str, config: Any) -> bool:
-    """Whether a weight follows from the rest."""
+    """Whether a weight is determined by others."""
     tied = name == HEAD and config.tie_word_embeddings
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """That each of its tokens has a row of the embedding."""
+    """Check that each token of the tokenizer has a row of the embedding."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""What `generate` asks of a model: its cache, and how a step runs."""
+"""The methods of a model that `generate` calls: the choice of a cache, and the run of a step."""
 
 import functools
 import inspect
@@ -139,8 +139,8 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Whether steps run by `get_compiled_call`: on a paged cache, where the model's can be a
-        graph and `disable_compile` is not set.
+        """Whether steps run in `get_compiled_call`: on a paged cache, if steps of the model can be
+        a graph and `disable_compile` is not set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -208,7 +208,7 @@ def goes_on_pages(
 def _check_cache(
     cache: NSAModelCache, given: Any, rows: int, columns: int, prompt: int
 ) -> None:
-    """Raises ValueError where the caller's cache does not fit what `generate` does."""
+    """Raise ValueError if the caller's cache does not fit the call of `generate`."""
     if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
             "compile_config must be None where cache is an NSAPagedModelCache, whose "

@@ -43,8 +43,7 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
       block_size: tokens of a compressed token and of a selection block.
       block_counts: blocks of a query.
       window_size: keys of the sliding branch, the query's own included.
-      selection: of `SELECTIONS`.
-
+      selection: One of `SELECTIONS`.
     Raises:
       ValueError: a size that NSA refuses, another selection, a trained one whose chunk of
         `block_size` blocks is not `block_counts`, or dropout of the attention.
@@ -76,7 +75,7 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
 
     @property
     def sizes(self) -> NSAConfig:
-        """Of NSA."""
+        """The sizes of NSA."""
         block = self.block_size
         return NSAConfig(block, block, block, self.block_counts, 0, 1, self.window_size)
 
@@ -187,7 +186,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **rest: Any
     ) -> Any:
-        """As Llama's."""
+        """The same as Llama's."""
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
                 "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
@@ -201,7 +200,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
 
 
 def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | None:
-    """Those of a packed row `x` [1, T, ...], or None."""
+    """The boundaries of a packed row `x` [1, T, ...], or None."""
     position, cache = call.get("position_ids"), call.get(CACHE)
     if all(call.get(name) is None for name in (*BORDERS, INDEX)):
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):

@@ -41,8 +41,8 @@ from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
-    """NSA of a decoder layer. Whatever cache it attends through, it is called as a module, so that
-    hooks see it.
+    """NSA of a decoder layer. It is called as a module with every kind of cache, so that hooks see
+    it.
     """
 
     zeroes_padding = False  # the model has done it
@@ -399,8 +399,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         """Arguments of `NSAModel.forward`, those of the loss function, and:
 
         Args:
-          labels: `[B, T]`, tokens that are predicted one column earlier; -100 counts nothing.
-          logits_to_keep: logits of that many last columns only, or of these; 0: of all.
+          labels: `[B, T]`, tokens that are predicted one column earlier; -100 is ignored.
+          logits_to_keep: Number of last columns with logits, or their indices. 0 means all.
         """
         of_loss = {*LOSS}
         if labels is not None and kwargs.keys() - READ - of_loss:

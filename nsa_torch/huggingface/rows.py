@@ -102,15 +102,14 @@ def rows(
     """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
     Args:
-      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step, one token per row on
-        an `NSAPagedModelCache`, also takes `[B, 1]`: that of its own column.
-      position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
-        cache they may start again in a single row, which is then a packed one.
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step of one token per row on an
+        `NSAPagedModelCache` also accepts `[B, 1]`, the mask of its own column.
+      position_ids: `[B or 1, T]`. The mask determines their values. Without mask and cache they
+        may start again in a single row, which is then a packed row.
       call: Its keywords. One of `BORDERS`, int `[sequences + 1]`, or `INDEX`, int `[1, T]` (which
         waits for a GPU), describes a packed row. One of `LONGEST` bounds the tokens of a sequence,
         and states that nothing follows the last sequence.
-      config: of the layers with NSA.
-
+      config: The config of the layers with NSA.
     Raises:
       ValueError: A row is padded in the middle or on both sides, or mask, positions, boundaries and
         cache contradict each other. On a GPU these checks wait for the device. A decode step does
@@ -190,7 +189,7 @@ def rows(
 
 
 def check_prompt(mask: Tensor) -> None:
-    """Raises ValueError where a row of a prompt's mask [B, T] has padding behind its tokens."""
+    """Raise ValueError if a row of a prompt's mask [B, T] has padding after its tokens."""
     behind = (mask[:, -1:] == 0).any(dim=1) & (mask != 0).any(dim=1)
     if bool(behind.any()):
         rule = f"{MASK} be padded on the left in generate (padding_side='left')"

@@ -3,8 +3,8 @@
     python -m nsa_torch.huggingface.serve CHECKPOINT --continuous-batching --port 8000
     python -m nsa_torch.huggingface.serve --help
 
-transformers looks for a model's class among its own, where this puts ours, and hands all options to
-its command. It needs `transformers[serving]`, and 5.19 for `--continuous-batching`. Pages have the
+transformers looks for a model's class among its own. This command adds ours and passes all options
+on. It needs `transformers[serving]`, and 5.19 for `--continuous-batching`. Pages have the
 checkpoint's `select_block` tokens.
 """
 
@@ -22,12 +22,13 @@ BATCHES, PAGE = "--continuous-batching", "--cb-block-size"
 
 
 def register() -> None:
-    """`transformers.NSAForCausalLM` is ours from here on, where the server looks for it."""
+    """Set `transformers.NSAForCausalLM` to our class, so that the server finds it."""
     model_manager.transformers.NSAForCausalLM = NSAForCausalLM  # type: ignore[attr-defined]
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Of transformers' command; the first of `arguments` is the checkpoint, or an option.
+    """The arguments of transformers' command. The first of `arguments` is a checkpoint or an
+    option.
 
     Raises:
       NotImplementedError: `--continuous-batching` with transformers before 5.19.

@@ -36,8 +36,8 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """Load the model that a training run saved as `path`.
 
     Args:
-      model: takes the weights, in place; None means one as the file's hyper-parameters say, in
-        evaluation mode, as from `from_pretrained`.
+      model: The model that receives the weights, in place. None makes one from the file's
+        hyper-parameters, in evaluation mode, like `from_pretrained`.
 
     Raises:
       ValueError: the file states no hyper-parameters, or they, gate, phi, vocabulary, keys,
@@ -54,7 +54,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
 
 def _configuration(path: str | Path) -> NSAModelConfig:
-    """That of the model in the file."""
+    """The configuration of the model in the file."""
     with safetensors.safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(weights.METADATA_KEY)
     if text is None:
