@@ -15,31 +15,20 @@ from pathlib import Path
 
 import yaml
 
-PRICES = Path(__file__).parent / "prices.yaml"
 SETUP_MINUTES = 15.0  # machine and installation
-MODAL_GPUS = {
-    "H100": "H100!",  # "!": this one, none newer
-    "A100": "A100-80GB",
-    "L40S": "L40S",
-    "A10G": "A10",
-    "L4": "L4",
+# By name, what Modal calls a GPU, and its dollars an hour as of 2026-05-07: providers change their
+# list prices, modal.com/pricing has today's. "!" means this one, none newer.
+MODAL = {
+    "H100": ("H100!", 3.95),
+    "A100": ("A100-80GB", 2.50),
+    "L40S": ("L40S", 1.95),
+    "A10G": ("A10", 1.10),
+    "L4": ("L4", 0.80),
 }
 
 
 def dollars(hourly: float, minutes: float) -> float:
     return hourly * minutes / 60
-
-
-def modal_hourly(gpu: str) -> float:
-    """The list price of a GPU of Modal.
-
-    Raises:
-      ValueError: Modal has none, or no price is known.
-    """
-    prices = yaml.safe_load(PRICES.read_text())["modal"]
-    if gpu not in prices or gpu not in MODAL_GPUS:
-        raise ValueError(f"gpu must be one of {sorted(prices)} on Modal, got {gpu!r}")
-    return prices[gpu]
 
 
 def task_minutes(task: dict) -> float:
@@ -61,14 +50,12 @@ def estimate(task: dict) -> str:
     if hourly is None:
         return "no price: the cluster is yours"
     minutes = task_minutes(task)
-    if "autostop" not in task["resources"]:
-        return (
-            f"${dollars(hourly, minutes):.2f} for the {minutes:.0f} minutes of a run; nothing ends "
-            f"the machine there by itself: at most ${hourly:.2f} an hour until `sky down`"
-        )
+    cost = f"${dollars(hourly, minutes):.2f}"
+    if "autostop" in task["resources"]:
+        return f"at most {cost}: {minutes:.0f} minutes of at most ${hourly:.2f} an hour"
     return (
-        f"at most ${dollars(hourly, minutes):.2f}: {minutes:.0f} minutes of at most "
-        f"${hourly:.2f} an hour"
+        f"{cost} for the {minutes:.0f} minutes of a run; nothing ends the machine there by itself: "
+        f"at most ${hourly:.2f} an hour until `sky down`"
     )
 
 

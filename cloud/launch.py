@@ -25,29 +25,18 @@ ROOT = Path(__file__).parents[1]  # `workdir: .` of a task
 TRIES, WAIT_S = 3, 20.0  # of `sky down`
 
 
-def commands(path: str, name: str, infra: str | None, yes: bool) -> dict[str, list[str]]:
-    """What is run, in this order: "down" always."""
-    where = [] if infra is None else ["--infra", infra]
-    asks = ["--yes"] if yes else []
-    return {
-        "launch": ["sky", "launch", "--cluster", name, *where, *asks, path],
-        "fetch": ["rsync", "--archive", f"{name}:sky_workdir/artifacts/", "artifacts/"],
-        "down": ["sky", "down", "--yes", name],
-    }
-
-
-def run(steps: dict[str, list[str]], price: str) -> int:
-    """Runs the steps; the exit status is that of the first that fails."""
+def run(launch: list[str], fetch: list[str], down: list[str], price: str) -> int:
+    """Runs the commands, `down` always; the exit status is that of the first that fails."""
     status = 0
     try:
-        for step in ("launch", "fetch"):  # of a run that failed too
-            end = subprocess.run(steps[step], cwd=ROOT).returncode
+        for step in (launch, fetch):  # of a run that failed too
+            end = subprocess.run(step, cwd=ROOT).returncode
             status = status or end
     finally:
         for each in (signal.SIGINT, signal.SIGTERM):  # nothing keeps it from this
             signal.signal(each, signal.SIG_IGN)
-        if not ended(steps["down"]):
-            shown = shlex.join(steps["down"])
+        if not ended(down):
+            shown = shlex.join(down)
             print(f"error: the machine may still be there, {price}: {shown}", file=sys.stderr)
             status = status or 1
     return status
@@ -79,16 +68,22 @@ def main(argv: list[str]) -> int:
     print(cost.estimate(task), flush=True)
     hourly = cost.hourly_limit(task)
     price = "on your cluster" if hourly is None else f"at most ${hourly:.2f} an hour"
-    path = str(Path(given.task).resolve())
-    steps = commands(path, given.name, given.infra, given.yes)
+    where = ["--infra", given.infra] if given.infra else []
+    where += ["--yes"] if given.yes else []
+    path, folder = str(Path(given.task).resolve()), f"{given.name}:sky_workdir/artifacts/"
+    steps = (
+        ["sky", "launch", "--cluster", given.name, *where, path],
+        ["rsync", "--archive", folder, "artifacts/"],
+        ["sky", "down", "--yes", given.name],
+    )
     if given.dry_run:
-        print("\n".join(map(shlex.join, steps.values())))
+        print("\n".join(map(shlex.join, steps)))
         return 0
     if lacking := [name for name in ("sky", "rsync") if shutil.which(name) is None]:
         print(f"error: no {' and no '.join(lacking)} on PATH", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return run(steps, price)
+    return run(*steps, price)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cost
 
 NAME = os.environ.get("GPU", "H100")
-GPU = cost.MODAL_GPUS.get(NAME)
+if NAME not in cost.MODAL:
+    raise ValueError(f"GPU must be one of {', '.join(cost.MODAL)} on Modal, got {NAME!r}")
+GPU, HOURLY = cost.MODAL[NAME]
 TIMEOUT_S = 25 * 60
 SOURCES = "/root/native-sparse-attention"
 ROOT = Path(__file__).parents[1]
@@ -59,14 +61,13 @@ def oneshot(arguments: list[str]) -> tuple[int, bytes]:
 @app.local_entrypoint()
 def main(quick: bool = False, minutes: float = 10.0):
     """Runs it there, unpacks here, and fails where it failed."""
-    hourly = cost.modal_hourly(NAME)
-    print(f"{NAME}: at most ${cost.dollars(hourly, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
+    print(f"{NAME}: at most ${cost.dollars(HOURLY, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
         raise SystemExit("the tree has changes, which the results could not name: commit first")
     arguments = [f"--minutes={minutes}", f"--commit={_git('rev-parse', 'HEAD')}"]
     start = time.monotonic()
     status, packed = oneshot.remote([*arguments, *(["--quick"] if quick else [])])
-    print(cost.used(hourly, time.monotonic() - start))
+    print(cost.used(HOURLY, time.monotonic() - start))
     print(f"written to {unpack(packed, ROOT / 'artifacts')}")
     if status:
         raise SystemExit(status)

@@ -23,28 +23,37 @@ on a CPU alone.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import itertools
 import json
 import os
-import statistics
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-SERVED = "nsa", "dense", "vllm", "generate", "generate_dynamic"
+# What serves prompts: token by token, when each of a request's new tokens was there.
+type Run = Callable[[list[list[int]]], list[list[float]]]
 
+SIZES = {"layers": 2, "hidden": 128, "heads": 8, "kv_heads": 2, "head_dim": 32, "requests": 6}
+SIZES |= {"prompt_tokens": 300, "new_tokens": 16, "step_tokens": 256}
+HELP = {
+    "hidden": "width of the model",
+    "prompt_tokens": "of the longest prompt; others are 1/2",
+    "step_tokens": "new tokens of a step, of all requests",
+}
 # vLLM in one process, with 1 GiB for its blocks.
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -61,41 +70,34 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--serve", default="nsa,dense", help=f"what to serve: some of {', '.join(SERVED)}")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128, help="width of the model")
-    add("--heads", type=int, default=8)
-    add("--kv_heads", type=int, default=2)
-    add("--head_dim", type=int, default=32)
-    add("--requests", type=int, default=6)
-    add("--prompt_tokens", type=int, default=300, help="of the longest prompt; others are 1/2")
-    add("--new_tokens", type=int, default=16)
-    add("--step_tokens", type=int, default=256, help="new tokens of a step, of all requests")
+    for name, size in SIZES.items():
+        add(f"--{name}", type=int, default=size, help=HELP.get(name))
     add("--gpu_time", action="store_true", help="sum up the time of kernels, in a second run")
     add("--out", type=Path, help="a file to append a line of JSON a run to")
     add("--commit", help="of this tree, for that line")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
-    asked = found.serve.split(",")
-    if unknown := set(asked) - set(SERVED):
-        parser.error(f"--serve must be of {', '.join(SERVED)}, got {sorted(unknown)[0]!r}")
-    if "vllm" in asked and importlib.util.find_spec("vllm") is None:
-        parser.error("--serve vllm needs vLLM: pip install 'native-sparse-attention[vllm]'")
-    if "vllm" in asked and found.device != "cpu":
-        parser.error(
-            f"--serve vllm needs --device cpu, got {found.device}: it ran nowhere else"
-        )
-    if "vllm" in asked and found.gpu_time:
-        parser.error("--gpu_time is not of --serve vllm")
+    found.serve = found.serve.split(",")
+    for name in found.serve:
+        if name not in SERVED:
+            parser.error(f"--serve must be of {', '.join(SERVED)}, got {name!r}")
+    if "vllm" in found.serve:
+        if importlib.util.find_spec("vllm") is None:
+            parser.error("--serve vllm needs vLLM: pip install 'native-sparse-attention[vllm]'")
+        if found.device != "cpu":
+            parser.error(
+                f"--serve vllm needs --device cpu, got {found.device}: it ran nowhere else"
+            )
     if found.gpu_time and not found.device.startswith("cuda"):
         parser.error(f"--gpu_time needs a GPU, got --device {found.device}")
-    for name in ("layers", "requests", "prompt_tokens", "new_tokens", "step_tokens"):
+    for name in SIZES:
         if getattr(found, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(found, name)}")
     if found.out and not found.out.absolute().parent.is_dir():
         parser.error(f"--out must lie in a folder that is there, got {found.out}")
     try:
-        configuration(found, "nsa")
+        configuration(found)
     except ValueError as error:
         parser.error(str(error))
     return found
@@ -107,8 +109,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    if len(text) < count * length:
-        text *= -(-count * length // len(text))
+    text *= -(-count * length // len(text))
     found = [list(text[i * length : (i + 1) * length]) for i in range(count)]
     found = [x[: length // 2 or 1] if i % 2 else x for i, x in enumerate(found)]
     if count > 1:
@@ -116,14 +117,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return found
 
 
-def greedy(flags: argparse.Namespace) -> GenerationConfig:
-    """All requests have as many new tokens."""
-    return GenerationConfig(
-        max_new_tokens=flags.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-
-
-def configuration(flags: argparse.Namespace, attention: str) -> NSAModelConfig:
+def configuration(flags: argparse.Namespace, attention: str = "nsa") -> NSAModelConfig:
     return NSAModelConfig(
         vocab_size=256,
         hidden_size=flags.hidden,
@@ -136,63 +130,92 @@ def configuration(flags: argparse.Namespace, attention: str) -> NSAModelConfig:
     )
 
 
-def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
-    config = configuration(flags, attention)
+def greedy(flags: argparse.Namespace, **more: Any) -> GenerationConfig:
+    """All requests have as many new tokens."""
+    return GenerationConfig(
+        max_new_tokens=flags.new_tokens, do_sample=False, pad_token_id=0, **more
+    )
+
+
+def serve(flags: argparse.Namespace, name: str) -> dict[str, float]:
+    """One run: seconds, tokens a second, milliseconds to tokens."""
     torch.manual_seed(0)
     with torch.device(flags.device):
-        return NSAForCausalLM(config).to(getattr(torch, flags.dtype)).eval()
-
-
-def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
-    """One run: seconds, tokens a second, milliseconds to tokens."""
-    lm = model(flags, attention)
+        lm = NSAForCausalLM(configuration(flags, "dense" if name == "dense" else "nsa"))
+    lm = lm.to(getattr(torch, flags.dtype)).eval()
     texts = prompts(2 * flags.requests, flags.prompt_tokens)
     texts, others = texts[: flags.requests], texts[flags.requests :]
-    page = lm.config.select_block
-    pages = [-(-(len(x) + flags.new_tokens) // page) for x in texts]
-    options = {
-        "generation_config": greedy(flags),
-        "continuous_batching_config": continuous_batching_config(
-            lm.config,
-            num_blocks=sum(pages) + flags.requests,
-            max_blocks_per_request=max(pages),
-            max_batch_tokens=flags.step_tokens,
-            max_requests_per_batch=flags.requests,
-        ),
-    }
     begin = time.perf_counter()
-    with lm.continuous_batching_context_manager(**options) as manager:
+    with SERVED[name](flags, lm, texts) as run:
         start = time.perf_counter() - begin
-        answers(manager, others, flags.new_tokens)  # kernels are built
+        run(others)  # kernels are built
         begin = time.perf_counter()
-        results = answers(manager, texts, flags.new_tokens)
+        times = run(texts)
         seconds = time.perf_counter() - begin
-    failed = [x.error for x in results if x.error] or ["a request is missing"]
-    if len(results) != flags.requests or any(x.error for x in results):
-        raise RuntimeError(f"{attention}: {failed[0]}")
-    found = measures(begin, seconds, texts, [x.timestamps or [] for x in results])
+    first = [x[0] - begin for x in times]
+    following = [later - sooner for x in times for sooner, later in itertools.pairwise(x)]
+    found = {
+        "seconds": seconds,
+        "new tokens/s": sum(map(len, times)) / seconds,
+        "prompt tokens/s": sum(map(len, texts)) / seconds,
+    }
+    for each, of in (("first", first), ("next", following or [np.nan])):
+        found |= {f"{each} p{n} ms": 1e3 * float(np.percentile(of, n)) for n in (50, 99)}
     if flags.gpu_time:
-        # Without the steps by which a manager captures graphs before it begins.
-        again = functools.partial(lm.generate_batch, texts, warmup=False, **options)
-        found["GPU seconds"] = gpu_seconds(again)
+        with SERVED[name](flags, lm, texts) as run:  # a new manager has no prefixes
+            found["GPU seconds"] = gpu_seconds(lambda: run(texts))
     return found | {"start s": start}
 
 
-def serve_by_generate(flags: argparse.Namespace, cache: str | None) -> dict[str, float]:
-    """The same as one batch; `cache`: its `cache_implementation`, None: pages on a GPU."""
-    lm = model(flags, "nsa")
-    texts = prompts(2 * flags.requests, flags.prompt_tokens)
-    given = greedy(flags)
-    given.cache_implementation = cache
-    given.eos_token_id = lm.generation_config.eos_token_id = None
-    texts, others = texts[: flags.requests], texts[flags.requests :]
-    generate(lm, others, given)  # kernels are built
-    begin = time.perf_counter()
-    times = generate(lm, texts, given)
-    found = measures(begin, time.perf_counter() - begin, texts, [times] * len(texts))
-    if flags.gpu_time:
-        found["GPU seconds"] = gpu_seconds(lambda: generate(lm, texts, given))
-    return found | {"start s": 0.0}
+@contextlib.contextmanager
+def by_manager(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> Iterator[Run]:
+    """transformers' continuous batching."""
+    pages = [-(-(len(x) + flags.new_tokens) // lm.config.select_block) for x in texts]
+    batches = continuous_batching_config(
+        lm.config,
+        num_blocks=sum(pages) + flags.requests,
+        max_blocks_per_request=max(pages),
+        max_batch_tokens=flags.step_tokens,
+        max_requests_per_batch=flags.requests,
+    )
+    options: dict[str, Any] = {"continuous_batching_config": batches}
+    options["generation_config"] = greedy(flags, eos_token_id=-1)
+    with lm.continuous_batching_context_manager(**options) as manager:
+
+        def run(texts: list[list[int]]) -> list[list[float]]:
+            manager.add_requests(texts, max_new_tokens=flags.new_tokens, record_timestamps=True)
+            found = []
+            while len(found) < len(texts) and manager.is_running():
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    found.append(result)
+            if len(found) < len(texts) or any(x.error for x in found):
+                raise RuntimeError(f"a request failed: {[x.error for x in found]}")
+            return [x.timestamps or [] for x in found]
+
+        yield run
+
+
+@contextlib.contextmanager
+def by_rows(
+    flags: argparse.Namespace, lm: Any, texts: list[list[int]], cache: str | None = None
+) -> Iterator[Run]:
+    """`generate` of one batch; `cache`: its `cache_implementation`, None: pages on a GPU."""
+    given = greedy(flags, cache_implementation=cache)
+    lm.generation_config.eos_token_id = None
+
+    def run(texts: list[list[int]]) -> list[list[float]]:
+        rows = [torch.tensor(text, device=lm.device) for text in texts]
+        mask = [torch.ones_like(row) for row in rows]
+        ids, mask = (
+            torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left")
+            for x in (rows, mask)
+        )
+        clock = Clock()
+        lm.generate(ids, attention_mask=mask, generation_config=given, streamer=clock)
+        return [clock.times[1:]] * len(texts)
+
+    yield run
 
 
 class Clock(transformers.generation.BaseStreamer):
@@ -208,25 +231,13 @@ class Clock(transformers.generation.BaseStreamer):
         pass
 
 
-def generate(lm: Any, texts: list[list[int]], given: GenerationConfig) -> list[float]:
-    """When each new token of all rows was there."""
-    rows = [torch.tensor(text, device=lm.device) for text in texts]
-    pad = functools.partial(
-        torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left"
-    )
-    mask, clock = pad([torch.ones_like(row) for row in rows]), Clock()
-    lm.generate(pad(rows), attention_mask=mask, generation_config=given, streamer=clock)
-    return clock.times[1:]
-
-
-def serve_by_vllm(flags: argparse.Namespace) -> dict[str, float]:
-    """The same by vLLM's engine, in this process."""
+@contextlib.contextmanager
+def by_engine(flags: argparse.Namespace, lm: Any, texts: list[list[int]]) -> Iterator[Run]:
+    """vLLM's engine, in this process."""
     for name, value in VLLM.items():
         os.environ.setdefault(name, value)
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
-    lm = model(flags, "nsa")
-    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         lm.save_pretrained(folder)
         engine = LLM(
@@ -240,61 +251,31 @@ def serve_by_vllm(flags: argparse.Namespace) -> dict[str, float]:
             enable_prefix_caching=True,
             enforce_eager=True,
         ).llm_engine
-    start = time.perf_counter() - begin
-    texts = prompts(2 * flags.requests, flags.prompt_tokens)
-    token_times(
-        engine, texts[flags.requests :], flags.new_tokens, "other"
-    )  # ready from here on
-    begin, texts = time.perf_counter(), texts[: flags.requests]
-    times = token_times(engine, texts, flags.new_tokens, "own")
-    return measures(begin, time.perf_counter() - begin, texts, times) | {"start s": start}
+    asked: dict[str, Any] = {"max_tokens": flags.new_tokens, "ignore_eos": True}
+    given, number = SamplingParams(temperature=0, detokenize=False, **asked), itertools.count()
+
+    def run(texts: list[list[int]]) -> list[list[float]]:
+        times: dict[str, list[float]] = {}
+        for text in texts:
+            times[name := str(next(number))] = []
+            engine.add_request(name, {"prompt_token_ids": text}, given)
+        while engine.has_unfinished_requests():
+            results, now = engine.step(), time.perf_counter()
+            for each in results:
+                seen = times[each.request_id]
+                seen += [now] * (len(each.outputs[0].token_ids) - len(seen))
+        return list(times.values())
+
+    yield run
 
 
-def token_times(
-    engine: Any, texts: list[list[int]], count: int, name: str
-) -> list[list[float]]:
-    """When vLLM's engine gave each new token of each request."""
-    from vllm import SamplingParams
-
-    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    times: dict[str, list[float]] = {}
-    for i, text in enumerate(texts):
-        times[f"{name} {i}"] = []
-        engine.add_request(f"{name} {i}", {"prompt_token_ids": text}, given)
-    while engine.has_unfinished_requests():
-        results, now = engine.step(), time.perf_counter()
-        for each in results:
-            seen = times[each.request_id]
-            seen += [now] * (len(each.outputs[0].token_ids) - len(seen))
-    return list(times.values())
-
-
-def measures(
-    begin: float, seconds: float, texts: list[list[int]], times: list[list[float]]
-) -> dict[str, float]:
-    """Of requests that came at `begin`; `times` of each new token."""
-    first = [x[0] - begin for x in times]
-    following = [later - sooner for x in times for sooner, later in itertools.pairwise(x)]
-    return {
-        "seconds": seconds,
-        "new tokens/s": sum(map(len, times)) / seconds,
-        "prompt tokens/s": sum(map(len, texts)) / seconds,
-        "first p50 ms": 1e3 * percentile(first, 50),
-        "first p99 ms": 1e3 * percentile(first, 99),
-        "next p50 ms": 1e3 * percentile(following, 50),
-        "next p99 ms": 1e3 * percentile(following, 99),
-    }
-
-
-def answers(manager: Any, texts: list[list[int]], new_tokens: int) -> list[Any]:
-    """The requests' results, as they end."""
-    manager.add_requests(texts, max_new_tokens=new_tokens, record_timestamps=True)
-    found = []
-    while len(found) < len(texts) and manager.is_running():
-        result = manager.get_result(timeout=1)
-        if result is not None and result.is_finished():
-            found.append(result)
-    return found
+SERVED: dict[str, Any] = {
+    "nsa": by_manager,
+    "dense": by_manager,
+    "vllm": by_engine,
+    "generate": by_rows,
+    "generate_dynamic": functools.partial(by_rows, cache="dynamic"),
+}
 
 
 def gpu_seconds(call: Callable[[], Any]) -> float:
@@ -305,34 +286,21 @@ def gpu_seconds(call: Callable[[], Any]) -> float:
     return sum(x.self_device_time_total for x in found.key_averages()) / 1e6
 
 
-def percentile(values: list[float], percent: int) -> float:
-    """By linear interpolation; NaN of none."""
-    if len(values) < 2:
-        return values[0] if values else float("nan")
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
 def main(argv: list[str] | None = None) -> int:
     flags = arguments(argv)
-    names = flags.serve.split(",")
-    by = {
-        "vllm": lambda: serve_by_vllm(flags),
-        "generate": lambda: serve_by_generate(flags, None),
-        "generate_dynamic": lambda: serve_by_generate(flags, "dynamic"),
-    }
-    rows = {x: by[x]() if x in by else serve(flags, x) for x in names}
+    names, out = flags.serve, flags.out
+    rows = {name: serve(flags, name) for name in names}
     where = torch.cuda.get_device_name() if flags.device.startswith("cuda") else flags.device
     print(f"{flags.requests} requests, prompts up to {flags.prompt_tokens} tokens, on {where}")
     width = max(12, 2 + max(map(len, names)))
     print("".ljust(16) + "".join(name.rjust(width) for name in names))
-    if flags.out:
+    if out:
         about = {name: x for name, x in vars(flags).items() if name not in ("serve", "out")}
         about |= {"device": where, "torch": torch.__version__}
         about |= {"transformers": transformers.__version__}
-        with flags.out.open("a") as file:
+        with out.open("a") as file:
             for name, row in rows.items():
-                line = {"attention": name} | about | row
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({"attention": name} | about | row) + "\n")
     for measure in rows[names[0]]:
         print(measure.ljust(16) + "".join(f"{rows[x][measure]:{width}.2f}" for x in names))
     return 0

@@ -64,21 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="from the checkpoint in --out")
     flags = parser.parse_args(argv)
     for name in SIZES:
-        least = (
-            2 if name == "document_tokens" else 1
-        )  # the first of a document is not predicted
+        least = 2 if name == "document_tokens" else 1  # its first token is not predicted
         if getattr(flags, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(flags, name)}")
-    if not 0 < flags.lr < float("inf"):
-        parser.error(f"--lr must be a positive number, got {flags.lr}")
     checkpoint = get_last_checkpoint(flags.out) if flags.out.is_dir() else None
     if flags.resume and checkpoint is None:
         parser.error(f"--resume needs a checkpoint in --out, found none in {flags.out}")
-    if (
-        not flags.resume
-        and flags.out.exists()
-        and not (flags.out.is_dir() and not any(flags.out.iterdir()))
-    ):
+    used = flags.out.exists() and not (flags.out.is_dir() and not any(flags.out.iterdir()))
+    if used and not flags.resume:
         parser.error(f"--out must be a new or an empty folder, got {flags.out}")
     most, rows = flags.document_tokens, flags.row_tokens // flags.document_tokens
     if not rows:

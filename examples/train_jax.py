@@ -106,8 +106,6 @@ def main(argv: list[str] | None = None) -> int:
     for name in SIZES:
         if getattr(flags, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(flags, name)}")
-    if not 0 < flags.lr < float("inf"):
-        parser.error(f"--lr must be a positive number, got {flags.lr}")
     if flags.out and (flags.out.exists() or not flags.out.parent.is_dir()):
         parser.error(f"--out must be a new file in a folder that is there, got {flags.out}")
     if flags.load and not flags.load.is_file():

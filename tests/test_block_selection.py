@@ -245,18 +245,6 @@ def limited_chunks(size):
         yield
 
 
-def test_no_array_of_all_pairs():
-    """Forward and backward."""
-    length = 768
-    layer, tensors = module(2, 1, topk=2), arguments(length, length, 2, 1, 8, 1)
-    own = torch.arange(length)[None, None, :, None] // BLOCK
-    indices = torch.cat([own, torch.where(own > 0, 0, -1)], dim=-1)
-    blocks = functools.partial(block_attention, layer, *tensors, None, block_indices=indices)
-    with Sizes() as sizes:
-        blocks()[0].sum().backward()
-    assert sizes.most < length * length
-
-
 def test_dense_layers_go_to_sdpa():
     """The vision tower sees all keys; fewer queries than keys are the last ones."""
     layer, tensors = module(), arguments(9, 9)

@@ -1,30 +1,31 @@
 """Task files, the Modal app and the workflows: right without an account, a GPU or a network."""
 
-import ast
-import datetime
-import importlib
 import importlib.util
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
+from bench import oneshot
 from bench.harness import seed_names
 from bench.harness.process import ROOT
 from tests import versions
 
-TASKS = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
-TRAIN = [path for path in TASKS if path.stem.startswith("train_")]  # several nodes
-SKY = [path for path in TASKS if path not in TRAIN]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+read = lambda path: yaml.safe_load(path.read_text())
+TASKS = {path: read(path) for path in sorted((ROOT / "cloud" / "sky").glob("*.yaml"))}
+TRAIN = {path: x for path, x in TASKS.items() if path.stem.startswith("train_")}
+SKY = {path: x for path, x in TASKS.items() if path not in TRAIN}  # of one node
+FLOWS = {path.stem: read(path) for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+GPU_BENCH = FLOWS["gpu-bench"]
 MODAL = ROOT / "cloud" / "modal_app.py"
 CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
 # On any cloud.
@@ -46,59 +47,59 @@ NODE = {
 RESOURCE_KEYS = {"infra", "accelerators", "use_spot", "max_hourly_cost", "autostop"}
 README = (ROOT / "cloud" / "README.md").read_text()
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+by_stem = {"ids": lambda path: path.stem}
 
 
-def check_shell(text: str, bench: bool = False) -> None:
+def check_shell(text: str) -> str:
     """Bash can parse it, and what it calls of this repository is there."""
     text = re.sub(r"\$\{\{.*?\}\}", "expression", text)
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert not done.returncode and not done.stderr, done.stderr
-    modules = re.findall(r"python\S* -m ([\w.]+)", text)
-    for module in modules:
+    for module in re.findall(r"python\S* -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
-    assert not bench or "bench.oneshot" in modules
-    for target in re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE):
-        assert target in TARGETS, target
+    assert {*re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)} <= {*TARGETS}
     for file in re.findall(r"\btests/\w+\.py", text):
         assert (ROOT / file).is_file(), file
     if found := re.search(r"bench\.oneshot([^\n|;&]*)", text):
         flags = [word for word in shlex.split(found[1]) if word.startswith("--")]
-        from bench import oneshot
-
         assert all(flag[2:].partition("=")[0] in oneshot.FLAGS for flag in flags), flags
+    return text
 
 
 def test_there_is_a_task_for_each_cloud():
     assert {path.stem for path in SKY} == set(MADE)
-    assert all(f"`{name}`" in README for name in MADE)
+    assert all(f"`{path.stem}`" in README for path in TASKS)
 
 
-@pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SKY, **by_stem)
 def test_a_task_is_whole_and_limited(path):
-    text = path.read_text()
-    task = yaml.safe_load(text)
-    assert set(task) <= TASK_KEYS, set(task) - TASK_KEYS
+    task = SKY[path]
     resources, (cloud, gpu) = task["resources"], MADE[path.stem]
-    assert set(resources) <= RESOURCE_KEYS, set(resources) - RESOURCE_KEYS
+    assert set(task) <= TASK_KEYS and set(resources) <= RESOURCE_KEYS
     assert resources.get("infra") == cloud and resources["accelerators"] == f"{gpu}:1"
     assert resources["use_spot"] is False
     if cloud in NO_AUTOSTOP:
-        assert "autostop" not in resources and NO_AUTOSTOP[cloud] in text
+        assert "autostop" not in resources and NO_AUTOSTOP[cloud] in path.read_text()
     else:
         stop = resources["autostop"]
         assert stop["down"] is True and 0 < stop["idle_minutes"] <= 30
     assert cloud == "slurm" or 0 < resources["max_hourly_cost"] <= 10
+    run = check_shell(task["run"])
     assert re.search(
-        r"timeout --signal=TERM --kill-after=30 \d+m .*bench\.oneshot", task["run"]
+        r"timeout --signal=TERM --kill-after=30 \d+m .*python\S* -m bench\.oneshot", run
     )
     check_shell(task["setup"])
-    check_shell(task["run"], bench=True)
 
 
 def test_tasks_do_the_same():
-    tasks = [yaml.safe_load(path.read_text()) for path in SKY]
-    for key in ("name", "workdir", "setup", "run"):
-        assert len({task[key] for task in tasks}) == 1, key
+    """Those of one node; those of several differ in what they run."""
+    for tasks, keys in (
+        (SKY, ("name", "workdir", "setup", "run")),
+        (TRAIN, TASK_KEYS - {"name", "run"}),
+    ):
+        for key in keys:
+            assert len({str(task.get(key)) for task in tasks.values()}) == 1, key
+    assert {x["name"] for x in TRAIN.values()} == {"nsa-train-torch", "nsa-train-jax"}
 
 
 def commands(run: str) -> list[str]:
@@ -111,7 +112,7 @@ def commands(run: str) -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
-@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAIN, **by_stem)
 def test_a_training_task_starts_its_processes(path):
     """A task of several nodes has limits, and every process it starts can be started so."""
     from absl import flags
@@ -120,16 +121,16 @@ def test_a_training_task_starts_its_processes(path):
     from bench import train
     from bench.lm import config_file
 
-    task = yaml.safe_load(path.read_text())
-    assert set(task) <= TASK_KEYS and task["num_nodes"] >= 2
+    task = TRAIN[path]
     resources = task["resources"]
-    assert set(resources) <= RESOURCE_KEYS and resources["use_spot"] is False
+    assert set(task) <= TASK_KEYS and set(resources) <= RESOURCE_KEYS
+    assert task["num_nodes"] >= 2 and resources["use_spot"] is False
     assert 0 < resources["max_hourly_cost"] <= 40 and resources["autostop"]["down"] is True
     check_shell(task["setup"])
-    check_shell(task["run"])
-    signal, kill, limit, program, *words = commands(task["run"])
+    signal, kill, limit, program, *words = commands(check_shell(task["run"]))
     assert (signal, kill[:13]) == ("--signal=TERM", "--kill-after=") and limit.endswith("m")
-    if program.endswith("torchrun"):
+    by_torchrun = program.endswith("torchrun")
+    if by_torchrun:
         found = get_args_parser().parse_args(words)
         assert (found.nnodes, found.nproc_per_node) == ("2", "8")
         assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
@@ -151,132 +152,105 @@ def test_a_training_task_starts_its_processes(path):
             train.FLAGS[name].unparse()
     assert given["parallel.strategy"] != "none" and given["parallel.devices"] == 16
     assert not given["train.batch"] % 16
-    if not program.endswith("torchrun"):
+    if not by_torchrun:
         told = [given[f"parallel.{x}"] for x in ("coordinator", "processes", "process")]
         assert told == ["10.0.0.1:29500", 2, 1]
 
 
-def test_training_tasks_differ_in_the_run_alone():
-    tasks = [yaml.safe_load(path.read_text()) for path in TRAIN]
-    assert {task.pop("name") for task in tasks} == {"nsa-train-torch", "nsa-train-jax"}
-    assert len({task.pop("run") for task in tasks}) == 2 and tasks[0] == tasks[1]
-    assert all(f"`{path.stem}`" in README for path in TRAIN)
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty one, for programs that are no part of this environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def in_scratch(program: str, tmp_path: Path, *arguments: str) -> str:
-    """The output of a program in a process of its own, whose home is empty."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def test_skypilot_takes_every_task(home):
+    sky, clouds = pytest.importorskip("sky", reason="of the extra cloud"), set()
+    for path in TASKS:
+        task = sky.Task.from_yaml_str(path.read_text())
+        (found,) = task.resources
+        count = 8 if path in TRAIN else 1
+        assert set(found.accelerators.values()) == {count} and not found.use_spot, path
+        assert task.num_nodes == (2 if path in TRAIN else 1), path
+        clouds.add(str(found.infra.cloud).lower())
+    assert clouds == CLOUDS | {"none"}
 
 
-def needs(package: str):
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"needs {package}, of the extra cloud")
+def test_modal_registers_the_app(home):
+    pytest.importorskip("modal", reason="of the extra cloud")
+    found = runpy.run_path(str(MODAL))
+    assert found["app"].name == "native-sparse-attention"
+    kinds = type(found["oneshot"]).__name__, type(found["main"]).__name__
+    assert kinds == ("Function", "LocalEntrypoint")
 
 
-@needs("sky")
-def test_skypilot_takes_every_task(tmp_path):
-    program = """
-import sys, sky, yaml
-for path in sys.argv[1:]:
-    task = sky.Task.from_yaml_str(open(path).read())
-    (found,) = task.resources
-    alone = "train_" not in path
-    assert set(found.accelerators.values()) == {1 if alone else 8} and not found.use_spot, path
-    assert task.num_nodes == (1 if alone else 2), path
-    print(found.infra.cloud)
-"""
-    printed = in_scratch(program, tmp_path, *map(str, TASKS))
-    assert {word.lower() for word in printed.split()} == CLOUDS | {"none"}
+@pytest.fixture
+def modal(monkeypatch):
+    """The names of the app, made with a stand-in for Modal."""
+    monkeypatch.syspath_prepend(ROOT / "cloud")
+    monkeypatch.setitem(sys.modules, "modal", mock.MagicMock())
+    return lambda: runpy.run_path(str(MODAL))
 
 
-@needs("modal")
-def test_modal_registers_the_app(tmp_path):
-    program = """
-import sys, runpy
-found = runpy.run_path(sys.argv[1])
-print(found["app"].name, type(found["oneshot"]).__name__, type(found["main"]).__name__)
-"""
-    printed = in_scratch(program, tmp_path, str(MODAL))
-    assert printed.split() == ["native-sparse-attention", "Function", "LocalEntrypoint"]
+def test_the_modal_app_has_limits(modal, monkeypatch):
+    app = modal()["app"]
+    limits = {"gpu": "H100!", "timeout": 25 * 60, "max_containers": 1, "retries": 0}
+    assert app.function.call_args.kwargs == limits and app.local_entrypoint.called
+    main = MODAL.read_text().partition("def main")[2]
+    before, _, after = main.partition(".remote(")
+    assert "cost.dollars(" in before and "cost.used(" in after
+    offered = GPU_BENCH[True]["workflow_dispatch"]["inputs"]["gpu"]["options"]
+    for gpu in offered:
+        monkeypatch.setenv("GPU", gpu)
+        assert modal()["HOURLY"] > 0
+    monkeypatch.setenv("GPU", "RTX4090")
+    with pytest.raises(ValueError, match=rf"one of {', '.join(offered)} on .* got 'RTX4090'"):
+        modal()
 
 
-def test_the_modal_app_has_limits():
-    tree = ast.parse(MODAL.read_text())
-    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    (decorator,) = functions["oneshot"].decorator_list
-    given = {word.arg: ast.unparse(word.value) for word in decorator.keywords}
-    limits = {"gpu": "GPU", "timeout": "TIMEOUT_S", "max_containers": "1", "retries": "0"}
-    assert given == limits
-    assert "bench.oneshot" in ast.unparse(functions["oneshot"])
-    assert [ast.unparse(x) for x in functions["main"].decorator_list] == [
-        "app.local_entrypoint()"
-    ]
-
-
-def test_modal_results_lie_in_a_new_folder(tmp_path):
-    tree = ast.parse(MODAL.read_text())
-    wanted = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "unpack"]
-    space = {"datetime": datetime, "io": io, "tarfile": tarfile, "Path": Path}
-    exec(ast.unparse(wanted[0]), space)
+def test_modal_results_lie_in_a_new_folder(modal, tmp_path):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         entry = tarfile.TarInfo("abc/summary.json")
         entry.size = 2
         archive.addfile(entry, io.BytesIO(b"{}"))
-    folder = space["unpack"](buffer.getvalue(), tmp_path / "artifacts")
+    folder = modal()["unpack"](buffer.getvalue(), tmp_path / "artifacts")
     assert folder.parent == tmp_path / "artifacts"
     assert (folder / "abc" / "summary.json").read_text() == "{}"
 
 
-@pytest.fixture
-def cost(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "cloud")
-    return importlib.import_module("cost")
+def cost(*words):
+    """What cloud/cost.py prints, and its exit status."""
+    program = [sys.executable, str(ROOT / "cloud" / "cost.py"), *map(str, words)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    return done.stdout, done.returncode
 
 
-def test_the_cost_is_said_before_and_after(cost, tmp_path, capsys):
-    task = yaml.safe_load((ROOT / "cloud" / "sky" / "l4.yaml").read_text())
-    limit = task["resources"]["max_hourly_cost"]
-    assert cost.task_minutes(task) == 15 + 20 + 15
-    assert f"at most ${limit * 50 / 60:.2f}: 50 minutes" in cost.estimate(task)
-    two = task | {"num_nodes": 2}
-    assert f"at most ${2 * limit * 50 / 60:.2f}: 50 minutes" in cost.estimate(two)
+def test_the_cost_is_said_before_and_after(tmp_path):
+    path = ROOT / "cloud" / "sky" / "l4.yaml"
+    limit = SKY[path]["resources"]["max_hourly_cost"]
     (tmp_path / "summary.json").write_text('{"seconds": 600}')
-    assert cost.main(["cost", str(ROOT / "cloud" / "sky" / "l4.yaml"), str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert f"the run took 600 s: ${limit / 6:.2f} of" in printed and "at most" in printed
-    assert cost.main(["cost"]) == 2
-    assert cost.modal_hourly("A100") < cost.modal_hourly("H100")
-    with pytest.raises(ValueError, match=r"gpu must be one of .* got 'RTX4090'"):
-        cost.modal_hourly("RTX4090")
-    main = MODAL.read_text().partition("def main")[2]
-    before, _, after = main.partition(".remote(")
-    assert "cost.dollars(" in before and "cost.used(" in after
+    printed, status = cost(path, tmp_path)
+    assert f"at most ${limit * 50 / 60:.2f}: 50 minutes" in printed and status == 0
+    assert f"the run took 600 s: ${limit / 6:.2f} of" in printed
+    two = tmp_path / "two.yaml"
+    two.write_text(yaml.safe_dump(SKY[path] | {"num_nodes": 2}))
+    assert f"at most ${2 * limit * 50 / 60:.2f}: 50 minutes" in cost(two)[0]
+    assert cost()[1] == 2
 
 
-def test_a_machine_that_nothing_ends_says_so(cost):
-    """With the price of an hour."""
-    for path in TASKS:
-        task = yaml.safe_load(path.read_text())
-        hourly = task["resources"].get("max_hourly_cost")
-        said = f"nothing ends the machine there by itself: at most ${hourly or 0:.2f} an hour"
-        assert (said in cost.estimate(task)) == path.stem.startswith("primeintellect"), path
-        assert hourly is None or said not in cost.estimate(task) or f"${hourly:.2f}" in README
-
-
-def test_modal_has_the_gpus_of_the_workflow(cost):
-    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
-    offered = flow[True]["workflow_dispatch"]["inputs"]["gpu"]["options"]
-    assert set(offered) == set(cost.MODAL_GPUS)
-    assert all(cost.modal_hourly(gpu) > 0 for gpu in offered)
+@pytest.mark.parametrize("path", TASKS, **by_stem)
+def test_what_starts_a_machine_ends_it(path):
+    """By `cloud/launch.py`, wherever a reader is told how to run a task; one that nothing else ends
+    is said, with the price of an hour.
+    """
+    name, hourly = path.relative_to(ROOT), TASKS[path]["resources"].get("max_hourly_cost")
+    texts = [path.read_text(), README, seed_names.markdown()]
+    assert f"python cloud/launch.py {name} " in texts[0]
+    assert not any(re.search(rf"sky launch .*{name}", text) for text in texts)
+    said = f"nothing ends the machine there by itself: at most ${hourly or 0:.2f} an hour"
+    endless = path.stem.startswith("primeintellect")
+    assert (said in cost(path)[0]) == endless
+    assert not endless or f"${hourly:.2f}" in README
 
 
 @pytest.fixture
@@ -331,15 +305,6 @@ def test_a_machine_is_ended_however_its_run_ends(launch, bad, slow, status, expe
     assert (lost in done.stderr) == (bad == "sky*down")
 
 
-@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_what_starts_a_machine_ends_it(path):
-    """By `cloud/launch.py`, wherever a reader is told how to run a task."""
-    name = path.relative_to(ROOT)
-    texts = [path.read_text(), README, seed_names.markdown()]
-    assert f"python cloud/launch.py {name} " in texts[0]
-    assert not any(re.search(rf"sky launch .*{name}", text) for text in texts)
-
-
 def test_a_dry_run_starts_nothing(launch):
     done, calls = launch("--dry_run", "--infra=runpod")
     assert done.returncode == 0 and not calls
@@ -373,41 +338,26 @@ def test_the_body_of_a_pull_request_has_thresholds_and_tables(tmp_path):
 
 def test_modal_runs_by_hand_alone():
     """What has its secrets runs no code of a pull request from elsewhere."""
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())[
-        "jobs"
-    ]
+    jobs = GPU_BENCH["jobs"]
     modal, bench = jobs["modal"], jobs["bench"]
     assert modal["if"] == "github.event_name == 'workflow_dispatch' && inputs.where == 'modal'"
     assert "ref" not in modal["steps"][0]["with"] and "inputs.where != 'modal'" in bench["if"]
     (run,) = [x for x in modal["steps"] if "modal run cloud/modal_app.py" in x.get("run", "")]
     assert run["env"]["MODAL_TOKEN_SECRET"] == "${{ secrets.MODAL_TOKEN_SECRET }}"
-    kept = [x for x in modal["steps"] if "upload-artifact" in x.get("uses", "")]
-    assert kept[0]["if"] == "always()"
     body = "\n".join(x.get("run", "") for x in jobs["propose"]["steps"])
     assert "cloud/pull_request.py artifacts thresholds.txt" in body and "--body-file" in body
     for name, job in jobs.items():
         secret = any("secrets." in str(step) for step in job["steps"])
         assert secret == (name == "modal"), name
-
-
-def test_the_modal_step_without_secrets_says_so():
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())[
-        "jobs"
-    ]
-    (run,) = [x for x in jobs["modal"]["steps"] if "MODAL_TOKEN_ID" in x.get("run", "")]
-    done = subprocess.run(
-        [shutil.which("bash"), "-e", "-c", run["run"]],
-        env={"PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    (run,) = [x for x in modal["steps"] if "MODAL_TOKEN_ID" in x.get("run", "")]
+    command = [shutil.which("bash"), "-e", "-c", run["run"]]
+    done = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 1 and "has no secrets MODAL_TOKEN_ID" in done.stdout
 
 
 def test_a_comment_starts_the_benchmark_for_those_who_may():
-    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
-    assert flow[True]["issue_comment"] == {"types": ["created"]}
-    bench, answer = flow["jobs"]["bench"], flow["jobs"]["answer"]
+    assert GPU_BENCH[True]["issue_comment"] == {"types": ["created"]}
+    bench, answer, propose = (GPU_BENCH["jobs"][x] for x in ("bench", "answer", "propose"))
     for part in (
         "github.event.issue.pull_request &&",
         "startsWith(github.event.comment.body, '/benchmark')",
@@ -419,15 +369,15 @@ def test_a_comment_starts_the_benchmark_for_those_who_may():
     assert "refs/pull/{0}/head" in checkout["ref"] and checkout["persist-credentials"] is False
     # What may write runs no code of the pull request.
     assert not any("uses" in step for step in answer["steps"])
-    assert "github.event_name != 'issue_comment'" in flow["jobs"]["propose"]["if"]
+    assert "github.event_name != 'issue_comment'" in propose["if"]
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_is_whole(path):
-    flow = yaml.safe_load(path.read_text())
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_workflow_is_whole(name):
+    flow = FLOWS[name]
     # YAML 1.1 reads the key `on` as true.
     assert set(flow) == {"name", True, "permissions", "concurrency", "jobs"}
-    assert flow["name"] == path.stem and flow["permissions"] == {"contents": "read"}
+    assert flow["name"] == name and flow["permissions"] == {"contents": "read"}
     for job in flow["jobs"].values():
         assert 0 < job["timeout-minutes"] <= 60
         assert set(job.get("permissions", {})) <= {"contents", "pull-requests"}
@@ -444,20 +394,22 @@ def test_a_workflow_is_whole(path):
 
 
 def test_workflows_run_the_checks_and_the_gpu():
-    flows = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
-    commands = {
-        name: [step.get("run", "") for job in jobs.values() for step in job["steps"]]
-        for name, jobs in flows.items()
+    run = {
+        name: [step.get("run", "") for job in flow["jobs"].values() for step in job["steps"]]
+        for name, flow in FLOWS.items()
     }
-    assert {"make check", 'make test PART="$PART"'} <= set(commands["ci"])
-    assert 'make test mutants PART="$PART"' in commands["release"]
+    assert {"make check", 'make test PART="$PART"'} <= set(run["ci"])
+    assert 'make test mutants PART="$PART"' in run["release"]
+    matrix = lambda name, job: FLOWS[name]["jobs"][job]["strategy"]["matrix"]
     for name in ("ci", "release"):  # the parts are all tests
-        parts = flows[name]["test"]["strategy"]["matrix"]["part"]
+        parts = matrix(name, "test")["part"]
         assert parts == [f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)]
-    assert tuple(flows["ci"]["versions"]["strategy"]["matrix"]["name"]) == versions.NAMES
-    assert any("bench.oneshot" in text for text in commands["gpu-bench"])
-    bench, propose = flows["gpu-bench"]["bench"], flows["gpu-bench"]["propose"]
+    assert tuple(matrix("ci", "versions")["name"]) == versions.NAMES
+    for module in ("bench.oneshot", "bench.tune_thresholds"):
+        assert any(module in text for text in run["gpu-bench"])
+    bench = GPU_BENCH["jobs"]["bench"]
     assert bench["runs-on"] == ["self-hosted", "gpu"] and "permissions" not in bench
-    assert any("bench.tune_thresholds" in step.get("run", "") for step in propose["steps"])
-    kept = [step for step in bench["steps"] if "upload-artifact" in step.get("uses", "")]
-    assert kept[0]["if"] == "always()"
+    for job in ("bench", "modal"):
+        steps = GPU_BENCH["jobs"][job]["steps"]
+        kept = [x for x in steps if "upload-artifact" in x.get("uses", "")]
+        assert kept[0]["if"] == "always()"

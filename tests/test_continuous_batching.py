@@ -16,7 +16,6 @@ from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from nsa_core.types import Branches
-from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
@@ -156,41 +155,12 @@ def test_with_a_configuration_of_transformers():
 
 
 @served
-def test_steps_see_no_padding_and_no_token_lists(monkeypatch):
+def test_steps_see_no_padding(monkeypatch):
     """As where CUDA graphs have the manager pad all steps: rows of no token, and tokens of none."""
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(model_runner.ModelRunner, "pad_inputs", always, raising=False)
-    lists, steps = [], []
-    own = continuous.ContinuousBatch.__init__
-
-    def begin(self, config, x, position, **paged):
-        own(self, config, x, position, **paged)
-        steps.append((x.shape[1], self.x.shape[1], self.runs is None))
-
-    monkeypatch.setattr(continuous.ContinuousBatch, "__init__", begin)
-    listed = lambda call, *x: lists.append((*x, call(*x))) or call(*x)
-    replaced(monkeypatch, "get_read_indices", listed)
     lm = on("cpu", attention=["nsa", "dense"])
     same_as_alone(lm, prompts(), generated(lm, prompts()))
-    assert any(decode for *_, decode in steps) and any(a > b for a, b, _ in steps)
-    assert all(len(blocks) == -(-(past + new) // 16) for _, past, new, blocks in lists)
-
-
-@served
-def test_decode_rows_are_not_gathered_beside_a_prompt(monkeypatch):
-    """The kernels on pages take rows of one token, whatever else a step has."""
-    seen, gathering = set(), paged_attend.gathering
-
-    def watched(inputs, queries, *rest):
-        rows = inputs.page_table.shape[0]
-        seen.add((rows, queries or inputs.query.shape[0] // rows))
-        return gathering(inputs, queries, *rest)
-
-    monkeypatch.setattr(paged_attend, "gathering", watched)  # no kernels here
-    generated(model(), prompts()[:3])
-    assert any(rows == 1 and count > 8 for rows, count in seen)  # a prompt
-    assert all(count <= 1 for rows, count in seen if rows > 1)  # no row is padded to it
-    assert {(1, 1), (3, 1)} <= seen  # beside it, and alone
 
 
 @served

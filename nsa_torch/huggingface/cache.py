@@ -10,7 +10,7 @@ are stored from slot 0 on, without the padding, and its length is its own:
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +45,6 @@ CACHED = (
 )  # fmt: skip
 
 
-def cache_argument(cache: Any) -> dict[str, Any]:
-    """The keyword of a cache in transformers' functions and outputs."""
-    return {CACHE: cache}
-
-
 def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments`, in which a cache given by either of `NAMES` has this one.
 
@@ -74,7 +69,9 @@ def takes_past_key_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """A model's call on `B` rows of `T` columns, the same for all layers."""
+    """A model's call on `B` rows of `T` columns, the same for all layers. It is an argument of each
+    layer, so that a device map moves it with the layer's tokens.
+    """
 
     columns: int  # before it, padding included
     count: Tensor | None  # int64 [B], real tokens among the new columns; None means all are
@@ -89,8 +86,7 @@ class Call(NamedTuple):
 class NSALayer:
     """The cache of a layer with NSA, which grows; the first call creates it."""
 
-    def __init__(self):
-        self.state: nsa_cache.NSACache | None = None
+    state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
         """`attention` of the columns `x` [B, T, dim] to all before."""
@@ -104,18 +100,15 @@ class NSALayer:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies `function` to each tensor."""
-        if self.state is not None:
-            self.state = self.state.map(function)
+        self.state = self.state.map(function)
 
     def reset(self) -> None:
         """Clear the tokens. The tensors keep their memory, except those in a graph of autograd."""
-        if self.state is not None:
-            self.state.reset()
+        self.state.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
         """Forgets the last `count` tokens of every row, which leaves `lengths` of them."""
-        if self.state is not None:
-            nsa_cache.crop(self.state, count)
+        nsa_cache.crop(self.state, count)
 
 
 class DenseLayer:
@@ -125,45 +118,41 @@ class DenseLayer:
     """
 
     page = 1  # tokens in an entry of the second axis
+    kept: Sequence[Tensor] = ()
 
-    def __init__(self):
-        self.kept: dict[str, Tensor] = {}
-
-    def append(self, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Writes `[B, T, Hkv, .]`; returns the keys and values that the call reads."""
-        new = dict(zip(("key", "value"), own_tokens(call.count, key, value), strict=True))
-        for name, x in new.items():
-            if name not in self.kept:
-                self.kept[name] = x.new_zeros(x.shape[0], call.room, *x.shape[2:])
-            elif self.kept[name].shape[1] < call.room:
-                self.kept[name] = nsa_cache.extend(self.kept[name], call.columns, call.room)
-        if nsa_cache.in_graph(self.kept.values(), new.values()):
+    def append(self, key: Tensor, value: Tensor, call: Call) -> list[Tensor]:
+        """Writes `[B, Hkv, T, .]`; returns the keys and values that the call reads."""
+        new = own_tokens(call.count, key.transpose(1, 2), value.transpose(1, 2))
+        kept = self.kept or [x[:, :0] for x in new]
+        if kept[0].shape[1] < call.room:
+            self.kept = [nsa_cache.extend(x, call.columns, call.room) for x in kept]
+        if nsa_cache.in_graph(self.kept, new):
             self.map(Tensor.clone)
         row = torch.arange(key.shape[0], device=key.device)[:, None]
-        for name, x in new.items():
-            self.kept[name][row, call.position] = x
-        return self.kept["key"][:, : call.reach], self.kept["value"][:, : call.reach]
+        for kept, x in zip(self.kept, new, strict=True):
+            kept[row, call.position] = x
+        return [x[:, : call.reach].transpose(1, 2) for x in self.kept]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         return self.kept
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.kept = {name: function(x) for name, x in self.kept.items()}
+        self.kept = [*map(function, self.kept)]
 
     def reset(self) -> None:
         self.map(nsa_cache.zeroed)
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        self.map(lambda x: nsa_cache.zero_behind(x, lengths, count))
+        self.map(lambda x: nsa_cache.zero_behind(x, lengths.to(x.device), count))
 
 
 class PagedLayer:
     """The pages of a layer with NSA, `fp8` or in the model's dtype; made by the first call."""
 
+    pages: Any = None  # a `PagedCache`
+
     def __init__(self, page: int, fp8: bool):
         self.page, self.fp8 = page, fp8
-        self.pages: PagedCache | None = None
-        self.batch = 0
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
         """`attention` of the columns `x` [B, T, dim] to all before."""
@@ -182,23 +171,22 @@ class PagedLayer:
             )
         return attend_pages(attention, x, call.position, self.pages, call.order, **call.at)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Views `[B, .., ...]` of the cached tensors. Codes of 8 bits are viewed as integers, since
         not every version of torch indexes floats of 8 bits.
         """
-        found = {} if self.pages is None else self.pages.tensors()
-        bits = {k: x.view(torch.uint8) if x.dtype is FP8 else x for k, x in found.items()}
-        return {k: x.unflatten(0, (self.batch, -1)) for k, x in bits.items()}
+        found = self.pages.tensors().values()
+        bits = (x.view(torch.uint8) if x.dtype is FP8 else x for x in found)
+        return [x.unflatten(0, (self.batch, -1)) for x in bits]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        for name, x in self.tensors().items():
-            found, dtype = function(x), getattr(self.pages, name).dtype
-            self.batch = found.shape[0]
-            setattr(self.pages, name, found.flatten(0, 1).view(dtype))
+        made = [*map(function, self.tensors())]
+        self.batch = made[0].shape[0]
+        for (name, old), x in zip(self.pages.tensors().items(), made, strict=True):
+            setattr(self.pages, name, x.flatten(0, 1).view(old.dtype))
 
     def reset(self) -> None:
-        if self.pages is not None:
-            self.pages.reset()
+        self.pages.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
         """Does nothing: memory after the length of a row is not read."""
@@ -218,23 +206,25 @@ class NSAModelCache(Cache):
 
     is_croppable = True  # read from transformers 5.24 on
     is_compileable = False
-    layers: list[Any]
+    nsa_layer: Callable[[], Any] = NSALayer
 
     def __init__(self, config: NSAModelConfig, capacity: int | None = None):
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
-        self.config, self.capacity, self.room = config, capacity, capacity or 0
-        self.lengths: Tensor | None = None
-        self.call: Call | None = None
-        self.columns = 0  # seen, padding included
-        self.ragged = False  # whether rows may have different lengths
-        layers: list[Any] = []
-        for kind in config.layer_attention:
-            layers.append(DenseLayer() if kind == "dense" else self.nsa_layer())
-        super().__init__(layers)
+        validate.sizes(capacity=1 if capacity is None else capacity)
+        self.config, self.capacity = config, capacity
+        super().__init__([])
+        self.clear()
 
-    def nsa_layer(self) -> Any:
-        return NSALayer()
+    def clear(self) -> None:
+        """As if no call had been made; each layer's first call makes its tensors."""
+        self.layers: list[Any] = [
+            DenseLayer() if kind == "dense" else self.nsa_layer()
+            for kind in self.config.layer_attention
+        ]
+        self.lengths: Tensor | None = None
+        self.columns = 0  # seen, padding included
+        self.room = self.capacity or 0
+        self.ragged = False  # whether rows may have different lengths
+        self.page_table: Tensor | None = None  # int32 [B, M], of pages
 
     @property
     def batch_size(self) -> int:
@@ -250,21 +240,6 @@ class NSAModelCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity or -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ):
-        """For a dense layer: appends `[B, Hkv, T, .]`, returns the tokens that the call reads."""
-        layer = self.layers[layer_idx]
-        if self.call is None or not isinstance(layer, DenseLayer):
-            raise NotImplementedError(
-                "tokens are appended by the attention layers of an nsa model, got a call of update"
-            )
-        new = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        return [x.transpose(1, 2) for x in layer.append(*new, self.call)]
 
     def check_model(self, config: NSAModelConfig) -> None:
         """Raises ValueError unless the cache was made for layers as the model's."""
@@ -287,7 +262,10 @@ class NSAModelCache(Cache):
         Raises:
           ValueError: there is no room, or the last call did not end and layers have its tokens.
         """
-        needed = self.reserve(x.shape[1])
+        needed, lengths = self.reserve(x.shape[1]), self.lengths
+        if lengths is None:  # nothing stays of a first call that failed
+            self.clear()
+            lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
         states = [layer.state for layer in self.layers if isinstance(layer, NSALayer)]
         seen = [0 if state is None else state.longest for state in states]
         if {*seen} - {self.columns}:
@@ -296,29 +274,25 @@ class NSAModelCache(Cache):
                 f"{seen} columns in place of {self.columns}: a call ended with an error; reset() "
                 "it and begin anew"
             )
-        if self.lengths is None:
-            self.lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
         if needed > self.room:  # the next multiple of ROOM, at least twice as much as there is
             self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM
-        position = self.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+        position = lengths[:, None] + torch.arange(x.shape[1], device=x.device)
         new = x.shape[1] if count is None else count.to(torch.int32)
-        after = self.lengths + new
-        self.call = Call(self.columns, count, position, after, self.room, needed)
-        return self.call
+        return Call(self.columns, count, position, lengths + new, self.room, needed)
 
-    def end(self) -> None:
-        """After a call's last layer: its tokens count."""
-        assert self.call is not None and self.lengths is not None
-        self.lengths.copy_(self.call.after)
-        self.columns += self.call.position.shape[1]
-        self.ragged, self.call = self.ragged or self.call.count is not None, None
+    def end(self, call: Call) -> None:
+        """After the last layer of `call`: its tokens count."""
+        self.lengths = call.after if self.lengths is None else self.lengths.copy_(call.after)
+        self.columns += call.position.shape[1]
+        self.ragged = self.ragged or call.count is not None
 
     def reset(self) -> None:
         """Forgets the tokens."""
+        if self.lengths is None:
+            return
         for layer in self.layers:
             layer.reset()
-        if self.lengths is not None:
-            nsa_cache.zeroed(self.lengths)
+        nsa_cache.zeroed(self.lengths)
         self.columns, self.ragged = 0, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
@@ -341,11 +315,12 @@ class NSAModelCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Continues with these rows."""
+        if self.lengths is None:
+            return
         select = lambda x: x[indices.to(x.device)]
         for layer in self.layers:
             layer.map(select)
-        if self.lengths is not None:
-            self.lengths = select(self.lengths)
+        self.lengths = select(self.lengths)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.batch_size > 0:
@@ -389,14 +364,10 @@ class NSAPagedModelCache(NSAModelCache):
         dtype: torch.dtype | None = None,
     ):
         validate.sizes(batch_size=batch_size, capacity=capacity)
-        if dtype not in (None, FP8):
-            raise ValueError(f"dtype must be None, the model's, or {FP8}, got {dtype}")
-        self.dtype, self.batch, self.page = dtype, batch_size, config.select_block
-        self.page_table: Tensor | None = None  # int32 [B, M]
+        validate.one_of("dtype", dtype, (None, FP8))
+        self.batch, self.page = batch_size, config.select_block
+        self.nsa_layer = functools.partial(PagedLayer, self.page, dtype is FP8)
         super().__init__(config, capacity)
-
-    def nsa_layer(self) -> Any:
-        return PagedLayer(self.page, self.dtype is FP8)
 
     @property
     def batch_size(self) -> int:
@@ -435,24 +406,7 @@ class NSAPagedModelCache(NSAModelCache):
             at["cu_seqlens_q"] = starts
             padding = (torch.arange(T, device=x.device) >= count[:, None]).flatten()
             call = call._replace(order=padding.to(torch.uint8).argsort(stable=True))
-        self.call = call._replace(at=at)
-        return self.call
-
-    def dense_mask(self, dtype: torch.dtype) -> Tensor:
-        """Mask `[B, 1, T, tokens read]` of the call, for dense layers."""
-        call, name = self.call, self.config._attn_implementation or "sdpa"
-        assert call is not None
-        if name not in ("sdpa", "eager"):
-            raise NotImplementedError(
-                f"attn_implementation of dense layers must be 'sdpa' or 'eager' with an "
-                f"NSAPagedModelCache, got {name!r}"
-            )
-        key = torch.arange(call.reach, device=call.position.device)
-        mask = (key <= call.position[..., None])[:, None]
-        if name == "eager":
-            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            mask = zeros.masked_fill(~mask, torch.finfo(dtype).min)
-        return mask
+        return call._replace(at=at)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -462,10 +416,12 @@ class NSAPagedModelCache(NSAModelCache):
         """Copy row `beam_idx[i]` to row `i`. Only its used pages are copied, and the tensors keep
         their memory.
         """
-        used: list[Tensor] = [] if self.lengths is None else [self.lengths]
+        if self.lengths is None:
+            return
+        used = [self.lengths]
         for layer in self.layers:
             entries = math.ceil(self.columns / layer.page)
-            used += (x[:, :entries] for x in layer.tensors().values())
+            used += (x[:, :entries] for x in layer.tensors())
         for x in used:
             x.copy_(x.index_select(0, beam_idx.to(x.device)))
 
@@ -489,12 +445,9 @@ def attend_pages(
         return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
 
     query, key, value, gates = attention.project(x, position)
-    # One tensor for all branches stays one.
     key, value = (
-        Branches(*map(by_token, each))
-        if attention.spec.separate
-        else Branches.each(by_token(each[0]))
-        for each in (key, value)
+        Branches(*map(by_token, x)) if attention.spec.separate else by_token(x[0])
+        for x in (key, value)
     )
     out = paged_attention(
         by_token(query),

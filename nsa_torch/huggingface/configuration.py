@@ -204,11 +204,7 @@ class NSAModelConfig(SavedConfig):
                     raise ValueError(
                         f"{name} must be {fixed!r} in an nsa model{has}, got {found!r}"
                     )
-        rope_type = rope["rope_type"]
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}"
-            )
+        validate.one_of("rope_parameters['rope_type']", rope["rope_type"], ROPE_TYPES)
 
     @property
     def layer_attention(self) -> tuple[str, ...]:
@@ -220,8 +216,7 @@ class NSAModelConfig(SavedConfig):
                 f"attention must be one word or num_hidden_layers={count} of them, got {len(kinds)}"
             )
         for kind in kinds:
-            if kind not in ATTENTION:
-                raise ValueError(f"attention must be one of {ATTENTION}, got {kind!r}")
+            validate.one_of("attention", kind, ATTENTION)
         return kinds
 
     @property

@@ -400,7 +400,8 @@ class DenseBatch:
         self.cache, self.paged = cache, paged
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
-        return attention(x, self.position, self.mask, self.cache, **self.paged)
+        append = lambda key, value, paged: self.cache.update(key, value, index, paged)
+        return attention(x, self.position, self.mask, append, **self.paged)
 
 
 def dense_attention(

@@ -40,6 +40,7 @@ import safetensors.torch
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -69,8 +70,7 @@ STARTS = {
     "gates": ((-100.0, 100.0, -100.0), (1.0, 1.0, 1.0)),
     "shared": ((-100.0, 100.0, -100.0), (1.0,)),
 }
-SETTABLE = (*SIZES, "phi", "phi_hidden", "gate", "gate_hidden", "gate_temp")
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+SETTABLE = (*SIZES, "phi", "phi_hidden", "kv", "gate", "gate_hidden", "gate_temp")
 WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Projections under our names; keys and values per branch of a layer that has them separately.
 OURS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "out"}
@@ -103,21 +103,18 @@ def pairs(x: Tensor, width: int) -> Tensor:
 def configuration(
     source: transformers.PreTrainedConfig,
     dense_layers: Iterable[int] = (),
-    kv: str = "separate",
     **nsa: Any,
 ) -> NSAModelConfig:
     """The configuration of the converted model.
 
     Args:
       dense_layers: indices of layers that retain dense attention.
-      kv: as in `nsa_torch.NSAAttention`.
       nsa: some of `SETTABLE`.
 
     Raises:
       ValueError: the source does not convert exactly; the message names the reason.
     """
-    if source.model_type not in MODELS:
-        raise ValueError(f"model_type must be one of {MODELS}, got {source.model_type!r}")
+    validate.one_of("model_type", source.model_type, MODELS)
     for name, plain in PLAIN.items():
         if (found := getattr(source, name, plain)) != plain:
             raise ValueError(f"{name} must be {plain!r}, got {found!r}")
@@ -132,15 +129,12 @@ def configuration(
         raise ValueError(f"{unknown[0]} must be one of {SETTABLE}")
     if nsa.get("gate") == "softmax":
         raise ValueError("gate must not be 'softmax': its gates cannot start as 0, 1, 0 or 1/2")
-    layers = range(source.num_hidden_layers)
-    if not isinstance(dense_layers, Iterable):
-        raise ValueError(f"dense_layers must be several ints, got {dense_layers!r}")
-    dense_layers = set(dense_layers)
-    if outside := sorted(dense_layers - set(layers)):
+    layers, dense_layers = range(source.num_hidden_layers), {*dense_layers}
+    if outside := sorted(dense_layers.difference(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
     attention = ["dense" if i in dense_layers else "nsa" for i in layers]
     own: dict[str, Any] = {name: getattr(source, name, None) for name in SAME}
-    own |= {"rope_parameters": dict(own["rope_parameters"]), "kv": kv, "gate": "sigmoid"}
+    own |= {"rope_parameters": dict(own["rope_parameters"]), "gate": "sigmoid"}
     return NSAModelConfig(
         # Qwen2 has biases of query, key and value; that of the output is zero then.
         attention_bias=source.model_type == "qwen2" or getattr(source, "attention_bias", False),
@@ -224,30 +218,21 @@ def convert(
         dense implementations `eager` and `sdpa`.
     """
     target = Path(target)
-    if start not in STARTS:
-        raise ValueError(f"start must be one of {tuple(STARTS)}, got {start!r}")
-    if dtype not in (None, *WORDS.values()):
-        raise ValueError(f"dtype must be one of {tuple(WORDS.values())} or None, got {dtype!r}")
+    validate.one_of("start", start, (*STARTS,))
+    validate.one_of("dtype", dtype, (None, *WORDS.values()))
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
             "gate must not be 'selected' where start='values', whose gates are 1/2"
         )
+    kv = "shared" if start == "shared" else "separate"
+    if nsa.setdefault("kv", kv) != kv:
+        raise ValueError(f"kv must be {kv!r} where start={start!r}, got {nsa['kv']!r}")
     if target.exists():
         raise FileExistsError(f"{target} must not be there before")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"{source} {SOURCES}; there is no such folder")
-    try:
-        theirs = transformers.AutoConfig.from_pretrained(source)
-    except OSError:
-        raise
-    except Exception as error:  # some of its checks raise other kinds than ValueError
-        text = " ".join(str(error).split())
-        raise ValueError(
-            f"{source} must have a config.json that transformers reads, got "
-            f"{type(error).__name__}: {text}"
-        ) from error
-    kv = "shared" if start == "shared" else "separate"
-    config = configuration(theirs, dense_layers, kv, **nsa)
+    theirs = transformers.AutoConfig.from_pretrained(source)
+    config = configuration(theirs, dense_layers, **nsa)
     reach = config.num_selected * config.select_block
     if check is not None:
         validate.sizes(check=check)
@@ -261,18 +246,18 @@ def convert(
         patterns = ["*.safetensors", INDEX, *BESIDE]
         folder = Path(snapshot_download(str(source), allow_patterns=patterns))
     files = _files(folder)
-    kept = _checked(folder, files, theirs)
     _check_tokenizer(folder, config.vocab_size)
     config.architectures = [NSAForCausalLM.__name__]
-    config.dtype = dtype or kept
-    about = {"model": str(source), "model_type": theirs.model_type, "start": start}
-    config.converted_from = about
+    config.converted_from = {
+        "model": str(source), "model_type": theirs.model_type, "start": start
+    }  # fmt: skip
     there = next(parent for parent in target.absolute().parents if parent.exists())
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=there) as scratch:
         made = Path(scratch) / target.name
         made.mkdir()
         _write(made, files, config, start, dtype)
         config.save_pretrained(made)
+        NSAForCausalLM.from_pretrained(made, device_map="meta")  # has all weights
         for path in sorted({path for pattern in BESIDE for path in folder.glob(pattern)}):
             if path.is_file():
                 place = made / path.relative_to(folder)
@@ -292,27 +277,18 @@ def _files(folder: Path) -> dict[str, Any]:
       FileNotFoundError: there is none of safetensors, or one of several is missing.
       ValueError: the index of several does not name them.
     """
-    if (folder / SINGLE).is_file():
-        return _opened(folder, [SINGLE])
-    index = folder / INDEX
-    if not index.exists():
-        raise FileNotFoundError(
-            f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, which "
-            "save_pretrained of transformers writes"
-        )
-    try:
-        found = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{index} must be JSON with a weight_map, got {error!r}") from None
-    for name in found:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise FileNotFoundError(f"{index} must name files beside it, got no {name}")
-    return _opened(folder, found)
-
-
-def _opened(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    index, names = folder / INDEX, [SINGLE]
+    if not (folder / SINGLE).is_file():
+        if not index.exists():
+            raise FileNotFoundError(
+                f"{folder} must have its weights in {SINGLE} or the files of {INDEX}, which "
+                "save_pretrained of transformers writes"
+            )
+        names = sorted({*json.loads(index.read_text())["weight_map"].values()})
     files = {}
     for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise FileNotFoundError(f"{index} must name files beside it, got no {name}")
         try:
             files[name] = safetensors.safe_open(folder / name, framework="pt")
         except safetensors.SafetensorError as error:
@@ -320,49 +296,11 @@ def _opened(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     return files
 
 
-def _checked(folder: Path, files: dict[str, Any], theirs: Any) -> torch.dtype:
-    """Check that the weights belong to the model, and return their dtype. It reads headers, and the
-    head of a tied model, which transformers would read and not tie if it differs.
-    """
-    with torch.device("meta"):
-        dense = transformers.AutoModelForCausalLM.from_config(theirs)
-    expected = {name: list(x.shape) for name, x in dense.state_dict().items()}
-    found = {name: weights for weights in files.values() for name in weights.keys()}
-    dtypes = {name: weights.get_slice(name).get_dtype() for name, weights in found.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if _is_left_out(name, theirs):
-            continue
-        shape = found[name].get_slice(name).get_shape() if name in found else "no such weight"
-        if shape != (wanted := expected.get(name, "no such weight")):
-            raise ValueError(f"{folder}: {name}: expected shape {wanted}, got {shape}")
-        if dtypes[name] not in DTYPES:
-            raise ValueError(f"{folder}: {name} must be of {tuple(DTYPES)}, got {dtypes[name]}")
-    if theirs.tie_word_embeddings and HEAD in found:
-        head, embedding = (found[name].get_tensor(name) for name in (HEAD, EMBEDDING))
-        if not torch.equal(head.to(embedding), embedding):
-            raise ValueError(
-                f"{folder}: {HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got "
-                "another one: say tie_word_embeddings=false in config.json"
-            )
-    return DTYPES[dtypes[EMBEDDING]]
-
-
-def _is_left_out(name: str, config: Any) -> bool:
-    """Whether a weight is determined by others."""
-    tied = name == HEAD and config.tie_word_embeddings
-    return tied or name.endswith("rotary_emb.inv_freq")
-
-
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Check that each token of the tokenizer has a row of the embedding."""
     path = folder / "tokenizer.json"
-    if not path.exists():
-        return
-    try:
-        largest = max(Tokenizer.from_file(str(path)).get_vocab().values(), default=-1)
-    except Exception as error:  # the library raises no other kind
-        raise ValueError(f"{path} must be a tokenizer, got {error}") from None
-    if largest >= vocab_size:
+    found = Tokenizer.from_file(str(path)).get_vocab().values() if path.exists() else ()
+    if (largest := max(found, default=-1)) >= vocab_size:
         raise ValueError(f"{path}: tokens must be below vocab_size={vocab_size}, got {largest}")
 
 
@@ -374,17 +312,28 @@ def _write(
     dtype: torch.dtype | None,
 ) -> None:
     """The weights of `files`, one file for each; the last one also has added weights."""
-    source = {name for weights in files.values() for name in weights.keys()}
+    source = {name: weights for weights in files.values() for name in weights.keys()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for weights that do not start as constants
-        extra = added(config, source, start)
+        extra = added(config, {*source}, start)
     places: dict[str, str] = {}
     size = 0
     for file, weights in files.items():
         made: dict[str, Tensor] = {}
         for name in weights.keys():
-            if not _is_left_out(name, config):
-                x = weights.get_tensor(name)
+            x = weights.get_tensor(name)
+            if x.dtype not in WORDS.values():
+                raise ValueError(f"{name} must be of {', '.join(WORDS)}, got {x.dtype}")
+            if name == EMBEDDING:
+                config.dtype = dtype or x.dtype
+            if name == HEAD and config.tie_word_embeddings:
+                # transformers reads another one than the embedding, and does not tie it.
+                if not torch.equal(x, source[EMBEDDING].get_tensor(EMBEDDING).to(x)):
+                    raise ValueError(
+                        f"{HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got "
+                        "another one: say tie_word_embeddings=false in config.json"
+                    )
+            elif not name.endswith("rotary_emb.inv_freq"):
                 each = converted(name, x, config, start)
                 made |= {ours: y.to(dtype or x.dtype) for ours, y in each.items()}
         if file == [*files][-1]:
@@ -430,10 +379,6 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def numbers(text: str) -> list[int]:
-    return [int(x) for x in text.split(",") if x]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if `--check` finds a difference, 2 if nothing was converted."""
     parser = argparse.ArgumentParser(
@@ -445,33 +390,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("source", metavar="SOURCE")
     add("target", metavar="TARGET")
     add("--start", choices=STARTS, default="values")
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    what = f"some of {', '.join(SETTABLE)}"
-    add("--set", type=setting, metavar="NAME=VALUE", help=what, **several)
-    what = "numbers of layers that keep dense attention, as 0,1"
-    add("--dense_layers", type=numbers, default=[], help=what)
+    add(
+        "--set", type=setting, metavar="NAME=VALUE", nargs="+", action="extend", default=[],
+        help=f"some of {', '.join(SETTABLE)}",
+    )  # fmt: skip
+    add(
+        "--dense_layers", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
+        help="numbers of layers that keep dense attention, as 0,1",
+    )  # fmt: skip
     add("--dtype", choices=WORDS, help="of the weights; default: as they are")
-    what = (
-        "compares the logits of that many tokens with the dense model's, in float32 on the CPU"
-    )
-    add("--check", type=int, metavar="TOKENS", help=what)
-    given = parser.parse_args(arguments)
-    options: dict[str, Any] = {
-        "start": given.start,
-        "dtype": WORDS.get(given.dtype),
-        "check": given.check,
-    }
-    options |= {"dense_layers": given.dense_layers} | dict(given.set)
+    add(
+        "--check", type=int, metavar="TOKENS",
+        help="compares logits of that many tokens with the dense model's, in float32 on the CPU",
+    )  # fmt: skip
+    given = vars(parser.parse_args(arguments))
+    nsa, given["dtype"] = dict(given.pop("set")), WORDS.get(given["dtype"])
     try:
-        config = convert(given.source, given.target, **options)
-    except (OSError, ValueError, TypeError) as error:
+        config = convert(**given, **nsa)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except DifferentError as error:
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
     reach = config.num_selected * config.select_block
-    print(f"{given.target}: dense attention up to {reach} tokens, NSA beyond")
+    print(f"{given['target']}: dense attention up to {reach} tokens, NSA beyond")
     return 0
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from nsa_core import validate
 from nsa_torch.huggingface.cache import (
     CACHE,
     NSAModelCache,
     NSAPagedModelCache,
-    cache_argument,
     cache_named,
     decodes_on_pages,
 )
@@ -125,10 +125,7 @@ class NSAGenerationMixin(GenerationMixin):
             _check_cache(cache, given, batch_size * copies, max_cache_length, prompt)
         if cache is not None or given.use_cache is False:
             return
-        if name not in (None, "dynamic", "static"):
-            raise ValueError(
-                f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
-            )
+        validate.one_of("cache_implementation", name, (None, "dynamic", "static"))
         sizes = rows, max_cache_length, max_cache_length + 1 - prompt
         if name is None and goes_on_pages(self, given, generation_mode, *sizes):
             cache = NSAPagedModelCache(self.config, rows, max_cache_length)
@@ -169,8 +166,9 @@ class NSAGenerationMixin(GenerationMixin):
                 return model(**inputs)
             if not ready:
                 ready.append(StepGraph(self, cache))
-            logits: Any = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
-            return CausalLMOutputWithPast(logits=logits, **cache_argument(cache))
+            logits = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
+            found: dict[str, Any] = {"logits": logits, CACHE: cache}
+            return CausalLMOutputWithPast(**found)
 
         return call
 

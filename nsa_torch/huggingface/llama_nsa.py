@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 import nsa_torch
+from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.configuration import SavedConfig
@@ -63,8 +64,7 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
     def __post_init__(self, **given: Any) -> None:
         super().__post_init__(**given)
         _ = self.sizes
-        if self.selection not in SELECTIONS:
-            raise ValueError(f"selection must be one of {SELECTIONS}, got {self.selection!r}")
+        validate.one_of("selection", self.selection, SELECTIONS)
         if self.selection == "trained" and self.block_size != self.block_counts:
             raise ValueError(
                 "selection='trained' needs as many blocks of a query as a chunk has, "

@@ -1,7 +1,6 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder, with the interface of transformers."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.initialization import copy_
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -26,13 +24,7 @@ from nsa_torch import geometry, heads
 from nsa_torch.functional import Names
 from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.geometry import without_padding
-from nsa_torch.huggingface.cache import (
-    CACHE,
-    NSAModelCache,
-    NSAPagedModelCache,
-    cache_argument,
-    takes_past_key_values,
-)
+from nsa_torch.huggingface.cache import CACHE, NSAModelCache, takes_past_key_values
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
@@ -81,12 +73,13 @@ class DenseAttention(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, position: Tensor, mask: Any, cache: Any = None, **paged: Any
+        self, x: Tensor, position: Tensor, mask: Tensor | None, append: Any = None, **paged: Any
     ) -> Tensor:
         """`x` [B, T, dim] at `position` [B, T].
 
         Args:
-          cache: an `NSAModelCache`, one of transformers' continuous batching, or None.
+          append: A function of keys, values `[B, Hkv, T, .]` and `paged`. It appends to a cache and
+            returns the keys and values of all tokens. None means that there is no cache.
           paged: The keywords that transformers passes to attention functions.
         """
         spec = self.spec
@@ -94,8 +87,8 @@ class DenseAttention(nn.Module):
             x, self.W_Q, [self.W_K], [self.W_V], position, spec, norms=heads.norms_of(self)
         )
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx, paged)
+        if append is not None:
+            key, value = append(key, value, paged)
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         out, _ = attend(
@@ -193,18 +186,16 @@ class NSAPreTrainedModel(PreTrainedModel):
                 raise ValueError(
                     f"{name} must be {theirs!r} as in the checkpoint {path}, got {ours!r}"
                 )
-        if info["mismatched_keys"] and not ignore_mismatched_sizes:
-            key, found, expected = sorted(info["mismatched_keys"])[0]
+        other = () if ignore_mismatched_sizes else info["mismatched_keys"]
+        wrong = [f"{x} of shape {(*got,)} in place of {(*want,)}" for x, got, want in other]
+        for what in ("missing", "unexpected") if strict else ():
+            wrong += [f"{what} {key}" for key in sorted(info[f"{what}_keys"])]
+        if wrong:
+            rest = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(
-                f"{path}: {key}: expected shape {tuple(expected)}, got {tuple(found)}"
+                f"{path} must have the weights of {cls.__name__}, got {wrong[0]}{rest}; "
+                "strict=False draws anew what is missing and leaves out what is unknown"
             )
-        for what in ("missing", "unexpected"):
-            if strict and (keys := sorted(info[f"{what}_keys"])):
-                rest = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                raise ValueError(
-                    f"{path} must have the weights of {cls.__name__}, got {what} {keys[0]}{rest}; "
-                    "strict=False draws anew what is missing and leaves out what is unknown"
-                )
         return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
@@ -214,23 +205,22 @@ class NSAPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The start of `module`'s own weights; transformers calls it, children first."""
-        given = self.config.initializer_range
-        residual = math.sqrt(2 * self.config.num_hidden_layers)
+        given, residual = self.config.initializer_range, 2 * self.config.num_hidden_layers
+        draw = lambda x, default: nn.init.normal_(x, std=default if given is None else given)
         if isinstance(module, HeadGate):
             module.draw_weight()
             copy_(module.bias, module.start_bias())  # not over one that was loaded
         elif isinstance(module, Gate | MLP | Pool):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
-            _draw(module, given)
+            draw(module.weight, (3 * module.in_features) ** -0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02 if given is None else given)
-        elif isinstance(module, NSAAttention | DenseAttention) and given is None:
-            _draw(module.out, None, residual)
-        elif isinstance(module, LlamaMLP) and given is None:
-            _draw(module.down_proj, None, residual)
+            draw(module.weight, 0.02)
+        elif isinstance(module, NSAAttention | DenseAttention | LlamaMLP) and given is None:
+            last = module.down_proj if isinstance(module, LlamaMLP) else module.out
+            draw(last.weight, (3 * residual * last.in_features) ** -0.5)
         else:
             super()._init_weights(module)
 
@@ -312,19 +302,20 @@ class NSAModel(NSAPreTrainedModel):
             cache = NSAModelCache(self.config)
         if cache is not None:
             cache.check_model(self.config)
-            cache.begin(x, batch.count)
+            batch = batch._replace(cache=cache, call=cache.begin(x, batch.count))
         if (real := batch.real(x.shape[1])) is not None:
             if batch.empty is not None and not torch.is_grad_enabled():
                 real = (
                     real | batch.empty[:, None]
                 )  # the text continues from such a row's padding
             x = without_padding(x, real)
-        batch = self._with_mask(x, batch._replace(cache=cache))
+        batch = self._with_mask(x, batch)
         for layer in self.layers:
             x = layer(x, batch)
-        if cache is not None:
-            cache.end()
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **cache_argument(cache))
+        if cache is not None and batch.call is not None:
+            cache.end(batch.call)
+        past: dict[str, Any] = {CACHE: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **past)
 
     def _continuous(self, x, mask, position, **paged):
         """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
@@ -341,32 +332,28 @@ class NSAModel(NSAPreTrainedModel):
         """With the positions and mask that dense layers read, if there are any."""
         if "dense" not in self.config.layer_attention:
             return batch
-        count, length = x.shape[:2]
-        cache, packed, only = batch.cache, None, None
-        position = torch.arange(length, device=x.device).expand(count, length)
-        if batch.cu_seqlens is not None:
+        length, call = x.shape[1], batch.call
+        slot = torch.arange(length, device=x.device).expand(x.shape[0], length)
+        position, reach, first = slot, length, None
+        causal = batch.cu_seqlens is None  # transformers' functions need no mask
+        if not causal:
             sizes = {"config": self.config.layer_spec.config, "kv_len": length}
-            packed = position = geometry.geometry(
-                count, length, cu_seqlens=batch.cu_seqlens, device=x.device, **sizes
+            position = geometry.geometry(
+                1, length, cu_seqlens=batch.cu_seqlens, device=x.device, **sizes
             ).position
-        if cache is not None and cache.call is not None and cache.lengths is not None:
-            position = cache.call.position
-            if isinstance(cache, NSAPagedModelCache):
-                return batch._replace(position=position, mask=cache.dense_mask(x.dtype))
-            if cache.ragged:
-                behind = cache.columns - cache.lengths
-
-                def only(row, head, query, key):
-                    return key <= query - behind[row]
-
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=None,
-            position_ids=packed,
-            and_mask_function=only,
-            **cache_argument(cache),
-        )
+            first = slot - position.clamp(min=0)
+        elif call is not None:
+            position = slot = call.position
+            reach, aligned = call.reach, call.columns == 0 or length == 1
+            causal = aligned and not batch.cache.ragged and reach == call.columns + length
+        mask, eager = None, self.config._attn_implementation == "eager"
+        if eager or not causal:
+            key = torch.arange(reach, device=x.device)
+            mask = (key <= slot[..., None])[:, None]
+            if first is not None:
+                mask &= first[:, None, :, None] <= key
+            if eager:
+                mask = x.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(x.dtype).min)
         return batch._replace(position=position, mask=mask)
 
 
@@ -428,14 +415,8 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **cache_argument(outputs.get(CACHE)),
+            **{CACHE: outputs.get(CACHE)},
         )
-
-
-def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> None:
-    if deviation is None:
-        deviation = 1 / math.sqrt(3 * linear.in_features)
-    nn.init.normal_(linear.weight, std=deviation / divisor)
 
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa_core.config import NSAConfig
 from nsa_torch import checks
-from nsa_torch.huggingface.cache import NSAModelCache, NSAPagedModelCache
+from nsa_torch.huggingface.cache import Call, NSAModelCache, NSAPagedModelCache
 from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
 from nsa_torch.varlen import varlen_metadata
@@ -24,8 +24,8 @@ FIXED = {
     "output_attentions": (False, "no layer computes attention weights"),
     "output_router_logits": (False, "there are no experts"),
 }
-READ = frozenset((*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states"))
-UNUSED = frozenset(["token_type_ids"])  # tokenizers return it; Llama does not read it either
+# Tokenizers return `token_type_ids`, which Llama does not read either.
+READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", "token_type_ids"}
 MASK = "attention_mask must"
 COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
@@ -38,22 +38,24 @@ class Rows(NamedTuple):
     count: Tensor | None = None  # int64 [B], real tokens; None means every column
     cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
     empty: Tensor | None = None  # bool [B], rows with only padding until now; None means none
-    cache: NSAModelCache | None = None
+    cache: Any = None  # an `NSAModelCache`
+    call: Call | None = None  # on the cache
     position: Tensor | None = None  # int64 [B, T], of aligned rows, for dense layers
-    mask: Any = None  # the same, as transformers' attention functions take it
+    mask: Tensor | None = None  # the same, as transformers' attention functions take it
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
         """The attention of layer `index` to the tokens `x` [B, T, dim], and to those of the cache;
         attention to no token is 0.
         """
         x = x if self.first is None else _roll(x, self.first)
+        layer = None if self.cache is None else self.cache.layers[index]
         if not isinstance(attention, NSAAttention):
-            y = attention(x, self.position, self.mask, self.cache)
-        elif self.cache is None:
+            append = layer and (lambda *new: layer.append(*new[:2], self.call))
+            y = attention(x, self.position, self.mask, append)
+        elif layer is None:
             y, _ = attention(x, cu_seqlens=self.cu_seqlens)
         else:
-            attend = functools.partial(self.cache.layers[index].attend, call=self.cache.call)
-            y, _ = attention(x, attend=attend)
+            y, _ = attention(x, attend=functools.partial(layer.attend, call=self.call))
         y = y if self.first is None else _roll(y, -self.first)
         return y if self.empty is None else y.masked_fill(self.empty[:, None, None], 0)
 
@@ -77,10 +79,8 @@ def check_keywords(call: dict[str, Any], *others: str) -> None:
     """Raises if a keyword of a call is neither in `READ` nor in `others`, or has an unsupported
     value.
     """
-    for name, x in call.items():
-        if x is None or name in others or name in UNUSED:
-            continue
-        if name not in READ:
+    for name, x in checks.present(**call).items():
+        if name not in READ.union(others):
             raise TypeError(
                 f"{name} is no argument of the model; boundaries of packed sequences are "
                 f"{', '.join(BORDERS)}, {INDEX} or position_ids"
@@ -133,17 +133,23 @@ def rows(
         if torch.compiler.is_compiling():
             return Rows(cu_seqlens=checks.clamped(borders, length))
         longest = next((x for n in LONGEST if isinstance(x := call.get(n), int)), None)
-        padded, device = None if longest is None else False, told[name or POSITION].device
-        sizes: dict[str, Any] = {"total": length, "max_seqlen": longest, "padded": padded}
-        sizes |= {"config": config, "device": device}
-        return Rows(cu_seqlens=varlen_metadata(borders, **sizes).cu_seqlens)
+        made = varlen_metadata(
+            borders,
+            total=length,
+            max_seqlen=longest,
+            padded=None if longest is None else False,
+            config=config,
+            device=told[name or POSITION].device,
+        )
+        return Rows(cu_seqlens=made.cu_seqlens)
     if attention_mask is None and position_ids is None:
         return Rows()
-    past, mask = 0 if cache is None else cache.get_seq_length(), attention_mask
+    past = 0 if cache is None else cache.get_seq_length()
+    whole, mask = (batch, past + length), attention_mask
     if mask is None:
         assert position_ids is not None
-        mask = torch.ones(batch, past + length, dtype=torch.bool, device=position_ids.device)
-    whole, step = (batch, past + length), length == 1 and isinstance(cache, NSAPagedModelCache)
+        mask = torch.ones(whole, dtype=torch.bool, device=position_ids.device)
+    step = length == 1 and isinstance(cache, NSAPagedModelCache)
     found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if found != whole and not (step and found == (batch, 1)):
         raise ValueError(
@@ -159,26 +165,23 @@ def rows(
     changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
     rule = f"{MASK} be padded on the left or on the right, zeros in one run"
     wrong.append((changes > 1, rule))
-    known = torch.zeros(batch, dtype=torch.int64, device=mask.device)
+    known = mask[:, :past].sum(dim=1)
     if cache is not None and cache.lengths is not None:
-        known = cache.lengths.to(mask.device, torch.int64)
+        own, known = known, cache.lengths.to(mask.device, torch.int64)
         if attention_mask is not None:
-            agrees = mask[:, :past].sum(dim=1) == known
             rule = f"{MASK} have as many ones as the cache has tokens of the row"
-            wrong.append((~agrees, rule))
+            wrong.append((own != known, rule))
     new = mask[:, past:]
     count, first = new.sum(dim=1), new.int().argmax(dim=1)
     if position_ids is not None:
         expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
-        other = ((position_ids != expected) & new).any(dim=1)
         rule = "position_ids must count each row's tokens from its first one, as mask and cache say"
-        wrong.append((other, rule))
+        wrong.append((((position_ids != expected) & new).any(dim=1), rule))
     empty = known + count == 0
     if is_capturing(mask.device) or torch.compiler.is_compiling():
         return Rows(first, count, empty=empty)
-    facts = [(first > 0).any(), (count < length).any(), empty.any()]
-    failed = torch.stack([each for each, _ in wrong]).any(dim=1)
-    shifted, short, without, *bad = torch.cat([torch.stack(facts), failed]).tolist()
+    rules = [first > 0, count < length, empty, *(each for each, _ in wrong)]
+    shifted, short, without, *bad = torch.stack(rules).any(dim=1).tolist()
     if any(bad):
         _refuse(*wrong[bad.index(True)], mask)
     return Rows(
@@ -213,7 +216,7 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
     """
     (first, x), *others = told.items()
     borders, compared = _as_borders(first, x, length), (getattr(x, "device", None), *told)
-    wait = compared not in COMPARED and bool(others)
+    wait = compared not in COMPARED
     if not others or not checks.is_read(borders, wait):
         return borders
     starts = [*dict.fromkeys(borders.tolist())]
@@ -244,8 +247,8 @@ def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tenso
             f"{name} is read by the host, which waits for no CUDA graph: pass {BORDERS[0]}"
         )
     x = x.reshape(-1).cpu()
-    steps = x.diff()
     if name == INDEX:
+        steps = x.diff()
         if (steps < 0).any():
             raise ValueError(f"{INDEX} must not decrease, got {x.tolist()[:16]}")
         return torch.tensor([0, *(steps.nonzero()[:, 0] + 1).tolist(), length])

@@ -67,9 +67,10 @@ class StepGraph:
             self.mask.fill_(1)
         else:
             self.mask.copy_(attention_mask[:, -1:])
-        self.seen += 1
-        if self.seen <= WARMUP:
-            return self._step()
+        if self.seen < WARMUP:
+            logits = self._step()
+            self.seen += 1  # a step that failed is none
+            return logits
         if self.replay is None or self.lengths is not cache.lengths:
             columns, self.lengths = cache.columns, cache.lengths
             try:

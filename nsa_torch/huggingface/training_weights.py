@@ -13,7 +13,7 @@ from typing import Any
 import safetensors
 from torch import nn
 
-from nsa_core.layer import KIND, LayerSpec
+from nsa_core.layer import FIELDS, KIND, LayerSpec
 from nsa_interop import weights
 from nsa_torch.huggingface.configuration import SPEC, NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
@@ -56,16 +56,12 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 def _configuration(path: str | Path) -> NSAModelConfig:
     """The configuration of the model in the file."""
     with safetensors.safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {}).get(weights.METADATA_KEY)
-    if text is None:
-        raise ValueError(
-            f"{path}: must state hyper_parameters where no model is given, got none"
-        )
-    found = json.loads(text)
-    fields = {field.name for field in dataclasses.fields(LayerSpec)}
+        found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
-        raise ValueError(f"{path}: hyper_parameters must have {missing}, got {sorted(found)}")
-    spec = LayerSpec(**{name: value for name, value in found.items() if name in fields})
+        raise ValueError(
+            f"{path}: must state hyper_parameters where no model is given, got no {missing[0]}"
+        )
+    spec = LayerSpec(**{name: x for name, x in found.items() if name in FIELDS})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
     if spec.rope_scale != 1.0:
         rope |= {"rope_type": "linear", "factor": spec.rope_scale}
