@@ -4,13 +4,14 @@ python -m bench.parity_table            # print it
 python -m bench.parity_table --write    # and write bench/records/README.md
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from .harness import cli, markdown, records
 from .harness.records import Record
+from .reports import render
 
 FOLDER = Path(__file__).parent / "records"
 WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
@@ -43,48 +44,15 @@ history, at commit 8b3d42c; at b2b9bee most steps of the other training runs, `a
 `nvidia-h200/decode.jsonl`, the first calls of an H100 and more replaced measurements.
 
 """
-COLUMNS = (
-    "device",
-    "framework",
-    "branch",
-    "implementation",
-    "mode",
-    "problems",
-    "dtypes",
-    "heads per group",
-    "longest",
-    "worst",
-    "error",
-    "bound",
-    "rms",
-    "rms bound",
-    "slope",
-    "status",
-)
-
-
-def paths(found: Iterable[Record]) -> dict[tuple[str, ...], list[Record]]:
-    """The measured records of each path, in the order of their first appearance."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in found:
-        judged = record.branch != "dense" and record.extra.get("judged", True)
-        if not judged or record.status in ("unsupported", "oom"):
-            continue
-        key = (
-            record.device,
-            record.framework,
-            record.branch,
-            record.implementation,
-            record.mode,
-        )
-        groups.setdefault(key, []).append(record)
-    return groups
+ERRORS = ("worst", "error", "bound", "rms", "rms bound", "slope")
+COLUMNS = ("device", "framework", "branch", "implementation", "mode", "problems", "dtypes")
+COLUMNS += ("heads per group", "longest", *ERRORS, "status")
 
 
 def table(found: Sequence[Record]) -> str:
     """Markdown; a path is `ok` when every one of its records is."""
     rows = []
-    for key, group in sorted(paths(found).items()):
+    for key, group in render.judged(found, "device").items():
         worst = max(
             group,
             key=lambda r: (r.status != "ok", r.error_rms is not None, r.bound_share or 0.0),
@@ -96,12 +64,7 @@ def table(found: Sequence[Record]) -> str:
             ", ".join(sorted({r.dtype for r in group})),
             ", ".join(map(str, groups)),
             str(max(r.T for r in group)),
-            worst.error_of or "-",
-            markdown.number(worst.error_max, ".2g"),
-            markdown.number(worst.error_bound, ".2g"),
-            markdown.number(worst.error_rms, ".2g"),
-            markdown.number(worst.error_rms_bound, ".2g"),
-            markdown.number(worst.slope, ".5f"),
+            *map(render.rows([worst])[0].get, ERRORS),
             _status(worst, group),
         )
         rows.append(cells)

@@ -79,13 +79,7 @@ def markdown(report: Report) -> str:
 def _parity(some: Sequence[Record]) -> str:
     """PASS or FAIL of each path, with its largest share of the bound."""
     rows = []
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for r in some:
-        judged = r.branch != "dense" and r.extra.get("judged", True)
-        if judged and r.status not in ("unsupported", "oom"):
-            key = r.framework, r.branch, r.implementation, r.mode
-            groups.setdefault(key, []).append(r)
-    for key, group in sorted(groups.items()):
+    for key, group in render.judged(some).items():
         shares = [s for s in (r.bound_share for r in group) if s is not None]
         bad = Counter(r.status for r in group if r.status != "ok")
         fate = ", ".join(f"{n} {status}" for status, n in bad.items())

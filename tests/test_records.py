@@ -7,6 +7,7 @@ import pytest
 from bench import parity_table
 from bench.harness import records
 from bench.lm import log
+from bench.reports import render
 
 RECORDS = parity_table.load()
 RULE = {"error_rms": 1e-3, "error_rms_bound": 4e-3, "slope": 1.0002}
@@ -78,4 +79,4 @@ def test_dense_and_refused_rows_are_no_paths():
     good = next(r for r in RECORDS if r.status == "ok")
     for change in ({"branch": "dense"}, {"status": "unsupported"}, {"status": "oom"}):
         change |= {"reason": "no"}
-        assert not parity_table.paths([dataclasses.replace(good, **change)])
+        assert not render.judged([dataclasses.replace(good, **change)])

@@ -4,7 +4,7 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,6 +108,24 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
         ms = base.get(key(record))
         found.append(ms / times[0] if ms is not None and times is not None else None)
     return found
+
+
+def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list[Record]]:
+    """The records that parity was judged of, by these fields, of which the paths are made."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for r in records:
+        if r.branch == "dense" or not r.extra.get("judged", True):
+            continue
+        if r.status not in ("unsupported", "oom"):
+            key = (
+                *(getattr(r, x) for x in names),
+                r.framework,
+                r.branch,
+                r.implementation,
+                r.mode,
+            )
+            groups.setdefault(key, []).append(r)
+    return dict(sorted(groups.items()))
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, str]]:
