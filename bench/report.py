@@ -64,10 +64,9 @@ def markdown(report: Report) -> str:
         training=[
             (
                 Path(path).name,
-                curves.markdown(
+                watched.markdown(
                     lines, [*curves.verdicts(lines), *watched.verdicts(path, lines)]
-                )
-                + curves.section(watched.gate_table(lines)),
+                ),
             )
             for path, lines in report.training
         ],

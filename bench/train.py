@@ -432,7 +432,7 @@ def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
     """Writes and prints the tables, and keeps the lines where that is asked for."""
     found = log.read(folder / "train.jsonl")
     shown = [*verdicts, *watched.verdicts(folder / "train.jsonl", found)]
-    text = curves.markdown(found, shown) + curves.section(watched.gate_table(found))
+    text = watched.markdown(found, shown)
     (folder / "train.md").write_text(text)
     print(text)
     print(f"written to {folder}")

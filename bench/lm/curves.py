@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..harness.markdown import number, table
+from ..harness.markdown import number
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
@@ -104,32 +104,6 @@ def verdicts(
             question = f"NSA's {name} loss within {margin:.1%} of dense or better, {framework}"
             found.append(Verdict(question, nsa / dense - 1, margin))
     return found
-
-
-def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
-    """What ran, the verdicts, a row a run, a row a speed."""
-    parts = []
-    headers = list(last(lines, Header).values())
-    if headers:
-        first = headers[0]
-        training = " ".join(f"{name}={value}" for name, value in first.training.items())
-        parts += [
-            f"device: {', '.join(dict.fromkeys(h.device for h in headers))}  \n"
-            f"model: {' '.join(f'{k}={v}' for k, v in first.model.items())}  \n"
-            f"training: {first.dtype} {training}  \n"
-            f"text: sha256 {first.input_sha256[:16]}; commit {first.commit or 'unknown'}",
-            "\n".join(f"- {verdict}" for verdict in found),
-        ]
-        parts.append(table(*run_table(lines)).rstrip())
-    speeds = [line for line in lines if isinstance(line, Speed)]
-    if speeds:
-        parts += [table(*speed_table(lines)).rstrip(), f"MFU: {speeds[0].mfu_is}."]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def section(found: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
-    """A table below what is before it; nothing where it has no rows."""
-    return f"\n{table(*found)}" if found[1] else ""
 
 
 def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..harness.markdown import table
+from ..reports import render
 from . import curves, health, watch
 from .curves import Verdict
 from .log import Header, Line, Speed, Step, Watch
@@ -19,6 +21,22 @@ STALL_S = 180.0  # likewise, between two beats
 DROP = 0.2  # of tokens/s, the last tenth of the steps beside all
 LEAST_STEPS = 20  # of a run whose tokens/s are judged
 LOSS_OF_SCALE = 0.08  # of a device's tokens/s beside one device alone
+
+
+def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
+    """What ran, the verdicts, a row a run, a row a speed, a row a layer."""
+    tables = {
+        "runs": curves.run_table(lines),
+        "speeds": curves.speed_table(lines),
+        "gates": gate_table(lines),
+    }
+    return render.filled(
+        "train.md.jinja",
+        headers=[*curves.last(lines, Header).values()],
+        verdicts=found,
+        mfu_is=next((line.mfu_is for line in lines if isinstance(line, Speed)), ""),
+        **{name: table(*each) if each[1] else "" for name, each in tables.items()},
+    )
 
 
 def verdicts(path: str | Path, lines: Sequence[Line]) -> list[Verdict]:
