@@ -24,7 +24,7 @@ LOSS_OF_SCALE = 0.08  # of a device's tokens/s beside one device alone
 
 
 def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
-    """What ran, the verdicts, a row a run, a row a speed, a row a layer."""
+    """What ran, the verdicts, and tables of runs, speeds and layers."""
     tables = {
         "runs": curves.run_table(lines),
         "speeds": curves.speed_table(lines),
