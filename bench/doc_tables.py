@@ -53,7 +53,6 @@ import functools
 import json
 import re
 import statistics
-import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,7 @@ from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
 from .reports import crossover, sources
+from .reports.cells import KINDS, MISSING, REFUSED, Kind, Line, cell, packing
 from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()
@@ -82,14 +82,6 @@ MARKER = re.compile(
 )
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records are of correctness
-MISSING, REFUSED = "-", "unsupported"
-
-type Line = dict[str, Any]
-type Kind = Mapping[str, Any]  # of bench/tables.yaml
-
-
-def ms(time: float) -> str:
-    return f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}"
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -208,18 +200,12 @@ def _packed_summary() -> list[str]:
     said = "; ".join(f"{x / y - 1:+.1%}" if x and y else MISSING for x, y in apart)
     return [
         f"{'; '.join(PASSES.values())}, ms",
-        f"packed: {_documents(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
+        f"packed: {packing(lines[0]['documents'])} in one row, 64 / 4 heads, on an H100",
         "; ".join(map(_time, ours)),
         MISSING,
         f"**{said}** of rows' {'; '.join(map(_time, rows))}",
         commits([*ours, *rows]),
     ]
-
-
-def _documents(lengths: Sequence[int]) -> str:
-    if len({*lengths}) == 1:
-        return f"{len(lengths)} x {length(lengths[0])}"
-    return f"{len(lengths)} documents, {sum(lengths)} tokens"
 
 
 SIZES = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "B": 1}  # of a target that names no others
@@ -230,7 +216,7 @@ def targets(device: str = DEVICE.name) -> str:
     """Forward / with backward, a row a target; a call by itself, and calls in a row."""
     newest, eight = (_newest(x, device) for x in ("compare.jsonl", records.FP8_RECORDS))
     packed = {
-        (_documents(x["documents"]), x["mode"]): x
+        (packing(x["documents"]), x["mode"]): x
         for x in chosen("packed", device)
         if x["form"] == "varlen"
     }
@@ -257,42 +243,6 @@ def targets(device: str = DEVICE.name) -> str:
         rows.append([row["shape"], row["target"], *cells, commits(used)])
     head = ["shape", "target", *INPUTS, "calls in a row; after 50 ms of rest"]
     return table([*head, "what bounds it", "commit"], rows)
-
-
-KINDS: Mapping[str, Kind] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
-# Of its templates, beside Python's own.
-FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "ms": ms,
-    "tokens": length,
-    "packing": _documents,
-    "count": lambda found: str(len(found)),
-    "faults": lambda found: "; ".join(found) or "nothing",
-    "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
-    "GiB": lambda size: f"{size / 2**30:.1f}",
-    "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
-    "ranges": lambda label: label.partition("ranges=")[2] or "none",
-    "gates": lambda model: model.partition("-")[2].removesuffix("-gates") or "sigmoid",
-}
-
-
-class _Template(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec.startswith("or "):
-            return value or format_spec.removeprefix("or ")
-        if value is None:
-            raise KeyError
-        own = FORMATS.get(format_spec)
-        return own(value) if own else format(value, format_spec)
-
-
-def cell(template: str, line: Line) -> str:
-    """The template's text; the status of a line that failed where a time would stand."""
-    if line.get("status", "ok") != "ok" and "ms:" in template:
-        return MISSING if line["status"] == REFUSED else line["status"]
-    try:
-        return _Template().vformat(template, (), line)
-    except KeyError:  # no such field, or it has no value
-        return MISSING
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:

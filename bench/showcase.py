@@ -13,6 +13,7 @@ each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwh
 
 import contextlib
 import csv
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from absl import flags
 
 from .harness import cli, command, exit_status, heartbeat, markdown, process, records
 from .lm import config_file, log, variants
-from .reports import render
+from .reports import cells, render
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
@@ -44,8 +45,7 @@ OUT = flags.DEFINE_string(
 )
 COMMIT = cli.define_commit(FLAGS)
 QUERY = "timestamp,utilization.gpu,memory.used"
-COLUMNS = ("S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "FA-2 used")
-COLUMNS += ("GPU %", "MFU %", "status", "note")
+COLUMNS = tuple(cells.KINDS["ranges"]["cells"])
 
 
 class Row(NamedTuple):
@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
         for mode in MODES.value:
             heartbeat.say(f"S={length} {mode}")
             rows.append(measure(folder, length, mode))
-            cells = dict(zip(COLUMNS, cells_of(rows[-1]), strict=True))
-            print(f"S={length} {mode}: {cells['status']} {cells['ms']} ms {cells['note']}")
+            said = cells_of(rows[-1])
+            print(f"S={length} {mode}: {said['status']} {said['ms']} ms {said['note']}")
     log.append(folder / "showcase.jsonl", [row.speed for row in rows if row.speed])
     text = report(rows, folder)
     (folder / "showcase.md").write_text(text)
@@ -168,24 +168,15 @@ def fa2(speed: log.Speed) -> str:
     return "yes" if len(by) == 3 else ", ".join(by) or "no"
 
 
-def cells_of(row: Row) -> list[str]:
+def cells_of(row: Row) -> dict[str, str]:
     """A line of the table."""
     speed = row.speed
-    if speed is None:
-        unknown = ["-"] * 8
-        return [str(row.length), row.mode, "-", *unknown, row.status, row.reason]
-    peak = speed.peak_bytes and speed.peak_bytes / 2**30
-    return [
-        *(str(row.length), row.mode, str(speed.batch)),
-        *(markdown.number(x, ".4g") for x in (speed.time_ms, speed.p20_ms, speed.p80_ms)),
-        *(markdown.number(speed.tokens_per_s, ".0f"), markdown.number(peak, ".2f")),
-        fa2(speed) if row.measured else "-",
-        *(
-            markdown.number(row.used_percent, ".0f"),
-            markdown.number(speed.mfu and 100 * speed.mfu, ".1f"),
-        ),
-        *(row.status, row.reason.replace("|", "/")),
-    ]
+    about = row._asdict() | {"status": "ok", "fate": row.status}
+    if speed is not None:
+        about = (
+            dataclasses.asdict(speed) | about | {"fa2": fa2(speed) if row.measured else None}
+        )
+    return cells.rows("ranges", [about])[0]
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:
@@ -198,7 +189,7 @@ def report(rows: Sequence[Row], folder: Path) -> str:
         device=speed.device if speed else "not known",
         versions=dict.fromkeys(("torch", "cuda", "driver")) | versions,
         commit=(speed and speed.commit) or COMMIT.value or "unknown",
-        table=markdown.table(COLUMNS, map(cells_of, rows)),
+        table=markdown.table(COLUMNS, (cells_of(row).values() for row in rows)),
         answers=answers(rows),
         files=sorted(path.name for path in folder.iterdir() if path.is_file()),
     )

@@ -1,12 +1,13 @@
 """What the lines of `train.jsonl` say: verdicts, tables, the plot of the loss curves."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..harness.markdown import number
+from ..reports import cells
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
@@ -106,21 +107,21 @@ def verdicts(
     return found
 
 
-def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
-    """Column names and cells of a table of runs: how each ended, and on what."""
+def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
+    """How each run ended, and on what."""
     curves, ends = losses(lines), last(lines, Summary)
-    rows = [
-        (
-            *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
-            *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
-            number(ends[run].held_out_loss, ".4f"),
-            devices(h),
-        )
+    found = [
+        dataclasses.asdict(h)
+        | dataclasses.asdict(ends[run])
+        | {"millions": h.parameters / 1e6, "final": final(curves[run]), "devices": devices(h)}
         for run, h in last(lines, Header).items()
         if run in ends and run in curves
     ]
-    names = "framework attention implementation M-parameters status steps".split()
-    return [*names, "last tenth", "held out", "devices"], rows
+    return _rows("runs", found)
+
+
+def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    return cells.rows(name, (line | {"status": "ok", "fate": line["status"]} for line in found))
 
 
 def devices(header: Header) -> str:
@@ -132,22 +133,9 @@ def devices(header: Header) -> str:
     return f"{found['devices']} {found['kind']}{graph}"
 
 
-def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
-    """Column names and cells of a table of what a step costs."""
-    rows = [
-        (
-            *(s.model, s.framework, s.attention, s.implementation, s.dtype),
-            *(str(s.seq_len), str(s.batch), s.status, number(s.time_ms, ".4g")),
-            number(s.tokens_per_s, ".0f"),
-            number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
-            number(s.mfu and 100 * s.mfu, ".1f"),
-            s.reason.replace("|", "/"),
-        )
-        for s in lines
-        if isinstance(s, Speed)
-    ]
-    names = "model framework attention implementation dtype S B status ms tokens/s".split()
-    return [*names, "peak GiB", "MFU %", "note"], rows
+def speed_table(lines: Sequence[Line]) -> list[dict[str, str]]:
+    """What a step costs."""
+    return _rows("speeds", (dataclasses.asdict(x) for x in lines if isinstance(x, Speed)))
 
 
 class Curve(NamedTuple):

@@ -35,7 +35,10 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
         headers=[*curves.last(lines, Header).values()],
         verdicts=found,
         mfu_is=next((line.mfu_is for line in lines if isinstance(line, Speed)), ""),
-        **{name: table(*each) if each[1] else "" for name, each in tables.items()},
+        **{
+            name: table(rows[0], (row.values() for row in rows)) if rows else ""
+            for name, rows in tables.items()
+        },
     )
 
 
@@ -122,18 +125,14 @@ def _scaling(speeds: Sequence[Speed]) -> list[Verdict]:
     return found
 
 
-def gate_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
-    """Column names and cells of a table of each run's last look at its layers."""
-    rows = [
-        (run, str(line.step), str(number), *(f"{value:.3f}" for value in layer.values()))
+def gate_table(lines: Sequence[Line]) -> list[dict[str, str]]:
+    """Each run's last look at its layers."""
+    return [
+        {"run": run, "step": str(line.step), "layer": str(number)}
+        | {name.replace("_", " "): f"{value:.3f}" for name, value in layer.items()}
         for run, line in curves.last(lines, Watch).items()
         for number, layer in enumerate(line.layers)
     ]
-    of = next(
-        (line.layers[0] for line in curves.last(lines, Watch).values() if line.layers), {}
-    )
-    names = [field.replace("_", " ") for field in of]
-    return ["run", "step", "layer", *names], rows
 
 
 def _by_run[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, list[L]]:

@@ -1,6 +1,7 @@
 """Tables and plots of records; nothing here knows more than the records do."""
 
 import csv
+import dataclasses
 import functools
 import io
 import math
@@ -10,26 +11,9 @@ from typing import Any, Literal
 
 from ..harness.markdown import length, number
 from ..harness.records import FIELDS, Record
+from . import cells
 
-COLUMNS = (
-    "framework",
-    "branch",
-    "implementation",
-    "status",
-    "worst",
-    "error",
-    "bound",
-    "rms",
-    "rms bound",
-    "slope",
-    "ms",
-    "p20",
-    "p80",
-    "speed-up",
-    "TFLOP/s",
-    "extra MiB",
-    "note",
-)
+COLUMNS = tuple(cells.KINDS["compared"]["cells"])
 NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
 type Over = Literal["dense", "portable", "masked"]
@@ -130,30 +114,13 @@ def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list
 
 def rows(records: Sequence[Record]) -> list[dict[str, str]]:
     """The table's cells, by column; the note is whole."""
-    table = []
+    lines = []
     for record, speed_up in zip(records, speed_ups(records), strict=True):
         extra = record.extra_peak_bytes
-        cells = (
-            record.framework,
-            record.branch,
-            record.implementation,
-            record.status,
-            record.error_of or "-",
-            number(record.error_max, ".2g"),
-            number(record.error_bound, ".2g"),
-            number(record.error_rms, ".2g"),
-            number(record.error_rms_bound, ".2g"),
-            number(record.slope, ".5f"),
-            number(record.time_ms, ".4g"),
-            number(record.p20_ms, ".4g"),
-            number(record.p80_ms, ".4g"),
-            number(speed_up, ".3g", "x"),
-            number(record.tflops, ".3g"),
-            "n/a" if extra is None else f"{extra / 2**20:.1f}",
-            note(record),
-        )
-        table.append(dict(zip(COLUMNS, cells, strict=True)))
-    return table
+        about = {"status": "ok", "fate": record.status, "speed_up": speed_up}
+        about |= {"extra_mib": "n/a" if extra is None else f"{extra / 2**20:.1f}"}
+        lines.append(dataclasses.asdict(record) | about | {"note": note(record)})
+    return cells.rows("compared", lines)
 
 
 def note(record: Record) -> str:
@@ -206,11 +173,9 @@ def markdown(records: Sequence[Record]) -> str:
         row["note"] = f"[{notes.index(row['note']) + 1}]" if row["note"] else ""
     widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in COLUMNS}
 
-    def line(cells):
+    def line(row):
         fitted = (
-            cells[name].rjust(widths[name])
-            if name in NUMERIC
-            else cells[name].ljust(widths[name])
+            row[name].rjust(widths[name]) if name in NUMERIC else row[name].ljust(widths[name])
             for name in COLUMNS
         )
         return f"| {' | '.join(fitted)} |"

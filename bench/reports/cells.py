@@ -1,0 +1,72 @@
+"""Cells of tables: templates of `bench/tables.yaml`, filled from the fields of a line."""
+
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..harness.markdown import length
+
+MISSING, REFUSED = "-", "unsupported"
+
+type Line = dict[str, Any]
+type Kind = Mapping[str, Any]  # of bench/tables.yaml
+
+
+def ms(time: float) -> str:
+    return f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}"
+
+
+def packing(lengths: Sequence[int]) -> str:
+    if len({*lengths}) == 1:
+        return f"{len(lengths)} x {length(lengths[0])}"
+    return f"{len(lengths)} documents, {sum(lengths)} tokens"
+
+
+KINDS: Mapping[str, Kind] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("tables.yaml").read_text()
+)
+# Of its templates, beside Python's own.
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "ms": ms,
+    "tokens": length,
+    "packing": packing,
+    "count": lambda found: str(len(found)),
+    "faults": lambda found: "; ".join(found) or "nothing",
+    "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
+    "GiB": lambda size: f"{size / 2**30:.1f}",
+    "GiB to 2 digits": lambda size: f"{size / 2**30:.2f}",
+    "percent": lambda share: f"{100 * share:.1f}",
+    "plain": lambda text: text.replace("|", "/"),
+    "GiB of MiB": lambda size: f"{size / 2**10:.1f}",
+    "ranges": lambda label: label.partition("ranges=")[2] or "none",
+    "gates": lambda model: model.partition("-")[2].removesuffix("-gates") or "sigmoid",
+}
+
+
+class _Template(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("or "):
+            return value or format_spec.removeprefix("or ")
+        if value is None:
+            raise KeyError
+        own = FORMATS.get(format_spec)
+        return own(value) if own else format(value, format_spec)
+
+
+def cell(template: str, line: Line) -> str:
+    """The template's text; the status of a line that failed where a time would stand."""
+    if line.get("status", "ok") != "ok" and "ms:" in template:
+        return MISSING if line["status"] == REFUSED else line["status"]
+    try:
+        return _Template().vformat(template, (), line)
+    except KeyError:  # no such field, or it has no value
+        return MISSING
+
+
+def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
+    """The cells of each line by the column's title, of a table whose lines are rows."""
+    kind = KINDS[name]
+    return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
