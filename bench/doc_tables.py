@@ -49,6 +49,7 @@ refused. The column `commit` says which commits those are, of all figures that a
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -287,7 +288,10 @@ def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
     if "column" in kind:
         return _crossed(kind, lines, [(x, x) for x in columns] or kind.get("columns", []))
     cells = kind["row"] | kind["cells"]
-    rows = ([*(cell(x, line) for x in cells.values()), commits([line])] for line in lines)
+    rows = (
+        [*(cell(x, line) for x in cells.values()), commits(line.get("of", [line]))]
+        for line in lines
+    )
     return table([*cells, "commit"], rows)
 
 
@@ -376,22 +380,20 @@ def selection() -> str:
     problems: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Line]]] = {}
     for x in lines_of("selection.jsonl"):
         if x["framework"] == "torch" and x["dtype"] == "float16":
-            each = problems.setdefault((x["dist"], x["L"], x["streams"]), {})
+            each = problems.setdefault((x["L"], x["dist"], x["streams"]), {})
             each.setdefault((x["T"], x["H"], x["D"], x["Dv"]), {})[x["implementation"]] = x
-    rows = []
-    for (dist, keys, streams), each in sorted(problems.items(), key=lambda x: (x[0][1], x[0])):
+    lines = []
+    for (keys, dist, streams), each in sorted(problems.items()):
         times = [{name: _timed(x) for name, x in found.items()} for found in each.values()]
         timed = [found["triton"] for found in times if found.get("triton")]
-        cells = [dist, str(keys), str(streams), f"{len(timed)} of {len(each)}"]
-        cells += [f"{statistics.median(timed):.2f}" if timed else MISSING]
+        line: Line = {"dist": dist, "keys": keys, "streams": streams, "timed": len(timed)}
+        line |= {"all": len(each), "triton": statistics.median(timed) if timed else None}
         for base in ("sdpa", "fa2"):
             both = [(found.get(base), found.get("triton")) for found in times]
-            gains = [slow / fast for slow, fast in both if slow and fast]
-            said = f"{statistics.median(gains):.1f} ({min(gains):.1f})" if gains else MISSING
-            cells.append(said)
-        rows.append([*cells, commits(x for found in each.values() for x in found.values())])
-    head = ["blocks", "keys a query", "streams", "problems", "`triton`, ms"]
-    return table([*head, "over `sdpa`", "over `fa2`", "commit"], rows)
+            if gains := [slow / fast for slow, fast in both if slow and fast]:
+                line |= {base: statistics.median(gains), f"{base}_least": min(gains)}
+        lines.append(line | {"of": [x for found in each.values() for x in found.values()]})
+    return made("selection", lines)
 
 
 def _crossovers() -> tuple[str, list[crossover.Panel]]:
@@ -404,15 +406,14 @@ def _crossovers() -> tuple[str, list[crossover.Panel]]:
 def crossovers() -> str:
     """The answers of that chart."""
     _, each = _crossovers()
-    rows = [
-        [
-            crossover.QUESTIONS[panel.question],
-            panel.answer,
-            *((panel.about, panel.commits) if panel.points else (MISSING, MISSING)),
-        ]
-        for panel in each
-    ]
-    return table(["", "NSA is faster", "of", "commit"], rows)
+    return made(
+        "crossovers",
+        (
+            {"question": x.name, "answer": x.answer, "of": x.rows}
+            | ({"about": x.about} if x.points else {})
+            for x in each
+        ),
+    )
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -423,28 +424,22 @@ def parallel_training(device: str = DEVICE.name) -> str:
     for lines in found:
         ((run, header),) = curves.last(lines, Header).items()
         speed = curves.last(lines, Speed)[run]
-        assert speed.time_ms and speed.tokens_per_s and speed.peak_bytes
-        cells = [f"{speed.time_ms:.1f}", f"{speed.peak_bytes / 2**30:.1f}"]
-        rate = speed.tokens_per_s / speed.devices
-        runs.append((run, header, curves.losses(lines)[run], rate, cells))
+        assert speed.tokens_per_s
+        runs.append((run, header, curves.losses(lines)[run], speed))
     key = lambda run, header: json.dumps([run, *watched.task_of(header)], sort_keys=True)
     alone = {key(x[0], x[1]): x for x in runs if x[1].parallel is None}
-    rows = []
-    for run, header, losses, rate, cells in runs:
-        at = header.training
-        beside, of = [MISSING] * 3, [header]
+    made_of: list[Line] = []
+    for run, header, losses, speed in runs:
+        line = dataclasses.asdict(speed) | {"how": curves.devices(header), "of": [header]}
         if header.parallel is not None and key(run, header) in alone:
-            _, other, others, single, _ = alone[key(run, header)]
-            of.append(other)
+            _, other, others, single = alone[key(run, header)]
             far = curves.difference(losses, others)
-            first = far[: watched.PARITY_STEPS].max()
-            beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
-        how, tokens = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
-        rows.append([header.framework, how, tokens, *cells, *beside, commits(of)])
-    rows.sort(key=lambda row: (row[2], row[0] != "torch", row[1]))
-    head = ["framework", "GPUs", "tokens a step", "ms a step", "GiB a GPU", "tokens/s kept"]
-    head += [f"losses apart, first {watched.PARITY_STEPS} steps", "all steps", "commit"]
-    return table(head, rows)
+            line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
+            line["kept"] = speed.tokens_per_s / speed.devices / single.tokens_per_s
+            line["of"].append(other)
+        made_of.append(line)
+    place = lambda x: (f"{x['batch']} x {x['seq_len']}", x["framework"] != "torch", x["how"])
+    return made("parallel_training", sorted(made_of, key=place))
 
 
 @functools.cache

@@ -152,10 +152,13 @@ class Panel:
         return f"{ours.about}; NSA by {ours.kernel}"
 
     @property
+    def rows(self) -> list[Record | Speed]:
+        """All that is compared."""
+        return [run.row for point in self.points for run in (point.ours, *point.dense)]
+
+    @property
     def commits(self) -> str:
-        """Of all that is compared."""
-        rows = (run.row for point in self.points for run in (point.ours, *point.dense))
-        return ", ".join(dict.fromkeys((row.commit or "unknown")[:7] for row in rows))
+        return ", ".join(dict.fromkeys((row.commit or "unknown")[:7] for row in self.rows))
 
     @property
     def answer(self) -> str:
