@@ -320,14 +320,27 @@ class Learner:
         replay()
         return found
 
-    def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
-        """What is not finite, the first of each kind; clipping has left no gradient whole."""
-        found = [] if loss.isfinite().all() else ["loss"]
+    def _own_backward(self, rows: list[Rows]) -> None:
+        """Leaves the gradients of this process's rows in `master`."""
         self._backward(rows)
+
+    def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
+        """What is not finite, the first of each kind, of the first rank where something is not
+        before the ranks' sum; clipping has left no gradient whole."""
+        found = [] if loss.isfinite().all() else ["loss"]
+        self._own_backward(rows)
         named = list(self.master.named_parameters())
         found += first_bad("gradient of", ((n, p.grad) for n, p in named))
         found += first_bad("weight", named)
-        return ", ".join(found)
+        return of_ranks(self.ranks, found)
+
+
+def of_ranks(ranks: Ranks, found: list[str]) -> str:
+    """What the first rank has found that found anything."""
+    for rank, each in enumerate(ranks.gather(found)):
+        if each:
+            return ", ".join(each) + (f", on rank {rank}" if ranks.size > 1 else "")
+    return ""
 
 
 def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:

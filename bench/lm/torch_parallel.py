@@ -65,19 +65,6 @@ class Replicated(torch_learner.Learner):
         dist.all_reduce(numbers)
         return numbers
 
-    def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
-        """Leaves the gradients of this process's rows in `master`."""
-        raise NotImplementedError
-
-    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
-        """Of the first rank where something is not finite before the ranks' sum."""
-        found = [] if loss.isfinite().all() else ["loss"]
-        self._own_backward(rows)
-        named = list(self.master.named_parameters())
-        found += torch_learner.first_bad("gradient of", ((n, p.grad) for n, p in named))
-        found += torch_learner.first_bad("weight", named)
-        return _of_ranks(self.ranks, found)
-
 
 class GraphLearner(Replicated):
     """Each process computes as one alone does, a CUDA graph a micro-batch; then the gradients,
@@ -212,7 +199,7 @@ class FSDPLearner(DDPLearner):
         """A gradient here is the sum over ranks: it has a name, but no rank."""
         bad = [] if loss.isfinite().all() else ["loss"]
         if self.ranks.any(bool(bad)):
-            return _of_ranks(self.ranks, bad)
+            return torch_learner.of_ranks(self.ranks, bad)
         self._backward(rows)
         found = []
         for kind, attribute in (("gradient of", "grad"), ("weight", None)):
@@ -327,11 +314,3 @@ def _sharded(local: Tensor, like: Tensor) -> Tensor:
     assert isinstance(like, DTensor)
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(local, mesh, placements, shape=like.shape, stride=like.stride())
-
-
-def _of_ranks(ranks: Ranks, found: list[str]) -> str:
-    """What the first rank has found that found anything."""
-    for rank, each in enumerate(ranks.gather(found)):
-        if each:
-            return f"{', '.join(each)}, on rank {rank}"
-    return ""
