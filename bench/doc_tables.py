@@ -425,17 +425,18 @@ def parallel_training(device: str = DEVICE.name) -> str:
         ((run, header),) = curves.last(lines, Header).items()
         speed = curves.last(lines, Speed)[run]
         assert speed.tokens_per_s
-        runs.append((run, header, curves.losses(lines)[run], speed))
+        rate = speed.tokens_per_s / speed.devices
+        runs.append((run, header, curves.losses(lines)[run], speed, rate))
     key = lambda run, header: json.dumps([run, *watched.task_of(header)], sort_keys=True)
     alone = {key(x[0], x[1]): x for x in runs if x[1].parallel is None}
     made_of: list[Line] = []
-    for run, header, losses, speed in runs:
+    for run, header, losses, speed, rate in runs:
         line = dataclasses.asdict(speed) | {"how": curves.devices(header), "of": [header]}
         if header.parallel is not None and key(run, header) in alone:
-            _, other, others, single = alone[key(run, header)]
+            _, other, others, _, single = alone[key(run, header)]
             far = curves.difference(losses, others)
             line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
-            line["kept"] = speed.tokens_per_s / speed.devices / single.tokens_per_s
+            line["kept"] = rate / single
             line["of"].append(other)
         made_of.append(line)
     place = lambda x: (f"{x['batch']} x {x['seq_len']}", x["framework"] != "torch", x["how"])

@@ -64,7 +64,7 @@ def table(found: Sequence[Record]) -> str:
             ", ".join(sorted({r.dtype for r in group})),
             ", ".join(map(str, groups)),
             str(max(r.T for r in group)),
-            *map(render.rows([worst])[0].get, ERRORS),
+            *(render.rows([worst])[0][name] for name in ERRORS),
             _status(worst, group),
         )
         rows.append(cells)
