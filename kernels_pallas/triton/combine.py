@@ -17,7 +17,7 @@ def _gated(out, gate, row, there, c):
     return out_rows * gates[:, None]
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def gated_sum(
     compressed, selected, sliding, compressed_gate, selected_gate, sliding_gate,
     count,
@@ -44,13 +44,13 @@ def _deltas(do, outputs, results, count, c):
         tl.store(results[i] + row, sums, mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def delta(do, out, count, delta_out, c: tl.constexpr):
     """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
     _deltas(do, (out,), (delta_out,), count, c)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def deltas(
     do, compressed, selected, sliding,
     count,

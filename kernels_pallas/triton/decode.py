@@ -108,7 +108,7 @@ def _split_walk(
     return state
 
 
-@triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
+@triton.jit
 def partials(
     query, compressed_key, compressed_value, sliding_key, sliding_value, compressed_value_scale,
     sliding_key_scale, sliding_value_scale, page_table, lengths,
@@ -278,7 +278,7 @@ def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
     return added
 
 
-@triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
+@triton.jit
 def finish(
     query, selected_key, selected_value, selected_key_scale, selected_value_scale, page_table,
     lengths, gates, logits, maxima, sums, outputs, counters,

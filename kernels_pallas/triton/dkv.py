@@ -30,97 +30,72 @@ def _add_product(a, b, acc, lost, c):
 
 
 @triton.jit
-def _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED):
-    """Adds one tile of query rows to `sums`: dk, dv and what rounding added to both.
-
-    Args:
-      tile: keys and values `[KEYS, .]`.
-      arrays: query, do, lse, delta, gate, dlse.
-      seen: `[KEYS, ROWS]`, read if `MASKED`.
-    """
-    keys, values = tile
-    query, do, lse, delta, gate, dlse = arrays
-    row = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
-    dk, dv, dk_lost, dv_lost = sums
-    rows = load_rows(query, row, there, c.WIDTH)
-    do_rows = load_rows(do, row, there, c.VALUE_WIDTH)
-    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
-    logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
-    probs = tl.exp2(logits - lse_log2[None, :])
-    if MASKED:
-        probs = tl.where(seen, probs, 0.0)
-    gated = probs * gates[None, :]
-    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c)
-    dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
-    ds = gated * dp - probs * shift[None, :]
-    if MASKED:
-        ds = tl.where(seen, ds, 0.0)
-    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c)
-    return dk, dv, dk_lost, dv_lost
-
-
-@triton.jit
 def _over_queries(
     tile, arrays, lists, item, at, borders, stop, scale, head, c, LISTED
 ):  # fmt: skip
     """dk / scale and dv of a tile from the rows between the first and the last of four `borders`;
-    those between the second and the third see all of it.
-    """
-    dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
-    dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
-    sums = dk, dv, tl.zeros_like(dk), tl.zeros_like(dv)
-    for part in tl.static_range(3):
-        sums = _walk(
-            tile, arrays, lists, item, at, borders[part], borders[part + 1], stop, scale, sums,
-            head, c, part != 1, LISTED,
-        )  # fmt: skip
-    return sums[0], sums[1]
-
-
-@triton.jit
-def _walk(
-    tile, arrays, lists, item, at, begin, end, stop, scale, sums, head, c, MASKED, LISTED
-):
-    """`_step` over query rows of the tokens from `item` on, or if `LISTED` of the entries of a
-    query list.
+    those between the second and the third see all of it. Rows are those of the tokens from `item`
+    on, or if `LISTED` of the entries of a query list.
 
     Args:
+      tile: keys and values `[KEYS, .]`.
+      arrays: query, do, lse, delta, gate, dlse.
       lists: first, last; or order, indices, position, key_start.
       at: keys of the array.
     """
-    for start in range(begin, end, c.ROWS):
-        row = start + tl.arange(0, c.ROWS)
-        if LISTED:
-            order, indices, position, key_start = lists
-            there = row < stop
-            entry = tl.load(order + row // c.GROUP, mask=there, other=0)
-            token = item + entry // (c.N * c.COPIES)
-            seen = there[None, :]
-            if MASKED:
-                begins = tl.load(key_start + token)
-                ends = begins + tl.load(position + token) + 1
-                seen = at[:, None] < ends[None, :]
-                if c.COPIES == 2:
-                    slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
-                    begins += tl.load(indices + slot) * c.BLOCK
-                    seen &= (at[:, None] >= begins[None, :]) & (
-                        at[:, None] < (begins + c.BLOCK)[None, :]
-                    )
-        else:
-            first, last = lists
-            token = item + row // c.GROUP
-            there = row < stop
-            seen = there[None, :]
-            if MASKED:
-                low = tl.load(first + token, mask=there, other=0)
-                high = tl.load(last + token, mask=there, other=0)
-                there &= low < high
-                seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-        sums = _step(tile, arrays, token, row, there, seen, scale, sums, head, c, MASKED)
-    return sums
+    keys, values = tile
+    query, do, lse, delta, gate, dlse = arrays
+    dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
+    dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
+    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)  # what rounding added
+    for part in tl.static_range(3):
+        for start in range(borders[part], borders[part + 1], c.ROWS):
+            row = start + tl.arange(0, c.ROWS)
+            if LISTED:
+                order, indices, position, key_start = lists
+                there = row < stop
+                entry = tl.load(order + row // c.GROUP, mask=there, other=0)
+                token = item + entry // (c.N * c.COPIES)
+                seen = there[None, :]
+                if part != 1:
+                    begins = tl.load(key_start + token)
+                    ends = begins + tl.load(position + token) + 1
+                    seen = at[:, None] < ends[None, :]
+                    if c.COPIES == 2:
+                        slot = (token * c.HEADS + head) * c.N + entry // c.COPIES % c.N
+                        begins += tl.load(indices + slot) * c.BLOCK
+                        seen &= (at[:, None] >= begins[None, :]) & (
+                            at[:, None] < (begins + c.BLOCK)[None, :]
+                        )
+            else:
+                first, last = lists
+                token = item + row // c.GROUP
+                there = row < stop
+                seen = there[None, :]
+                if part != 1:
+                    low = tl.load(first + token, mask=there, other=0)
+                    high = tl.load(last + token, mask=there, other=0)
+                    there &= low < high
+                    seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
+            row = token * (c.HEADS * c.GROUP) + head * c.GROUP + row % c.GROUP
+            rows = load_rows(query, row, there, c.WIDTH)
+            do_rows = load_rows(do, row, there, c.VALUE_WIDTH)
+            lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
+            logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
+            probs = tl.exp2(logits - lse_log2[None, :])
+            if part != 1:
+                probs = tl.where(seen, probs, 0.0)
+            gated = probs * gates[None, :]
+            dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c)
+            dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
+            ds = gated * dp - probs * shift[None, :]
+            if part != 1:
+                ds = tl.where(seen, ds, 0.0)
+            dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, c)
+    return dk, dv
 
 
-@triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
+@triton.jit
 def of_intervals(
     query, key, value, first, last, do, lse, delta, gate, dlse, edges,
     T, S, segments, scale, scale_dk,
@@ -174,7 +149,7 @@ def of_intervals(
     store_rows(dv_out, row, dv, inner, c.VALUE_WIDTH)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
+@triton.jit
 def of_blocks(
     query, key, value, indices, position, key_start, do, lse, delta, gate, dlse, order, starts,
     ends, tile_of,
@@ -233,7 +208,7 @@ def of_blocks(
         store_rows(dv_out, row, dv, inside >= 0, c.VALUE_WIDTH)
 
 
-@triton.jit(do_not_specialize=["S", "tiles", "items"])
+@triton.jit
 def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
     """The sum of each tile's partials, in their order: dk, dv `[B, S, HEADS, .]`.
 

@@ -29,32 +29,6 @@ def ordered(score):
 
 
 @triton.jit
-def _walk(rows, key, at, begin, end, S, best, c, MASKED):
-    PARTS: tl.constexpr = c.POOL // c.KEYS
-    inside = tl.arange(0, c.KEYS)
-    slot = tl.arange(0, c.BEST)
-    own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
-    for first in range(begin, end, c.BEST):
-        scores = tl.full([c.ROWS, c.BEST], NEGATIVE_INFINITY, tl.float32)
-        for i in range(0, c.BEST * PARTS):
-            row = first * c.POOL + i * c.KEYS + inside
-            keys = load_columns(key, row, row < S if MASKED else None, c.WIDTH)
-            product = tl.dot(rows, keys, input_precision=c.PRECISION)
-            if MASKED:
-                seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
-                product = tl.where(seen, product, NEGATIVE_INFINITY)
-            top = tl.max(product, axis=1)[:, None]
-            scores = tl.where((slot == i // PARTS)[None, :], tl.maximum(scores, top), scores)
-        block = first + slot[None, :]
-        forced = (block < c.NUM_INITIAL) | (block > own[:, None] - c.NUM_LOCAL)
-        packed = pack_index(tl.where(forced, HIGHEST, ordered(scores)), block)
-        candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
-        packed = tl.where(candidate, packed, NOTHING)
-        best = tl.topk(tl.reshape(tl.join(best, packed), [c.ROWS, 2 * c.BEST]), c.BEST)
-    return best
-
-
-@triton.jit(do_not_specialize=["T", "S"])
 def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     """Programs: B * ceil(T / TOKENS).
 
@@ -84,15 +58,37 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     key += batch * S * c.WIDTH
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
     borders = 0, plain, end
+    PARTS: tl.constexpr = c.POOL // c.KEYS
+    inside = tl.arange(0, c.KEYS)
+    slot = tl.arange(0, c.BEST)
+    own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
     for part in tl.static_range(2):
-        best = _walk(rows, key, at, borders[part], borders[part + 1], S, best, c, part == 1)
+        for first in range(borders[part], borders[part + 1], c.BEST):
+            scores = tl.full([c.ROWS, c.BEST], NEGATIVE_INFINITY, tl.float32)
+            for i in range(0, c.BEST * PARTS):
+                row = first * c.POOL + i * c.KEYS + inside
+                keys = load_columns(key, row, row < S if part == 1 else None, c.WIDTH)
+                product = tl.dot(rows, keys, input_precision=c.PRECISION)
+                if part == 1:
+                    seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
+                    product = tl.where(seen, product, NEGATIVE_INFINITY)
+                top = tl.max(product, axis=1)[:, None]
+                scores = tl.where(
+                    (slot == i // PARTS)[None, :], tl.maximum(scores, top), scores
+                )
+            block = first + slot[None, :]
+            forced = (block < c.NUM_INITIAL) | (block > own[:, None] - c.NUM_LOCAL)
+            packed = pack_index(tl.where(forced, HIGHEST, ordered(scores)), block)
+            candidate = (forced | (scores > NEGATIVE_INFINITY)) & (block <= own[:, None])
+            packed = tl.where(candidate, packed, NOTHING)
+            best = tl.topk(tl.reshape(tl.join(best, packed), [c.ROWS, 2 * c.BEST]), c.BEST)
     found = unpacked(best, NOTHING + 1, c)
     rank = tl.arange(0, c.BEST)
     store = out + (place * c.N)[:, None] + rank[None, :]
     tl.store(store, found, mask=real[:, None] & (rank < c.N)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "S", "first", "count", "blocks"])
+@triton.jit
 def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.constexpr):
     """Of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
     ceil(blocks * POOL / CHUNK).

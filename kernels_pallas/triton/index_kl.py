@@ -55,7 +55,7 @@ def _number(entry, batch, T, head, c):
     return (batch * T + entry // c.N) * c.INDEX_HEADS + head
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "log2_scale"])
+@triton.jit
 def kl_targets(
     query, key, lse, position, order, starts, ends, tile_of,
     T, S, tiles, items, entries, log2_scale,
@@ -120,7 +120,7 @@ def kl_targets(
             natural, upto = next_natural, next_upto
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
+@triton.jit
 def kl_entries(
     index_query, index_key, targets, position, order, starts, ends, tile_of,
     T, S, tiles, items, entries, index_scale,
@@ -178,7 +178,7 @@ def _listed(indices, position, number, real, c, slot):
     return (block >= 0) & (block * c.BLOCK <= upto)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def kl_loss(
     maxima, sums, masses, crosses, indices, position,
     count,
@@ -214,7 +214,7 @@ def kl_loss(
     tl.store(mass + number, whole, mask=real)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "index_scale"])
+@triton.jit
 def kl_gradients(
     index_query, index_key, targets, index_lse, mass, grad, position, order, starts, ends,
     tile_of,
@@ -267,7 +267,7 @@ def kl_gradients(
         store_rows(key_partials, row, total, inside >= 0, c.WIDTH)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr):
     """`grad` times the sum of a query's partials, in the order of slots.
 
@@ -284,7 +284,7 @@ def kl_query_sums(partials, grad, indices, position, count, out, c: tl.constexpr
     store_rows(out, number, total, real, c.WIDTH)
 
 
-@triton.jit(do_not_specialize=["S", "tiles", "items"])
+@triton.jit
 def index_key_merge(partials, ends, S, tiles, items, out, c: tl.constexpr):
     """The sum of each block's partials, in their order: `[B, S, WIDTH]`.
 

@@ -59,35 +59,23 @@ def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
     tail = tl.maximum(tl.min(high, axis=0) // c.KEYS * c.KEYS, plain)
     borders = begin, plain, tl.minimum(tail, end), end
     state = start(c, BACK)
+    inside = tl.arange(0, c.KEYS)
     for part in tl.static_range(3):
-        state = _walk(
-            rows, key, value, (low, high, least, beyond), borders[part], borders[part + 1],
-            scale, state, c, part != 1, BACK,
-        )  # fmt: skip
+        for block in range(borders[part], borders[part + 1], c.KEYS):
+            skip = tl.cast(block, tl.int64) * c.HEADS
+            keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
+            at, inner, seen = block + inside, None, None
+            if part != 1:
+                inner = (at >= least) & (at < beyond)
+            tile = load_tile(keys_at, values_at, 0, inside * c.HEADS, inner, c, BACK)
+            products = product(rows, tile, scale, c, BACK)
+            if part != 1:
+                seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+            state = add(state, products, seen, tile, c, BACK)
     return state
 
 
 @triton.jit
-def _walk(rows, key, value, bounds, begin, end, scale, state, c, MASKED, BACK):
-    low, high, least, beyond = bounds
-    inside = tl.arange(0, c.KEYS)
-    for block in range(begin, end, c.KEYS):
-        skip = tl.cast(block, tl.int64) * c.HEADS
-        keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
-        inner, seen = None, None
-        if MASKED:
-            at = block + inside
-            inner = (at >= least) & (at < beyond)
-        tile = load_tile(keys_at, values_at, 0, inside * c.HEADS, inner, c, BACK)
-        products = product(rows, tile, scale, c, BACK)
-        if MASKED:
-            at = block + inside
-            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-        state = add(state, products, seen, tile, c, BACK)
-    return state
-
-
-@triton.jit(do_not_specialize=["T", "S", "scale"])
 def forward(
     query, key, value, first, last, gate, added, T, S, scale, out, lse, c: tl.constexpr
 ):
@@ -106,7 +94,7 @@ def forward(
     store_attention(out, lse, gate, added, row, there, state, c)
 
 
-@triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
+@triton.jit
 def dq(
     query, key, value, first, last, do, lse, delta, gate, dlse, added,
     T, S, scale, scale_dq,

@@ -60,11 +60,21 @@ class TritonKernel:
     def jitted(self) -> Any:
         """The `triton.jit` function, which imports Triton."""
         module, name = self.function.split(":")
-        return getattr(importlib.import_module(f"kernels_pallas.triton.{module}"), name)
+        function = getattr(importlib.import_module(f"kernels_pallas.triton.{module}"), name)
+        return _for_any_number(function, len(self.scalars), len(self.outputs))
 
     @property
     def name(self) -> str:
         return self.function.split(":")[1]
+
+
+@functools.cache
+def _for_any_number(function: Any, scalars: int, outputs: int) -> Any:
+    """A kernel that is not compiled again for other numbers in place of its scalars."""
+    import triton
+
+    end = len(function.arg_names) - 1 - outputs
+    return triton.jit(do_not_specialize=[*range(end - scalars, end)])(function.fn)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def _entries(table, index, seen, P, PER_PAGE):
     return tl.where(there, page, 0).to(tl.int64), index % PER_PAGE, there
 
 
-@triton.jit(do_not_specialize=["tokens", "queries", "M", "P", "stride", "most", "blocks"])
+@triton.jit
 def scores(
     query, pages, page_table, lengths, rows, positions,
     tokens, queries, M, P, stride, most, blocks,
@@ -144,7 +144,7 @@ def _write_empty(out, count, c):
     tl.store(out + rest, none, mask=(rest >= count) & (rest < c.N))
 
 
-@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+@triton.jit
 def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.constexpr):
     """Programs: tokens * LISTS.
 
@@ -211,7 +211,7 @@ def _part(scores, blocks, places, c):
     return item, part, block, (order ^ LOWEST).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+@triton.jit
 def digits(
     scores, counts, known, lengths, rows, positions,
     queries, most, blocks,
@@ -251,7 +251,7 @@ def digits(
             tl.store(now_known + item * 2 + 1, need)
 
 
-@triton.jit(do_not_specialize=["queries", "most", "blocks"])
+@triton.jit
 def chosen(
     scores, counts, known, before, lengths, rows, positions,
     queries, most, blocks,
@@ -285,9 +285,7 @@ def chosen(
         _write_empty(out + item * c.N, count + tl.sum(taken.to(tl.int32), axis=0), c)
 
 
-@triton.jit(
-    do_not_specialize=["queries", "M", "P", "key_stride", "value_stride", "most", "scale"]
-)
+@triton.jit
 def partials(
     query, key, value, page_table, lengths, rows, positions, lists,
     queries, M, P, key_stride, value_stride, most, scale,

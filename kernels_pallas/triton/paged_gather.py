@@ -13,7 +13,7 @@ from kernels_pallas.triton.decode import entry_place
 from kernels_pallas.triton.rows import columns, load_rows, store_rows
 
 
-@triton.jit(do_not_specialize=["M", "P", "S", "reach", "margin"])
+@triton.jit
 def gather(
     key_pages, value_pages, key_scale, value_scale, page_table, lengths,
     M, P, S, reach, margin,

@@ -52,57 +52,6 @@ def unpacked(best, least, c):
 
 
 @triton.jit
-def _walk(
-    rows, key, lse_log2, low, high, base, own, begin, end, keys_end, scale, carried, best, c,
-    MASKED,
-):  # fmt: skip
-    KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
-    DOUBLINGS: tl.constexpr = c.DOUBLINGS
-    inside = tl.arange(0, KEYS)
-    phase = inside % c.RATIO_ROWS
-    place = inside // c.RATIO_ROWS * c.RATIO + phase
-    block = tl.arange(0, c.BLOCKS)
-    token = tl.arange(0, c.RATIO_ROWS)  # `c` of the score
-    weight = tl.where(token < c.RATIO, tl.minimum(-token + c.RATIO, c.COVER), 0).to(tl.float32)
-    for first in range(begin, end, c.BLOCKS):
-        keys_at = key + tl.cast(first, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
-        inner = None
-        if MASKED or c.RATIO != c.RATIO_ROWS:
-            inner = (phase < c.RATIO) & (first * c.RATIO + place < keys_end)
-        keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
-        logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
-        probs = tl.exp2(logits - lse_log2[None, :])
-        if MASKED or c.RATIO != c.RATIO_ROWS:
-            at = first * c.RATIO + place
-            seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
-            probs = tl.where(seen & (phase < c.RATIO)[:, None], probs, 0.0)
-        probs = tl.sum(tl.reshape(probs, [KEYS, c.TOKENS, c.GROUP_COLUMNS]), axis=2)
-        probs = tl.reshape(tl.trans(probs), [c.TOKENS, c.BLOCKS, c.RATIO_ROWS])
-        score = tl.sum(probs * weight[None, None, :], axis=2)
-        if c.COVER > 1:
-            rest = tl.where(token < c.RATIO, tl.maximum(token + (c.COVER - c.RATIO), 0), 0)
-            carry = tl.sum(probs * rest.to(tl.float32)[None, None, :], axis=2)
-            before = tl.maximum(block - 1, 0)[None, :]
-            before += tl.full([c.TOKENS, c.BLOCKS], 0, tl.int32)
-            shifted = tl.gather(carry, before, axis=1)
-            score += tl.where((block == 0)[None, :], carried[:, None], shifted)
-            carried = tl.sum(tl.where((block == c.BLOCKS - 1)[None, :], carry, 0.0), axis=1)
-        local = first + block[None, :] - base[:, None]
-        packed = pack_scores(score, local, own[:, None], c)
-        packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
-        if c.BLOCKS > c.BEST:
-            packed = tl.topk(packed, c.BEST)
-        for doubling in tl.static_range(DOUBLINGS):
-            nothing = tl.full([c.TOKENS, c.BLOCKS << doubling], -1, tl.int64)
-            packed = tl.reshape(
-                tl.join(packed, nothing), [c.TOKENS, c.BLOCKS << (doubling + 1)]
-            )
-        both = tl.reshape(tl.join(best, packed), [c.TOKENS, 2 * c.BEST])
-        best = tl.topk(both, c.BEST)
-    return carried, best
-
-
-@triton.jit(do_not_specialize=["T", "count", "scale"])
 def best_blocks(
     query, key, lse, first, last, position, base, T, count, scale, out, c: tl.constexpr
 ):
@@ -123,8 +72,8 @@ def best_blocks(
     tile = tiles - 1 - program % tiles  # the longest first
     token = tile * c.TOKENS + tl.arange(0, c.TOKENS)
     item = batch * T + tl.minimum(token, T - 1)
-    at = tl.load(position + item)
-    own = tl.where(at >= 0, at // c.SELECT_BLOCK, -1)
+    own = tl.load(position + item)
+    own = tl.where(own >= 0, own // c.SELECT_BLOCK, -1)
     begins = tl.load(base + item)
 
     column = tl.arange(0, c.TOKENS * c.GROUP_COLUMNS)
@@ -148,14 +97,57 @@ def best_blocks(
     plain = tl.minimum(begin + plain // c.BLOCKS * c.BLOCKS, end)
 
     key += (batch * count * c.HEADS + head) * c.WIDTH
-    best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
     carried = tl.full([c.TOKENS], 0.0, tl.float32)
+    best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
     borders = begin, plain, end
+    KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
+    DOUBLINGS: tl.constexpr = c.DOUBLINGS
+    inside = tl.arange(0, KEYS)
+    phase = inside % c.RATIO_ROWS
+    place = inside // c.RATIO_ROWS * c.RATIO + phase
+    block = tl.arange(0, c.BLOCKS)
+    member = tl.arange(0, c.RATIO_ROWS)  # `c` of the score
+    weight = tl.where(member < c.RATIO, tl.minimum(-member + c.RATIO, c.COVER), 0).to(
+        tl.float32
+    )
     for part in tl.static_range(2):
-        carried, best = _walk(
-            rows, key, lse_log2, low, high, begins, own, borders[part], borders[part + 1],
-            count, scale, carried, best, c, part == 1,
-        )  # fmt: skip
+        for chunk in range(borders[part], borders[part + 1], c.BLOCKS):
+            keys_at = key + tl.cast(chunk, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
+            inner = None
+            if (part == 1) or c.RATIO != c.RATIO_ROWS:
+                inner = (phase < c.RATIO) & (chunk * c.RATIO + place < count)
+            keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
+            logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
+            probs = tl.exp2(logits - lse_log2[None, :])
+            if (part == 1) or c.RATIO != c.RATIO_ROWS:
+                at = chunk * c.RATIO + place
+                seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
+                probs = tl.where(seen & (phase < c.RATIO)[:, None], probs, 0.0)
+            probs = tl.sum(tl.reshape(probs, [KEYS, c.TOKENS, c.GROUP_COLUMNS]), axis=2)
+            probs = tl.reshape(tl.trans(probs), [c.TOKENS, c.BLOCKS, c.RATIO_ROWS])
+            score = tl.sum(probs * weight[None, None, :], axis=2)
+            if c.COVER > 1:
+                rest = tl.where(
+                    member < c.RATIO, tl.maximum(member + (c.COVER - c.RATIO), 0), 0
+                )
+                carry = tl.sum(probs * rest.to(tl.float32)[None, None, :], axis=2)
+                before = tl.maximum(block - 1, 0)[None, :]
+                before += tl.full([c.TOKENS, c.BLOCKS], 0, tl.int32)
+                shifted = tl.gather(carry, before, axis=1)
+                score += tl.where((block == 0)[None, :], carried[:, None], shifted)
+                carried = tl.sum(tl.where((block == c.BLOCKS - 1)[None, :], carry, 0.0), axis=1)
+            local = chunk + block[None, :] - begins[:, None]
+            packed = pack_scores(score, local, own[:, None], c)
+            packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
+            if c.BLOCKS > c.BEST:
+                packed = tl.topk(packed, c.BEST)
+            for doubling in tl.static_range(DOUBLINGS):
+                nothing = tl.full([c.TOKENS, c.BLOCKS << doubling], -1, tl.int64)
+                packed = tl.reshape(
+                    tl.join(packed, nothing), [c.TOKENS, c.BLOCKS << (doubling + 1)]
+                )
+            both = tl.reshape(tl.join(best, packed), [c.TOKENS, 2 * c.BEST])
+            best = tl.topk(both, c.BEST)
     found = unpacked(best, 0, c)
     rank = tl.arange(0, c.BEST)
     place = out + ((item * c.HEADS + head) * c.N)[:, None] + rank[None, :]

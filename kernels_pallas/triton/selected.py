@@ -38,7 +38,7 @@ def _starts(indices, key_start, item, mask, head, c):
     return tl.where(there, start[:, None] + block * c.BLOCK, NONE)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.constexpr):
     """The union of the blocks of a tile's tokens, ascending, without duplicates.
 
@@ -153,7 +153,7 @@ def _attend(
     return state
 
 
-@triton.jit(do_not_specialize=["T", "S", "scale"])
+@triton.jit
 def forward(
     query, key, value, indices, position, key_start, lists, counts, gate, added,
     T, S, scale,
@@ -175,7 +175,7 @@ def forward(
     store_attention(out, lse, gate, added, row, there, state, c)
 
 
-@triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
+@triton.jit
 def dq(
     query, key, value, indices, position, key_start, lists, counts, do, lse, delta, gate, dlse,
     added,

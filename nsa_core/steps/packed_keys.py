@@ -6,7 +6,7 @@ from nsa_core.varlen import taken
 
 
 def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
-    """Compressed keys of packed rows, with every sequence in separate blocks.
+    """Compressed keys of packed rows with every sequence in blocks of its own.
 
     Args:
       start: index of the first compressed token of each query's sequence `[B, T]`.

@@ -17,7 +17,7 @@ from kernels_pallas.triton.tiling import (
     smem_of,
 )
 from nsa_core.array_ops import ArrayOps
-from nsa_core.index import MAX_POOL, Index
+from nsa_core.index import Index
 from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_backward, triton_paged_blocks
 from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
@@ -27,7 +27,6 @@ from nsa_core.validate import dtype_name
 SCORES_BYTES = 2**28  # of the scores of blocks that are written at a time
 SELECTED = 64  # blocks of a query, which stay in registers
 CHUNK = 2048  # keys that a program scores, where it writes scores
-WIDTH, HEADS = 256, 64
 FLOAT32_KEYS = 4096  # numbers of a block in float32, whose products hold them in registers
 
 
@@ -46,16 +45,8 @@ def _count(index: Index, keys: int) -> int:
 def why_not(query, key, index: Index) -> str | None:
     """Why the kernels of `blocks` cannot run a problem, or None."""
     heads, width = query.shape[2:]
-    if index.pool > MAX_POOL or index.pool & (index.pool - 1):
-        return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
-    if width > WIDTH:
-        return f"takes widths up to {WIDTH}, got {width}"
-    if heads > HEADS:
-        return f"takes up to {HEADS} heads, got {heads}"
-    count, most = _count(index, key.shape[1]), triton_paged_blocks.BLOCKS
-    if not _on_chip(index) and count > most:
-        return f"takes up to {most} blocks of a row where their scores are written, got {count}"
-    return None
+    count = 0 if _on_chip(index) else _count(index, key.shape[1])
+    return triton_paged_blocks.scores_why_not(heads, width, index, count)
 
 
 def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None):

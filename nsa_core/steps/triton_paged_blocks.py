@@ -11,7 +11,7 @@ from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import LEAST, WIDE, Tiling, choose, itemsize, power, precision
 from nsa_core import paged_layout
 from nsa_core.array_ops import ArrayOps
-from nsa_core.index import Index
+from nsa_core.index import MAX_POOL, Index
 from nsa_core.validate import dtype_name
 
 PARTIAL_BYTES = 2**28  # of a part's outputs in float32
@@ -236,18 +236,25 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
 
 def index_why_not(query, pages, page_table, index: Index) -> str | None:
     """Why the kernels of `blocks` cannot run a problem, or None."""
-    _, heads, width = query.shape
-    count = index.num_blocks(page_table.shape[1] * pages.shape[1])
     if _stride(pages) is None:
         return APART
-    if index.pool > 2 * KEYS or index.pool & (index.pool - 1):
-        return f"takes blocks of a power of two up to {2 * KEYS} keys, got {index.pool}"
+    heads, width = query.shape[1:]
+    count = index.num_blocks(page_table.shape[1] * pages.shape[1])
+    return scores_why_not(heads, width, index, count)
+
+
+def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | None:
+    """Why kernels cannot score the blocks of an indexer and choose of `count` scores, or None."""
+    if index.pool > MAX_POOL or index.pool & (index.pool - 1):
+        return f"takes blocks of a power of two up to {MAX_POOL} keys, got pool={index.pool}"
     if heads > INDEX_HEADS or width > WIDTH:
         return (
             f"takes up to {INDEX_HEADS} heads and widths up to {WIDTH}, got {heads} and {width}"
         )
     if count > BLOCKS:
-        return f"takes tables of up to {BLOCKS} blocks, got {count}"
+        return (
+            f"takes up to {BLOCKS} blocks of a row where their scores are written, got {count}"
+        )
     return None
 
 
