@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels_pallas.triton import capability
-from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from kernels_pallas.triton.descriptions import Heads, split_heads
 from nsa_core import rotation
 from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
@@ -25,7 +25,7 @@ from nsa_torch import first_order
 from nsa_torch.gates import HeadGate
 from nsa_torch.plain import constant
 from nsa_torch.shared import SHARED
-from nsa_torch.torch_ops import capability_of
+from nsa_torch.torch_ops import capability_of, readable
 
 # Tokens from which the products are fused: the weights are concatenated for it at each call, which
 # costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
@@ -354,13 +354,9 @@ def _split(
     sizes: list[int],
 ) -> _Nine:
     """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`."""
-    from nsa_torch.triton_ops import TRITON_OPS
-
-    tokens, norms = cos.shape[:-1].numel(), _given(query_norm, key_norm)
-    kernel = split_heads(Heads(*sizes), tokens, dtype_name(projection), eps if norms else None)
-    made = TRITON_OPS.run(kernel, projection, *norms, cos, sin)
-    shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
-    return cast(_Nine, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
+    made = _apart(projection, cos, sin, query_norm, key_norm, eps, sizes)
+    launch(Heads(*sizes), False, projection, made, cos, sin, _given(query_norm, key_norm), eps)
+    return cast(_Nine, made)
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
@@ -368,23 +364,49 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 @_split.register_fake
-def _(projection, cos, sin, query_norm, key_norm, eps, sizes):
+def _apart(projection, cos, sin, query_norm, key_norm, eps, sizes):
     shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
     return tuple(projection.new_empty(shape) for shape in shapes)
+
+
+def launch(
+    heads: Heads,
+    back: bool,
+    projection: Tensor,
+    apart: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    norms: Sequence[Tensor] = (),
+    eps: float = 0.0,
+    given: Tensor | None = None,
+    partials: Tensor | None = None,
+) -> None:
+    """Writes heads `apart` out of a projection; if `back` the gradient of the projection `given`,
+    out of theirs, and `partials` of those of the norms' weights.
+    """
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
+    if back:
+        apart = [readable(x) for x in apart]
+    else:
+        projection = readable(projection)
+    read = given, *(norms or (None, None)), cos, sin
+    read = [readable(cos if x is None else x) for x in read]
+    written = projection, tuple(apart), read[0] if partials is None else partials
+    TRITON_OPS.run_in_place(kernel, *written, *read)
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
 def _join(grads: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
     """The projection's gradient `[B, T, row]`, given those of what `_split` returned."""
-    from nsa_torch.triton_ops import TRITON_OPS
-
-    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), dtype_name(grads[0]))
-    (made,) = TRITON_OPS.run(kernel, *grads, cos, -sin)
-    return made.view(*cos.shape[:-1], Heads(*sizes).row)
+    made = _joined(grads, cos, sin, sizes)
+    launch(Heads(*sizes), True, made, grads, cos, -sin)
+    return made
 
 
 @_join.register_fake
-def _(grads, cos, sin, sizes):
+def _joined(grads, cos, sin, sizes):
     return grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
 
 
@@ -400,15 +422,13 @@ def _join_normed(
     sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_join` where heads were normed, and the gradients of the norms' weights."""
-    from nsa_torch.triton_ops import TRITON_OPS
-
-    heads = Heads(*sizes)
-    kernel = join_heads(heads, cos.shape[:-1].numel(), dtype_name(grads[0]), eps)
-    rest = projection, query_norm, key_norm, cos, -sin
-    made, partials = TRITON_OPS.run(kernel, *grads, *rest)
+    heads, made = Heads(*sizes), _joined(grads, cos, sin, sizes)
+    partials = cos.new_empty(heads.partials(cos.shape[:-1].numel()))
+    norms = [query_norm, key_norm]
+    launch(heads, True, made, grads, cos, -sin, norms, eps, projection, partials)
     query, key = partials.sum(dim=0).split([heads.H, heads.branches * heads.Hkv])
     query, key = query.sum(dim=0).to(query_norm.dtype), key.sum(dim=0).to(key_norm.dtype)
-    return made.view(projection.shape), query, key
+    return made, query, key
 
 
 @_join_normed.register_fake

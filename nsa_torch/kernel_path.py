@@ -88,7 +88,7 @@ class KernelPath:
             setattr(self, f"{branch}_attention", operators.one_step(kind))
         kind = f"select_blocks/{name}"
         operators.define(kind, Planned(self._select), operators.index_shapes)
-        # `functional.select_blocks`, with a separate pass for the normalisation.
+        # `functional.select_blocks`; the normalisation is a pass of its own here.
         self.select_blocks = operators.one_step(kind)
 
         self.planned: dict[tuple[InputMode, str], Planned] = {}

@@ -16,14 +16,16 @@ class TritonOps(TorchOps):
         return launch(kernel, *(readable(x) for x in tensors))
 
     def run_in_place(self, kernel, *tensors):
-        """`run` of a kernel that writes to its arguments: none is copied, all are contiguous."""
+        """`run` of a kernel that writes to its arguments, or to tuples of them: none is copied,
+        all are contiguous.
+        """
         for i, x in enumerate(tensors):
-            if not x.is_contiguous():
+            if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):
                 raise ValueError(f"{kernel.name}: argument {i} must be contiguous")
         launch(kernel, *tensors)
 
 
-def launch(kernel: TritonKernel, *tensors: Tensor) -> list[Tensor]:
+def launch(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
     """The outputs; every tensor is stored in memory row by row."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))

@@ -103,14 +103,9 @@ def triton() -> Iterator[str]:
     for capability in (90, 89):
         target = GPUTarget("cuda", capability, 32)
         backend = make_backend(target)
-        every = cases.SHAPES | cases.DECODE | cases.INDEX
         noted = {}
-        for case in every.values():
-            note = triton_compile.NOTES.get(type(case), triton_compile.launches)
-            launches = note(case, divmod(capability, 10))
-            if note is triton_compile.launches:
-                launches = launches + note(case, divmod(capability, 10), packed=True)
-            noted |= {repr(launch): launch for launch in launches}
+        for case in (*cases.CASES.values(), *cases.PACKED):
+            noted |= {repr(launch): launch for launch in case(divmod(capability, 10))}
         for launch in noted.values():
             source, options = triton_compile._source(launch)
             options, context, stages = backend.parse_options(options), ir.context(), {}

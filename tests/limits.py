@@ -41,6 +41,7 @@ LIMITS = {
     "decode_split": ("nsa_core.steps.triton_decode.SPLIT",),
     "decode_candidates": ("nsa_core.steps.triton_decode.CANDIDATES",),
     "decode_gathered": ("kernels_pallas.triton.decode_descriptions.GATHERED",),
+    "split_numbers": ("kernels_pallas.triton.descriptions.SPLIT_NUMBERS",),
     "oracle_elements": ("bench.judge.oracle.FORWARD_ELEMENTS",),
     "shortfall_rows": ("bench.judge.selection_shortfall.MAX_ROWS",),
     "slope_elements": ("bench.judge.parity.SLOPE_ELEMENTS",),

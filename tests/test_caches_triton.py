@@ -18,7 +18,7 @@ from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import NSAConfig, gathered_rows, paged_attend
-from tests import interpreted_triton, pretend
+from tests import interpreted_triton, pretend, triton_compile
 from tests.caches import (
     HISTORIES,
     Rows,
@@ -32,7 +32,6 @@ from tests.caches import (
 )
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
-from tests.triton_compile import DecodeCase, decode_launches
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 once = pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
@@ -202,12 +201,12 @@ def test_without_jax_a_kernel_must_be_on_disk(on_disk, found, monkeypatch):
 def test_no_length_compiles_anything():
     """Rows, pages of the pool: the constants are the same; of the table's width the power of 2."""
 
-    def constants(**changes):
-        case = DecodeCase(**{"B": 2, "T": 1, "H": 16, "Hkv": 1, "D": 64, "Dv": 64} | changes)
-        return [x.kernel.constants for x in decode_launches(case, (9, 0))[:2]]
+    def constants(rows, pages):
+        found = triton_compile.decode(rows, 1, 16, 1, 64, 64, pages, False, (9, 0))
+        return [x.kernel.constants for x in found[:2]]
 
-    assert constants(pages=65) == constants(pages=65, B=3) == constants(pages=110)
-    assert constants(pages=1024) == constants(pages=2**14)
+    assert constants(2, 65) == constants(3, 65) == constants(2, 110)
+    assert constants(2, 1024) == constants(2, 2**14)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

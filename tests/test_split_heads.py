@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from bench.judge.parity import assert_parity
-from kernels_pallas.triton import descriptions
-from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from kernels_pallas.triton.descriptions import Heads
 from nsa_core import rotation
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
@@ -118,29 +117,6 @@ def tolerance(position):
     return 4e-7 * (1 + position.max() / SCALE)
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """In the interpreter tiles are small, so that few tokens are several programs."""
-    if not INTERPRETED:
-        return
-    rows = descriptions._rows
-    monkeypatch.setattr(descriptions, "_rows", lambda sizes: rows(sizes) // 16)
-
-
-def by_kernel(describe, sizes, position, *arrays, normed=False):
-    """What a kernel makes of arrays `[tokens, ..]`, where `normed` the weights of norms, and the
-    angles, the opposite ones on its way back.
-    """
-    from nsa_torch.triton_ops import TRITON_OPS
-
-    cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
-    sin = -sin if describe is join_heads else sin
-    eps, weights = (EPS, norm_weights(sizes)) if normed else (None, [])
-    kernel = describe(sizes, position.size, "float32", eps)
-    given = [torch.from_numpy(x).to(DEVICE) for x in (*arrays, *weights)]
-    return TRITON_OPS.run(kernel, *given, cos, sin)
-
-
 def rows_of(sizes):
     """A product of tokens that several programs share, the last not full; and their positions."""
     tokens = 1 + 400 // max(sizes.D, sizes.Dv)
@@ -151,32 +127,39 @@ def rows_of(sizes):
 @kernel
 @by_norms
 @by_size
-def test_heads_by_the_kernel(sizes, normed, small):
+def test_heads_by_the_kernel(sizes, normed, monkeypatch):
     """And the way back, whose gradients, of the projection and of the norms' weights, are those of
     torch's operators in float64.
     """
+    if INTERPRETED:  # small tiles, so that few tokens are several programs
+        set_limits(monkeypatch, split_numbers=256)
     product, position, rows = rows_of(sizes)
-    found = there(by_kernel(split_heads, sizes, position, rows, normed=normed))
+    norms = [torch.from_numpy(x).to(DEVICE) for x in norm_weights(sizes) if normed]
+    tokens, rows = len(rows), torch.from_numpy(rows).to(DEVICE)
+    cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
+    found = [rows.new_empty(x) for x in sizes.split_shapes(tokens)]
+    heads.launch(sizes, False, rows, found, cos, sin, norms, EPS)
     near = tolerance(position) * (3 if normed else 1)  # heads are so much longer
-    for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
+    for x, y in zip(there(found), expected(product, position, sizes, normed), strict=True):
         np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), atol=near)
 
-    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(len(rows)), 1)]
-    more = [rows] if normed else []
-    joined, *partials = by_kernel(join_heads, sizes, position, *given, *more, normed=normed)
+    given = [torch.from_numpy(drawn(*x.shape, seed=i)) for i, x in enumerate(found, 1)]
+    joined, partials = rows.new_empty(rows.shape), rows.new_empty(sizes.partials(tokens))
+    back = joined, [x.to(DEVICE) for x in given], cos, -sin, norms, EPS, rows, partials
+    heads.launch(sizes, True, *back)
     padding = sizes.gate_columns - sizes.H * sizes.gates
     assert not joined[:, sizes.row - padding :].any()
-    norms = norms_of(sizes, torch.float64) if normed else None
+    exact = norms_of(sizes, torch.float64) if normed else None
     leaf = torch.from_numpy(product).double().requires_grad_()
-    turns = {"base": BASE, "scale": SCALE, "norms": norms}
+    turns = {"base": BASE, "scale": SCALE, "norms": exact}
     apart = listed(heads.split(leaf, torch.from_numpy(position), sizes, **turns))
     pairs = zip(apart, there(given), strict=True)
-    loss = sum((x.flatten(0, 1) * torch.from_numpy(g).double()).sum() for x, g in pairs)
-    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in norms or ())])
+    loss = sum((x.flatten(0, 1) * g.double()).sum() for x, g in pairs)
+    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in exact or ())])
     found = [joined.view(leaf.shape)]
     if normed:
-        assert partials[0].shape[0] > 1 or not INTERPRETED
-        of_heads = partials[0].double().sum(dim=0)
+        assert partials.shape[0] > 1 or not INTERPRETED
+        of_heads = partials.double().sum(dim=0)
         found += of_heads[: sizes.H].sum(0), of_heads[sizes.H :].sum(0)
     for x, y in zip(found, want, strict=True):
         near = tolerance(position) * 5 * (1 if x.ndim == 3 else y.abs().max().item())

@@ -1,19 +1,20 @@
 """Compiles Triton kernels for GPUs that need not be there, and says what they take of one.
 
-The steps run on torch's meta tensors, and what they launch is noted; `python -m
-tests.triton_compile`, a process of its own, compiles what it reads and prints a report a line.
+The steps run on torch's meta tensors, and what they launch is noted. Processes of their own compile
+it.
 """
 
 import dataclasses
 import functools
-import json
+import itertools
+import multiprocessing
 import os
-import pickle
 import re
 import subprocess
-import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import torch
 from kernels_pallas.triton import decode_descriptions, descriptions
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
-from nsa_core.config import NSAConfig
 from nsa_core.index import Index
 from nsa_core.index_loss import Teacher
 from nsa_core.paged_layout import PagedArrays
@@ -32,10 +32,11 @@ from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Qkv
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_core.types import Branches
-from nsa_torch import operators
+from nsa_core.validate import dtype_name
+from nsa_torch import operators, triton_append
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.triton_ops import TritonOps
-from tests.inputs import PAPER
+from tests.inputs import PAPER, Case
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".pytest_cache" / "triton"  # read back by the next run, as that of JAX
@@ -46,10 +47,10 @@ SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel and the dtypes of the arrays that it was given."""
+    """A kernel and the dtypes of the arrays that it was given, or of tuples of these."""
 
     kernel: TritonKernel
-    dtypes: tuple[str, ...]
+    dtypes: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,34 +73,39 @@ class Recording(TritonOps):
         self.launches: list[Launch] = []
 
     def run(self, kernel, *tensors):
-        dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
+        dtypes = torch.utils._pytree.tree_map(dtype_name, tensors)
         self.launches.append(Launch(kernel, dtypes))
         return [
             torch.empty(x.shape, dtype=getattr(torch, x.dtype), device="meta")
             for x in kernel.outputs
         ]
 
+    run_in_place = run
+
     def capability(self, x):
         return self.posed
 
 
-def launches(case, capability: tuple[int, int], packed: bool = False) -> list[Launch]:
-    """All kernels of a forward and a backward pass of a `tests.inputs.Case`."""
-    ops = Recording(capability)
-    dtype = getattr(torch, case.dtype)
+def meta(*shape, dtype="bfloat16"):
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
-    def array(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
 
+ints = functools.partial(meta, dtype="int32")
+floats = functools.partial(meta, dtype="float32")
+
+
+def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Launch]:
+    """All kernels of a forward and a backward pass."""
+    ops, array = Recording(capability), functools.partial(meta, dtype=case.dtype)
     config, count = case.config, case.config.num_compressed(case.S)
     query = array(case.B, case.T, case.H, case.D)
-    cu_seqlens = array(3, dtype=torch.int32) if packed else None
+    cu_seqlens = ints(3) if packed else None
     layout = KernelLayout(ops, query, *operators.arguments(config, case.S, cu_seqlens, None))
     pairs = [
         (array(case.B, n, case.Hkv, case.D), array(case.B, n, case.Hkv, case.Dv))
         for n in (count, case.S)
     ]
-    indices = array(case.B, case.T, case.Hkv, config.num_selected, dtype=torch.int32)
+    indices = ints(case.B, case.T, case.Hkv, config.num_selected)
     gate = array(case.B, case.T, case.H)
     compressed, tokens = (Qkv(query, *pair) for pair in pairs)
     steps = Branches((compressed,), (tokens, indices), (tokens,))
@@ -116,154 +122,86 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     triton_forward.select_blocks(ops, query, pairs[0][0], lse, layout.params, 0)
     triton_backward.delta_of(ops, added, added, added, added)
     triton_forward.gated_sum(ops, [added] * 3, [gate] * 3)
-    heads, tokens = (
-        descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3, means=1, gates=3, raw_keys=1),
-        case.B * case.T,
-    )
-    angles = [array(tokens, case.D // 2).to(torch.float32)] * 2
-    apart = ops.run(
-        descriptions.split_heads(heads, tokens, case.dtype), array(tokens, heads.row), *angles
-    )
-    ops.run(descriptions.join_heads(heads, tokens, case.dtype), *apart, *angles)
-    normed = heads, tokens, case.dtype, 1e-6
-    given, norms = array(tokens, heads.row), [array(case.D)] * 2
-    ops.run(descriptions.split_heads(*normed), given, *norms, *angles)
-    ops.run(descriptions.join_heads(*normed), *apart, given, *norms, *angles)
+    tokens, branches = case.B * case.T, {"branches": 3, "means": 1, "gates": 3, "raw_keys": 1}
+    heads = descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, **branches)
+    angles, row = [floats(tokens, case.D // 2)] * 2, array(tokens, heads.row)
+    apart = tuple(array(*x) for x in heads.split_shapes(tokens))
+    for back, eps in itertools.product((False, True), (None, 1e-6)):
+        kernel = descriptions.split_heads(heads, tokens, back, eps)
+        ops.run(kernel, row, apart, angles[0], row, *[array(case.D)] * 2, *angles)
     return list({repr(x): x for x in ops.launches}.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeCase:
-    """A decode step: `B` rows of `T` queries, with tables of `pages`."""
-
-    B: int
-    T: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    pages: int
-    dtype: str = "bfloat16"
-    config: NSAConfig = PAPER
-    fp8: bool = False
-
-
-def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launch]:
-    """All kernels of a step."""
-    ops, dtype = Recording(capability), getattr(torch, case.dtype)
-
-    def array(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    sizes = 64, case.Hkv, case.D, case.Dv, case.config
-    shapes = paged_layout.shapes(*sizes, separate=False, fp8_rows=8 * case.fp8)
-    pages_of = torch.float8_e4m3fn if case.fp8 else dtype
-    dtype_of = functools.partial(paged_layout.dtype_of, dtype=pages_of, compressed=dtype)
-    cache = PagedArrays(
-        case.config,
-        **{
-            name: array(*x, dtype=dtype_of(name, scale=torch.float32))
-            for name, x in shapes.items()
-            if x is not None
-        },
-    )
-    tokens, at = case.B * case.T, (case.B, case.pages)
-    table, lengths = (array(*x, dtype=torch.int32) for x in (at, at[:1]))
-    gates = array(tokens, case.H, 3)
-    query = array(tokens, case.H, case.D)
+def decode(
+    B: int, T: int, H: int, Hkv: int, D: int, Dv: int, pages: int, fp8: bool, capability
+) -> list[Launch]:
+    """All kernels of a decode step of `B` rows of `T` queries, with tables of `pages`."""
+    ops = Recording(capability)
+    shapes = paged_layout.shapes(64, Hkv, D, Dv, PAPER, separate=False, fp8_rows=8 * fp8)
+    kinds = {"dtype": "float8_e4m3fn" if fp8 else "bfloat16", "compressed": "bfloat16"}
+    arrays = {
+        name: meta(*x, dtype=paged_layout.dtype_of(name, scale="float32", **kinds))
+        for name, x in shapes.items()
+        if x is not None
+    }
+    cache = PagedArrays(PAPER, **arrays)
+    table, lengths = ints(B, pages), ints(B)
+    query, gates = meta(B * T, H, D), meta(B * T, H, 3)
     triton_decode.attention(ops, query, gates, cache, table, lengths, None)
-    flags = {"ragged": True, "separate": False, "means": True, "fp8_rows": 8 * case.fp8}
-    widths = case.D, case.Dv
-    kernels = decode_descriptions.append(
-        *(tokens, *at, 64, case.Hkv, widths, case.config), **flags, slots=case.fp8
-    )
-    pairs = [array(tokens, case.Hkv, x) for x in widths] * 3
-    pages = [cache.selected_key, cache.selected_value] * 3
-    pages += [cache.compressed_key, cache.compressed_value]
-    scales = [array(1, dtype=torch.float32)] * 7
-    rings = [array(1)] * 2
-    for kernel in kernels:
-        ops.run(kernel, *pairs, *pages, table, lengths, lengths, *scales, *rings, lengths)
-    entries = paged_layout.compressed_entries(case.config)
-    sizes = *at, 64, case.Hkv, widths, case.dtype
-    kernel = decode_descriptions.gather(*sizes, entries, 1 << 20, fp8=(False, case.fp8))
-    scale = cache.compressed_value_scale if case.fp8 else lengths
+    new = [Branches.each(meta(B * T, Hkv, x)) for x in (D, Dv)]
+    slots = lengths if fp8 else None
+    triton_append.append(cache, *new, table, lengths, lengths, True, slots, ops)
+    entries = paged_layout.compressed_entries(PAPER)
+    sizes = B, pages, 64, Hkv, (D, Dv), "bfloat16"
+    kernel = decode_descriptions.gather(*sizes, entries, 1 << 20, fp8=(False, fp8))
+    scale = cache.compressed_value_scale if fp8 else lengths
     pair = cache.compressed_key, cache.compressed_value
     ops.run(kernel, *pair, lengths, scale, table, lengths)
     return ops.launches
 
 
-@dataclasses.dataclass(frozen=True)
-class IndexCase:
-    """An indexer: `T` queries of a row whose keys are `S` tokens, or of rows with `pages`."""
-
-    T: int
-    S: int
-    index: Index
-    dtype: str = "bfloat16"
-    B: int = 1
-    pages: int = 0
-    page: int = 128
-    capability: tuple[int, int] | None = None  # of which it has the tiles, on all GPUs
+def index(T: int, S: int, index: Index, dtype: str, capability) -> list[Launch]:
+    """The kernel that scores blocks of a row."""
+    ops, array = Recording(capability), functools.partial(meta, dtype=dtype)
+    arrays = array(1, T, 4, 128), array(1, S, 128), ints(1, T)
+    triton_index.blocks(ops, *arrays, index, None)
+    return ops.launches[:1]
 
 
-@dataclasses.dataclass(frozen=True)
-class ListsCase:
-    """Attention to blocks in pages (`T` queries, `S` pages of a row), or an indexer's loss."""
-
-    T: int
-    S: int
-    n: int = 16
-    block: int = 128
-    B: int = 1
-    loss: bool = False
-    capability: tuple[int, int] | None = None
-
-
-def index_launches(case: IndexCase, capability: tuple[int, int]) -> list[Launch]:
-    """The kernels that score and choose blocks, of keys in pages of few lists and of many."""
-    ops, dtype = Recording(case.capability or capability), getattr(torch, case.dtype)
-    empty = functools.partial(torch.empty, device="meta")
-    if not case.pages:
-        query, key = empty(case.B, case.T, 4, 128, dtype=dtype), empty(case.B, case.S, 128)
-        at = empty(case.B, case.T, dtype=torch.int32)
-        triton_index.blocks(ops, query, key.to(dtype), at, case.index, None)
-        return ops.launches[:1]
-    keys = empty(9000, case.page // case.index.entry, 128, dtype=dtype)
-    for rows in (case.B, 1024 * case.B):
-        table, lengths = (empty(*x, dtype=torch.int32) for x in ((rows, case.pages), (rows,)))
-        query = empty(rows * case.T, 4, 128, dtype=dtype)
-        paged_blocks.blocks(ops, query, keys, Paged(table, lengths, None), case.index)
-    found = {}
+def paged_index(index: Index, posed, capability) -> list[Launch]:
+    """The kernels that score and choose blocks in pages of few lists and of many, with the tiles of
+    a `posed` GPU.
+    """
+    ops, keys, found = Recording(posed), meta(9000, 128 // index.entry, 128), {}
+    for rows in (8, 8192):
+        paged = Paged(ints(rows, 1024), ints(rows), None)
+        paged_blocks.blocks(ops, meta(rows, 4, 128), keys, paged, index)
     for launch in ops.launches:  # of `digits` one step
         if getattr(launch.kernel.constants, "SHIFT", 16) == 16:
             found.setdefault(launch.kernel.name, launch)
     return [*found.values()]
 
 
-def lists_launches(case: ListsCase, capability: tuple[int, int]) -> list[Launch]:
-    """The kernels of attention to blocks in pages, or of an indexer's loss."""
-    ops, dtype = Recording(case.capability or capability), torch.bfloat16
-    empty = functools.partial(torch.empty, dtype=dtype, device="meta")
-    ints = functools.partial(empty, dtype=torch.int32)
-    if not case.loss:
-        query, lists = empty(case.B * case.T, 64, 128), ints(case.B * case.T, 4, case.n)
-        paged = Paged(ints(case.B, case.S), ints(case.B), None)
-        pages = [empty(9000, case.block, 4, 128)] * 2
-        paged_blocks.attention(ops, query, *pages, lists, paged, case.block, "selected", 0.1)
-        return ops.launches
-    query, key = empty(case.B, case.T, 64, 128), empty(case.B, case.S, 4, 128)
-    lse = empty(case.B, case.T, 64, dtype=torch.float32)
-    indexer = empty(case.B, case.T, 4, 128), empty(case.B, case.S, 128)
-    lists, position = ints(case.B, case.T, 4, case.n), ints(case.B, case.T)
-    teacher = Teacher(4, 4, 4, 16, case.block, 0.1, 0.1)
-    arrays = query, key, lse, *indexer
-    found, kept = triton_index.loss(ops, arrays, lists, position, teacher)
-    triton_index.gradients(ops, teacher, *indexer, lists, position, kept, found)
+def paged_lists(capability) -> list[Launch]:
+    """The kernels of attention to blocks in pages, with the tiles of Hopper."""
+    ops, pages = Recording((9, 0)), [meta(9000, 128, 4, 128)] * 2
+    paged = Paged(ints(8, 1024), ints(8), None)
+    paged_blocks.attention(
+        ops, meta(8, 64, 128), *pages, ints(8, 4, 16), paged, 128, "selected", 0.1
+    )
     return ops.launches
 
 
-NOTES = {DecodeCase: decode_launches, IndexCase: index_launches, ListsCase: lists_launches}
+def index_loss(capability) -> list[Launch]:
+    """The kernels of an indexer's loss and of its gradient."""
+    ops, tokens = Recording(capability), (1, 32768)
+    indexer, lse = (meta(*tokens, 4, 128), meta(*tokens, 128)), floats(*tokens, 64)
+    lists, position = ints(*tokens, 4, 16), ints(*tokens)
+    teacher = Teacher(4, 4, 4, 16, 128, 0.1, 0.1)
+    arrays = meta(*tokens, 64, 128), meta(*tokens, 4, 128), lse, *indexer
+    found, kept = triton_index.loss(ops, arrays, lists, position, teacher)
+    triton_index.gradients(ops, teacher, *indexer, lists, position, kept, found)
+    return ops.launches
 
 
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
@@ -272,23 +210,20 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
 
     kernel = launch.kernel
     function = kernel.jitted
+    pointer = functools.partial(torch.utils._pytree.tree_map, lambda x: f"*{SHORT[x]}")
     scalars = ["i32" if isinstance(x, int) else "fp32" for x in kernel.scalars]
-    pointers = [f"*{SHORT[x]}" for x in launch.dtypes]
-    types = pointers + scalars + [f"*{SHORT[x.dtype]}" for x in kernel.outputs]
+    types = [*pointer(launch.dtypes), *scalars, *pointer([x.dtype for x in kernel.outputs])]
     signature = dict(zip(function.arg_names, [*types, "constexpr"], strict=True))
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, x in enumerate(function.arg_names)
-        if signature[x].startswith("*")
-    }
+    paths = [
+        (i, *more)
+        for i, x in enumerate(types)
+        for more in ([(j,) for j in range(len(x))] if isinstance(x, tuple) else [()])
+        if more or "*" in x
+    ]
+    aligned = {path: [["tt.divisibility", 16]] for path in paths}
     source = ASTSource(function, signature, {"c": kernel.constants}, aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
     return source, options
-
-
-@functools.cache
-def _noted(case, capability: int) -> list[Launch]:
-    return NOTES.get(type(case), launches)(case, divmod(capability, 10))
 
 
 def running_sums(launch: Launch, capability: int) -> int:
@@ -337,49 +272,25 @@ def compiled(launch: Launch, capability: int) -> Report:
     )
 
 
-def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[Report]:
-    """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
-    lines = [pickle.dumps(question).hex() for question in questions]
-    running = [_start(lines[i::processes]) for i in range(processes)]
-    found = [None] * len(lines)
-    for i, started in enumerate(running):
-        found[i::processes] = _answers(*started)
-    return found
+def reports(questions: list[tuple[Callable[..., list[Launch]], int, str]]) -> list[Report]:
+    """Of each (function of a capability that gives launches, capability, kernel), e.g.
+    `interval:dq`, and switches that are set; in processes of their own.
+    """
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawned, _begin) as pool:
+        return list(pool.map(_report, questions))
 
 
-def _start(lines):
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.triton_compile"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"TRITON_CACHE_DIR": str(CACHE), "TRITON_INTERPRET": "0"},
-    )
-    text = "".join(f"{line}\n" for line in lines)
-    reader = ThreadPoolExecutor(1).submit(process.communicate, text, 280)
-    return process, reader
+def _begin() -> None:
+    warnings.simplefilter("error")
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE)
 
 
-def _answers(process, reader):
-    try:
-        out, errors = reader.result()
-    finally:
-        process.kill()
-    if process.returncode:
-        raise RuntimeError(f"a Triton kernel does not compile:\n{errors[-4000:]}")
-    return [Report(**json.loads(line)) for line in out.splitlines()]
-
-
-def main() -> None:
-    for line in sys.stdin:
-        case, capability, function = pickle.loads(bytes.fromhex(line))
-        launch = next(x for x in _noted(case, capability) if x.kernel.function == function)
-        print(json.dumps(dataclasses.asdict(compiled(launch, capability))), flush=True)
-
-
-if __name__ == "__main__":
-    from tests import triton_compile  # whose classes the cases are of
-
-    triton_compile.main()
+def _report(question) -> Report:
+    case, capability, text = question
+    function, *switches = text.split()
+    for launch in case(divmod(capability, 10)):
+        kernel = launch.kernel
+        if kernel.function == function and all(getattr(kernel.constants, x) for x in switches):
+            return compiled(launch, capability)
+    raise ValueError(f"{case} must launch {text}")

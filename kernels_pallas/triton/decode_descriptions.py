@@ -59,57 +59,44 @@ def gather(
 
 
 def append(
-    tokens: int,
-    rows: int,
-    pages: int,
-    pool: int,
-    kv_heads: int,
-    widths: tuple[int, int],
-    config: Any,
-    *,
-    ragged: bool,
-    separate: bool,
-    means: bool,
-    fp8_rows: int = 0,
-    slots: bool = False,
+    cache: Any, key: Any, value: Any, page_table: Any, *, ragged: bool, means: bool, slots: bool
 ) -> list[TritonKernel]:
-    """One launch, or two. Arrays: new keys and values by branch, the pages, page_table, lengths,
-    starts, the scales, the rings, slots (where there are none: any); no result.
+    """One launch, or two, that write in place. `paged_append.append` lists the arrays. Pass any
+    array in place of one that is not read.
 
     Where a row of a cache in fp8 may have so many tokens that they take the places in its ring of
     those that its means need, the ring is written by a launch of its own.
 
     Args:
-      tokens: new ones of all rows; pages: of a row's table; pool: pages that there are.
+      cache: `nsa_core.paged_layout.PagedArrays`.
+      key, value: the new tokens `[N, Hkv, .]` of all rows.
       ragged: whether rows have different numbers of tokens; means: whether compressed tokens are
-        means, which are made here.
-      fp8_rows: rings of a cache in fp8; slots: whether the rows say which one they have.
+        means, which are made here; slots: whether the rows say which ring they have.
     """
-    constants = {
-        "HEADS": kv_heads,
-        "WIDTH": widths[0],
-        "VALUE_WIDTH": widths[1],
-        "PAGE": config.select_block,
-        "COMPRESS_BLOCK": config.compress_block,
-        "COMPRESS_STRIDE": config.compress_stride,
-        "BLOCK_ROWS": power(config.compress_block, 1),
-        "RING": 2 * config.compress_block,
-        "RAGGED": ragged,
-        "SEPARATE": separate,
-        "MEANS": means,
-        "FP8": fp8_rows > 0,
-        "SLOTS": slots,
-    }
+    (tokens, heads, width), rows, config = key.shape, page_table.shape[0], cache.config
+    rings = cache.recent_key.shape[0] if cache.is_fp8 else 0
     longest = tokens if ragged else tokens // rows
-    apart = fp8_rows > 0 and longest > config.compress_block + 1
+    apart = rings > 0 and longest > config.compress_block + 1
     return [
         TritonKernel.of(
             "paged_append:append",
-            tokens * kv_heads,
-            (tokens, rows, pages, pool, fp8_rows),
+            tokens * heads,
+            (tokens, *page_table.shape, cache.num_pages, rings),
             (),
-            (4 if fp8_rows else 1, 1),
-            **constants,
+            (4 if rings else 1, 1),
+            HEADS=heads,
+            WIDTH=width,
+            VALUE_WIDTH=value.shape[2],
+            PAGE=config.select_block,
+            COMPRESS_BLOCK=config.compress_block,
+            COMPRESS_STRIDE=config.compress_stride,
+            BLOCK_ROWS=power(config.compress_block, 1),
+            RING=2 * config.compress_block,
+            RAGGED=ragged,
+            SEPARATE=cache.separate,
+            MEANS=means,
+            FP8=rings > 0,
+            SLOTS=slots,
             WRITES=writes,
             KEEPS=keeps,
         )

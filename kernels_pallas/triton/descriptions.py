@@ -6,10 +6,11 @@ No Triton is imported. The steps (`nsa_core.steps.triton_forward`, ..) describe 
 import dataclasses
 from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import Array
 from kernels_pallas.triton import tiling as tilings
 from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import Tiling, power, precision
+
+SPLIT_NUMBERS = 4096  # of a head that a program of `split_heads` has
 
 
 class Problem(NamedTuple):
@@ -112,6 +113,15 @@ class Heads:
         """Columns of the gates, with what fills the row."""
         return cdiv(self.H * self.gates, 8) * 8
 
+    @property
+    def rows(self) -> int:
+        """Tokens of a program."""
+        return max(SPLIT_NUMBERS // max(power(self.D), power(self.Dv)), 1)
+
+    def partials(self, tokens: int) -> tuple[int, int, int]:
+        """Shape of the gradients of the norms' weights, to be summed."""
+        return cdiv(tokens, self.rows), self.H + self.branches * self.Hkv, self.D
+
     def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
         """Shapes of query, three keys, three values, mean, gates; what is absent is empty."""
         absent = [(0,)] * (3 - self.branches)
@@ -124,50 +134,19 @@ class Heads:
 
 
 def split_heads(
-    heads: Heads, tokens: int, dtype: str, norm_eps: float | None = None
+    heads: Heads, tokens: int, back: bool, norm_eps: float | None = None
 ) -> TritonKernel:
-    """Arrays: the projection `[tokens, heads.row]`, where `norm_eps` is given the norms' weights of
-    query and keys `[D]`, cos and sin, float32 `[tokens, D / 2]`.
+    """Splits a projection into heads, or `back`: joins gradients of heads. It writes in place.
 
-    Results: those of `heads.split_shapes`.
+    `split_heads.split_heads` lists the arrays. Pass any array in place of one that is not read.
     """
-    outputs = tuple(Array(shape, dtype) for shape in heads.split_shapes(tokens))
-    name = "split_heads" if norm_eps is None else "split_normed_heads"
-    return _heads(name, heads, tokens, outputs, heads.means, norm_eps)
-
-
-def join_heads(
-    heads: Heads, tokens: int, dtype: str, norm_eps: float | None = None
-) -> TritonKernel:
-    """Arrays: gradients of the results of `split_heads`, where `norm_eps` is given the projection
-    and the norms' weights, cos and -sin.
-
-    Results: the projection's gradient; those of the norms' weights as float32 partials
-    `[.., heads of query and keys, D]`.
-    """
-    outputs = (Array((tokens, heads.row), dtype),)
-    if norm_eps is None:
-        return _heads("join_heads", heads, tokens, outputs, 0, None)
-    normed = heads.H + heads.branches * heads.Hkv
-    partials = Array((cdiv(tokens, _rows(heads)), normed, heads.D), "float32")
-    return _heads("join_normed_heads", heads, tokens, (*outputs, partials), 0, norm_eps)
-
-
-def _rows(heads: Heads) -> int:
-    """Tokens of a program."""
-    return max(4096 // max(power(heads.D), power(heads.Dv)), 1)
-
-
-def _heads(
-    function: str, heads: Heads, tokens: int, outputs, means: int, norm_eps: float | None
-) -> TritonKernel:
-    rows = _rows(heads)
+    means = 0 if back else heads.means
     of_row = heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)
     return TritonKernel.of(
-        f"split_heads:{function}",
-        cdiv(tokens, rows) * of_row,
-        (tokens,) if norm_eps is None else (tokens, norm_eps),
-        outputs,
+        "split_heads:split_heads",
+        cdiv(tokens, heads.rows) * of_row,
+        (tokens, norm_eps or 0.0),
+        (),
         HEADS=heads.Hkv,
         GROUP=heads.H // heads.Hkv,
         WIDTH=heads.D,
@@ -177,5 +156,7 @@ def _heads(
         MEANS=heads.means,
         RAW_KEYS=heads.raw_keys,
         ROW=heads.row,
-        ROWS=rows,
+        ROWS=heads.rows,
+        BACK=back,
+        NORMS=norm_eps is not None,
     )

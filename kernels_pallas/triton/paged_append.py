@@ -66,57 +66,20 @@ def _store(rows, pages, scale, at, head, c, PER_PAGE, WIDTH, FP8):
 
 
 @triton.jit
-def _store_mean(
-    new, raw, raw_scale, recent, compressed, compressed_scale, token, begin, slot, R, table,
-    position, at, head, P, c, WIDTH, FP8_MEAN,
-):  # fmt: skip
-    """The mean of the tokens up to `token`, in the page of it: the entry `at` of `raw`."""
-    back = tl.arange(0, c.BLOCK_ROWS)
-    inside = back < c.COMPRESS_BLOCK
-    mine = token - c.COMPRESS_BLOCK + 1 + back
-    rows = load_rows(new, mine * c.HEADS + head, inside & (mine >= begin), WIDTH)
-    older = inside & (mine < begin)
-    entry = tl.maximum(position - c.COMPRESS_BLOCK + 1 + back, 0)
-    place = entry_place(table, entry, older, P, c.PAGE)
-    stored = load_rows(raw, place * c.HEADS + head, older, WIDTH)
-    if c.FP8:
-        scales = _scale_place(place, head, c, c.PAGE)
-        scales = tl.load(raw_scale + scales, mask=older, other=0.0)
-        stored = _restored(stored, scales, recent)
-        kept_at = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * c.RING + entry % c.RING
-        kept = load_rows(recent, kept_at * c.HEADS + head, older, WIDTH).to(tl.float32)
-        most = tl.abs(stored) * NEAR + scales[:, None] * LEAST_NEAR
-        known = tl.min((tl.abs(kept - stored) <= most).to(tl.int32), axis=1)
-        stored = tl.where((known > 0)[:, None], kept, stored)
-    rows = rows.to(tl.float32) + stored.to(tl.float32)
-    mean = tl.sum(rows, axis=0)[None, :] / c.COMPRESS_BLOCK
-    PER_PAGE: tl.constexpr = c.PAGE // c.COMPRESS_STRIDE
-    to = at // c.PAGE * PER_PAGE + position % c.PAGE // c.COMPRESS_STRIDE
-    if c.FP8:
-        mean = mean.to(recent.dtype.element_ty)
-    _store(mean, compressed, compressed_scale, to, head, c, PER_PAGE, WIDTH, FP8_MEAN)
-
-
-@triton.jit(do_not_specialize=["N", "B", "M", "P", "R"])
 def append(
-    selected_key, selected_value, sliding_key, sliding_value, raw_key, raw_value,
-    selected_key_pages, selected_value_pages, sliding_key_pages, sliding_value_pages,
-    raw_key_pages, raw_value_pages, compressed_key_pages, compressed_value_pages, page_table,
-    lengths, starts, selected_key_scale, selected_value_scale, sliding_key_scale,
-    sliding_value_scale, raw_key_scale, raw_value_scale, compressed_value_scale, recent_key,
-    recent_value, slots,
-    N, B, M, P, R,
+    page_table, lengths, starts, slots, new, pages, compressed, scales, recent, N, B, M, P, R,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: N * HEADS.
+    """Programs: N * HEADS. Keys and values of the selected, the sliding and the compressed branch
+    are tuples; the last four are the first two unless `SEPARATE`.
 
     Args:
-      selected_key .. raw_value: `[N, HEADS, .]`, the new tokens; the last four are the first two
-        unless `SEPARATE`.
-      selected_key_pages ..: `[P, PAGE, HEADS, .]`, compressed `[P, PAGE / COMPRESS_STRIDE, ..]`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`; starts: int32 `[B + 1]`, read if `RAGGED`.
-      selected_key_scale ..: float32 `[P, HEADS, .]`; recent_key, recent_value: `[R, 2 l, HEADS,
-        .]`; slots: int32 `[B]`, read if `SLOTS`; all of pages in `FP8`.
+      slots: int32 `[B]`, read if `SLOTS`.
+      new: `[N, HEADS, .]`, the new tokens; pages: `[P, PAGE, HEADS, .]`.
+      compressed: keys and values `[P, PAGE / COMPRESS_STRIDE, ..]`.
+      scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
+      recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.
       WRITES, KEEPS: whether pages are written, and rings.
     """
     program = tl.program_id(0)
@@ -139,18 +102,8 @@ def append(
     slot = row.to(tl.int32)
     if c.SLOTS:
         slot = tl.load(slots + row)
-    new = selected_key, selected_value, sliding_key, sliding_value, raw_key, raw_value
-    pages = (
-        selected_key_pages, selected_value_pages, sliding_key_pages, sliding_value_pages,
-        raw_key_pages, raw_value_pages,
-    )  # fmt: skip
-    scales = (
-        selected_key_scale, selected_value_scale, sliding_key_scale, sliding_value_scale,
-        raw_key_scale, raw_value_scale,
-    )  # fmt: skip
-    recent = recent_key, recent_value
-    compressed_pages = compressed_key_pages, compressed_value_pages
     widths: tl.constexpr = (c.WIDTH, c.VALUE_WIDTH)
+    PER_PAGE: tl.constexpr = c.PAGE // c.COMPRESS_STRIDE
     one = tl.arange(0, 1)
     if c.WRITES & (page >= 0):
         at = page.to(tl.int64) * c.PAGE + position % c.PAGE
@@ -162,10 +115,33 @@ def append(
             into = position - c.COMPRESS_BLOCK + 1
             if (into >= 0) & (into % c.COMPRESS_STRIDE == 0):
                 for i in tl.static_range(2):
-                    _store_mean(
-                        new[4 + i], pages[4 + i], scales[4 + i], recent[i],
-                        compressed_pages[i], compressed_value_scale, token, begin, slot, R,
-                        table, position, at, head, P, c, widths[i], c.FP8 if i else False,
+                    back = tl.arange(0, c.BLOCK_ROWS)
+                    inside = back < c.COMPRESS_BLOCK
+                    some = token - c.COMPRESS_BLOCK + 1 + back
+                    here = inside & (some >= begin)
+                    rows = load_rows(new[4 + i], some * c.HEADS + head, here, widths[i])
+                    older = inside & (some < begin)
+                    entry = tl.maximum(position - c.COMPRESS_BLOCK + 1 + back, 0)
+                    place = entry_place(table, entry, older, P, c.PAGE)
+                    stored = load_rows(pages[4 + i], place * c.HEADS + head, older, widths[i])
+                    if c.FP8:
+                        place = _scale_place(place, head, c, c.PAGE)
+                        scale = tl.load(scales[4 + i] + place, mask=older, other=0.0)
+                        stored = _restored(stored, scale, recent[i])
+                        ring = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * c.RING
+                        kept_at = (ring + entry % c.RING) * c.HEADS + head
+                        kept = load_rows(recent[i], kept_at, older, widths[i]).to(tl.float32)
+                        most = tl.abs(stored) * NEAR + scale[:, None] * LEAST_NEAR
+                        known = tl.min((tl.abs(kept - stored) <= most).to(tl.int32), axis=1)
+                        stored = tl.where((known > 0)[:, None], kept, stored)
+                    rows = rows.to(tl.float32) + stored.to(tl.float32)
+                    mean = tl.sum(rows, axis=0)[None, :] / c.COMPRESS_BLOCK
+                    to = at // c.PAGE * PER_PAGE + position % c.PAGE // c.COMPRESS_STRIDE
+                    if c.FP8:
+                        mean = mean.to(recent[i].dtype.element_ty)
+                    _store(
+                        mean, compressed[i], scales[6], to, head, c, PER_PAGE, widths[i],
+                        c.FP8 if i else False,
                     )  # fmt: skip
     if c.FP8 & c.KEEPS:
         if (page >= 0) & (position >= length - c.RING) & (slot >= 0) & (slot < R):

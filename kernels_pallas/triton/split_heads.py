@@ -70,25 +70,22 @@ def _normed(x, norm, eps, WIDTH):
 
 
 @triton.jit
-def _head(
-    projection, heads, mean, given, norm, eps, partial, angles, there, turning, inside, row,
-    mean_row, WIDTH, TURN, GROUP, NORMS, BACK,
-):  # fmt: skip
-    """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, turned where
-    `turning`.
+def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
+    """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, normed by `norm`
+    and turned where `turning` if `TURN`.
 
-    Back, with a part of the mean's gradient where a mean was made of `GROUP` heads. `given` is the
-    projection that was split, `partial` the place of this program's dw.
+    Back, with a part of the mean's gradient where a mean was made of `GROUP` heads.
     """
+    projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))
-    if BACK:
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    if c.BACK:
         x = load_rows(heads, row, there, WIDTH).to(tl.float32)
         if GROUP > 0:
             x += load_rows(mean, mean_row, there, WIDTH).to(tl.float32) / GROUP
         if TURN:
             x = _turned(x, angles, turning, WIDTH)
-        mask = there[:, None] & (column < WIDTH)[None, :]
-        if NORMS:
+        if c.NORMS and TURN:
             at = given + inside[:, None] + column[None, :]
             head = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             reciprocal = _reciprocal(head, eps, WIDTH)
@@ -99,9 +96,8 @@ def _head(
         at = projection + inside[:, None] + column[None, :]
         tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
     else:
-        mask = there[:, None] & (column < WIDTH)[None, :]
         x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
-        if NORMS:
+        if c.NORMS and TURN:
             x = _normed(x.to(tl.float32), norm, eps, WIDTH)
         if TURN:
             x = _turned(x.to(tl.float32), angles, turning, WIDTH)
@@ -109,160 +105,91 @@ def _head(
 
 
 @triton.jit
-def _join_gates(projection, gates, token, there, inside, WIDTH, FILLED):
-    """Rows of `gates`, and zeros up to `FILLED` columns."""
-    x = load_rows(gates, token, there, WIDTH)
-    column = tl.arange(0, columns(WIDTH))
-    at = projection + inside[:, None] + column[None, :]
-    tl.store(at, x, mask=there[:, None] & (column < FILLED)[None, :])
+def split_heads(
+    projection,
+    heads,
+    partials,
+    given,
+    query_norm,
+    key_norm,
+    cos,
+    sin,
+    count,
+    eps,
+    c: tl.constexpr,
+):
+    """The head of a program: a query's, a branch's key's or value's, all gates, or forward a mean.
 
+    Programs: ceil(count / ROWS) times the heads of a row, with `GATES` one more and, unless `BACK`,
+    with `MEANS` the means.
 
-@triton.jit
-def _mean(projection, mean, norm, eps, angles, there, inside, row, WIDTH, GROUP, ROWS, NORMS):
-    """The mean of `GROUP` query heads, the first at `inside`, each rounded as the query is."""
-    column = tl.arange(0, columns(WIDTH))
-    mask = there[:, None] & (column < WIDTH)[None, :]
-    total = tl.full((ROWS, columns(WIDTH)), 0.0, tl.float32)
-    for i in range(GROUP):
-        at = projection + inside[:, None] + i * WIDTH + column[None, :]
-        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if NORMS:
-            x = _normed(x, norm, eps, WIDTH)
-        x = _turned(x, angles, there, WIDTH)
-        total += x.to(projection.dtype.element_ty).to(tl.float32)
-    store_rows(mean, row, total / GROUP, there, WIDTH)
-
-
-@triton.jit
-def _walk(
-    projection, heads, given, query_norm, key_norm, partials, cos, sin, count, eps, c, BACK, NORMS
-):  # fmt: skip
-    """The head of this program: a query's, a branch's key's or value's, all gates, or forward a
-    mean. `heads`: query, three keys, three values, mean, gates.
+    Args:
+      projection: `[count, ROW]`, read; if `BACK` written, the gradient.
+      heads: a tuple of query, three keys, three values, mean, gates, written; if `BACK` read, their
+        gradients, where `sin` is that of the opposite angle.
+      query_norm, key_norm: `[WIDTH]`, read if `NORMS`.
+      given, partials: if `NORMS` and `BACK` the projection that was split, and gradients of the
+        norms' weights `[tiles of tokens, heads of query and keys, WIDTH]`.
+      cos, sin: float32 `[count, WIDTH / 2]`.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
     PAIRS: tl.constexpr = c.BRANCHES * c.HEADS  # a branch and a head of it
     GROUP: tl.constexpr = c.GROUP
     QUERIES: tl.constexpr = GROUP * c.HEADS
     OWN: tl.constexpr = QUERIES + 2 * PAIRS + (1 if c.GATES > 0 else 0)
-    ALL: tl.constexpr = OWN + (0 if BACK else c.MEANS * c.HEADS)
+    ALL: tl.constexpr = OWN + (0 if c.BACK else c.MEANS * c.HEADS)
     program = tl.program_id(0)
     tile = (program // ALL).to(tl.int64)
     token = tile * c.ROWS + tl.arange(0, c.ROWS)
     there = token < count
-    angles = cos, sin, token
     begin = token * c.ROW
     head = program % ALL
     partial = partials
-    if NORMS and BACK:
+    if c.NORMS and c.BACK:
         partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # of values: not used
+    arrays = projection, mean, given, eps, partial, (cos, sin, token), there
     if head < QUERIES:
         at, row = begin + head * c.WIDTH, token * QUERIES + head
         group = token * c.HEADS + head // GROUP
         _head(
-            projection, query, mean, given, query_norm, eps, partial, angles, there, there,
-            at, row, group, c.WIDTH, True, c.MEANS * GROUP, NORMS, BACK,
-        )  # fmt: skip
+            arrays, query, query_norm, at, row, group, there, c.WIDTH, True, c.MEANS * GROUP, c
+        )
     elif head < QUERIES + PAIRS:
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
         at, row = begin + head * c.WIDTH, token * c.HEADS + pair % c.HEADS
         # A turn by no angle where nothing is loaded: of a key that stays as it is.
         turning = there & (pair >= c.RAW_KEYS * c.HEADS)
-        _head(
-            projection, key, mean, given, key_norm, eps, partial, angles, there, turning,
-            at, row, row, c.WIDTH, True, 0, NORMS, BACK,
-        )  # fmt: skip
+        _head(arrays, key, key_norm, at, row, row, turning, c.WIDTH, True, 0, c)
     elif head < QUERIES + 2 * PAIRS:
         pair = head - QUERIES - PAIRS
         value = _of_branch(heads, pair // c.HEADS, 4)
         at = begin + (QUERIES + PAIRS) * c.WIDTH + pair * c.VALUE_WIDTH
         row = token * c.HEADS + pair % c.HEADS
-        _head(
-            projection, value, mean, given, key_norm, eps, partial, angles, there, there,
-            at, row, row, c.VALUE_WIDTH, False, 0, False, BACK,
-        )  # fmt: skip
+        _head(arrays, value, key_norm, at, row, row, there, c.VALUE_WIDTH, False, 0, c)
     elif head < OWN:
         if c.GATES > 0:
             BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
             at = begin + BEFORE
-            if BACK:
-                _join_gates(projection, gates, token, there, at, c.GATES, c.ROW - BEFORE)
+            if c.BACK:  # and zeros behind
+                logits = load_rows(gates, token, there, c.GATES)
+                inside = tl.arange(0, columns(c.GATES))
+                filled = there[:, None] & (inside < c.ROW - BEFORE)[None, :]
+                tl.store(projection + at[:, None] + inside[None, :], logits, mask=filled)
             else:
-                _head(
-                    projection, gates, mean, given, key_norm, eps, partial, angles, there, there,
-                    at, token, token, c.GATES, False, 0, False, False,
-                )  # fmt: skip
+                _head(arrays, gates, key_norm, at, token, token, there, c.GATES, False, 0, c)
     else:
+        # The mean of `GROUP` query heads, each rounded as the query is.
         group = head - OWN
         at, row = begin + group * (GROUP * c.WIDTH), token * c.HEADS + group
-        _mean(
-            projection, mean, query_norm, eps, angles, there, at, row,
-            c.WIDTH, GROUP, c.ROWS, NORMS,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count"])
-def split_heads(
-    projection, cos, sin, count,
-    query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean, gates, c: tl.constexpr,
-):  # fmt: skip
-    """Programs: ceil(count / ROWS) times the heads of a row, with `GATES` one more and, with
-    `MEANS`, the means.
-    """
-    heads = (
-        query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, gates,
-    )  # fmt: skip
-    _walk(projection, heads, None, None, None, None, cos, sin, count, 0.0, c, False, False)
-
-
-@triton.jit(do_not_specialize=["count"])
-def join_heads(
-    query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean, gates,
-    cos, sin, count, projection, c: tl.constexpr,
-):  # fmt: skip
-    """The gradient of `split_heads`, where `sin` is that of the opposite angle.
-
-    Programs: ceil(count / ROWS) times the heads of a row and, with `GATES`, one more.
-    """
-    heads = (
-        query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, gates,
-    )  # fmt: skip
-    _walk(projection, heads, None, None, None, None, cos, sin, count, 0.0, c, True, False)
-
-
-@triton.jit(do_not_specialize=["count", "eps"])
-def split_normed_heads(
-    projection, query_norm, key_norm, cos, sin, count, eps,
-    query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean, gates, c: tl.constexpr,
-):  # fmt: skip
-    """`split_heads` with norms of the weights `[D]`."""
-    heads = (
-        query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, gates,
-    )  # fmt: skip
-    norms = query_norm, key_norm
-    _walk(projection, heads, None, *norms, None, cos, sin, count, eps, c, False, True)
-
-
-@triton.jit(do_not_specialize=["count", "eps"])
-def join_normed_heads(
-    query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean, gates,
-    given, query_norm, key_norm, cos, sin, count, eps, projection, partials, c: tl.constexpr,
-):  # fmt: skip
-    """The gradient of `split_normed_heads` of the projection `given`, as `join_heads`.
-
-    `partials` [tiles of tokens, heads of query and keys, D] are those of the norms' weights.
-    """
-    heads = (
-        query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, gates,
-    )  # fmt: skip
-    norms = query_norm, key_norm
-    _walk(projection, heads, given, *norms, partials, cos, sin, count, eps, c, True, True)
+        column = tl.arange(0, columns(c.WIDTH))
+        mask = there[:, None] & (column < c.WIDTH)[None, :]
+        total = tl.full((c.ROWS, columns(c.WIDTH)), 0.0, tl.float32)
+        for i in range(GROUP):
+            place = projection + at[:, None] + i * c.WIDTH + column[None, :]
+            x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            if c.NORMS:
+                x = _normed(x, query_norm, eps, c.WIDTH)
+            x = _turned(x, (cos, sin, token), there, c.WIDTH)
+            total += x.to(projection.dtype.element_ty).to(tl.float32)
+        store_rows(mean, row, total / GROUP, there, c.WIDTH)

@@ -73,10 +73,10 @@ class NSACacheAllocator(FullAttentionCacheAllocator):
     """The allocator for all layers of a model with NSA. The manager passes the arguments.
 
     The manager allocates blocks of `select_block` tokens of all layers, shares prefixes and copies
-    forks. Here a block has room for all layers of a model. A layer with NSA stores the keys and
-    values of three branches and the compressed tokens. A dense layer stores its keys and values.
-    The memory is the manager's, so that it is counted. It is split into arrays over all blocks, in
-    the layout of the kernels:
+    forks. Here a block has room for all of a model's layers: of a layer with NSA the three
+    branches' keys and values and the compressed tokens, of a dense layer its keys and values. The
+    memory is the manager's, so that it is counted. It is carved into arrays over all blocks, as
+    kernels read them:
 
         block of token p of a request   block_table[request][p // select_block]
 

@@ -6,8 +6,8 @@ elements a token and head, which have room for all that NSA keeps of its tokens:
     C = 3 (D + Dv) + (D + Dv) / d     three branches' keys and values, compressed ones; 1 for 3
                                       where branches share them
 
-`PagedCache.carve` splits this memory into arrays over all blocks. One cache group with one block
-table contains all layers, so that vLLM's accounting and prefix hashes cover the whole cache.
+`PagedCache.carve` cuts this memory into arrays over all blocks. There is one cache group with one
+block table, and vLLM's accounting, prefix hashes and block tables hold for all of it.
 """
 
 from typing import Any
