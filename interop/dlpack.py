@@ -1,7 +1,7 @@
 """Arrays between torch and JAX without a copy, and the protocol that keeps this safe.
 
 Both frameworks queue work on CUDA streams and return before it has run, and each has its own
-memory pool, which reuses freed memory in the order of its own streams. DLPack shares the
+memory pool, which hands out freed memory in the order of its own streams. DLPack shares the
 memory; these rules make sharing it correct.
 
 Order (who waits for whom). Only array objects are passed to `from_dlpack`, never a capsule:

@@ -82,7 +82,7 @@ class PagedArrays:
 
     @property
     def separate(self) -> bool:
-        """Whether each branch has separate keys and values."""
+        """Whether each branch has keys and values of its own."""
         return self.sliding_key is not None
 
     @property

@@ -20,7 +20,7 @@ compressed tokens and gradients of keys.
 | `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
 
 All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
-them. Tokens after the last sequence are padding. They count as one more sequence without queries.
+them. What follows the last sequence, padding, is a sequence of its own that has no queries.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 A donated cache is invalid after the call, which reuses its memory. One function serves prefill,
 chunks and tokens.
 
-Each row is one page (`nsa_core.paged_layout`) with room for all of its tokens.
+Each row is a page of its own (`nsa_core.paged_layout`), which has room for all of its tokens.
 A cache never grows. A write beyond the capacity raises `ValueError` if the length is known. In
 traced code the output becomes NaN.
 """

@@ -17,9 +17,10 @@ BUDGET_BYTES = 128 * 2**20
 def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | None = None):
     """`body(*chunk, *shared)` mapped over chunks of the query axis of `arrays`.
 
-    `arrays` and the leaves of the result are `[B, T, ...]`. Every query may read `shared` (keys and
-    values). `row_bytes` is the number of bytes per query index in the largest intermediate of
-    `body`. Chunks are padded with zeros (integers with -1, the position of padding).
+    `arrays` are `[B, T, ...]`, and so are the leaves of the result; `shared` is what every
+    query may read (keys and values). `row_bytes` is what one query index costs in the largest
+    intermediate of `body`. Chunks are padded with zeros (integers with -1, the position that
+    sees nothing).
 
     In the backward pass each chunk is computed again instead of being kept, and the gradients
     of `shared`, to which every query adds, accumulate in float32: `body` then gets them in

@@ -201,7 +201,7 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """`select.select_blocks`, with a separate pass for the normalisation."""
+        """`select.select_blocks`; the normalisation is a pass of its own here."""
         ops = self.ops()
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
         lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)

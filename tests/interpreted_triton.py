@@ -22,8 +22,11 @@ TRITON = importlib.util.find_spec("triton") is not None
 ROOT = Path(__file__).parents[1]
 
 
+# A test of kernels runs here where they are interpreted, elsewhere on a GPU.
+MARKS = () if INTERPRETED else (pytest.mark.gpu,)
+
+
 def kernel(test):
-    """A test of kernels: here where they are interpreted, elsewhere on a GPU."""
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 

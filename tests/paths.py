@@ -13,6 +13,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from nsa_torch import fa2
+from tests import interpreted_triton
 from tests.devices import needs_gpu
 from tests.oracles.nsa import BRANCHES
 from tests.problems import CASES, STEP_NAMES, Problem, array, moved
@@ -222,8 +223,27 @@ PATHS["torch mosaic"] = torch_path(
     ("kernel: fewer queries than keys", "kernel: empty documents"),
     fixtures=("planned_kernels",),
 )
+OF_TRITON = [x for x in CASES if x.startswith("triton: ")]
+ON_TRITON = {"device": interpreted_triton.DEVICE, "marks": interpreted_triton.MARKS}
+PATHS |= {
+    "torch triton": torch_path(
+        "triton",
+        ("five heads a group", "kernel: documents", *OF_TRITON[:3]),
+        ("kernel: no compressed token", "short documents", *OF_TRITON[1:-2]),
+        fixtures=("small_triton",),
+        **ON_TRITON,
+    ),
+    "torch triton of long lists": torch_path(
+        "triton",
+        (),
+        OF_TRITON[-2:],
+        fixtures=("small_triton", "long_lists"),
+        **ON_TRITON,
+    ),
+}
 GPU = {"device": "cuda", "marks": (pytest.mark.gpu,), "fixtures": ("large_chunks",)}
 ON_GPU = [x for x in CASES if x.startswith("gpu: ")]
+KERNELS_ON_GPU = [x for x in CASES if x.startswith("gpu kernel: ")]
 ANY_ON_GPU = [x for x in ON_GPU if "any blocks" in x]
 HOPPER = GPU | {"marks": (pytest.mark.gpu, needs_gpu)}
 WHOLE_ON_GPU = "gpu: few blocks of many", "gpu: documents"
@@ -231,7 +251,9 @@ PATHS |= {
     "cuda torch sdpa": torch_path("sdpa", WHOLE_ON_GPU, ON_GPU, **GPU),
     "cuda torch fa2": torch_path("fa2", WHOLE_ON_GPU, ON_GPU, of_lse=False, **GPU),
     "cuda torch jax": torch_path("jax", WHOLE_ON_GPU, WHOLE_ON_GPU, **GPU),
-    "cuda torch triton": torch_path("triton", (), ANY_ON_GPU, **GPU),
+    "cuda torch triton": torch_path(
+        "triton", (*WHOLE_ON_GPU, *KERNELS_ON_GPU), (*ON_GPU, "fewer queries than keys"), **GPU
+    ),
     "cuda torch mosaic": torch_path(
         "mosaic", (*WHOLE_ON_GPU, "gpu: wide"), ANY_ON_GPU, **HOPPER
     ),

@@ -142,6 +142,32 @@ CASES |= {
     ),
 }
 
+# Of Triton kernels, whose tiles hold few heads of many tokens, or the reverse.
+BLOCKS_OF_A_TOKEN = NSAConfig(16, 16, 16, 2, num_initial=0, num_local=1, window=0)
+LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
+OVERLAPPING = NSAConfig(8, 1, 8, num_selected=4, num_initial=0, num_local=0)
+CASES |= {
+    "triton: a token per tile": Case(18, 18, 16, 1, 16, 8, dtype="bfloat16", blocks="given"),
+    "triton: two tiles per token": Case(6, 20, 70, 1, dtype="float16", blocks="given"),
+    "triton: blocks of one compressed token": Case(
+        18, 37, 2, 1, config=BLOCKS_OF_A_TOKEN, dtype="float16", own=True, blocks="given"
+    ),
+    # They begin and end in several tiles of keys, some of which whole tiles of rows see in full.
+    "triton: long windows": Case(
+        160, 160, 1, 1, 8, 8, config=NSAConfig(8, 4, 16, num_selected=4, window=100)
+    ),
+    "triton: blocks of two steps": Case(5, 100, 2, config=LONG_BLOCKS),
+    "triton: fewer blocks per step than are selected": Case(
+        30, 30, config=NSAConfig(2, 1, 16, num_selected=4, window=20)
+    ),
+    # Half of a score is carried from block to block, and from step to step.
+    "triton: blocks of several steps": Case(9, 300, config=OVERLAPPING),
+    "triton: any blocks": Case(60, 80, 4, 1, 8, 8, blocks="any"),
+    "triton: any blocks, documents": Case(
+        50, 50, 4, 1, 8, 8, documents=(35, 1, 12), blocks="any"
+    ),
+}
+
 # In the precisions and sizes that kernels on a GPU take.
 SEVEN_HUNDRED = Case(
     700,

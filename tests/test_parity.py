@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+import kernels_pallas
 import nsa_jax
 import nsa_torch
 from nsa_core.steps import mosaic_backward
 from nsa_torch import sdpa
-from tests import planned, problems
+from tests import interpreted_triton, planned, problems
 from tests.limits import set_limits
 from tests.oracles import fa2, nsa
 from tests.paths import PATHS, to_jax
@@ -61,6 +62,22 @@ def planned_kernels(monkeypatch):
     """Kernels of torch's plans are interpreted."""
     with planned.interpreted(monkeypatch):
         yield
+
+
+@pytest.fixture
+def small_triton(monkeypatch):
+    """In the interpreter no kernel refuses, and few queries are several segments."""
+    if interpreted_triton.INTERPRETED:
+        for step in ("compressed", "scores", "selected", "sliding", "attention"):
+            monkeypatch.setitem(kernels_pallas.KERNELS, ("triton", step), lambda problem: None)
+        set_limits(monkeypatch, triton_segment=16, triton_programs=5)
+        interpreted_triton.right_bfloat16(monkeypatch)
+
+
+@pytest.fixture
+def long_lists(monkeypatch):
+    """Query lists with whole tiles of rows behind a block's own tokens."""
+    set_limits(monkeypatch, triton_segment=256)
 
 
 @pytest.fixture
@@ -117,6 +134,7 @@ def by_path(*names):
     "jax xla",
     "jax mosaic in pieces",
     "torch mosaic",
+    "torch triton",
     "cuda torch sdpa",
     "cuda torch fa2",
     "cuda torch mosaic",
@@ -133,11 +151,13 @@ def test_rows_of_different_lengths(path, request):
     p.check(run(request, path, "steps", p), PATHS[path].of_lse)
 
 
-@by_path("torch reference", "torch sdpa", "torch jax", "jax xla")
+@by_path("torch reference", "torch sdpa", "torch jax", "jax xla", "torch triton")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_under_a_loss_scale(path, dtype, request):
     """dO . V is beyond float16, and no gradient that is asked for but those of gates."""
-    p = problem(Case(40, 40, dtype=dtype, loud=4800.0, blocks="given"))
+    # Kernels multiply with gradients of the logits in 16 bits.
+    loud = 600.0 if "triton" in path else 4800.0
+    p = problem(Case(40, 40, dtype=dtype, loud=loud, blocks="given"))
     problems.check_loud(p, run(request, path, "whole", p))
 
 

@@ -11,11 +11,9 @@ import torch
 
 import nsa_torch.mosaic
 from nsa_torch import Branches, fa2
-from tests import problems
-from tests.inputs import SMALL, posed
+from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
-from tests.paths import of_torch, steps_of_torch
 
 FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
 BRANCHES = Branches._fields
@@ -72,25 +70,6 @@ def run(step, implementation, *tensors, **options):
     return getattr(nsa_torch, name)(*tensors, implementation=implementation, **options)
 
 
-def check_branch(case, branch, implementation, device="cpu", blocks="given"):
-    """Gradients through the log-sum-exp too."""
-    p = posed(case, blocks)
-    found = steps_of_torch(p, implementation, device, only=(branch,))
-    problems.check(p, found, p.expected_steps())
-
-
-def check_selection(case, implementation, device="cpu"):
-    p = posed(case, "own")
-    found = steps_of_torch(p, implementation, device, only=("scores",))
-    problems.check_selection(p, found["block_indices"])
-
-
-def check_whole(case, implementation, device="cpu", shared=False):
-    """`shared`: all branches look at the same keys and values."""
-    p = posed(case, "own", own=not shared)
-    problems.check(p, of_torch(p, implementation, device), p.expected)
-
-
 class Inputs:
     """Random float64 tensors of one shape, all of them leaves."""
 
@@ -127,10 +106,3 @@ def assert_same(got, want, rtol=1e-11):
             torch.testing.assert_close(
                 a, b, rtol=rtol, atol=1e-12, msg=lambda m, n=branch: f"{n}: {m}"
             )
-
-
-def poison(x, lengths):
-    """`x` [B, S, ...] with NaN from each row's length on."""
-    token = torch.arange(x.shape[1], device=x.device)
-    hidden = token >= torch.tensor(lengths, device=x.device)[:, None]
-    return x.masked_fill(hidden[..., None, None], float("nan"))

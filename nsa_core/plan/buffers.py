@@ -25,7 +25,7 @@ class Place(enum.Enum):
       BATCH: depends on the plan and on the argument that many calls share (`ArrayOps.per_batch`),
         made once for it; never written.
       WORKSPACE: in the one allocation of a call.
-      ALONE: has separate memory, from its first step to its last.
+      ALONE: has memory of its own, from its first step to its last.
     """
 
     ARGUMENT = enum.auto()
@@ -116,7 +116,7 @@ class Derived(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Waits for the launch with the same `beside`. Its buffers may be reused afterwards."""
+    """The end of a launch that ran `beside`, whose buffers are free for others from here on."""
 
     beside: int
     reads: tuple[View, ...]
@@ -141,7 +141,7 @@ class Plan(NamedTuple):
       constants: derived steps that make the constants, in order; done once.
       batch: derived steps that make the batch buffers, in order; done once for the argument
         `shared`.
-      results: whole buffers, each a separate allocation.
+      results: whole buffers, each an allocation of its own.
       begins: For each step, the buffers `ALONE` that it writes first.
       ends: For each step, those buffers and the arguments that no later step uses.
       released: Arguments whose memory may be freed at their end.

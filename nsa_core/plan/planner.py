@@ -110,7 +110,7 @@ class PlanOps(ArrayOps):
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """A new separate array, which may be written."""
+        """A new array of its own, which may be written."""
         return self._derived(function, arrays, static, Place.ALONE, own=True)[0]
 
     def _place_of_derived(self, arrays) -> Place:
