@@ -14,16 +14,21 @@ from nsa_jax.dispatch import REGISTRY
 
 def run(module, folder, *arguments, table=None):
     """Exit status, the records and the CSV rows that it wrote to `folder`, or to `table`."""
-    own, name = module.FLAGS, module.__name__.rpartition(".")[2]
+    status = called(module, f"--out={folder}", *arguments)
+    name = module.__name__.rpartition(".")[2]
+    found = records.read(folder / f"{name}.jsonl")
+    return status, found, rows(table or folder / f"{name}.csv")
+
+
+def called(module, *words):
+    """The exit status of a command whose own flags are of these words, and of no others."""
+    own = module.FLAGS
     for flag in own:
         own[flag].unparse()
     own.unparse_flags()
-    rest = own([name, f"--out={folder}", *arguments], known_only=True)
+    rest = own([module.__name__.rpartition(".")[2], *map(str, words)], known_only=True)
     with flagsaver.flagsaver():
-        argv = flags.FLAGS(rest)
-        status = module.main(argv)
-    found = records.read(folder / f"{name}.jsonl")
-    return status, found, rows(table or folder / f"{name}.csv")
+        return module.main(flags.FLAGS(rest))
 
 
 def rows(path):

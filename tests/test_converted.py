@@ -1,12 +1,11 @@
 """`bench.lm.converted`: what its lines say of runs that begin and learn alike."""
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from bench.harness import records
 from bench.lm import converted
 from nsa_torch.huggingface.convert import STARTS
+from tests import commands
 
 SMALL = converted.Preset(
     *(16, 32, 1, 2, 1),
@@ -22,11 +21,7 @@ SMALL = converted.Preset(
 
 
 def run(folder, *arguments):
-    own = converted.FLAGS
-    own.unparse_flags()
-    rest = own(["converted", f"--out={folder}", *arguments], known_only=True)
-    with flagsaver.flagsaver():
-        assert converted.main(flags.FLAGS(rest)) == 0
+    assert commands.called(converted, f"--out={folder}", *arguments) == 0
     return records.flat_lines(folder / "converted.jsonl")
 
 

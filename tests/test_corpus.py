@@ -11,6 +11,7 @@ import yaml
 
 from bench.lm import corpus, data
 from bench.lm.tokens import Documents
+from tests import commands
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
 
@@ -49,10 +50,8 @@ def command(tmp_path, given, out="corpus", **changes):
     folder, listed = given
     path = tmp_path / "list.yaml"
     path.write_text(yaml.safe_dump(listed | changes))
-    own = corpus.FLAGS
-    own.unparse_flags()
-    own(["corpus", f"--out={tmp_path / out}", f"--wheels={folder}", f"--list={path}"])
-    return corpus.main(["corpus"])
+    places = f"--out={tmp_path / out}", f"--wheels={folder}", f"--list={path}"
+    return commands.called(corpus, *places)
 
 
 def decoded(found, folder):

@@ -8,6 +8,7 @@ import torch
 from bench import environment
 from bench.environment import Pair, pair
 from bench.harness import records
+from tests import commands
 
 REQUIRES = {
     "torch": ["filelock", 'triton==3.6.0; platform_system == "Linux"'],
@@ -78,10 +79,7 @@ def test_the_command(status, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(environment, "installed_pairs", lambda: fake)
     monkeypatch.setattr(environment, "device_name", lambda: "cpu")
     path = tmp_path / "env.json"
-    for name in environment.FLAGS:
-        environment.FLAGS[name].unparse()
-    environment.FLAGS(["environment", f"--out={path}"])
-    assert environment.main(["environment"]) == code
+    assert commands.called(environment, f"--out={path}") == code
     assert f"{status:9} torch 1 with triton 2: because" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert found["pairs"][0] == {

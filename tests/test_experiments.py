@@ -25,7 +25,7 @@ from bench.lm import (
     variants,
 )
 from nsa_torch import NSAAttention, functional
-from tests import pretend
+from tests import commands, pretend
 from tests.test_train import run_of, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
@@ -56,10 +56,8 @@ def command(tmp_path, monkeypatch):
     corpus.write(tmp_path / "corpus", about, b"{}", tokens)
 
     def run(*words, names=("small",)):
-        own = experiments.FLAGS
-        own.unparse_flags()
-        own(["x", f"--corpus={tmp_path / 'corpus'}", f"--out={tmp_path / 'runs'}", *words])
-        return experiments.main(["experiments", *names])
+        places = f"--corpus={tmp_path / 'corpus'}", f"--out={tmp_path / 'runs'}"
+        return commands.called(experiments, *places, *words, *names)
 
     return run
 

@@ -18,6 +18,7 @@ import bench.harness.process
 from bench import oneshot, suite
 from bench.harness.process import ROOT, expand
 from nsa_core import config_files
+from tests import commands
 
 FAKE = "tests.fake_step"
 OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
@@ -42,10 +43,8 @@ def run(tmp_path, monkeypatch):
     def call(*plan, arguments=()):
         path = tmp_path / "plan.yaml"
         path.write_text(yaml.safe_dump({"steps": list(plan)}))
-        for name in oneshot.FLAGS:
-            oneshot.FLAGS[name].unparse()
-        oneshot.FLAGS(["oneshot", f"--plan={path}", f"--out={tmp_path / 'out'}", *arguments])
-        code = oneshot.main(["oneshot"])
+        places = f"--plan={path}", f"--out={tmp_path / 'out'}"
+        code = commands.called(oneshot, *places, *arguments)
         newest = max((tmp_path / "out").iterdir(), key=lambda folder: folder.stat().st_mtime)
         return code, json.loads((newest / "summary.json").read_text())
 

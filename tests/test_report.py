@@ -12,7 +12,7 @@ from bench import report
 from bench.harness import records
 from bench.reports import page, plots, render, sources
 from nsa_core import policy
-from tests import pretend
+from tests import commands, pretend
 from tests.measured import GPU, pairs, record
 
 EVIL = "<script>alert('x')</script>"
@@ -193,11 +193,10 @@ def test_the_committed_records_make_a_report(tmp_path, monkeypatch):
     """All of them and the training logs, by the command; without plots, which are slow."""
     monkeypatch.setattr(plots, "plots", lambda rows, folder: [])
     paths = sorted(records.FOLDER.glob("*/*.jsonl"))
-    report.FLAGS.unparse_flags()
-    rest = report.FLAGS(["report", f"--out={tmp_path}", *map(str, paths)])
-    assert report.main(rest) == 0
+    given = report, f"--out={tmp_path}", *paths
+    assert commands.called(*given) == 0
     with pytest.raises(ValueError, match=r"report.md exists; --out must name a new folder"):
-        report.main(rest)
+        commands.called(*given)
     text = (tmp_path / "report.html").read_text()
     found = sources.read(paths)
     assert len(rows_of(text)) == len(found.rows) > 0

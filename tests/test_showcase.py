@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from absl import flags
 
 from bench import showcase
 from bench.harness import exit_status, process, records
 from bench.lm import log
+from tests import commands
 
 SPEED = log.Speed(
     framework="torch",
@@ -41,14 +41,9 @@ def command(tmp_path, capsys):
     """`main` with arguments: status, what it printed, its folder."""
 
     def call(*arguments):
-        own, out = showcase.FLAGS, tmp_path / "out"
-        own.unparse_flags()
-        for name in own:
-            own[name].unparse()
-        own(["showcase", f"--out={out}", *arguments])
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        return showcase.main(["showcase"]), capsys.readouterr(), out
+        out = tmp_path / "out"
+        status = commands.called(showcase, f"--out={out}", *arguments)
+        return status, capsys.readouterr(), out
 
     return call
 

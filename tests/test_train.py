@@ -37,7 +37,7 @@ from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from nsa_core.layer import LayerSpec
 from nsa_core.types import Branches
-from tests import pretend
+from tests import commands, pretend
 
 # Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
 TOLERANCE = 3e-6
@@ -476,13 +476,7 @@ def command(tmp_path, capsys):
 
     def call(*arguments, folder="out"):
         out = tmp_path / folder
-        train.FLAGS.unparse_flags()
-        for name in train.FLAGS:
-            train.FLAGS[name].unparse()
-        train.FLAGS(["train", f"--out={out}", *arguments])
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        status = train.main(["train"])
+        status = commands.called(train, f"--out={out}", *arguments)
         path = out / "train.jsonl"
         return status, capsys.readouterr(), log.read(path) if path.exists() else []
 

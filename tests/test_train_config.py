@@ -9,6 +9,7 @@ from absl import flags
 from bench import train
 from bench.lm import config_file, log, spec
 from nsa_core import config_files
+from tests import commands
 
 FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
 # Flags of a run on several devices and of what is watched.
@@ -168,17 +169,11 @@ def own():
 
 @pytest.fixture
 def command(tmp_path, own):
-    """`bench.train.main` with arguments: its status, and the lines of `folder`."""
+    """`bench.train.main` with arguments: its status, and the lines of its folder."""
 
-    def call(*arguments, folder="out"):
-        own.unparse_flags()
-        for name in own:
-            own[name].unparse()
-        own(["train", f"--out={tmp_path / folder}", *arguments])
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        status = train.main(["train"])
-        return status, log.read(tmp_path / folder / "train.jsonl")
+    def call(*arguments):
+        status = commands.called(train, f"--out={tmp_path / 'out'}", *arguments)
+        return status, log.read(tmp_path / "out" / "train.jsonl")
 
     return call
 

@@ -16,7 +16,7 @@ from bench.tuners import dense_crossover, threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_core import config_files, policy
 from nsa_core.dispatch import Implementation
-from tests import measured, pretend
+from tests import commands, measured, pretend
 from tests.measured import GPU, record
 
 SLUG = "nvidia-test-80gb"
@@ -35,11 +35,7 @@ def run(tmp_path, monkeypatch):
     policy.of.cache_clear()
 
     def call(*args):
-        tune_thresholds.FLAGS.unparse_flags()
-        for name in tune_thresholds.FLAGS:
-            tune_thresholds.FLAGS[name].unparse()
-        rest = tune_thresholds.FLAGS(["tune", f"--out={tmp_path / 'out'}", *map(str, args)])
-        return tune_thresholds.main(rest)
+        return commands.called(tune_thresholds, f"--out={tmp_path / 'out'}", *args)
 
     yield call
     policy.of.cache_clear()
