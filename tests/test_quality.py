@@ -305,6 +305,11 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="tor
     return [header, *trained, *found, end]
 
 
+def changed(lines, kind, **values):
+    """The lines, those of a kind with other values."""
+    return [dataclasses.replace(x, **values) if isinstance(x, kind) else x for x in lines]
+
+
 def pair(seed, nsa, dense, **options):
     """Held-out loss and recall of both."""
     return [*lines("nsa", seed, *nsa, **options), *lines("dense", seed, *dense, **options)]
@@ -343,11 +348,10 @@ def test_differences_are_of_pairs():
 
 def test_the_step_of_copying_lies_between_evaluations():
     """1 less at step 5 and 2 less at step 10: 1.5 at 7.5."""
-    found = {"a": lines("dense", 0, 1.0, 1.0)}
-    late = [dataclasses.replace(x, measures=x.measures | {"near": 2.0})
-            if isinstance(x, log.Evaluation) else x for x in found["a"]]  # fmt: skip
-    for x, cell in ((found, "8"), ({"a": late}, "-")):
-        (group,) = quality.groups(x)
+    found = lines("dense", 0, 1.0, 1.0)
+    never = changed(found, log.Evaluation, measures={"new": 3.0, "near": 2.0, "far": 3.0})
+    for each, cell in ((found, "8"), (never, "-")):
+        (group,) = quality.groups({"a": each})
         assert dict(zip(quality.HEAD, quality.rows(group)[0], strict=True))["copying"] == cell
 
 
@@ -491,8 +495,7 @@ def test_a_row_of_an_experiment():
     assert found == [*losses, "+1.000 ± 0.000", "8", "0.31 / 0.10", "0.31 / 0.10", "0, 2"]
     assert len(found) == len(quality.ANSWER_HEAD)
     measures = {"new": 2.0, "near": 1.0, "far": 2.0}
-    late = [dataclasses.replace(x, measures=measures) if isinstance(x, log.Evaluation) else x
-            for x in lines("nsa", 0, 1.1, 2.0)]  # fmt: skip
+    late = changed(lines("nsa", 0, 1.1, 2.0), log.Evaluation, measures=measures)
     never = quality.kind_of("nsa", {"a": late})
     sometimes = quality.kind_of("nsa", {"a": late, "b": lines("nsa", 1, 1.1, 2.0)})
     assert quality.answer_row(never, dense)[4] == "not yet"
@@ -523,10 +526,9 @@ def test_runs_that_are_no_kind_are_refused(found, message):
 def test_a_text_that_is_seen_again_is_marked():
     """By the runs that say it: the oldest do not."""
     again, unsaid = (
-        [dataclasses.replace(x, epochs=epochs) if isinstance(x, log.Header) else x
-         for x in lines(attention, 0, 1.0, 1.0)]
+        changed(lines(attention, 0, 1.0, 1.0), log.Header, epochs=epochs)
         for attention, epochs in (("nsa", 4.17), ("dense", None))
-    )  # fmt: skip
+    )
     (group,) = quality.groups({"a": again, "b": unsaid})
     assert group.name == "10M, 10 x 2 x 2k, text seen 4.2 times"
 
