@@ -307,7 +307,7 @@ def test_what_is_refused():
     )
     page, least = "page_size must be select_block=16, got", "must be at least 1, or None, got 0"
     graph = r"use_cuda_graph must be None, a bool or \(False, bool"
-    mixed, zeros = Branches(None, "sdpa", None), [torch.zeros(1)] * 4
+    mixed = Branches(None, "sdpa", None)
     for message, call in (
         (f"{page} 32", lambda: config(page_size=32)),
         ("cpu_offload_space must be 0", lambda: config(cpu_offload_space=1.0)),
@@ -320,7 +320,6 @@ def test_what_is_refused():
             lambda: lm.generate_batch([[1, 2]], **options(lm, num_beams=2)),
         ),
         ("all branches by one implementation", lambda: cache.one_name(mixed)),
-        ("is for generate_batch alone", lambda: continuous.dense_attention(None, *zeros)),
         (f"{page} 8", lambda: make(num_key_value_heads=2, page_size=8)),
         ("all 2 key/value heads, got 1", lambda: make(num_key_value_heads=1, page_size=16)),
     ):

@@ -26,22 +26,14 @@ extras.require("hf", "transformers", minimum="5.17")
 
 import transformers
 
-try:
-    from nsa_torch.huggingface.block_selection import register_block_attention
-    from nsa_torch.huggingface.cache import NSAModelCache, NSAPagedModelCache
-    from nsa_torch.huggingface.configuration import NSAModelConfig
-    from nsa_torch.huggingface.continuous import continuous_batching_config
-    from nsa_torch.huggingface.llama_nsa import LlamaNSAConfig, LlamaNSAForCausalLM
-    from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
-    from nsa_torch.huggingface.step_graph import StepGraph
-    from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
-except ImportError as error:
-    if not (error.name or "").startswith("transformers"):
-        raise
-    raise ImportError(
-        f"nsa_torch.huggingface runs with transformers 5.17 to 5.24, got "
-        f"{transformers.__version__}, where a name has moved: {error}"
-    ) from error
+from nsa_torch.huggingface.block_selection import register_block_attention
+from nsa_torch.huggingface.cache import NSAModelCache, NSAPagedModelCache
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.continuous import continuous_batching_config
+from nsa_torch.huggingface.llama_nsa import LlamaNSAConfig, LlamaNSAForCausalLM
+from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
+from nsa_torch.huggingface.step_graph import StepGraph
+from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
 
 __all__ = [
     "LlamaNSAConfig",

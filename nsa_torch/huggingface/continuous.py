@@ -16,7 +16,7 @@ import functools
 import importlib
 import itertools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig
 
 from nsa_core import paged_layout
 from nsa_core.paged_runs import Run, plan_runs
@@ -345,6 +345,10 @@ class ContinuousBatch:
         (starts_k,) = cu_seq_lens_k.values()
         self.starts: Tensor | None = None
         self.runs: list[Run] | None = None
+        # Rows that a dense layer attends together, their tokens and columns of the page table; the
+        # length of a single one.
+        self.parts: list[tuple[slice, slice, int | None, int | None]]
+        self.parts = [(slice(None), slice(None), None, None)]
         if block_table is not None:  # a token per row; rows of no token have length 0
             self.x, self.position = x, position
             self.page_table, self.lengths = block_table[0], starts_k.diff()
@@ -355,7 +359,14 @@ class ContinuousBatch:
         lengths = [b - a for a, b in itertools.pairwise(before[: rows + 1])]
         self.x, self.position = x[:, : starts[-1]], position[:, : starts[-1]]
         self.starts, self.lengths = cu_seq_lens_q[: rows + 1], starts_k[: rows + 1].diff()
-        self.runs, self.read = plan_runs(starts, lengths, self.page), (starts, lengths)
+        self.runs, self.parts = plan_runs(starts, lengths, self.page), []
+        for run in self.runs:
+            if run.few and run.even:
+                self.parts.append((run.rows, run.tokens, run.columns, None))
+                continue
+            for row in range(run.rows.start, run.rows.stop):
+                tokens = slice(*starts[row : row + 2])
+                self.parts.append((slice(row, row + 1), tokens, run.columns, lengths[row]))
         # Where all requests begin with this step, none is read.
         blocks = read_index[0] if read_index[0].numel() else write_index[0]
         # The rows' blocks, one after the other, as int32 `[B, M]`; as wide as a block table, so
@@ -367,29 +378,58 @@ class ContinuousBatch:
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
         """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
-        if not isinstance(attention, NSAAttention):
-            return attention(x, self.position, None, batch=self)
         pages = self.allocator.pages[index]
+        if not isinstance(attention, NSAAttention):
+            attend = functools.partial(self.attend_to_all, pages)
+            return attention(x, self.position, None, attend=attend)
         at = {"page_table": self.page_table, "lengths": self.lengths}
         at |= {"cu_seqlens_q": self.starts, "runs": self.runs}
         y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, **at))
         return y
 
-    def even_rows(self) -> Iterator[tuple[slice, slice, int, int | None]]:
-        """Rows with the same number of tokens, these tokens, and columns of the rows' page table.
-        A row with more tokens than kernels on pages accept is separate, with its length.
+    def attend_to_all(
+        self,
+        pages: tuple[Tensor, Tensor],
+        _: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *rest: Any,
+        scaling: float,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Causal attention of a dense layer, on gathered pages.
+
+        query, key, value: `[1, heads, N, .]`, the step's tokens.
         """
-        if self.runs is None:
-            yield slice(None), slice(None), self.page_table.shape[1], None
-            return
-        starts, lengths = self.read
-        for run in self.runs:
-            if run.few and run.even:
-                yield run.rows, run.tokens, run.columns, None
-                continue
-            for row in range(run.rows.start, run.rows.stop):
-                tokens = slice(*starts[row : row + 2])
-                yield slice(row, row + 1), tokens, run.columns, lengths[row]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
+        at = paged_layout.places(self.page_table, *tokens, self.page, pages[0].shape[0])
+        for kept, x in zip(pages, (key, value), strict=True):
+            OPS.put(kept, at, x)
+        out = query.new_zeros(*query.shape[:2], value.shape[2])
+        for rows, tokens, columns, length in self.parts:
+            table, lengths = self.page_table[rows, :columns].clamp(min=0), self.lengths[rows]
+            # In pages behind a row's tokens may be anything, and zero times NaN is NaN.
+            found = own_tokens(lengths, *(x[table].flatten(1, 2) for x in pages))
+            keys, values = (x[:, :length].transpose(1, 2) for x in found)
+            queries = query[tokens].unflatten(0, (table.shape[0], -1)).transpose(1, 2)
+            width = queries.shape[2]
+            if length is not None:
+                mask: Any = causal_lower_right(width, length)
+            else:
+                after, column = (
+                    torch.arange(n, device=table.device) for n in (width, keys.shape[2])
+                )
+                position = (lengths[:, None] - width + after).clamp(
+                    min=0
+                )  # length 0: any number
+                mask = (column <= position[..., None])[:, None]
+            found = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+            )
+            out[tokens] = found.transpose(1, 2).flatten(0, 1)
+        return out[None], None
 
 
 class DenseBatch:
@@ -402,53 +442,3 @@ class DenseBatch:
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
         append = lambda key, value, paged: self.cache.update(key, value, index, paged)
         return attention(x, self.position, self.mask, append, **self.paged)
-
-
-def dense_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    batch: ContinuousBatch | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of a dense layer in a model with NSA, on gathered pages.
-
-    query, key, value: `[1, heads, N, .]`, the step's tokens.
-    """
-    if batch is None:
-        raise ValueError(f"{NAME} is for generate_batch alone, which sets it: use 'sdpa'")
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    pages = batch.allocator.pages[module.layer_idx]
-    tokens = paged_layout.tokens_of(OPS, batch.lengths, batch.starts, batch.x.shape[1])
-    at = paged_layout.places(batch.page_table, *tokens, batch.page, pages[0].shape[0])
-    for kept, x in zip(pages, (key, value), strict=True):
-        OPS.put(kept, at, x)
-    out = query.new_zeros(*query.shape[:2], value.shape[2])
-    for rows, tokens, columns, length in batch.even_rows():
-        table, lengths = batch.page_table[rows, :columns].clamp(min=0), batch.lengths[rows]
-        # In pages behind a row's tokens may be anything, and zero times NaN is NaN.
-        keys, values = own_tokens(lengths, *(x[table].flatten(1, 2) for x in pages))
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        queries = query[tokens].unflatten(0, (table.shape[0], -1)).transpose(1, 2)
-        width = queries.shape[2]
-        if length is not None:
-            keys, values = keys[:, :, :length], values[:, :, :length]
-            mask = causal_lower_right(width, length)
-        else:
-            after, column = (
-                torch.arange(n, device=table.device) for n in (width, keys.shape[2])
-            )
-            position = (lengths[:, None] - width + after).clamp(min=0)  # length 0: any number
-            mask = (column <= position[..., None])[:, None]
-        found = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-        out[tokens] = found.transpose(1, 2).flatten(0, 1)
-    return out[None], None
-
-
-AttentionInterface.register(NAME, dense_attention)

@@ -73,13 +73,20 @@ class DenseAttention(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, position: Tensor, mask: Tensor | None, append: Any = None, **paged: Any
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor | None,
+        append: Any = None,
+        attend: Any = None,
+        **paged: Any,
     ) -> Tensor:
         """`x` [B, T, dim] at `position` [B, T].
 
         Args:
           append: A function of keys, values `[B, Hkv, T, .]` and `paged`. It appends to a cache and
             returns the keys and values of all tokens. None means that there is no cache.
+          attend: An attention function in place of the configuration's.
           paged: The keywords that transformers passes to attention functions.
         """
         spec = self.spec
@@ -90,7 +97,7 @@ class DenseAttention(nn.Module):
         if append is not None:
             key, value = append(key, value, paged)
         name = self.config._attn_implementation or "sdpa"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        attend = attend or ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         out, _ = attend(
             self, query, key, value, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged
         )
