@@ -72,9 +72,7 @@ def step(model: LM, optimizer: nnx.Optimizer, tokens, segments):
     return loss
 
 
-@nnx.jit
-def evaluate(model: LM, tokens, segments):
-    return model.loss(tokens, segments)
+evaluate = nnx.jit(LM.loss)
 
 
 @nnx.jit
@@ -124,14 +122,11 @@ def main(argv: list[str] | None = None) -> int:
     heads, width = (flags.heads, flags.heads // 2 or 1), flags.dim // flags.heads
     try:
         spec = LayerSpec(flags.dim, *heads, width, width, gate="head", kv="shared")
+        model = LM(spec, flags.layers, nnx.Rngs(0))
+        if flags.load:
+            weights.load(flags.load, model)
     except ValueError as error:
         parser.error(str(error))
-    model = LM(spec, flags.layers, nnx.Rngs(0))
-    if flags.load:
-        try:
-            weights.load(flags.load, model)
-        except ValueError as error:
-            parser.error(str(error))
     optimizer = nnx.Optimizer(model, optax.adamw(flags.lr), wrt=nnx.Param)
     random, row, number = np.random.default_rng(0), np.arange(flags.tokens + 1), 0
     learned = len(tokens) - max(len(row), len(tokens) // 16)

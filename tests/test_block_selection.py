@@ -198,7 +198,7 @@ def test_any_order_and_later_blocks(index_heads, queries):
         close(mine, theirs)
 
 
-def test_lists_have_one_width_and_a_block_is_named_once():
+def test_lists_have_one_width():
     indices = torch.tensor([[4, 0, 2], [-1, 1, -1], [3, 4, 9]]).expand(1, 1, 3, 3)
     tensors = arguments(3, 40, heads=2, kv_heads=1, batch=1)
     few, more = (
@@ -206,9 +206,6 @@ def test_lists_have_one_width_and_a_block_is_named_once():
         for topk in (3, 5)
     )
     assert torch.equal(few, more)
-    with pytest.raises(ValueError, match=r"block_indices\[0, 2, 0\] must name a block once"):
-        indices = indices.where(indices != 9, 4)
-        block_attention(module(2, 1), *tensors, None, block_indices=indices)
 
 
 @torch.no_grad()

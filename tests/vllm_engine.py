@@ -277,13 +277,9 @@ def test_the_example_serves_by_vllm(capsys, tmp_path):
     assert line["attention"] == "vllm" and 0 < line["first p50 ms"] <= line["first p99 ms"]
     assert line["new tokens/s"] * line["seconds"] == pytest.approx(12)
     assert "3 requests, prompts up to 200 tokens, on cpu" in capsys.readouterr().out
-    for options, message in (
-        (["--serve=vllm", "--device=cuda"], "--serve vllm needs --device cpu, got cuda"),
-        (["--serve=sglang"], f"--serve must be of {', '.join(serve.SERVED)}, got 'sglang'"),
-    ):
-        with pytest.raises(SystemExit):
-            serve.main(options)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve.main(["--serve=vllm", "--device=cuda"])
+    assert "--serve vllm needs --device cpu, got cuda" in capsys.readouterr().err
 
 
 def test_the_server_answers(tmp_path):
