@@ -206,13 +206,9 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
         ]
         return shard.gather(jnp.concatenate(made, axis=1))[:, :count]
     if segment_ids is None:
-        begin = jnp.arange(count, dtype=jnp.int32)[None] * stride
-        begin = jnp.broadcast_to(begin, (x.shape[0], count))
-        position = jnp.arange(shard.length, dtype=jnp.int32)
-        position = jnp.broadcast_to(position, (x.shape[0], shard.length))
-    else:
-        begin = geometry.window_starts(segment_ids, config)
-        position = geometry.positions(segment_ids, config)
+        segment_ids = jnp.zeros((x.shape[0], shard.length), jnp.int32)
+    begin = geometry.window_starts(segment_ids, config)
+    position = geometry.positions(segment_ids, config)
     starts, slots = layouts.windows_of_chunks(JAX_OPS, begin, shard, most)
     rows = jax.vmap(lambda row, at: row[at])
     made = []

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from nsa_core.array_ops import ArrayOps, zero_padding
-from nsa_core.steps import fused
+from nsa_core.array_ops import ArrayOps
+from nsa_core.steps import branch, fused
+from nsa_core.steps.branch import in_slots, of_slots
 from nsa_core.steps.fused import Inputs, Residuals, Steps
-from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
@@ -107,29 +107,19 @@ class _Lengths:
         return dataclasses.replace(found, **places, varlen=varlen)
 
 
-def _in_slots(layout, *arrays):
-    """Compressed tokens without gaps, moved to the slots that kernels read."""
-    return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
-
-
-def _of_slots(layout, count, *arrays):
-    """Gradients of the `count` compressed tokens that `_in_slots` was given."""
-    return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
-
-
-def _target(branch: str) -> Callable:
-    """`branches.<branch>_attention` on the kernels of a path."""
+def _target(name: str) -> Callable:
+    """`branches.<name>_attention` on the kernels of a path."""
 
     def attend(
         path, query, key, value, *indices, config, kv_len=None, segment_ids=None, scale=None
     ):
-        tokens, pair = query if branch == "compressed" else key, (key, value)
+        tokens, pair = query if name == "compressed" else key, (key, value)
         lengths = path._lengths(query, tokens.shape[1], kv_len, segment_ids, config)
-        if branch != "compressed":
+        if name != "compressed":
             pair = (geometry.without_padding(x, kv_len, segment_ids) for x in pair)
-        return path._branch(branch, (query, *pair), lengths, config, scale, *indices)
+        return path._branch(name, (query, *pair), lengths, config, scale, *indices)
 
-    attend.__name__ = f"{branch}_attention"
+    attend.__name__ = f"{name}_attention"
     return attend
 
 
@@ -152,46 +142,25 @@ class KernelPath:
         """`(out, lse)` of the branch `name`, a function of `steps.forward`. The function of the
         same name in `steps.backward` computes the gradients of query, key and value.
         """
-        ops, forward_step = self.ops(), getattr(self.steps.forward, name)
-        backward_step = getattr(self.steps.backward, name)
-        integers = lengths.integers
+        step, integers = (self.steps, self.ops(), name), lengths.integers
         if block_indices is not None:
             integers = integers | {"block_indices": block_indices}
 
-        def indices_of(integers):
-            return [integers["block_indices"]] if "block_indices" in integers else []
+        def run(function, arrays, integers, *gradient):
+            qkv, indices = (
+                Qkv(*arrays),
+                [x for n, x in integers.items() if n == "block_indices"],
+            )
+            params = Params(lengths.layout(qkv.query, integers), config, scale)
+            return tuple(function(*step, qkv, indices, *gradient, params))
 
-        def forward(arrays, integers):
-            query, key, value = arrays
-            layout, indices = lengths.layout(query, integers), indices_of(integers)
-            if name == "compressed":
-                key, value = _in_slots(layout, key, value)
-            if indices:
-                (query,) = zero_padding(jnp, layout, query)
-            params = Params(layout, config, scale)
-            return forward_step(ops, Qkv(query, key, value), *indices, params)
+        forward, backward = (
+            functools.partial(run, x) for x in (branch.forward, branch.backward)
+        )
 
         def forward_with_residuals(arrays, integers):
             output = forward(arrays, integers)
             return output, output
-
-        def backward(arrays, integers, output, cotangents):
-            (query, key, value), (out, lse), (do, dlse) = arrays, output, cotangents
-            (delta,) = self.steps.backward.delta_of(ops, do, out)
-            # What sees nothing has no log-sum-exp that could change.
-            dlse = jnp.where(lse == -jnp.inf, 0.0, dlse)
-            rows = RowResiduals(lse, delta, dlse=dlse)
-            layout, indices = lengths.layout(query, integers), indices_of(integers)
-            query, do = zero_padding(jnp, layout, query, do)
-            count = key.shape[1]
-            if name == "compressed":
-                key, value = _in_slots(layout, key, value)
-            params = Params(layout, config, scale)
-            qkv = Qkv(query, key, value)
-            dq, *pair = backward_step(ops, qkv, *indices, do, rows, params)
-            if name == "compressed":
-                pair = _of_slots(layout, count, *pair)
-            return dq, *pair
 
         functions = forward, forward_with_residuals, backward
         return _differentiable(*functions, arrays, integers, config)
@@ -209,13 +178,8 @@ class KernelPath:
 
         def forward(arrays, integers):
             query, key = arrays
-            layout = lengths.layout(query, integers)
-            params = Params(layout, config, scale)
-            (key,) = _in_slots(layout, key)
-            # Only the log-sum-exp is read: the narrowest values do.
-            value = key[..., : self.steps.narrowest(key.shape[-1])]
-            _, lse = self.steps.forward.compressed(ops, Qkv(query, key, value), params)
-            return self.steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)
+            params = Params(lengths.layout(query, integers), config, scale)
+            return branch.select_blocks(self.steps, ops, query, key, params, num_blocks)
 
         return foldable(forward)((query, compressed_key), lengths.integers)
 
@@ -251,12 +215,14 @@ class KernelPath:
         lengths = self._lengths(query, *sizes, padded=not assume_finite)
         num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
 
-        def run(function, inputs, integers):
+        def prepared(inputs, integers):
             layout = lengths.layout(inputs.query, integers)
-            pair = inputs.key.compressed, inputs.value.compressed
-            inputs = inputs.with_compressed(*_in_slots(layout, *pair))
+            pair = in_slots(layout, inputs.key.compressed, inputs.value.compressed)
+            return inputs.with_compressed(*pair), Params(layout, config, scale)
+
+        def run(function, inputs, integers):
+            inputs, params = prepared(inputs, integers)
             given = integers.get("block_indices")
-            params = Params(layout, config, scale)
             return function(self.steps, ops, inputs, given, params, num_blocks)
 
         def forward(inputs, integers):
@@ -270,16 +236,14 @@ class KernelPath:
             return out, Residuals.recomputed(indices)
 
         def backward(inputs, integers, residuals, do):
-            layout = lengths.layout(inputs.query, integers)
-            pair = inputs.key.compressed, inputs.value.compressed
-            inputs = inputs.with_compressed(*_in_slots(layout, *pair))
-            params = Params(layout, config, scale)
+            count = inputs.key.compressed.shape[1]
+            inputs, params = prepared(inputs, integers)
             found = fused.backward(self.steps, ops, inputs, residuals, do, params)
             gates = (
                 x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
             )
             grads = found.key.compressed, found.value.compressed
-            found = found.with_compressed(*_of_slots(layout, pair[0].shape[1], *grads))
+            found = found.with_compressed(*of_slots(params.layout, count, *grads))
             return found._replace(gates=Branches(*gates))
 
         def inputs_of(compressed, branches):

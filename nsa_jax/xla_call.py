@@ -1,110 +1,38 @@
 """The call frame that XLA hands to a foreign function, read by ctypes.
 
-Structures, numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`),
-version 0.x of the interface, with the same names. Only the parts that a kernel call needs are
-defined.
+Numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.x of
+the interface. Every structure begins with its size and a pointer, and nearly every field is a word
+of 8 bytes, so a constant has the number of its word. Later versions add fields at the end.
 
-A program calls it for each kernel that it runs, so it reads little: nested structures are flat
-here, and a number identifies a kernel (`Call.key`).
+A program calls it for each kernel that it runs, so it reads little: a number identifies a kernel
+(`Call.key`).
 """
 
 import ctypes
-import threading
+import functools
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any, NamedTuple
 
+WORD = 8  # bytes
 VERSION = (0, 4)  # of the interface
 METADATA = 1  # XLA_FFI_Extension_Metadata
 CAN_BE_CAPTURED = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 SCALAR, STRING = 3, 4  # XLA_FFI_AttrType
-# Structures grow at their end; before it they all begin alike.
-HEAD = (("struct_size", c_size_t), ("extension", c_void_p))
-
-
-def _inner(prefix: str, *fields: tuple[str, Any]) -> list[tuple[str, Any]]:
-    """The fields of a structure within a structure."""
-    return [(f"{prefix}_{name}", kind) for name, kind in (*HEAD, *fields)]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", c_size_t),
-        *_inner("api_version", ("major_version", c_int), ("minor_version", c_int)),
-        ("traits", c_uint32),
-    )
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("type", c_int),
-        ("next", c_void_p),
-        ("metadata", POINTER(_Metadata)),  # of METADATA
-    )
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (*HEAD, ("dtype", c_int), ("data", c_void_p))
-
-
-class _Bytes(ctypes.Structure):
-    _fields_ = (("ptr", c_void_p), ("len", c_size_t))
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = (("dtype", c_int), ("value", POINTER(c_int64)))
-
-
-class _Api(ctypes.Structure):
-    _fields_ = (
-        *HEAD,
-        *_inner("version", ("major", c_int), ("minor", c_int)),
-        ("internal", c_void_p),
-        ("XLA_FFI_Error_Create", c_void_p),
-        ("XLA_FFI_Error_GetMessage", c_void_p),
-        ("XLA_FFI_Error_Destroy", c_void_p),
-        ("XLA_FFI_Handler_Register", c_void_p),
-        ("XLA_FFI_Stream_Get", c_void_p),
-        *[(f"unused{i}", c_void_p) for i in range(12)],
-        ("XLA_FFI_DeviceOrdinal_Get", c_void_p),
-    )
-
-
-_LIST = ("size", c_int64), ("types", c_void_p)
-
-
-class _CallFrame(ctypes.Structure):
-    _fields_ = (
-        *HEAD,
-        ("api", c_void_p),
-        ("ctx", c_void_p),
-        ("stage", c_int),
-        *_inner("args", *_LIST, ("args", c_void_p)),
-        *_inner("rets", *_LIST, ("rets", c_void_p)),
-        *_inner("attrs", *_LIST, ("names", c_void_p), ("attrs", c_void_p)),
-    )
-
-
-class _Error(ctypes.Structure):
-    _fields_ = (*HEAD, ("message", c_char_p), ("errc", c_int))
-
-
-class _Destroyed(ctypes.Structure):
-    _fields_ = (*HEAD, ("error", c_void_p))
-
-
-class _Asked(ctypes.Structure):
-    """XLA_FFI_Stream_Get_Args, XLA_FFI_DeviceOrdinal_Get_Args."""
-
-    _fields_ = (*HEAD, ("ctx", c_void_p), ("found", c_void_p))
-
+# Words of a call frame: behind the size of ARGS and RETS follow types and pointers, of ATTRS types,
+# names and pointers.
+EXTENSION, API, CONTEXT, ARGS, RETS, ATTRS, FRAME = 1, 2, 3, 7, 12, 17, 21
+ERROR_CREATE, ERROR_DESTROY, STREAM_GET, DEVICE_GET = 6, 8, 10, 23  # of XLA_FFI_Api
+DATA, VALUE = 3, 1  # of a buffer, of a scalar
+TYPE, FACTS = 1, 3  # of an extension for metadata
+MAJOR, TRAITS = 3, 4  # of metadata; the minor version is the other half of its word
+GIVEN = 2  # of all that functions take; where they answer, the answer is the next
 
 # Functions of XLA's that return at once: Python's lock is kept.
 _Function = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
-_DATA = _Buffer.data.offset
+_Frame = c_size_t * FRAME
 
 
 class Call(NamedTuple):
@@ -124,62 +52,52 @@ class Call(NamedTuple):
     text: Callable[[], str]
 
 
-class _Reader:
-    """Reads call frames in one thread. Its arguments for XLA's functions are made once."""
-
-    def __init__(self):
-        self._api: int | None = None
-        self._asked = _Asked(ctypes.sizeof(_Asked))
-        self._argument = ctypes.addressof(self._asked)
-
-    def call(self, frame: _CallFrame) -> Call:
-        if frame.api != self._api:
-            api = _Api.from_address(frame.api)
-            self._stream, self._device = map(
-                _Function, (api.XLA_FFI_Stream_Get, api.XLA_FFI_DeviceOrdinal_Get)
-            )
-            self._api = frame.api
-        count = frame.attrs_size
-        kinds = tuple((c_int * count).from_address(frame.attrs_types))
-        if kinds != (STRING, SCALAR):
-            raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
-        kernel, key = (c_void_p * 2).from_address(frame.attrs_attrs)  # sorted by name
-        addresses = [
-            c_void_p.from_address(pointer + _DATA).value or 0
-            for count, start in (
-                (frame.args_size, frame.args_args),
-                (frame.rets_size, frame.rets_rets),
-            )
-            for pointer in (c_void_p * count).from_address(start)
-        ]
-        number = _Scalar.from_address(key).value[0]
-        stream, device = self._found(self._stream, frame), 0
-        if stream is not None:
-            device = self._found(self._device, frame)
-            if device is None:
-                raise RuntimeError("XLA does not say which device it runs on")
-            device = c_int32(device).value
-        return Call(number, addresses, stream, device, lambda: _text(kernel))
-
-    def _found(self, function: Any, frame: _CallFrame) -> int | None:
-        """The answer of a function of XLA about the context, or None if it has none."""
-        asked = self._asked
-        asked.ctx, asked.found = frame.ctx, None
-        if error := function(self._argument):
-            destroyed = _Destroyed(ctypes.sizeof(_Destroyed), None, error)
-            _Function(_Api.from_address(frame.api).XLA_FFI_Error_Destroy)(
-                ctypes.addressof(destroyed)
-            )
-            return None
-        return asked.found or 0
+def _word(address: int, at: int = 0) -> int:
+    return c_size_t.from_address(address + at * WORD).value
 
 
-def _text(attribute: int) -> str:
-    found = _Bytes.from_address(attribute)
-    return ctypes.string_at(found.ptr, found.len).decode()
+@functools.cache
+def _function(api: int, which: int) -> Callable[..., tuple[int | None, int]]:
+    """A function of XLA as one of the fields of its structure, behind size and pointer."""
+    function = _Function(_word(api, which))
+
+    def run(*given: int) -> tuple[int | None, int]:
+        """Returns its result and the last word of the structure."""
+        count = GIVEN + len(given)
+        asked = (c_size_t * count)(count * WORD, 0, *given)
+        return function(ctypes.addressof(asked)), asked[count - 1]
+
+    return run
 
 
-_thread = threading.local()
+def _asked(frame: Sequence[int], which: int) -> int | None:
+    """The answer of a function of XLA about the context, or None if it has none."""
+    error, found = _function(frame[API], which)(frame[CONTEXT], 0)
+    if error:
+        _function(frame[API], ERROR_DESTROY)(error)
+        return None
+    return found
+
+
+def _call(frame: Sequence[int]) -> Call:
+    kinds = tuple((c_int * frame[ATTRS]).from_address(frame[ATTRS + 1]))
+    if kinds != (STRING, SCALAR):
+        raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
+    kernel, key = (_word(frame[ATTRS + 3], i) for i in range(2))  # sorted by name
+    number = c_int64.from_address(_word(key, VALUE)).value
+    addresses = [
+        _word(pointer, DATA)
+        for at in (ARGS, RETS)
+        for pointer in (c_size_t * frame[at]).from_address(frame[at + 2])
+    ]
+    stream, device = _asked(frame, STREAM_GET), 0
+    if stream is not None:
+        found = _asked(frame, DEVICE_GET)
+        if found is None:
+            raise RuntimeError("XLA does not say which device it runs on")
+        device = c_int32(found).value
+    text = lambda: ctypes.string_at(_word(kernel), _word(kernel, 1)).decode()
+    return Call(number, addresses, stream, device, text)
 
 
 def handler(run: Callable[[Call], None]) -> Any:
@@ -188,16 +106,15 @@ def handler(run: Callable[[Call], None]) -> Any:
     """
 
     def handle(pointer: int) -> int | None:
-        frame = _CallFrame.from_address(pointer)
-        if frame.extension and _answers_metadata_query(frame.extension):
+        frame = _Frame.from_address(pointer)[:]
+        if frame[EXTENSION] and _answers_metadata_query(frame[EXTENSION]):
             return None
         try:
-            reader = getattr(_thread, "reader", None)
-            if reader is None:
-                reader = _thread.reader = _Reader()
-            run(reader.call(frame))
+            run(_call(frame))
         except BaseException as error:  # a C function above: nothing may pass through it
-            return _error(frame.api, f"{type(error).__name__}: {error}")
+            message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
+            given = ctypes.addressof(message), INTERNAL
+            return _function(frame[API], ERROR_CREATE)(*given)[0]  # which XLA owns
         return None
 
     return _Handler(handle)
@@ -205,16 +122,9 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 def _answers_metadata_query(extension: int) -> bool:
     """Fill in the metadata if XLA requests only these. Returns whether it does."""
-    found = _Extension.from_address(extension)
-    if found.type != METADATA:
+    if c_int.from_address(extension + TYPE * WORD).value != METADATA:
         return False
-    metadata = found.metadata.contents
-    metadata.api_version_major_version, metadata.api_version_minor_version = VERSION
-    metadata.traits = CAN_BE_CAPTURED
+    facts = _word(extension, FACTS)
+    (c_int * 2).from_address(facts + MAJOR * WORD)[:] = VERSION
+    c_uint32.from_address(facts + TRAITS * WORD).value = CAN_BE_CAPTURED
     return True
-
-
-def _error(api: int, message: str) -> int | None:
-    """An XLA_FFI_Error, which XLA owns."""
-    made = _Error(ctypes.sizeof(_Error), None, message.encode(), INTERNAL)
-    return _Function(_Api.from_address(api).XLA_FFI_Error_Create)(ctypes.addressof(made))

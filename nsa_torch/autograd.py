@@ -16,14 +16,17 @@ from nsa_torch import operators
 from nsa_torch.input_modes import MODES, InputMode, all_steps
 
 
-def _branch(*arrays, name, words, **static):
-    """Call `nsa_jax.<name>` with arrays, whose names are `words`."""
-    return getattr(nsa_jax, name)(**dict(zip(words, arrays, strict=True)), **static)
+def _branch(*arrays, name, words, kv_len, **static):
+    """`nsa_jax.<name>` of arrays, whose names are `words`, segment ids and a `kv_len` or None."""
+    *arrays, segment_ids, lengths = arrays
+    given = dict(zip(words, arrays, strict=True)) | {"segment_ids": segment_ids}
+    given["kv_len"] = kv_len if lengths is None else lengths
+    return getattr(nsa_jax, name)(**given, **static)
 
 
-def _whole(*arrays, mode, **static):
-    """`nsa_jax.attention` of the arrays of an input mode, `block_indices` and `segment_ids`."""
-    *given, block_indices, segment_ids = arrays
+def _whole(*arrays, mode, kv_len, **static):
+    """`nsa_jax.attention` of the arrays of an input mode, `block_indices`, and as `_branch`."""
+    *given, block_indices, segment_ids, _ = arrays
     query, key, value, gates = mode.inputs(given)
     compressed = None
     if not mode.compresses:
@@ -78,61 +81,45 @@ def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
     return torch.where(token < bounds[-1], sequence, -1).to(torch.int32)[None]
 
 
-def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
-    """Makes a kind of calls known; returns the function that `dispatch.py` names.
-
-    Args:
-      words: the names of its tensors in `nsa_jax`.
-    """
-    count, selects = len(words), branch == "scores"
-    name = "select_blocks" if selects else f"{branch}_attention"
-    kind = "select_blocks/jax" if selects else f"branch_attention/jax/{branch}"
+def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -> None:
+    """Makes a kind of call known, of `count` tensors; `facts`: static arguments of `function`."""
 
     def run(*arguments, grads=()):
-        place = operators.lengths(*arguments[count + 1 :])
-        kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
-        given = dict(zip(words, arguments, strict=False))
-        given["segment_ids"] = _segment_ids(cu_seqlens, kv_len, arguments[0].device)
-        if cu_seqlens is None:
-            (place if isinstance(kv_len, int) else given)["kv_len"] = kv_len
-        static = {"name": name, "words": tuple(given), **place}
-        return _run(_branch, static, given.values(), grads)
+        static = operators.lengths(*arguments[count + 1 :]) | facts
+        kv_len, cu_seqlens = static["kv_len"], static.pop("cu_seqlens")
+        lengths = kv_len if isinstance(kv_len, Tensor) else None
+        segment_ids = _segment_ids(cu_seqlens, kv_len, arguments[0].device)
+        static["kv_len"] = kv_len if lengths is segment_ids is None else None
+        return _run(function, static, [*arguments[:count], segment_ids, lengths], grads)
 
     def backward(grad, *given):
         grad_lse, given = operators.second_gradient(given, count)
         return run(*given, grads=[x for x in (grad, grad_lse) if x is not None])
 
-    if selects:
-        operators.define(kind, run, operators.index_shapes)
-    else:
-        operators.define(kind, run, operators.branch_shapes, backward, floats=3, returned=2)
+    pull_back = backward if floats else None
+    operators.define(kind, run, shapes, pull_back, floats=floats, returned=returned)
+
+
+def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
+    """The function that `dispatch.py` names; `words`: the names of its tensors in `nsa_jax`."""
+    kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"
+    facts = {"floats": 3, "returned": 2, "name": name, "words": words}
+    _define(kind, _branch, len(words), operators.branch_shapes, **facts)
     return operators.one_step(kind)
 
 
-compressed_attention = _define_branch(
-    "compressed", "query", "compressed_key", "compressed_value"
-)
-select_blocks = _define_branch("scores", "query", "compressed_key")
-selected_attention = _define_branch("selected", "query", "key", "value", "block_indices")
-sliding_attention = _define_branch("sliding", "query", "key", "value")
+compressed_attention = _branch_step("compressed", "query", "compressed_key", "compressed_value")
+selected_attention = _branch_step("selected", "query", "key", "value", "block_indices")
+sliding_attention = _branch_step("sliding", "query", "key", "value")
+
+_scores: Any = {"name": "select_blocks", "words": ("query", "compressed_key")}
+_define("select_blocks/jax", _branch, 2, operators.index_shapes, **_scores)
+select_blocks = operators.one_step("select_blocks/jax")
 
 
-def _define_whole(mode: InputMode) -> None:
-    """Makes all steps in one call known."""
-
-    def run(*arguments, grads=()):
-        tensors = arguments[: mode.count + 1]
-        static = operators.lengths(*arguments[mode.count + 2 :]) | {"mode": mode}
-        kv_len, cu_seqlens = static.pop("kv_len"), static.pop("cu_seqlens")
-        segment_ids = _segment_ids(cu_seqlens, kv_len, tensors[0].device)
-        return _run(_whole, static, [*tensors, segment_ids], grads)
-
-    def shapes(*arguments):
-        query, _, value, _ = mode.inputs(arguments)
-        return operators.branch_shapes(query, None, value.selected)[:1]
-
-    backward = lambda grad, *given: run(*given, grads=[grad])
-    operators.define(_kind(mode), run, shapes, backward, floats=mode.count)
+def _shapes_of_whole(mode, *arguments):
+    query, _, value, _ = mode.inputs(arguments)
+    return operators.branch_shapes(query, None, value.selected)[:1]
 
 
 def _kind(mode: InputMode, keep: str = "") -> str:
@@ -140,7 +127,8 @@ def _kind(mode: InputMode, keep: str = "") -> str:
 
 
 for _mode in MODES:
-    _define_whole(_mode)
+    _shapes = functools.partial(_shapes_of_whole, _mode)
+    _define(_kind(_mode), _whole, _mode.count + 1, _shapes, floats=_mode.count, mode=_mode)
 
 
 def attention(*tensors: Any, **options: Any) -> Tensor:

@@ -22,7 +22,7 @@ from kernels_pallas.specs import sections, work_items
 from kernels_pallas.specs.sections import AT, KINDS, Section
 from kernels_pallas.triton import capability
 from nsa_core import varlen
-from nsa_core.plan.buffers import Derived, Plan
+from nsa_core.plan.buffers import Derived, Plan, touched_by_torch
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_core.varlen import Capacity, Tokens
 from nsa_torch import triton_ops
@@ -138,7 +138,7 @@ def of_plan(plan: Plan, device: torch.device) -> tuple["PlanTables", dict[int, i
     kernels = device.type == "cuda" and (
         capability.copies_why_not(capability_of(device.index), torch.float32) is None
     )
-    by_torch = tuple(numbers[n] for n in sorted(plan.touched_by_torch & tables))
+    by_torch = tuple(numbers[n] for n in sorted(touched_by_torch(plan.steps) & tables))
     makes = _plan_tables(tuple(steps), by_torch, device, kernels)
     return makes, {n: numbers[n] for n in sorted(read)}
 

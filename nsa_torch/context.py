@@ -123,13 +123,7 @@ def compress(
         validate.phi(params, x, config)
         length = Shards.of(ranks, "x", x.shape[1], context_layout).length
         checks.packed(cu_seqlens, x, "x", length)
-        phi = type(params).__name__
-        return _described(x=x) | {
-            "config": config,
-            "phi": phi,
-            "context_layout": context_layout,
-            "gradient": _wanted(x=x, params=params),
-        }
+        return _words(x=x, config=config, params=params, context_layout=context_layout)
 
     context_ranks.agree(ranks, device, describe)
     shards = Shards.of(ranks, "x", x.shape[1], context_layout)
@@ -196,25 +190,12 @@ class _Decided(NamedTuple):
 
 
 def attention(
-    query,
-    key: Tensor | Branches,
-    value: Tensor | Branches,
-    gates: Tensor | Branches,
-    *,
-    config,
-    compressed,
-    block_indices,
-    cu_seqlens,
-    varlen,
-    scale,
-    recompute,
-    implementation,
-    context_mesh,
-    context_layout,
+    arguments, varlen, config, scale, recompute, implementation, context_mesh, context_layout
 ) -> Tensor:
-    """`functional.attention` of this rank's queries, with the same arguments."""
+    """`functional.attention` of this rank's queries; `arguments`: of `functional.decided`."""
     from nsa_torch import context_attention
 
+    query, key, value, gates, compressed, block_indices, cu_seqlens = arguments
     ranks, device = _ranks_of(context_mesh, query)
     if varlen is not None:
         try:
@@ -223,12 +204,11 @@ def attention(
         except Exception:
             context_ranks.refuse(ranks, device)
             raise
-    given = query, key, value, gates, compressed, block_indices, cu_seqlens
-    called, tensors = call.describe(given, implementation, config, scale, recompute)
+        arguments = *arguments[:-1], cu_seqlens
+    called, tensors = call.describe(arguments, implementation, config, scale, recompute)
     wanted = tuple(x.requires_grad for x in tensors)  # ranks agree on each of them
     key, value = Branches.each(key), Branches.each(value)
     separate = key.sliding is not key.selected or value.sliding is not value.selected
-    packed = cu_seqlens is not None
     known = called and (called, wanted, ranks.group, str(context_layout), separate)
 
     def describe():
@@ -240,22 +220,12 @@ def attention(
         rest = compressed, block_indices, cu_seqlens, config, scale
         checks.attention(query, key, value, *rest, shards.length)
         validate.in_dtype_of_query(config, "context parallelism")
-        named = {"query": query}
-        for *names, k, v in validate.named(key, value):
-            named |= dict(zip(names, (k, v), strict=True))
-        pair = zip(("compressed_key", "compressed_value"), compressed or (), strict=False)
-        return _described(query=query, key=key.selected, value=value.selected) | {
-            "separate": separate,
-            "compressed": compressed is not None,
-            "block_indices": block_indices is not None,
-            "cu_seqlens": cu_seqlens.shape[0] - 1 if packed else None,
-            "gradient": _wanted(gates=each, **named, **dict(pair)),
-            "recompute": recompute,
-            "context_layout": context_layout,
-            "config": config,
-            "scale": scale,
-            "on_mosaic": _on_mosaic(query, key, value, each, config, shards, implementation),
-        }
+        on_mosaic = _on_mosaic(query, key, value, each, config, shards, implementation)
+        options = {"recompute": recompute, "context_layout": context_layout, "config": config}
+        options |= {"scale": scale, "separate": separate, "on_mosaic": on_mosaic}
+        lists = {"block_indices": block_indices, "cu_seqlens": cu_seqlens}
+        floats = {"key": key, "value": value, "gates": gates, "compressed": compressed}
+        return _words(query=query, **floats, **lists, **options)
 
     decided = None if known is None else plans.PROGRAMS.get(known)
     if decided is not None:
@@ -267,7 +237,9 @@ def attention(
         # No tile may have queries of both chunks. One sequence is gathered for few heads, packed
         # rows are not.
         whole_tiles = ROWS % group == 0 and shards.chunk % (ROWS // group) == 0
-        gaps = whole_tiles and (packed or group > max_heads(config.select_block))
+        gaps = whole_tiles and (
+            cu_seqlens is not None or group > max_heads(config.select_block)
+        )
         decided = _Decided(shards, row, words["on_mosaic"], words["on_mosaic"] and gaps)
         if known is not None:
             plans.keep(known, decided)
@@ -301,15 +273,18 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
     return not debug.on and choose(problem, implementation).attention == "mosaic"
 
 
-def _wanted(**tensors: Any) -> str:
-    """Which of these tensors, or tuples of tensors, require a gradient. The steps of a backward
-    pass depend on it, and every rank must run them.
+def _words(**given: Any) -> dict[str, Any]:
+    """The arguments as text that `agree` compares: for tensors and tuples of tensors the shapes,
+    the dtypes, and which require a gradient. The steps of a backward pass depend on it, and every
+    rank must run them.
     """
-    several = {n: x if isinstance(x, tuple) else (x,) for n, x in tensors.items()}
-    wants = lambda x: x is not None and x.requires_grad and torch.is_grad_enabled()
-    return " ".join(n for n, each in several.items() if any(map(wants, each))) or "none"
 
+    def word(x):
+        if isinstance(x, tuple):
+            return ", ".join(map(str, map(word, x)))
+        if not isinstance(x, Tensor):
+            return x
+        wanted = " with gradient" if x.requires_grad and torch.is_grad_enabled() else ""
+        return f"{tuple(x.shape)} {validate.dtype_name(x)}{wanted}"
 
-def _described(**tensors: Tensor) -> dict:
-    """Shape and dtype of each, as text that `agree` compares."""
-    return {name: f"{tuple(x.shape)} {validate.dtype_name(x)}" for name, x in tensors.items()}
+    return {name: word(x) for name, x in given.items()}

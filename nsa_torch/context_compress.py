@@ -3,11 +3,9 @@
 A window of `l` tokens belongs to the chunk with its first token. Its rank also needs the tokens
 after the chunk, the halo: `l - d` of them if chunks are whole strides, otherwise `l - 1`. The first
 tokens of every chunk are gathered for that, then the compressed tokens. Backward the two are
-reduce-scatters in float32, and the windows are made again. All is one node of the graph, because
-every rank must run each step, whether or not its own tokens depend on it.
+reduce-scatters in float32, and learned windows are made again.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_core import context_layout as layouts
+from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 from nsa_torch.chunks import wide
@@ -27,88 +26,74 @@ from nsa_torch.torch_ops import TORCH_OPS
 
 def compressed_tokens(shards: Shards, x, params, config, cu_seqlens) -> Tensor:
     """`phi` over the windows of the whole sequence `[B, C, Hkv, D]`, of `x` `[B, T, Hkv, D]`."""
-    if cu_seqlens is None and shards.chunk % config.compress_stride == 0:
-        windows = WholeWindows(shards, config)
-    else:
+    windows: Any = WholeWindows(shards, config)
+    if cu_seqlens is not None or shards.chunk % config.compress_stride:
         if cu_seqlens is None:
             cu_seqlens = batch_tables.of_one(shards.length, 0, x.device)
         windows = PackedWindows(shards, config, cu_seqlens)
-    kind = None if params is None else type(params)
-    return _Compress.apply(windows, kind, x, *(params or ()))
+    # The halo of a chunk is cut from the heads of the chunks behind it: one, or more where chunks
+    # are shorter than the halo.
+    width = min(windows.halo, shards.chunk)
+    heads = [tokens[:, :width] for tokens in x.split(shards.chunk, dim=1)]
+    heads = _Gather.apply(shards, "the halo", torch.cat(heads, dim=1).transpose(0, 1))
+    if params is None:
+        made = _made(windows, None, x, heads)
+    else:
+        made = _Learned.apply(windows, type(params), x, heads, *params)
+    found = _Gather.apply(shards, "compressed tokens", made)
+    return windows.joined(found).transpose(0, 1).contiguous()
 
 
-class _Compress(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
+    """What all ranks have of their chunks `[chunks * n, ..]`, in the order of the sequence."""
+
     @staticmethod
-    def forward(ctx: Any, windows, kind, x, *params):
-        shards = windows.shards
-        following = _halo(shards, x, windows.halo)
-        made = windows.make(x, following, kind and kind(*params))
-        found = shards.ranks.gather(made, "compressed tokens")()
-        ctx.save_for_backward(x, following, *params)
-        ctx.windows, ctx.kind = windows, kind
-        return windows.joined(shards.in_order(found, windows.most))
+    def forward(ctx: Any, shards: Shards, what: str, x):
+        ctx.shards, ctx.what, ctx.count = shards, what, x.shape[0] // len(shards.own)
+        return shards.in_order(shards.ranks.gather(x, what)(), ctx.count) if ctx.count else x
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad):
-        (x, following, *params), windows = ctx.saved_tensors, ctx.windows
-        shards, most = windows.shards, windows.most
-        parts = shards.by_rank(windows.split(grad.to(wide(grad.dtype))), most)
-        share = shards.ranks.scatter_sum(parts, "compressed gradients")()
-        if ctx.kind is None and isinstance(windows, PackedWindows):
-            grads = windows.gradients_of_tokens(share, x.dtype)
-        else:
-            grads = _again(windows, ctx.kind, [x, following, *params], share)
-        grad_x = grads[0] + _halo_gradient(shards, grads[1], windows.halo).to(x.dtype)
-        return None, None, grad_x, *grads[2:]
+        if ctx.count:
+            parts = ctx.shards.by_rank(grad.to(wide(grad.dtype)), ctx.count)
+            total = ctx.shards.ranks.scatter_sum(parts, f"gradients of {ctx.what}")()
+            grad = total.to(grad.dtype)
+        return None, None, grad
 
 
-def _again(windows, kind, tensors, grad) -> Sequence[Tensor]:
-    """Gradients of tokens, halo and parameters by making the windows once more."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-        made = windows.make(*leaves[:2], kind and kind(*leaves[2:]))
-        if not made.requires_grad:  # no window starts among this rank's tokens
-            return [torch.zeros_like(t) for t in leaves]
-        options = {"allow_unused": True, "materialize_grads": True}
-        return torch.autograd.grad(made, leaves, grad.to(made.dtype), **options)
+class _Learned(torch.autograd.Function):
+    """`_made`, and for its gradient once more."""
+
+    @staticmethod
+    def forward(ctx: Any, windows, kind, *tensors):
+        ctx.windows, ctx.kind = windows, kind
+        ctx.save_for_backward(*tensors)
+        return _made(windows, kind, *tensors)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+            made = _made(ctx.windows, ctx.kind, *leaves)
+            return None, None, *torch.autograd.grad(made, leaves, grad, materialize_grads=True)
 
 
-# The halo of a chunk is cut from the heads of the chunks behind it: one, or more where chunks
-# are shorter than the halo.
+def _made(windows, kind, x, heads, *params) -> Tensor:
+    """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`.
 
-
-def _halo(shards: Shards, x, halo: int) -> Tensor:
-    """The `halo` tokens after each chunk of this rank, zeros after the last one:
-    `[B, chunks, halo, Hkv, D]`.
+    Args:
+      heads: the first tokens of all chunks, `[chunks * width, B, Hkv, D]`.
     """
-    width = min(halo, shards.chunk)
-    own = x.unflatten(1, (-1, shards.chunk))
-    if halo == 0:
-        return own[:, :, :0]
-    heads = own[:, :, :width].flatten(1, 2).transpose(0, 1)
-    found = shards.in_order(shards.ranks.gather(heads, "the halo")(), width)
-    found = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, halo))
-    starts = [(number + 1) * width for number in shards.own]
-    return torch.stack([found[:, at : at + halo] for at in starts], dim=1)
-
-
-def _halo_gradient(shards: Shards, grad, halo: int) -> Tensor:
-    """The gradient of `x` from ranks with the previous chunks, float32 `[B, T, Hkv, D]`."""
-    width = min(halo, shards.chunk)
-    batch, _, _, *rest = grad.shape
-    dtype = wide(grad.dtype)
-    if halo == 0:
-        return grad.new_zeros(batch, len(shards.own) * shards.chunk, *rest, dtype=dtype)
-    count = shards.length // shards.chunk
-    total = grad.new_zeros(batch, count * width + halo, *rest, dtype=dtype)
-    for place, number in enumerate(shards.own):
-        at = (number + 1) * width
-        total[:, at : at + halo] += grad[:, place]
-    heads = total[:, : count * width].transpose(0, 1)
-    own = shards.ranks.scatter_sum(shards.by_rank(heads, width), "the halo's gradient")()
-    own = own.transpose(0, 1).unflatten(1, (-1, width))
-    return F.pad(own, (0, 0, 0, 0, 0, shards.chunk - width)).flatten(1, 2)
+    shards, made = windows.shards, []
+    width = heads.shape[0] // len(shards.order)
+    heads = F.pad(heads.transpose(0, 1), (0, 0, 0, 0, 0, windows.halo))
+    for place, tokens in enumerate(x.split(shards.chunk, dim=1)):
+        at = (shards.own[place] + 1) * width
+        tokens = torch.cat([tokens, heads[:, at : at + windows.halo]], dim=1)
+        made.append(windows.make(place, tokens, kind and kind(*params)))
+    return torch.cat(made, dim=1).transpose(0, 1)
 
 
 class WholeWindows(NamedTuple):
@@ -118,32 +103,17 @@ class WholeWindows(NamedTuple):
     config: NSAConfig
 
     @property
-    def most(self) -> int:
-        """The number of windows of a chunk. Those after the sequence are zeros and are dropped."""
-        return self.shards.chunk // self.config.compress_stride
-
-    @property
     def halo(self) -> int:
         return self.config.compress_block - self.config.compress_stride
 
-    def make(self, x, following, params) -> Tensor:
-        """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
-        made = []
-        for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
-            tokens = torch.cat([tokens, following[:, place]], dim=1)
-            first = self.shards.own[place] * self.shards.chunk
-            made.append(compress(tokens, params, config=self.config, first=first))
-        return torch.cat(made, dim=1).transpose(0, 1)
+    def make(self, place: int, tokens, params: CompressParams) -> Tensor:
+        """Those of a chunk and its halo; behind the last of the sequence they have zeros."""
+        first = self.shards.own[place] * self.shards.chunk
+        return compress(tokens, params, config=self.config, first=first)
 
     def joined(self, found) -> Tensor:
-        """`[B, C, Hkv, D]` from those of all chunks."""
-        count = self.config.num_compressed(self.shards.length)
-        return found[:count].transpose(0, 1).contiguous()
-
-    def split(self, grad) -> Tensor:
-        """The gradient of `joined`."""
-        spare = len(self.shards.order) * self.most - grad.shape[1]
-        return F.pad(grad.transpose(0, 1), (0, 0) * (grad.ndim - 1) + (0, spare))
+        """`[C, ..]` from those of all chunks."""
+        return found[: self.config.num_compressed(self.shards.length)]
 
 
 class PackedWindows:
@@ -156,40 +126,37 @@ class PackedWindows:
 
     def __init__(self, shards: Shards, config: NSAConfig, cu_seqlens: Tensor):
         self.shards, self.halo = shards, config.compress_block - 1
-        self.most = -(-shards.chunk // config.compress_stride)
         found = batch_tables.made(_packed_windows, cu_seqlens, shards=shards, config=config)
         self.taps, self.unused, self.first, self.at, self.covering = found
 
-    def make(self, x, following, params) -> Tensor:
-        made = []
-        for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
-            tokens = torch.cat([tokens, following[:, place]], dim=1)
-            places = self.taps[place], self.unused[place]
-            made.append(used_windows(tokens, *places, params, self.first[place, None]))
-        return torch.cat(made, dim=1).transpose(0, 1)
-
-    def gradients_of_tokens(self, grad, dtype) -> list[Tensor]:
-        """Gradients of the chunks `[B, T, Hkv, D]` and of their halos from those of means: the sum
-        over the windows of a token, without the scatter-add that the gradient of an index needs.
-        """
-        found = []
-        for covering, means in zip(self.covering, grad.split(self.most), strict=True):
-            means = F.pad(means / self.taps.shape[-1], (0, 0) * (grad.ndim - 1) + (0, 1))
-            found.append(means[covering].sum(dim=0).to(dtype).transpose(0, 1))
-        tokens, halos = zip(
-            *(x.tensor_split([self.shards.chunk], 1) for x in found), strict=True
-        )
-        return [torch.cat(tokens, dim=1), torch.stack(halos, dim=1)]
+    def make(self, place: int, tokens, params: CompressParams) -> Tensor:
+        taps, unused = self.taps[place], self.unused[place]
+        if params is None:
+            return _Means.apply(tokens, taps, unused, self.covering[place])
+        return used_windows(tokens, taps, unused, params, self.first[place, None])
 
     def joined(self, found) -> Tensor:
         spare = found.new_zeros(1, *found.shape[1:])
-        return torch.cat([found, spare])[self.at].transpose(0, 1).contiguous()
+        return torch.cat([found, spare]).index_select(0, self.at)
 
-    def split(self, grad) -> Tensor:
-        """Move values of unused slots to the spare slot, which is dropped."""
-        count = len(self.shards.order) * self.most
-        total = grad.new_zeros(count + 1, *grad.shape[:1], *grad.shape[2:])
-        return total.index_copy_(0, self.at, grad.transpose(0, 1))[:-1]
+
+class _Means(torch.autograd.Function):
+    """`used_windows` by means. A token has the gradients of the windows over it, without the
+    scattered sum that an index has for its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens, taps, unused, covering):
+        ctx.save_for_backward(covering)
+        ctx.block = taps.shape[-1]
+        return used_windows(tokens, taps, unused, None, None)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad):
+        (covering,) = ctx.saved_tensors
+        means = F.pad(grad.to(wide(grad.dtype)) / ctx.block, (0, 0, 0, 0, 0, 1))
+        return means[:, covering].sum(dim=1).to(grad.dtype), None, None, None
 
 
 def _packed_windows(cu_seqlens, *, shards: Shards, config: NSAConfig):

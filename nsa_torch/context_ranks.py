@@ -195,5 +195,5 @@ OTHERS = (
     "arguments must have the same sizes on all ranks of context_mesh, got other ones on one"
 )
 SIZES = "the arguments' sizes"
-LONGEST = 1024  # bytes of a description
+LONGEST = 2048  # bytes of a description
 _agreed: dict[dist.ProcessGroup, dict[tuple[str, torch.device], Tensor]] = {}

@@ -139,20 +139,6 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
     return Chosen(*fields)
 
 
-def problem_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value_width: int,
-    config: NSAConfig,
-    packed: bool,
-    memory: Mapping[str, torch.Tensor] | None = None,
-    gates: Iterable[torch.Tensor] = (),
-) -> Problem:
-    """The registry's problem for these tensors. `step` is set later."""
-    given = query, key, value_width, config, packed, memory or {}
-    return _problem(*description(*given, gates))
-
-
 @constant
 def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
     names = implementation if isinstance(implementation, tuple) else (implementation,)
@@ -164,7 +150,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | None, ...]:
         key = implementation, step, problem, state
         if (found := plans.PROGRAMS.get(key)) is not None:
             return found
-    asked = _problem(*problem)
+    asked = problem_of(*problem)
     if isinstance(implementation, tuple):
         implementation = Branches(*implementation)
     chosen = REGISTRY.choices(asked, implementation, step=step)
@@ -208,7 +194,8 @@ def description(
     return device, dtype, tuple(map(operator.index, sizes)), numbers, flags, _strided(memory)
 
 
-def _problem(device, dtype, sizes, numbers, flags, strided) -> Problem:
+def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
+    """The problem that a `description` describes; `step` is filled in later."""
     platform, index = device
     names = "B", "T", "S", "H", "Hkv", "D", "Dv"
     packed, gradient, cached = flags

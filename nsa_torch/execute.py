@@ -25,6 +25,7 @@ from nsa_core.plan.buffers import (
     Place,
     Plan,
     by_address,
+    touched_by_torch,
 )
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
@@ -53,7 +54,7 @@ class Bundle(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "Bundle | None":
         """A bundle for the results of a plan after the first that torch does not read."""
-        by_torch = plan.touched_by_torch
+        by_torch = touched_by_torch(plan.steps)
         offsets, end = list[int | None](), 0
         for n in (x.buffer for x in plan.results[1:]):
             buffer = plan.buffers[n]
@@ -98,15 +99,16 @@ class BoundPlan:
 
     Attributes:
       given: arguments that are not in a bundle; None means all.
-      slots: for each buffer, the slots of its parts and their offsets.
+      slots: for each buffer that has its own memory, the slots of its parts and their offsets.
+        After the buffers come the workspace, the bundle and the results of `tables`, which contain
+        the other buffers.
       read_arguments: arguments that kernels read; they are copied if kernels cannot read them.
-      in_workspace, in_bundle: slots in these allocations, and their offsets.
       bundle_views: arguments in the bundle that torch reads, and their offsets.
       constants: numbers of buffers that do not depend on the call.
       read_by_torch: constants that a step of torch reads, by position and number.
       known: constants, a list of addresses with theirs filled in, and a stream that need not wait
         for them.
-      tables: makes the tables of a batch; `placed`: slots and offsets by its results.
+      tables: makes the tables of a batch.
       tables_read_by_torch: numbers of tables that torch reads, and their results.
     """
 
@@ -134,34 +136,32 @@ class BoundPlan:
         for step in plan.steps:
             for x in (*step.reads, *step.writes):
                 at.setdefault((x.buffer, x.offset), len(at))
-        self.slots: list[Addresses] = [[] for _ in buffers]
+        self.tables, batch = batch_tables.of_plan(plan, device)
+        # For buffers in another allocation: its number after the buffers, and the offset.
+        inside = {n: (0, x.offset) for n, x in enumerate(buffers) if x.place is Place.WORKSPACE}
+        inside |= {n: (1, start) for n, start in lying.items()}
+        for n, number in batch.items():
+            i, start = self.tables.place(number)
+            inside[n] = 2 + i, start
+        count = len(buffers) + 3 + len(self.tables.tensors)
+        self.slots: list[Addresses] = [[] for _ in range(count)]
         for (n, offset), slot in at.items():
-            self.slots[n].append((slot, offset))
-        places = [(n, x.offset) for n, x in enumerate(buffers) if x.place is Place.WORKSPACE]
-        self.in_workspace, self.in_bundle = (
-            [(slot, start + offset) for n, start in each for slot, offset in self.slots[n]]
-            for each in (places, lying.items())
-        )
+            i, start = inside.get(n, (n - len(buffers), 0))
+            self.slots[len(buffers) + i].append((slot, start + offset))
 
         launches = [step for step in plan.steps if isinstance(step, Launch)]
         read = {x.buffer for step in plan.steps for x in step.reads}
         read_by_kernels = {x.buffer for step in launches for x in step.reads}
-        by_torch = plan.touched_by_torch
+        by_torch = touched_by_torch(plan.steps)
         self.read_arguments = [n for n in given if n in read_by_kernels]
         self.bundle_views = [
             (n, start, buffers[n]) for n, start in lying.items() if n in by_torch
         ]
         self.constants = sorted([n for n in read if buffers[n].place is Place.CONSTANT])
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
-        self.tables, batch = batch_tables.of_plan(plan, device)
         self.tables_read_by_torch = [
             (n, self.tables.tensor(number)) for n, number in batch.items() if n in by_torch
         ]
-        self.placed: dict[int, Addresses] = {}
-        for n, number in batch.items():
-            i, start = self.tables.place(number)
-            pairs = [(slot, start + offset) for slot, offset in self.slots[n]]
-            self.placed.setdefault(i, []).extend(pairs)
         self.joins = [step.beside for step in plan.steps if isinstance(step, Join)]
         self.blank = [None] * (len(buffers) - plan.arguments + len(self.joins))
         self.known: tuple[Any, list[int], int] = lambda: None, [0] * len(at), -1
@@ -199,29 +199,23 @@ class BoundPlan:
                 address = x.data_ptr()
             for slot, offset in slots[number]:
                 addresses[slot] = address + offset
-        if borders is not None:
-            found = batch_tables.of(borders, self.tables)
-            for i, places in self.placed.items():
-                start = found[i].data_ptr()
-                for slot, offset in places:
-                    addresses[slot] = start + offset
-            for number, i in self.tables_read_by_torch:
-                tensors[number] = found[i]
+        found = () if borders is None else batch_tables.of(borders, self.tables)
+        for number, i in self.tables_read_by_torch:
+            tensors[number] = found[i]
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-            start = workspace.data_ptr()
-            for slot, offset in self.in_workspace:
-                addresses[slot] = start + offset
         if self.bundle_bytes:
             bundle = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=self.device)
-        if bundle is not None:
-            start = bundle.data_ptr()
-            for slot, offset in self.in_bundle:
-                addresses[slot] = start + offset
-            for number, offset, like in self.bundle_views:
-                tensors[number] = _in(bundle, offset, like)
+        others: Any = workspace, bundle, *found
+        for number, x in enumerate(others, len(self.plan.buffers)):
+            if places := slots[number]:
+                start = x.data_ptr()
+                for slot, offset in places:
+                    addresses[slot] = start + offset
+        for number, offset, like in self.bundle_views:
+            tensors[number] = _in(others[1], offset, like)
         x = None  # so that no name refers to a tensor that a step drops
         try:
             for step in self.steps:
@@ -279,7 +273,9 @@ class BoundPlan:
           at: the slot of each part of a buffer.
           lying: The parts of a bundle.
         """
-        plan, found, row = self.plan, list[Step](), list[_Launch]()
+        # Of launches the kernel, slots that it reads and writes, results with their own memory, and
+        # buffers that no later step uses.
+        plan, found, row = self.plan, list[Step](), list[Any]()
         for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
             following = list[Step]()
             gone = [n for n in ends if n in plan.released]
@@ -287,7 +283,7 @@ class BoundPlan:
             if by_address(step):
                 arguments = [at[x.buffer, x.offset] for x in (*step.reads, *step.writes)]
                 allocated = [n for n in begins if n not in lying]
-                one = _Launch(step.kernel, arguments, allocated, ends)
+                one = step.kernel, arguments, allocated, ends
                 if step.beside is None:
                     row.append(one)
                     ended = [plan.buffers[n] for n in ends]
@@ -313,7 +309,7 @@ class BoundPlan:
         """The index, among the tensors, of the event at the end of a launch."""
         return len(self.plan.buffers) + self.joins.index(beside)
 
-    def _launches(self, row: "Sequence[_Launch]") -> list[Step]:
+    def _launches(self, row: Sequence[Any]) -> list[Step]:
         """Launches one after the other; a row of them is one step, which drops at its end what they
         drop.
         """
@@ -412,17 +408,6 @@ class BoundPlan:
                 tensors[number] = None
 
         return run
-
-
-class _Launch(NamedTuple):
-    """The parts of a kernel's step: slots that it reads and writes, results with their own memory,
-    and buffers that no later step uses.
-    """
-
-    kernel: Any
-    arguments: list[int]
-    allocated: list[int]
-    drops: Sequence[int]
 
 
 def _release(arguments: Sequence[int]) -> Step:

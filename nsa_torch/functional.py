@@ -106,19 +106,9 @@ def attention(
     if context_mesh is not None:
         from nsa_torch import context
 
-        return context.attention(
-            *(query, key, value, gates),
-            config=config,
-            compressed=compressed,
-            block_indices=block_indices,
-            cu_seqlens=cu_seqlens,
-            varlen=varlen,
-            scale=scale,
-            recompute=recompute,
-            implementation=implementation,
-            context_mesh=context_mesh,
-            context_layout=context_layout,
-        )
+        arguments = query, key, value, gates, compressed, block_indices, cu_seqlens
+        how = config, scale, recompute, implementation
+        return context.attention(arguments, varlen, *how, context_mesh, context_layout)
     if varlen is not None:
         cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     elif cu_seqlens is not None and isinstance(query, Tensor):
@@ -431,7 +421,7 @@ def explain(
     cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.attention(query, key, value, compressed, None, cu_seqlens, config, None)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    return REGISTRY.choices(problem_of(*problem, gates=each), implementation)
+    return REGISTRY.choices(problem_of(*description(*problem, each)), implementation)
 
 
 def _problem(query, key, value, config, cu_seqlens, compressed=None):

@@ -23,7 +23,7 @@ from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
 from nsa_torch import first_order
 from nsa_torch.gates import HeadGate
-from nsa_torch.plain import constant
+from nsa_torch.plain import constant, undisturbed
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import capability_of, readable
 
@@ -204,8 +204,9 @@ def split(
     plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)
     if plain and _by_kernel(projection, sizes):
         cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
-        weights, eps = _weights(norms)
-        found = _split(projection, cos, sin, *weights, eps, list(dataclasses.astuple(sizes)))
+        weights = [cast(Tensor, x.weight) for x in norms or ()]
+        eps = cast(float, norms[0].eps) if norms else 0.0
+        found = _split(projection, cos, sin, weights, eps, [*dataclasses.astuple(sizes)])
         query, *each, mean, gates = found
         keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
         mean, gates = mean if sizes.means else None, gates if sizes.gates else None
@@ -236,15 +237,6 @@ def norms_of(layer: nn.Module) -> Norms | None:
     return None if query is None or key is None else (query, key)
 
 
-def _weights(norms: Norms | None) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """The weights of plain norms, and their epsilon."""
-    if norms is None:
-        return (None, None), 0.0
-    query, key = cast(tuple[nn.RMSNorm, nn.RMSNorm], norms)
-    assert query.eps is not None
-    return (query.weight, key.weight), query.eps
-
-
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """The output of a plain norm in float32 or wider. Only the later rotation rounds it."""
     norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
@@ -259,29 +251,26 @@ def _angles(
     scaling: rotation.Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
-    turns = _rates(position, width, base, scaling)
+    turns = rates(width, base, scaling, position.device)
     angle = (position.to(torch.float32) / scale)[..., None] * turns
     if scaling is None or scaling.attention_scaling == 1:
         return angle.cos(), angle.sin()
     return angle.cos() * scaling.attention_scaling, angle.sin() * scaling.attention_scaling
 
 
-def _rates(
-    position: Tensor, width: int, base: float, scaling: rotation.Scaling | None
-) -> Tensor:
-    """`rates` on the device of `position`, shared by calls."""
-    given = width, base, scaling, position.device
-    # A scaling is several launches, which calls share; a tensor of another type would be kept by
-    # what traces.
-    if scaling is None or torch.compiler.is_compiling() or type(position) is not Tensor:
-        return rates(*given)
-    return SHARED.get(("rates", *given), position.device, lambda: [rates(*given)])[0]
-
-
 def rates(
     width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
 ) -> Tensor:
-    """The angle by which each pair of columns turns per position, float32 `[width / 2]`."""
+    """The angle by which each pair of columns turns per position, float32 `[width / 2]`. Calls
+    share those of a scaling, which costs several launches.
+    """
+    if scaling is not None and undisturbed():
+        given = width, base, scaling, device
+        return SHARED.get(("rates", *given), device, lambda: [_rates(*given)])[0]
+    return _rates(width, base, scaling, device)
+
+
+def _rates(width, base, scaling, device) -> Tensor:
     columns = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     # The power is rounded once: a GPU's own in float32 is off by more, and a rate that is off by
     # an ulp is an angle off by 1e-4 at position 1000. Dense models have these rates.
@@ -333,40 +322,26 @@ def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
     return capability.copies_why_not(capability_of(device), dtype) is None
 
 
-type _Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@torch.library.custom_op(
-    "nsa::split_heads",
-    mutates_args=(),
-    device_types="cuda",
-    schema="(Tensor projection, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm, "
-    "float eps, SymInt[] sizes) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("nsa::split_heads", mutates_args=(), device_types="cuda")
 def _split(
     projection: Tensor,
     cos: Tensor,
     sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
+    norms: list[Tensor],
     eps: float,
     sizes: list[int],
-) -> _Nine:
-    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`."""
-    made = _apart(projection, cos, sin, query_norm, key_norm, eps, sizes)
-    launch(Heads(*sizes), False, projection, made, cos, sin, _given(query_norm, key_norm), eps)
-    return cast(_Nine, made)
-
-
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [x for x in tensors if x is not None]
+) -> list[Tensor]:
+    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`; `norms`: weights
+    for query and keys, or none.
+    """
+    made = _apart(projection, cos, sin, norms, eps, sizes)
+    launch(Heads(*sizes), False, projection, made, cos, sin, norms, eps)
+    return made
 
 
 @_split.register_fake
-def _apart(projection, cos, sin, query_norm, key_norm, eps, sizes):
-    shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
-    return tuple(projection.new_empty(shape) for shape in shapes)
+def _apart(projection, cos, sin, norms, eps, sizes):
+    return [projection.new_empty(x) for x in Heads(*sizes).split_shapes(*projection.shape[:-1])]
 
 
 def launch(
@@ -398,71 +373,55 @@ def launch(
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
-def _join(grads: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
-    """The projection's gradient `[B, T, row]`, given those of what `_split` returned."""
-    made = _joined(grads, cos, sin, sizes)
-    launch(Heads(*sizes), True, made, grads, cos, -sin)
-    return made
+def _join(
+    grads: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    normed: list[Tensor],
+    eps: float,
+    sizes: list[int],
+) -> list[Tensor]:
+    """The projection's gradient `[B, T, row]`, given those of what `_split` returned; for heads
+    that were `normed` (the projection, weights for query and keys) those of the weights too.
+    """
+    heads, (made, *of_norms) = Heads(*sizes), _joined(grads, cos, sin, normed, eps, sizes)
+    if not normed:
+        launch(heads, True, made, grads, cos, -sin)
+        return [made]
+    partials = cos.new_empty(heads.partials(cos.shape[:-1].numel()))
+    launch(heads, True, made, grads, cos, -sin, normed[1:], eps, normed[0], partials)
+    pair = partials.sum(dim=0).split([heads.H, heads.branches * heads.Hkv])
+    return [made, *(x.sum(dim=0).to(w.dtype) for x, w in zip(pair, of_norms, strict=True))]
 
 
 @_join.register_fake
-def _joined(grads, cos, sin, sizes):
-    return grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
-
-
-@torch.library.custom_op("nsa::join_normed_heads", mutates_args=(), device_types="cuda")
-def _join_normed(
-    grads: list[Tensor],
-    projection: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor,
-    key_norm: Tensor,
-    eps: float,
-    sizes: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_join` where heads were normed, and the gradients of the norms' weights."""
-    heads, made = Heads(*sizes), _joined(grads, cos, sin, sizes)
-    partials = cos.new_empty(heads.partials(cos.shape[:-1].numel()))
-    norms = [query_norm, key_norm]
-    launch(heads, True, made, grads, cos, -sin, norms, eps, projection, partials)
-    query, key = partials.sum(dim=0).split([heads.H, heads.branches * heads.Hkv])
-    query, key = query.sum(dim=0).to(query_norm.dtype), key.sum(dim=0).to(key_norm.dtype)
-    return made, query, key
-
-
-@_join_normed.register_fake
-def _(grads, projection, cos, sin, query_norm, key_norm, eps, sizes):
-    return tuple(torch.empty_like(x) for x in (projection, query_norm, key_norm))
+def _joined(grads, cos, sin, normed, eps, sizes):
+    made = grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
+    return [made, *(torch.empty_like(x) for x in normed[1:])]
 
 
 def _keep(ctx, inputs, output):
-    projection, cos, sin, query_norm, key_norm, ctx.eps, ctx.sizes = inputs
-    norms = _given(query_norm, key_norm)
-    ctx.save_for_backward(cos, sin, *(() if not norms else (*norms, projection)))
+    projection, cos, sin, norms, ctx.eps, ctx.sizes = inputs
+    ctx.save_for_backward(cos, sin, *([projection, *norms] if norms else ()))
 
 
-def _gradients(ctx, *grads):
+def _gradients(ctx, grads):
     cos, sin, *normed = ctx.saved_tensors
-    if not normed:
-        return _join(list(grads), cos, sin, ctx.sizes), *[None] * 6
-    query_norm, key_norm, projection = normed
-    given = projection, cos, sin, query_norm, key_norm, ctx.eps, ctx.sizes
-    grad, query, key = _join_normed(list(grads), *given)
-    return grad, None, None, query, key, None, None
+    grad, *of_norms = _join(list(grads), cos, sin, normed, ctx.eps, ctx.sizes)
+    return grad, None, None, of_norms, None, None
 
 
 def _keep_join(ctx, inputs, output):
-    _, cos, sin, ctx.sizes = inputs
+    _, cos, sin, normed, _, ctx.sizes = inputs
+    ctx.normed = bool(normed)
     ctx.save_for_backward(cos, sin)
 
 
-def _second_gradients(ctx, grad):
-    split = _split(grad, *ctx.saved_tensors, None, None, 0.0, ctx.sizes)
-    return list(split), None, None, None
+def _second_gradients(ctx, grads):
+    if ctx.normed:
+        first_order.refuse(ctx)
+    return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), *[None] * 5
 
-
-_join_normed.register_autograd(first_order.refuse)
 
 # Without norms each is linear, and the other's gradient.
 _split.register_autograd(_gradients, setup_context=_keep)

@@ -121,14 +121,6 @@ class KernelLayout:
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
         return self.ops.derive(_cut, x, bounds[1])[0]
 
-    def in_slots(self, *arrays):
-        """Compressed tokens without gaps, moved to the slots that kernels read."""
-        return [x if self.varlen is None else self.varlen.in_slots(x) for x in arrays]
-
-    def of_slots(self, count: int, *arrays):
-        """Gradients of the `count` compressed tokens that `in_slots` was given."""
-        return [x if self.varlen is None else self.varlen.of_slots(x, count) for x in arrays]
-
     def num_blocks(self, compressed_key) -> int:
         """The most selection blocks that a sequence can have."""
         longest = self.longest

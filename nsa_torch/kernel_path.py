@@ -18,9 +18,10 @@ from torch import Tensor
 
 from nsa_core.array_ops import derived, like, padding_zeroed
 from nsa_core.plan.buffers import Plan
+from nsa_core.steps import branch as one_branch
 from nsa_core.steps import fused
+from nsa_core.steps.branch import in_slots, of_slots
 from nsa_core.steps.fused import Pages, Residuals, Steps
-from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Qkv
 from nsa_core.types import Branches
 from nsa_core.varlen import Capacity
@@ -122,39 +123,23 @@ class KernelPath:
     def _branch(self, branch, ops, query, key, value, *rest):
         indices, rest = _split(rest, -operators.REST_COUNT)
         layout = self._layout(ops, query, *rest)
-        if branch == "compressed":
-            key, value = layout.in_slots(key, value)
-        value = BRANCHES[branch](layout, value)
-        if indices:
-            (query,) = padding_zeroed(ops, layout, query)
-        step = getattr(self.steps.forward, branch)
-        return step(ops, Qkv(query, key, value), *indices, layout.params)
+        given = Qkv(query, key, value), indices, layout.params
+        visible = functools.partial(BRANCHES[branch], layout)
+        return one_branch.forward(self.steps, ops, branch, *given, visible)
 
     def _branch_backward(self, branch, ops, do, out, lse, *rest):
         dlse, rest = operators.second_gradient(rest, 4 if branch == "selected" else 3)
         query, key, value, *rest = rest
         indices, rest = _split(rest, -operators.REST_COUNT)
         layout = self._layout(ops, query, *rest)
-        query, do = padding_zeroed(ops, layout, query, do)
-        (delta,) = self.steps.backward.delta_of(ops, do, out)
-        if dlse is not None:
-            (dlse,) = ops.derive(_of_rows_with_keys, dlse, lse)
-        rows, count = RowResiduals(lse, delta, dlse=dlse), key.shape[1]
-        if branch == "compressed":
-            key, value = layout.in_slots(key, value)
-        key, value = (BRANCHES[branch](layout, x) for x in (key, value))
-        step = getattr(self.steps.backward, branch)
-        dq, *pair = step(ops, Qkv(query, key, value), *indices, do, rows, layout.params)
-        return [dq, *(layout.of_slots(count, *pair) if branch == "compressed" else pair)]
+        given = Qkv(query, key, value), indices, (out, lse), (do, dlse), layout.params
+        visible = functools.partial(BRANCHES[branch], layout)
+        return one_branch.backward(self.steps, ops, branch, *given, visible)
 
     def _select(self, ops, query, key, *rest):
-        layout, forward = self._layout(ops, query, *rest), self.steps.forward
-        (key,) = layout.in_slots(key)
-        # Only the log-sum-exp is read: the narrowest values do.
-        (value,) = ops.derive(_narrow, key, width=self.steps.narrowest(key.shape[-1]))
-        _, lse = forward.compressed(ops, Qkv(query, key, value), layout.params)
-        rest = layout.params, layout.num_blocks(key)
-        return [forward.select_blocks(ops, query, key, lse, *rest)]
+        layout = self._layout(ops, query, *rest)
+        given = query, key, layout.params, layout.num_blocks(key)
+        return [one_branch.select_blocks(self.steps, ops, *given)]
 
     # All steps. Residuals are the block indices (unless the caller gave them, because no output of
     # an operator may be an input), the computed means, and outputs, log-sum-exps and lists of the
@@ -207,7 +192,7 @@ class KernelPath:
             found = fused.gradients_of_tokens(self.steps, ops, found, *of_tokens)
         else:
             pair = found.key.compressed, found.value.compressed
-            found = found.with_compressed(*layout.of_slots(length, *pair))
+            found = found.with_compressed(*of_slots(layout, length, *pair))
         if mode.joined:
             gates: Any = ops.bound(found.gates, asked.gates.dtype)
         else:
@@ -237,7 +222,7 @@ class KernelPath:
             inputs = inputs._replace(gates=Branches(*gates))
         pair = inputs.key.compressed, inputs.value.compressed
         if not mode.compresses:
-            return inputs.with_compressed(*layout.in_slots(*pair)), (), layout
+            return inputs.with_compressed(*in_slots(layout, *pair)), (), layout
         if means is None:
             means = self.steps.compression.means(ops, *pair, layout.params)
         return inputs.with_compressed(*means), means, layout
@@ -296,17 +281,6 @@ class KernelPath:
 
 def _split(tensors, count):
     return tensors[:count], tensors[count:]
-
-
-@derived(lambda dlse, lse: [like(dlse)])
-def _of_rows_with_keys(ops, dlse, lse):
-    """`dlse` with zeros for queries that see no key, whose log-sum-exp is constant."""
-    return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
-
-
-@derived(lambda x, *, width: [like(x, *x.shape[:-1], width)])
-def _narrow(ops, x, *, width):
-    return [x[..., :width]]
 
 
 @derived(lambda x: [like(x, *x.shape[:-1])] * 3)

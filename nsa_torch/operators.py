@@ -240,7 +240,7 @@ def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Seq
 
 
 class Program:
-    """The work of `Eager`: a kind of call, and its arguments that are no tensors.
+    """A kind of call that autograd records, and its arguments that are no tensors.
 
     Attributes:
       alone: Whether only its node holds the saved results.
@@ -279,6 +279,13 @@ class Program:
         second = [x.contiguous() for x in second if x is not None]
         return call_backward(self.call.kind, first, [*kept, *second], self.arguments(tensors))
 
+    def complete(self, grads, tensors) -> Sequence[Tensor]:
+        """Gradients of the results, with zeros for the first one if it has none."""
+        if grads[0] is not None:
+            return grads
+        first = next(iter(self.call.shapes(*self.arguments(tensors))))
+        return first.zero_(), *grads[1:]
+
 
 class Eager(torch.autograd.Function):
     """A call without the dispatcher. Only its tensors are arguments, and its node holds the saved
@@ -305,9 +312,7 @@ class Eager(torch.autograd.Function):
     def backward(ctx, *grads):
         program, saved = ctx.program, ctx.saved_tensors
         kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
-        if grads[0] is None:
-            like = next(iter(program.call.shapes(*program.arguments(tensors))))
-            grads = like.zero_(), *grads[1:]
+        grads = program.complete(grads, tensors)
         if not program.alone and len(devices := {x.device for x in (*grads[:1], *saved)}) > 1:
             raise ValueError(f"all that was saved must be on one device, got {devices}")
         direct = plain(grads[:1])
@@ -349,11 +354,9 @@ class Dispatched(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         kind, *inputs = inputs
-        ctx.call = _calls[kind]
-        arguments = *output[ctx.call.kept], *inputs
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.kept, ctx.transformed = len(arguments) - len(inputs), under_transforms()
+        ctx.program, kept = Program(_calls[kind], inputs), output[_calls[kind].kept]
+        ctx.save_for_backward(*kept, *_tensors(inputs))
+        ctx.kept, ctx.count, ctx.transformed = len(kept), len(inputs), under_transforms()
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -361,18 +364,15 @@ class Dispatched(torch.autograd.Function):
         raise NotImplementedError(NO_JVP)
 
     @staticmethod
-    def backward(ctx, grad, *others):
+    def backward(ctx, *grads):
         # torch.func records every backward pass, also one that runs when its transform has ended.
         if not ctx.transformed:
             check_first_order()
-        call, pairs = ctx.call, zip(ctx.saved_tensors, ctx.others, strict=True)
-        saved = [other if x is None else x for x, other in pairs]
-        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
-        if grad is None:
-            grad = next(iter(call.shapes(*inputs))).zero_()
-        second = [x.contiguous() for x in others[: call.returned - 1] if x is not None]
-        found = call_backward(call.kind, grad, [*kept, *second], inputs)
-        return None, *found, *[None] * (len(inputs) - call.floats)
+        program, saved = ctx.program, ctx.saved_tensors
+        kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+        grads = program.complete(grads[: program.returned], tensors)
+        found = program.gradients(grads, kept, tensors, False, False)
+        return None, *found, *[None] * (ctx.count - len(found))
 
 
 class Gradient(torch.autograd.Function):

@@ -376,7 +376,7 @@ def _problem(inputs: Inputs) -> Problem:
     key, width = cache.selected_key, cache.selected_value.shape[-1]
     memory = {"query": inputs.query, **cache.tensors()}
     arguments = inputs.query[None], key, width, cache.config, False, memory
-    return inputs.posed(dispatch.problem_of(*arguments))
+    return inputs.posed(dispatch.problem_of(*dispatch.description(*arguments)))
 
 
 def with_indices(

@@ -497,7 +497,7 @@ def test_a_problem_names_its_device(monkeypatch):
     monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
     rest = "bfloat16", (1, 8, 8, 2, 1, 4, 4), operators.numbers_of(NSAConfig()), (False,) * 3
     for kind, expected in ((("cuda", 1), (f"{GPU} 1", (8, 1))), (("cpu", None), (None, None))):
-        found = torch_dispatch._problem(kind, *rest, None)
+        found = torch_dispatch.problem_of(kind, *rest, None)
         assert (found.device, found.capability) == expected
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
@@ -513,9 +513,9 @@ def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
         (False,) * 3,
         None,
     )
-    asked, problem = [], torch_dispatch._problem(("cpu", None), *rest)
+    asked, problem = [], torch_dispatch.problem_of(("cpu", None), *rest)
     monkeypatch.setattr(
-        torch_dispatch, "_problem", lambda *given: asked.append(given) or problem
+        torch_dispatch, "problem_of", lambda *given: asked.append(given) or problem
     )
     plans.forget()
     other = policy.overridden(policy.Thresholds(sel_min_len=3), "a test")

@@ -97,9 +97,9 @@ SECOND, STALE = "without a context_mesh", "modified by an inplace operation"
 ERRORS = {  # on every rank; or on rank 2 and on the others
     "length": SAME + "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 4, 4, 8) float32 on",
     "dtype": "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 12, 4, 8) float16 on rank 2",
-    "sequences": "got cu_seqlens=2 on rank 0 and cu_seqlens=1 on rank 2",
-    "gradient": "got gradient=query on rank 0 and gradient=key on rank 2",
-    "gradient of means": "got gradient=none on rank 0 and gradient=x on rank 2",
+    "sequences": "got cu_seqlens=(3,) int64 on rank 0 and cu_seqlens=(2,) int64 on rank 2",
+    "gradient": "float32 with gradient on rank 0 and query=(1, 12, 4, 8) float32 on rank 2",
+    "gradient of means": "float32 on rank 0 and x=(1, 12, 2, 8) float32 with gradient on rank 2",
     "odd": "ValueError: query must have an even number of tokens on each rank",
     "layout": "context_layout must be one of ('zigzag', 'contiguous'), got 'striped'",
     "device": "context_mesh must be of the device of query, meta, got a mesh of cpu",

@@ -290,33 +290,43 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
         nsa_torch.prepare(**given)
 
 
-# Of a structure of XLA's header: ours, and the fields that `xla_call` reads or writes, whose names
-# are the header's with "_" for ".".
-STRUCTURES = {
-    "CallFrame": (
-        xla_call._CallFrame,
-        "extension_start api ctx args.size args.args rets.size rets.rets attrs.size attrs.types "
-        "attrs.attrs",
-    ),
-    "Api": (
-        xla_call._Api,
-        "XLA_FFI_Error_Create XLA_FFI_Error_Destroy XLA_FFI_Stream_Get XLA_FFI_DeviceOrdinal_Get",
-    ),
-    "Buffer": (xla_call._Buffer, "data"),
-    "ByteSpan": (xla_call._Bytes, "ptr len"),
-    "Scalar": (xla_call._Scalar, "value"),
-    "Metadata": (
-        xla_call._Metadata,
-        "api_version.major_version api_version.minor_version traits",
-    ),
-    "Metadata_Extension": (xla_call._Extension, "extension_base.type metadata"),
-    "Error_Create_Args": (xla_call._Error, "message errc"),
-    "Error_Destroy_Args": (xla_call._Destroyed, "error"),
-    "Stream_Get_Args": (xla_call._Asked, "ctx stream"),
-    "DeviceOrdinal_Get_Args": (xla_call._Asked, "ctx device_ordinal"),
+# Of a structure of XLA's header: the words at which fields stand that `xla_call` reads or writes.
+WORDS = {
+    "CallFrame": {
+        "extension_start": xla_call.EXTENSION,
+        "api": xla_call.API,
+        "ctx": xla_call.CONTEXT,
+        "args.size": xla_call.ARGS,
+        "args.args": xla_call.ARGS + 2,
+        "rets.size": xla_call.RETS,
+        "rets.rets": xla_call.RETS + 2,
+        "attrs.size": xla_call.ATTRS,
+        "attrs.types": xla_call.ATTRS + 1,
+        "attrs.attrs": xla_call.ATTRS + 3,
+    },
+    "Api": {
+        "XLA_FFI_Error_Create": xla_call.ERROR_CREATE,
+        "XLA_FFI_Error_Destroy": xla_call.ERROR_DESTROY,
+        "XLA_FFI_Stream_Get": xla_call.STREAM_GET,
+        "XLA_FFI_DeviceOrdinal_Get": xla_call.DEVICE_GET,
+    },
+    "Buffer": {"data": xla_call.DATA},
+    "ByteSpan": {"ptr": 0, "len": 1},
+    "Scalar": {"value": xla_call.VALUE},
+    "Metadata": {
+        "api_version.major_version": xla_call.MAJOR,
+        "api_version.minor_version": xla_call.MAJOR + 1 / 2,
+        "traits": xla_call.TRAITS,
+    },
+    "Metadata_Extension": {
+        "extension_base.type": xla_call.TYPE,
+        "metadata": xla_call.FACTS,
+    },
+    "Error_Create_Args": {"message": xla_call.GIVEN, "errc": xla_call.GIVEN + 1},
+    "Error_Destroy_Args": {"error": xla_call.GIVEN},
+    "Stream_Get_Args": {"ctx": xla_call.GIVEN, "stream": xla_call.GIVEN + 1},
+    "DeviceOrdinal_Get_Args": {"ctx": xla_call.GIVEN, "device_ordinal": xla_call.GIVEN + 1},
 }
-OURS = {"extension_start": "extension", "extension_base.type": "type"}
-OURS |= {"stream": "found", "device_ordinal": "found"}
 NUMBERS = {
     # A later minor version has more at the end of structures, and takes what this one says.
     f"XLA_FFI_API_MAJOR == {xla_call.VERSION[0]}": 1,
@@ -332,10 +342,9 @@ NUMBERS = {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_structures_are_those_of_the_header(tmp_path):
     numbers, want = [*NUMBERS], [*NUMBERS.values()]
-    for kind, (ours, names) in STRUCTURES.items():
-        for theirs in names.split():
-            numbers.append(f"offsetof(XLA_FFI_{kind}, {theirs})")
-            want.append(getattr(ours, OURS.get(theirs, theirs.replace(".", "_"))).offset)
+    for kind, fields in WORDS.items():
+        numbers += [f"offsetof(XLA_FFI_{kind}, {name})" for name in fields]
+        want += [int(at * xla_call.WORD) for at in fields.values()]
     prints = "".join(f'printf("%zu\\n", (size_t)({x}));' for x in numbers)
     source, program = tmp_path / "offsets.c", tmp_path / "offsets"
     source.write_text(

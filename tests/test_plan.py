@@ -238,8 +238,8 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
 def test_a_wrong_lifetime_is_found(path, monkeypatch):
     """One step too short."""
     placed = workspace.placed
-    earlier = lambda begins, last, *rest: placed(
-        begins, {n: i - 1 for n, i in last.items()}, *rest
+    earlier = lambda lives, others: placed(
+        {n: (size, steps[:-1]) for n, (size, steps) in lives.items()}, others
     )
     monkeypatch.setattr(workspace, "placed", earlier)
     monkeypatch.setattr(plan_checks, "check", lambda plan: None)
@@ -249,11 +249,11 @@ def test_a_wrong_lifetime_is_found(path, monkeypatch):
 
 def test_large_buffers_do_not_lie_between_small_ones():
     """In the order of steps, the last would come behind the third: 4 MiB more."""
-    begins, sizes = [[0], [1], [2], [3]], {0: 2, 1: 1, 2: 2, 3: 4}
-    last = {0: 1, 1: 3, 2: 2, 3: 3}
-    sizes = {n: x * 2**20 for n, x in sizes.items()}
-    offsets, size = workspace.placed(begins, last, sizes, [0] * 4)
-    assert size == 5 * 2**20 and offsets.keys() == sizes.keys()
+    mib, ends = (2, 1, 2, 4), (2, 4, 3, 4)
+    pairs = enumerate(zip(mib, ends, strict=True))
+    lives = {n: (size * 2**20, range(n, end)) for n, (size, end) in pairs}
+    offsets, size = workspace.placed(lives, [0] * 4)
+    assert size == 5 * 2**20 and offsets.keys() == lives.keys()
 
 
 IDLE = {

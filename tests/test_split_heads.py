@@ -385,6 +385,7 @@ def test_the_operator_on_a_gpu(sizes, dtype, normed, rows):
         size = max(np.sqrt(np.mean(exact**2)), 1.0)
         assert_parity(str(name), found / size, exact / size, rough / size, dtype=dtype)
     tables = (x.expand(2, -1, -1) for x in heads._angles(position, sizes.D, 10000.0, 1.0))
-    weights, eps = heads._weights(norms)
-    given = product.requires_grad_(), *tables, *weights, eps, list(dataclasses.astuple(sizes))
+    weights = [x.weight for x in norms or ()]
+    rest = weights, EPS, list(dataclasses.astuple(sizes))
+    given = product.requires_grad_(), *tables, *rest
     torch.library.opcheck(heads._split, given)

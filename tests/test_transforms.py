@@ -592,7 +592,7 @@ def test_norms_of_heads_refuse_second_derivatives():
     row = Heads(*sizes).row
     made = lambda *shape: torch.empty(shape, device="meta", requires_grad=True)
     angles = [made(1, 9, 4).detach() for _ in range(2)]
-    given = made(1, 9, row), *angles, made(8), made(8), 1e-6, sizes
+    given = made(1, 9, row), *angles, [made(8), made(8)], 1e-6, sizes
     query = torch.ops.nsa.split_heads(*given)[0]
     (grad,) = torch.autograd.grad(query.sum(), given[0], create_graph=True)
     with pytest.raises(NotImplementedError, match=REFUSAL):

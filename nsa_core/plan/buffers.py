@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 from kernels_pallas.kernel import Kernel
@@ -133,6 +133,12 @@ def by_address(step: Step) -> TypeGuard[Launch]:
     return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 
+def touched_by_torch(steps: Iterable[Step]) -> set[int]:
+    """Buffers that are tensors."""
+    steps = (x for x in steps if not by_address(x) and not isinstance(x, Join))
+    return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
+
+
 class Plan(NamedTuple):
     """The steps of a call.
 
@@ -164,12 +170,6 @@ class Plan(NamedTuple):
         """The Mosaic kernels, each once."""
         launches = (x.kernel for x in self.steps if isinstance(x, Launch))
         return list(dict.fromkeys(x for x in launches if isinstance(x, Kernel)))
-
-    @property
-    def touched_by_torch(self) -> set[int]:
-        """Buffers that are tensors."""
-        steps = (x for x in self.steps if not by_address(x) and not isinstance(x, Join))
-        return {x.buffer for step in steps for x in (*step.reads, *step.writes)}
 
     def __str__(self) -> str:
         return "\n".join(f"{type(x).__name__.lower()} {x.name}" for x in self.steps)

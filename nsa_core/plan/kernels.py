@@ -1,7 +1,8 @@
 """Lists the Mosaic kernels of a problem. It plans the steps and runs no kernel."""
 
+import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import HOPPER
@@ -15,17 +16,6 @@ from nsa_core.types import Branches
 from nsa_core.varlen import Capacity, Varlen
 
 SEQUENCES = 8  # of a packed row; kernels are the same for any number
-
-
-class _Layout(NamedTuple):
-    """A `QueryLayout` as an input of a plan."""
-
-    position: Any
-    key_start: Any
-    compressed_start: Any
-    packed: bool
-    varlen: Varlen | None = None
-    padded: bool = False
 
 
 def kernels_of(
@@ -64,7 +54,8 @@ def kernels_of(
         capacity = Capacity(batch, length, length, SEQUENCES, length, config)
         borders = ops.argument((batch, SEQUENCES + 1), "int32")
         varlen = Varlen(ops, capacity, borders)
-    layout = _Layout(place(), place(), place(), packed, varlen)
+    layout: Any = types.SimpleNamespace(packed=packed, varlen=varlen, padded=False)
+    layout.position, layout.key_start, layout.compressed_start = place(), place(), place()
     params = Params(layout, config, scale)
     count = length if compresses else config.num_compressed(length)
     key, value = (

@@ -18,6 +18,7 @@ from nsa_core.plan.buffers import (
     Plan,
     View,
     by_address,
+    touched_by_torch,
 )
 
 # Of what is derived before the first launch, so that launches stay together.
@@ -97,21 +98,21 @@ class PlanOps(ArrayOps):
         key = function, tuple(sorted(static.items())), arrays, versions
         if key not in self._known:
             place = self._place_of_derived(arrays)
-            self._known[key] = self._derived(function, arrays, static, place)
+            self._known[key] = self._derived(*key[:3], place)
         return self._known[key]
 
-    def _derived(self, function, arrays, static, place, own=False) -> tuple[View, ...]:
-        found = function.shapes(*arrays, **static)
+    def _derived(self, function, named, arrays, place, own=False) -> tuple[View, ...]:
+        found = function.shapes(*arrays, **dict(named))
         writes = tuple([self._new(x, place, own) for x in found])
         made_once = {Place.CONSTANT: self._constants, Place.BATCH: self._batch}
-        named = tuple(sorted(static.items()))
         steps = made_once.get(place, self._steps)
-        steps.append(Derived(function, named, tuple(arrays), writes))
+        steps.append(Derived(function, named, arrays, writes))
         return writes
 
     def _made(self, function, *arrays, **static) -> View:
-        """A new array of its own, which may be written."""
-        return self._derived(function, arrays, static, Place.ALONE, own=True)[0]
+        """A new separate array, which may be written."""
+        named = tuple(sorted(static.items()))
+        return self._derived(function, named, arrays, Place.ALONE, own=True)[0]
 
     def _place_of_derived(self, arrays) -> Place:
         """The place of an array that depends only on `arrays`."""
@@ -241,17 +242,16 @@ class PlanOps(ArrayOps):
         touched = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
         first = {n: i for i, each in reversed([*enumerate(touched)]) for n in each}
         last = {n: i for i, each in enumerate(touched) for n in each}
+        workspace_bytes = self._fill_workspace(steps, first, last, kept)
         begins: list[list[int]] = [[] for _ in steps]
-        for n, i in first.items():
-            if self._buffers[n].place is Place.ALONE:
-                begins[i].append(n)
-        workspace_bytes = self._fill_workspace(steps, begins, last, kept)
-        begins = [[n for n in each if self._buffers[n].place is Place.ALONE] for each in begins]
         ends: list[list[int]] = [[] for _ in steps]
-        for n, i in last.items():
+        for n in first:
+            place = self._buffers[n].place
+            if place is Place.ALONE:
+                begins[first[n]].append(n)
             # Arguments too, since an argument with another layout was copied.
-            if self._buffers[n].place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
-                ends[i].append(n)
+            if place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
+                ends[last[n]].append(n)
         return Plan(
             len([x for x in self._buffers if x.place is Place.ARGUMENT]),
             tuple(self._buffers),
@@ -280,23 +280,17 @@ class PlanOps(ArrayOps):
             self._buffers[x.buffer] = self._buffers[x.buffer]._replace(shape=x.shape)
         return final
 
-    def _fill_workspace(self, steps, begins, last, kept) -> int:
+    def _fill_workspace(self, steps, first, last, kept) -> int:
         """Place buffers that only kernels read and write in the workspace. Returns its bytes."""
-        tensors = kept | {
-            x.buffer
-            for step in steps
-            if not by_address(step) and not isinstance(step, Join)
-            for x in (*step.reads, *step.writes)
-        }
-        small = [[n for n in each if n not in tensors] for each in begins]
-        sizes = {n: self._buffers[n].bytes for each in small for n in each}
-        others = [0] * len(steps)
-        for i, each in enumerate(begins):
-            for n in tensors.intersection(each):
-                size, end = self._buffers[n].bytes, len(steps) if n in kept else last[n] + 1
-                for j in range(i, end):
-                    others[j] += size
-        offsets, size = workspace.placed(small, last, sizes, others)
+        tensors, others, lives = kept | touched_by_torch(steps), [0] * len(steps), {}
+        for n in sorted(first, key=first.__getitem__):
+            if self._buffers[n].place is Place.ALONE:
+                size, steps_of = self._buffers[n].bytes, range(first[n], last[n] + 1)
+                if n not in tensors:
+                    lives[n] = size, steps_of
+                for i in range(first[n], len(steps)) if n in kept else steps_of:
+                    others[i] += size * (n in tensors)
+        offsets, size = workspace.placed(lives, others)
         for n, offset in offsets.items():
             place = {"place": Place.WORKSPACE, "offset": offset}
             self._buffers[n] = self._buffers[n]._replace(**place)
