@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app
 
 from nsa_core import config_files
 
@@ -29,24 +29,16 @@ from .harness.process import Result, Step
 
 SCHEMA = 1
 PLANS = config_files.FOLDER / "oneshot"
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-OUT = flags.DEFINE_string(
-    "out", str(process.ROOT / "artifacts"), "Folder for the folder of this run.", **_own
+FLAGS = cli.define(
+    out=(str(process.ROOT / "artifacts"), "Folder for the folder of this run."),
+    plan=(str, "The plan: gpu, cpu, or a path; default: as the device is."),
+    only=((), "Only this step (repeatable)."),
+    skip=((), "Not this step (repeatable)."),
+    list=(False, "Print the steps, and run none."),
+    quick=(False, "The smaller sizes of the plan."),
+    minutes=(10.0, "Budget of the whole run."),
+    save_records=(False, "Steps keep their records in bench/records/ too."),
 )
-PLAN = flags.DEFINE_string(
-    "plan", None, "The plan: gpu, cpu, or a path; default: as the device is.", **_own
-)
-ONLY = flags.DEFINE_multi_string("only", [], "Only this step (repeatable).", **_own)
-SKIP = flags.DEFINE_multi_string("skip", [], "Not this step (repeatable).", **_own)
-LIST = flags.DEFINE_bool("list", False, "Print the steps, and run none.", **_own)
-QUICK = flags.DEFINE_bool("quick", False, "The smaller sizes of the plan.", **_own)
-MINUTES = flags.DEFINE_float("minutes", 10.0, "Budget of the whole run.", lower_bound=0, **_own)
-SAVE = flags.DEFINE_bool(
-    "save_records", False, "Steps keep their records in bench/records/ too.", **_own
-)
-COMMIT = cli.define_commit(FLAGS)
 
 
 def load(name: str) -> list[Step]:
@@ -91,7 +83,7 @@ def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
 
 def template_of(step: Step, hopper: bool) -> str:
     """The command of a step for this run and this GPU."""
-    return (QUICK.value and step.quick) or (hopper and step.hopper) or step.command
+    return (FLAGS.quick and step.quick) or (hopper and step.hopper) or step.command
 
 
 class Run:
@@ -111,14 +103,14 @@ class Run:
         later = 0.0
         if not step.last:
             later = sum(x.timeout_s for x in self.plan if x.last and self.not_asked(x) is None)
-        return MINUTES.value * 60 - spent - later
+        return FLAGS.minutes * 60 - spent - later
 
     def not_asked(self, step: Step) -> str | None:
-        if ONLY.value and step.name not in ONLY.value:
+        if FLAGS.only and step.name not in FLAGS.only:
             return "not among --only"
         if step.command.startswith("bench.suite") and process.ROOT != process.CHECKOUT:
             return "tests come with a checkout, not with a wheel"
-        return "--skip" if step.name in SKIP.value else None
+        return "--skip" if step.name in FLAGS.skip else None
 
     def run(self) -> int:
         """Runs every step; the exit status."""
@@ -151,8 +143,8 @@ class Run:
         words = {
             "root": str(self.folder),
             "out": str(self.folder / step.name),
-            "commit": f"--commit={COMMIT.value}" if COMMIT.value else "",
-            "save": "--save_records" if SAVE.value else "",
+            "commit": f"--commit={FLAGS.commit}" if FLAGS.commit else "",
+            "save": "--save_records" if FLAGS.save_records else "",
         }
         command = process.expand(template, words, made)
         ended_well = {result.name for result in self.results if result.status == "ok"}
@@ -163,7 +155,7 @@ class Run:
             reason = "no records were made"
         left_s = self.left_s(step)
         if reason is None and left_s <= 0:
-            reason = f"the budget of {MINUTES.value:g} minutes is spent"
+            reason = f"the budget of {FLAGS.minutes:g} minutes is spent"
         if reason is not None:
             shown = f"python -m {process.module(template)}"
             return Result(step.name, shown, "skipped", reason=reason)
@@ -213,22 +205,22 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     device = environment.device_name()
-    plan = load(PLAN.value or ("cpu" if device == "cpu" else "gpu"))
+    plan = load(FLAGS.plan or ("cpu" if device == "cpu" else "gpu"))
     known = [step.name for step in plan]
-    for flag in (ONLY, SKIP):
+    for flag in (FLAGS["only"], FLAGS["skip"]):
         for name in flag.value:
             if name not in known:
                 raise app.UsageError(f"--{flag.name} must be one of {known}, got {name!r}")
     hopper = device != "cpu" and any(x.hopper for x in plan) and environment.is_hopper()
-    if LIST.value:
+    if FLAGS.list:
         print(f"device: {device}")
         for step in plan:
             template = template_of(step, hopper)
             print(f"{step.name}  at most {step.timeout_s:g} s: python -m {template}")
         return 0
-    found = records.environment(COMMIT.value)
-    folder = new_folder(Path(OUT.value), found["commit"], found["dirty"])
-    about = {**found, "minutes": MINUTES.value, "quick": QUICK.value, "hopper": hopper}
+    found = records.environment(FLAGS.commit)
+    folder = new_folder(Path(FLAGS.out), found["commit"], found["dirty"])
+    about = {**found, "minutes": FLAGS.minutes, "quick": FLAGS.quick, "hopper": hopper}
     return Run(plan, folder, device, about).run()
 
 

@@ -24,9 +24,11 @@ from .lm import curves, watched
 from .reports import crossover, page, plots, render
 from .reports.sources import Report, read
 
-FLAGS = flags.FlagValues()
-OUT = flags.DEFINE_string("out", None, "A new folder for the report.", flag_values=FLAGS)
-TITLE = flags.DEFINE_string("title", None, "Of the report.", flag_values=FLAGS)
+FLAGS = cli.define(
+    flags.FlagValues(),
+    out=(str, "A new folder for the report."),
+    title=(str, "Of the report."),
+)
 # The rows of speed-ups: a branch, the kernel, and what it is compared with.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
     "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
@@ -122,12 +124,12 @@ def _decode(some: Sequence[Record]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if OUT.value is None:
+    if FLAGS.out is None:
         raise ValueError("--out must name a folder for the report")
-    folder = Path(OUT.value)
+    folder = Path(FLAGS.out)
     if there := [name for name in ("report.md", "report.html") if (folder / name).exists()]:
         raise ValueError(f"{folder / there[0]} exists; --out must name a new folder")
-    report = read(argv[1:], TITLE.value)
+    report = read(argv[1:], FLAGS.title)
     folder.mkdir(parents=True, exist_ok=True)
     figures = plots.plots(report.records, folder)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")

@@ -21,29 +21,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from absl import flags
-
 from .harness import cli, command, exit_status, heartbeat, markdown, process, records
 from .lm import config_file, log, variants
 from .reports import cells, render
 
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "2048"], "Tokens of a row.", **_own)
-MODES = flags.DEFINE_list("modes", list(variants.RANGES), "Of bench.train --ranges.", **_own)
-CONFIG = flags.DEFINE_string(
-    "config", None, "As of bench.train; default: runbook_s<length>.", **_own
+FLAGS = cli.define(
+    lengths=(["512", "1024", "2048"], "Tokens of a row."),
+    modes=(list(variants.RANGES), "Of bench.train --ranges."),
+    config=(str, "As of bench.train; default: runbook_s<length>."),
+    set=((), "As of bench.train (repeatable)."),
+    row_seconds=(10.0, "Time spent on samples of a row."),
+    timeout_s=(600.0, "Of a row's process.", 1),
+    out=(str, "A new folder for the results; default: bench/results/<time>."),
 )
-SET = flags.DEFINE_multi_string("set", [], "As of bench.train (repeatable).", **_own)
-SECONDS = flags.DEFINE_float(
-    "row_seconds", 10.0, "Time spent on samples of a row.", lower_bound=0, **_own
-)
-TIMEOUT = flags.DEFINE_float("timeout_s", 600.0, "Of a row's process.", lower_bound=1, **_own)
-OUT = flags.DEFINE_string(
-    "out", None, "A new folder for the results; default: bench/results/<time>.", **_own
-)
-COMMIT = cli.define_commit(FLAGS)
 QUERY = "timestamp,utilization.gpu,memory.used"
 COLUMNS = tuple(cells.KINDS["ranges"]["cells"])
 
@@ -64,19 +54,19 @@ class Row(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    lengths = command.integers("lengths", LENGTHS.value, ())
-    for mode in MODES.value:
+    lengths = command.integers("lengths", FLAGS.lengths, ())
+    for mode in FLAGS.modes:
         if mode not in variants.RANGES:
             raise ValueError(f"modes must be of {variants.RANGES}, got {mode!r}")
     for length in lengths:  # a fault of a file is told before anything runs
-        config_file.read(_config(length), SET.value)
-    folder = command.folder(OUT.value)
+        config_file.read(_config(length), FLAGS.set)
+    folder = command.folder(FLAGS.out)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files; --out must name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for length in lengths:
-        for mode in MODES.value:
+        for mode in FLAGS.modes:
             heartbeat.say(f"S={length} {mode}")
             rows.append(measure(folder, length, mode))
             said = cells_of(rows[-1])
@@ -91,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _config(length: int) -> str:
-    return CONFIG.value or f"runbook_s{length}"
+    return FLAGS.config or f"runbook_s{length}"
 
 
 def measure(folder: Path, length: int, mode: str) -> Row:
@@ -104,15 +94,15 @@ def measure(folder: Path, length: int, mode: str) -> Row:
         f"--lengths={length}",
         f"--ranges={mode}",
     ]
-    words += [f"--row_seconds={SECONDS.value}", f"--out={out.resolve()}"]
-    words += [f"--set={change}" for change in SET.value]
-    words += [f"--commit={COMMIT.value}"] if COMMIT.value else []
+    words += [f"--row_seconds={FLAGS.row_seconds}", f"--out={out.resolve()}"]
+    words += [f"--set={change}" for change in FLAGS.set]
+    words += [f"--commit={FLAGS.commit}"] if FLAGS.commit else []
     with watched(folder / f"gpu_{name}.csv") as samples:
-        result = process.run(f"run_{name}", words, folder, TIMEOUT.value, False)
+        result = process.run(f"run_{name}", words, folder, FLAGS.timeout_s, False)
     path = out / "train.jsonl"
     found = [x for x in log.read(path) if isinstance(x, log.Speed)] if path.exists() else []
     if found:
-        about = found[0].status, found[0].reason, used(samples, SECONDS.value)
+        about = found[0].status, found[0].reason, used(samples, FLAGS.row_seconds)
         return Row(length, mode, found[0], *about)
     said = (folder / f"run_{name}.log").read_text(errors="replace").splitlines()
     errors = [line for line in said if line.startswith("error: ")]
@@ -182,13 +172,13 @@ def cells_of(row: Row) -> dict[str, str]:
 def report(rows: Sequence[Row], folder: Path) -> str:
     """`showcase.md`."""
     speed = next((row.speed for row in rows if row.speed), None)
-    versions = speed.versions if speed else records.environment(COMMIT.value)["versions"]
+    versions = speed.versions if speed else records.environment(FLAGS.commit)["versions"]
     return render.filled(
         "showcase.md.jinja",
         speed=speed,
         device=speed.device if speed else "not known",
         versions=dict.fromkeys(("torch", "cuda", "driver")) | versions,
-        commit=(speed and speed.commit) or COMMIT.value or "unknown",
+        commit=(speed and speed.commit) or FLAGS.commit or "unknown",
         table=markdown.table(COLUMNS, (cells_of(row).values() for row in rows)),
         answers=answers(rows),
         files=sorted(path.name for path in folder.iterdir() if path.is_file()),

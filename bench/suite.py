@@ -26,11 +26,11 @@ from .harness import cli
 SCHEMA = 1
 ROOT = Path(__file__).parents[1]
 ALLOWED = config_files.FOLDER / "oneshot" / "skips.yaml"
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-OUT = flags.DEFINE_string("out", None, "A new folder, for junit.xml and tests.json.", **_own)
-SKIPS = flags.DEFINE_string("skips", str(ALLOWED), "The reasons that are allowed.", **_own)
+FLAGS = cli.define(
+    flags.FlagValues(),
+    out=(str, "A new folder, for junit.xml and tests.json."),
+    skips=(str(ALLOWED), "The reasons that are allowed."),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +119,13 @@ def run(
 
 
 def main(argv: Sequence[str]) -> int:
-    if OUT.value is None:
+    if FLAGS.out is None:
         raise app.UsageError("--out must name a new folder")
-    folder = Path(OUT.value).absolute()
+    folder = Path(FLAGS.out).absolute()
     if (junit := folder / "junit.xml").exists():
         raise app.UsageError(f"--out must name a new folder, {junit} exists")
     try:
-        status, found = run(folder, argv[1:], SKIPS.value)
+        status, found = run(folder, argv[1:], FLAGS.skips)
     except (OSError, ValueError) as error:
         raise app.UsageError(f"--skips: {error}") from None
     return int(found is None or status != 0 or not found.ok)

@@ -59,158 +59,98 @@ DEFAULTS = {
     "125m": (8, 2048, 300, 6e-4),
 }
 
-# Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-CONFIG = flags.DEFINE_string(
-    "config", None, "A run of configs/train/, or the path of such a file.", **_own
-)
-SET = flags.DEFINE_multi_string(
-    "set", [], "key=value in place of the file's, as train.lr=3e-4 (repeatable).", **_own
-)
-MODEL = flags.DEFINE_enum("model", "tiny", list(spec.MODELS), "Sizes of the model.", **_own)
-FRAMEWORK = flags.DEFINE_enum(
-    "framework", "both", ["jax", "torch", "both"], "What trains it.", **_own
-)
-ATTENTION = flags.DEFINE_enum(
-    "attention", "both", ["nsa", "dense", "both"], "What it attends by.", **_own
-)
-DENSE = flags.DEFINE_enum(
-    "dense",
-    "auto",
-    ["auto", "all", *dict.fromkeys(name for row in variants.DENSE.values() for name in row)],
-    "Backend of dense attention; all: each of the framework's, with --throughput.",
-    **_own,
-)
-PHI = flags.DEFINE_enum("phi", "avg", PHIS, "NSA's compression.", **_own)
-GATE = flags.DEFINE_list(
-    "gate", "sigmoid", f"NSA's gates, of {GATES}; several, with --throughput.", **_own
-)
-DTYPE = flags.DEFINE_enum(
-    "dtype", None, list(DTYPES), "Of the computation; default: f32, on a GPU bf16.", **_own
-)
-STEPS = flags.DEFINE_integer("steps", None, "Optimizer steps.", lower_bound=1, **_own)
-SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens a sequence.", lower_bound=1, **_own)
-BATCH = flags.DEFINE_integer(
-    "batch", None, "Sequences a step, of all devices together.", lower_bound=1, **_own
-)
-BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "In place of --batch: sequences of a micro-batch on one device.",
-    lower_bound=1,
-    **_own,
-)
-LR = flags.DEFINE_float("lr", None, "Highest learning rate.", **_own)
-WARMUP = flags.DEFINE_integer("warmup", None, "Steps up to it; default: a tenth.", **_own)
-CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of the gradient.", **_own)
-SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.", lower_bound=0, **_own)
-DATASET = flags.DEFINE_string(
-    "dataset",
-    data.TEXT,
-    "text: the standard library's source; a corpus of bench.lm.corpus; a path, folder or glob of "
-    ".jsonl, .parquet, .txt; "
-    "or owner/name[:config] of the Hugging Face Hub.",
-    **_own,
-)
-COLUMN = flags.DEFINE_string("text_column", "text", "Of the documents in --dataset.", **_own)
-TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "A file of the library tokenizers; default: bytes.", **_own
-)
-PACK = flags.DEFINE_enum(
-    "pack",
-    None,
-    [*data.PACKS],
-    "Rows of documents with their borders; of one stream: none, at random places, or once, each "
-    "once an epoch; default: documents, text: none, a corpus: once.",
-    **_own,
-)
-BUFFER = flags.DEFINE_integer(
-    "shuffle_buffer", None, "Documents shuffled at a time, of the Hub; default: 4096.", **_own
-)
-CORPUS = flags.DEFINE_integer(
-    "corpus_bytes", CORPUS_BYTES, "Bytes of --dataset=text, a sixteenth held out.", **_own
-)
-RANGES = flags.DEFINE_enum(
-    "ranges",
-    "none",
-    variants.RANGES,
-    "Key ranges that torch's fa2 reads the selected keys by: none: blocks; v1: made on the "
-    "host; v2: on the device; adaptive: v1 for short rows, v2 for long ones.",
-    **_own,
-)
-TOLERATED = flags.DEFINE_float(
-    "tolerance", None, "Of a loss of JAX beside torch's; default by dtype.", **_own
-)
-MARGIN = flags.DEFINE_float(
-    "margin", curves.MARGIN, "How much worse NSA may end than dense.", **_own
-)
-OUT = flags.DEFINE_string(
-    "out", None, "Folder of the results; default: bench/results/<time>.", **_own
-)
-CHECKPOINTS = flags.DEFINE_string(
-    "checkpoint_dir", None, "Folder of the checkpoints; default: in --out.", **_own
-)
-SAVE_EVERY = flags.DEFINE_integer(
-    "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
-)
-EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every",
-    None,
-    "Steps between evaluations of held-out text; default: at the end alone.",
-    lower_bound=1,
-    **_own,
-)
-GRAPH = flags.DEFINE_bool(
-    "graph",
-    None,
-    "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
-    "compiled. With --parallel=ddp gradients are added up after it, and there is no "
-    "DistributedDataParallel; with --parallel=fsdp its collectives are in it.",
-    **_own,
+FLAGS = cli.define(
+    config=(str, "A run of configs/train/, or the path of such a file."),
+    set=((), "key=value in place of the file's, as train.lr=3e-4 (repeatable)."),
+    model=("tiny", "Sizes of the model.", list(spec.MODELS)),
+    framework=("both", "What trains it.", ["jax", "torch", "both"]),
+    attention=("both", "What it attends by.", ["nsa", "dense", "both"]),
+    dense=(
+        "auto",
+        "Backend of dense attention; all: each of the framework's, with --throughput.",
+        ["auto", "all", *dict.fromkeys(itertools.chain(*variants.DENSE.values()))],
+    ),
+    phi=("avg", "NSA's compression.", PHIS),
+    gate=(["sigmoid"], f"NSA's gates, of {GATES}; several, with --throughput."),
+    dtype=(str, "Of the computation; default: f32, on a GPU bf16.", list(DTYPES)),
+    steps=(int, "Optimizer steps."),
+    seq_len=(int, "Tokens a sequence."),
+    batch=(int, "Sequences a step, of all devices together."),
+    batch_size=(int, "In place of --batch: sequences of a micro-batch on one device."),
+    lr=(float, "Highest learning rate."),
+    warmup=(int, "Steps up to it; default: a tenth.", 0),
+    clip=(1.0, "Largest norm of the gradient."),
+    seed=(0, "Of weights and data.", 0),
+    dataset=(
+        data.TEXT,
+        "text: the standard library's source; a corpus of bench.lm.corpus; a path, folder or glob "
+        "of .jsonl, .parquet, .txt; or owner/name[:config] of the Hugging Face Hub.",
+    ),
+    text_column=("text", "Of the documents in --dataset."),
+    tokenizer=(str, "A file of the library tokenizers; default: bytes."),
+    pack=(
+        str,
+        "Rows of documents with their borders; of one stream: none, at random places, or once, "
+        "each once an epoch; default: documents, text: none, a corpus: once.",
+        [*data.PACKS],
+    ),
+    shuffle_buffer=(int, "Documents shuffled at a time, of the Hub; default: 4096."),
+    corpus_bytes=(CORPUS_BYTES, "Bytes of --dataset=text, a sixteenth held out."),
+    ranges=(
+        "none",
+        "Key ranges that torch's fa2 reads the selected keys by: none: blocks; v1: made on the "
+        "host; v2: on the device; adaptive: v1 for short rows, v2 for long ones.",
+        variants.RANGES,
+    ),
+    tolerance=(float, "Of a loss of JAX beside torch's; default by dtype."),
+    margin=(curves.MARGIN, "How much worse NSA may end than dense.", None),
+    out=(str, "Folder of the results; default: bench/results/<time>."),
+    checkpoint_dir=(str, "Folder of the checkpoints; default: in --out."),
+    save_every=(100, "Steps between checkpoints."),
+    evaluate_every=(
+        int,
+        "Steps between evaluations of held-out text; default: at the end alone.",
+    ),
+    graph=(
+        bool,
+        "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
+        "compiled. With --parallel=ddp gradients are added up after it, and there is no "
+        "DistributedDataParallel; with --parallel=fsdp its collectives are in it.",
+    ),
+    resume=(False, "Go on from the checkpoints there are."),
+    throughput=(False, "Only measure, by length."),
+    lengths=("512,1024,2048,8192,32768".split(","), "Lengths for --throughput."),
+    tokens=(32768, "Tokens a step for --throughput, without --batch."),
+    row_seconds=(3.0, "Time spent on samples of a row of --throughput."),
+    save_records=(False, "Append to bench/records/<device>/train.jsonl too."),
 )
 SPREAD = spread.Flags(FLAGS)
-RESUME = flags.DEFINE_bool("resume", False, "Go on from the checkpoints there are.", **_own)
-THROUGHPUT = flags.DEFINE_bool("throughput", False, "Only measure, by length.", **_own)
-LENGTHS = flags.DEFINE_list(
-    "lengths", "512,1024,2048,8192,32768".split(","), "Lengths for --throughput.", **_own
-)
-TOKENS = flags.DEFINE_integer(
-    "tokens", 32768, "Tokens a step for --throughput, without --batch.", **_own
-)
-SECONDS = flags.DEFINE_float(
-    "row_seconds", 3.0, "Time spent on samples of a row of --throughput.", **_own
-)
-COMMIT = cli.define_commit(FLAGS)
-SAVE = flags.DEFINE_bool(
-    "save_records", False, "Append to bench/records/<device>/train.jsonl too.", **_own
-)
 
 
 def main(argv: Sequence[str]) -> int:
-    settings, values, told = config_file.read(CONFIG.value, SET.value)
+    settings, values, told = config_file.read(FLAGS.config, FLAGS.set)
     for line in told:
         print(f"warning: {line}", file=sys.stderr)
     config_file.apply(values, (FLAGS, flags.FLAGS))
-    if RESUME.value and OUT.value is None:
+    if FLAGS.resume and FLAGS.out is None:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
-    if DENSE.value == "all" and not THROUGHPUT.value:
+    if FLAGS.dense == "all" and not FLAGS.throughput:
         raise ValueError("--dense=all is for --throughput, got a training run")
-    if not GATE.value or set(GATE.value) - {*GATES}:
-        raise ValueError(f"--gate must be of {GATES}, got {GATE.value}")
-    if len(GATE.value) > 1 and not THROUGHPUT.value:
-        raise ValueError(f"several --gate are for --throughput, got {GATE.value}")
-    if not THROUGHPUT.value:
-        for flag in (LENGTHS, TOKENS, SECONDS):
+    if not FLAGS.gate or set(FLAGS.gate) - {*GATES}:
+        raise ValueError(f"--gate must be of {GATES}, got {FLAGS.gate}")
+    if len(FLAGS.gate) > 1 and not FLAGS.throughput:
+        raise ValueError(f"several --gate are for --throughput, got {FLAGS.gate}")
+    if not FLAGS.throughput:
+        for flag in map(FLAGS.__getitem__, ("lengths", "tokens", "row_seconds")):
             if flag.value != flag.default:
                 raise ValueError(f"--{flag.name} is for --throughput, got a training run")
-    if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
+    if FLAGS.throughput and (FLAGS.parallel, FLAGS.accumulate) != ("none", 1):
         raise ValueError("--throughput measures one device, got --parallel or --accumulate")
-    if GRAPH.value and FRAMEWORK.value == "jax":
+    if FLAGS.graph and FLAGS.framework == "jax":
         raise ValueError("--graph needs --framework=torch, got jax")
-    if None not in (BATCH.value, BATCH_SIZE.value):
+    if None not in (FLAGS.batch, FLAGS.batch_size):
         raise ValueError("--batch and --batch_size are both given")
-    ranks = SPREAD.ranks(FRAMEWORK.value)
+    ranks = SPREAD.ranks(FLAGS.framework)
     try:
         status = _main(ranks, settings)
     except LostError as error:  # who is gone cannot be taken leave of
@@ -221,46 +161,46 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(ranks: Ranks, settings: TrainConfig) -> int:
-    folder = Path(ranks.first(str(command.folder(OUT.value) if ranks.rank == 0 else "")))
+    folder = Path(ranks.first(str(command.folder(FLAGS.out) if ranks.rank == 0 else "")))
     path = folder / "train.jsonl"
-    if path.exists() and not RESUME.value:
+    if path.exists() and not FLAGS.resume:
         raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
-    with variants.ranges(RANGES.value):
-        if THROUGHPUT.value:
+    with variants.ranges(FLAGS.ranges):
+        if FLAGS.throughput:
             return throughput(folder, settings)
         return runs(folder, settings, ranks)
 
 
 def _frameworks() -> tuple[str, ...]:
     # torch first: it gives memory back to the device, JAX keeps what it once had.
-    return ("torch", "jax") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
+    return ("torch", "jax") if FLAGS.framework == "both" else (FLAGS.framework,)
 
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     """A task for each attention; `known` overrides values of `Training`."""
-    batch, length, steps, lr = DEFAULTS[MODEL.value]
-    steps = STEPS.value or steps
+    batch, length, steps, lr = DEFAULTS[FLAGS.model]
+    steps = FLAGS.steps or steps
     values: dict[str, Any] = {
         "steps": steps,
-        "batch": BATCH.value or batch,
-        "seq_len": SEQ_LEN.value or length,
-        "lr": lr if LR.value is None else LR.value,
-        "warmup": max(1, steps // 10) if WARMUP.value is None else WARMUP.value,
-        "clip": CLIP.value,
-        "seed": SEED.value,
+        "batch": FLAGS.batch or batch,
+        "seq_len": FLAGS.seq_len or length,
+        "lr": lr if FLAGS.lr is None else FLAGS.lr,
+        "warmup": max(1, steps // 10) if FLAGS.warmup is None else FLAGS.warmup,
+        "clip": FLAGS.clip,
+        "seed": FLAGS.seed,
     }
     training = spec.Training(**settings.training() | values | known)
     on_gpu = any(map(variants.gpu, _frameworks()))
-    dtype = DTYPES[DTYPE.value or ("bf16" if on_gpu else "f32")]
+    dtype = DTYPES[FLAGS.dtype or ("bf16" if on_gpu else "f32")]
     kinds: tuple[spec.Attention, ...] = ("nsa", "dense")
-    wanted = [kind for kind in kinds if ATTENTION.value in (kind, "both")]
+    wanted = [kind for kind in kinds if FLAGS.attention in (kind, "both")]
     plain = [
-        spec.model(MODEL.value, kind, PHI.value, gate)
+        spec.model(FLAGS.model, kind, FLAGS.phi, gate)
         for kind in wanted
-        for gate in (GATE.value if kind == "nsa" else GATE.value[:1])
+        for gate in (FLAGS.gate if kind == "nsa" else FLAGS.gate[:1])
     ]
     models = [settings.model_of(model) for model in plain]
-    name = MODEL.value if models == plain else f"{MODEL.value}-changed"
+    name = FLAGS.model if models == plain else f"{FLAGS.model}-changed"
     return [spec.Task(_named(name, model), model, training, dtype) for model in models]
 
 
@@ -288,17 +228,17 @@ def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Ba
     """Of the dataset that the flags name; what is noted of a stream lies in `folder`."""
     given = settings.data
     return data.load(
-        DATASET.value,
+        FLAGS.dataset,
         batch,
         length,
-        SEED.value,
-        size=CORPUS.value,
-        pack=PACK.value,
-        tokenizer=TOKENIZER.value,
-        column=COLUMN.value,
+        FLAGS.seed,
+        size=FLAGS.corpus_bytes,
+        pack=FLAGS.pack,
+        tokenizer=FLAGS.tokenizer,
+        column=FLAGS.text_column,
         split=given.split or "train",
         revision=given.revision,
-        buffer=BUFFER.value,
+        buffer=FLAGS.shuffle_buffer,
         notes=folder,
         cache=None if given.cache is None else Path(given.cache),
     )
@@ -321,23 +261,23 @@ def _variant(
     else:
         named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
         found = variants.nsa(framework, named, fallback, task, packed)
-        found = variants.with_ranges(found, RANGES.value, task)
+        found = variants.with_ranges(found, FLAGS.ranges, task)
     parallel = SPREAD.parallel(framework, ranks or Ranks())
     can = not parallel.compiled and not parallel.safe
-    if GRAPH.value and framework == "torch" and not can:
+    if FLAGS.graph and framework == "torch" and not can:
         raise NotImplementedError(
             "--graph captures what a process computes: --ddp_safe looks at each collective, and "
             "--compile captures nothing of its own"
         )
-    graph = can and parallel.kind == "none" if GRAPH.value is None else GRAPH.value
+    graph = can and parallel.kind == "none" if FLAGS.graph is None else FLAGS.graph
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)
 
 
 def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     """Trains every run that is not done yet; the exit status."""
-    tasks = _tasks(settings, **_of_all(BATCH_SIZE.value, ranks))
+    tasks = _tasks(settings, **_of_all(FLAGS.batch_size, ranks))
     training, dtype = tasks[0].training, tasks[0].dtype
-    kept = Path(CHECKPOINTS.value or folder / "checkpoints")
+    kept = Path(FLAGS.checkpoint_dir or folder / "checkpoints")
     batches = _batches(settings, folder, training.batch, training.seq_len)
     tasks = [settings.fitted(task, batches.vocabulary) for task in tasks]
     path = folder / "train.jsonl"
@@ -347,24 +287,24 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     packed = _are_packed(batches)
     plan = [
         loop.Run(
-            _variant(framework, task, DENSE.value, ranks, packed),
+            _variant(framework, task, FLAGS.dense, ranks, packed),
             task,
             batches,
             path,
             kept / f"{framework}-{task.model.attention}",
-            SAVE_EVERY.value,
-            COMMIT.value,
+            FLAGS.save_every,
+            FLAGS.commit,
             ranks,
             SPREAD.watched(),
-            EVALUATE_EVERY.value,
+            FLAGS.evaluate_every,
         )
         for framework in _frameworks()
         for task in tasks
     ]
     found = [each.checkpoint() for each in plan]
-    if RESUME.value and not any(found):
+    if FLAGS.resume and not any(found):
         raise ValueError(f"--resume needs a checkpoint, found none in {kept}")
-    if not RESUME.value and any(found):
+    if not FLAGS.resume and any(found):
         raise ValueError(f"{next(filter(None, found))} exists; give --resume or another folder")
     ended = curves.last(log.read(path), log.Summary) if path.exists() else {}
     with loop.Stop() as stop:
@@ -387,8 +327,8 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
                 return STOPPED
     if ranks.rank:
         return 0
-    tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
-    verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
+    tolerance = curves.TOLERANCE[dtype] if FLAGS.tolerance is None else FLAGS.tolerance
+    verdicts = curves.verdicts(log.read(path), tolerance, FLAGS.margin)
     curves.plot(log.read(path), folder / "train.png", tolerance)
     _finish(folder, verdicts)
     return 0 if all(verdict.ok for verdict in verdicts) else WRONG
@@ -396,28 +336,28 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
 
 def throughput(folder: Path, settings: TrainConfig) -> int:
     """Measures a step of every variant at every length; the exit status."""
-    numbers = [length.isdigit() and int(length) for length in LENGTHS.value]
+    numbers = [length.isdigit() and int(length) for length in FLAGS.lengths]
     if not numbers or not all(numbers):
-        raise ValueError(f"lengths must be numbers over 0, got {LENGTHS.value}")
+        raise ValueError(f"lengths must be numbers over 0, got {FLAGS.lengths}")
     path, statuses = folder / "train.jsonl", list[str]()
     with tempfile.TemporaryDirectory() as scratch:
-        for framework, length in itertools.product(_frameworks(), map(int, LENGTHS.value)):
-            batch = BATCH.value or BATCH_SIZE.value or max(1, TOKENS.value // length)
+        for framework, length in itertools.product(_frameworks(), map(int, FLAGS.lengths)):
+            batch = FLAGS.batch or FLAGS.batch_size or max(1, FLAGS.tokens // length)
             batches = _batches(settings, folder, batch, length)
             packed = _are_packed(batches)
             for task in _tasks(settings, batch=batch, seq_len=length):
                 task = settings.fitted(task, batches.vocabulary)
                 if packed:  # which records without a word are not
                     task = dataclasses.replace(task, name=f"{task.name}-documents")
-                every = DENSE.value == "all" and task.model.attention == "dense"
+                every = FLAGS.dense == "all" and task.model.attention == "dense"
                 some = []
-                for dense in variants.DENSE[framework] if every else (DENSE.value,):
+                for dense in variants.DENSE[framework] if every else (FLAGS.dense,):
                     variant = _variant(framework, task, dense, packed=packed)
-                    given = task, Path(scratch), batches, SECONDS.value
+                    given = task, Path(scratch), batches, FLAGS.row_seconds
                     heartbeat.say(f"{framework} {task.model.attention} {length}")
                     found = speed.measure(variant, *given)
                     variants.free()
-                    log.append(path, [speed.line(variant, task, COMMIT.value, found)])
+                    log.append(path, [speed.line(variant, task, FLAGS.commit, found)])
                     some.append(found["status"])
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
@@ -436,7 +376,7 @@ def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
     (folder / "train.md").write_text(text)
     print(text)
     print(f"written to {folder}")
-    if SAVE.value:
+    if FLAGS.save_records:
         device = next(x.device for x in found if isinstance(x, log.Header | log.Speed))
         log.append(records.folder_of(device) / "train.jsonl", found)
 

@@ -38,51 +38,29 @@ from .tuners import dense_crossover, threshold_check, threshold_evidence, yaml_t
 from .tuners.threshold_evidence import Evidence, Pair
 
 HEAD = "Written by `python -m bench.tune_thresholds` from records; policy is a person's."
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-RECORDS = flags.DEFINE_multi_string(
-    "records",
-    [],
-    "Files of records, or folders of them (repeatable; arguments without a flag are such too).",
-    **_own,
-)
-CSV = flags.DEFINE_multi_string(
-    "csv",
-    [],
-    "CSV files of bench.fa2 or bench.selection (repeatable).",
-    **_own,
-)
-DEVICE = flags.DEFINE_string(
-    "device",
-    None,
-    "Only rows of this device, as its driver calls it; needed for several.",
-    **_own,
-)
-MARGIN = flags.DEFINE_float(
-    "margin", 1.2, "By which factor the kernel must be faster.", lower_bound=1.0, **_own
-)
-DENSE = flags.DEFINE_multi_string(
-    "dense",
-    [],
-    "Records of whole and of dense attention (repeatable): the lengths from which NSA is faster, "
-    "which explain names.",
-    **_own,
-)
-WANTED = flags.DEFINE_multi_enum(
-    "threshold",
-    [],
-    list(policy.DECIDES),
-    "Only these (repeatable), which must have rows; default: all that have. The others stay as "
-    "they are in the file.",
-    **_own,
-)
-OUT = flags.DEFINE_string("out", None, "Folder of the file; default: configs/devices.", **_own)
-DRY = flags.DEFINE_bool("dry_run", False, "Print, and write nothing.", **_own)
-CHECK = flags.DEFINE_bool(
-    "check",
-    False,
-    "Check that choice switches where the file of --device says.",
-    **_own,
+FLAGS = cli.define(
+    flags.FlagValues(),
+    records=(
+        (),
+        "Files of records, or folders of them (repeatable; arguments without a flag are such too).",
+    ),
+    csv=((), "CSV files of bench.fa2 or bench.selection (repeatable)."),
+    device=(str, "Only rows of this device, as its driver calls it; needed for several."),
+    margin=(1.2, "By which factor the kernel must be faster.", 1.0),
+    dense=(
+        (),
+        "Records of whole and of dense attention (repeatable): the lengths from which NSA is "
+        "faster, which explain names.",
+    ),
+    threshold=(
+        (),
+        "Only these (repeatable), which must have rows; default: all that have. The others stay as "
+        "they are in the file.",
+        list(policy.DECIDES),
+    ),
+    out=(str, "Folder of the file; default: configs/devices."),
+    dry_run=(False, "Print, and write nothing."),
+    check=(False, "Check that choice switches where the file of --device says."),
 )
 
 
@@ -240,13 +218,14 @@ def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    folder = Path(OUT.value) if OUT.value else policy.FOLDER
-    files = [*RECORDS.value, *argv[1:]]
-    if CHECK.value:
-        if not DEVICE.value or files or CSV.value:
+    folder = Path(FLAGS.out) if FLAGS.out else policy.FOLDER
+    files = [*FLAGS.records, *argv[1:]]
+    if FLAGS.check:
+        if not FLAGS.device or files or FLAGS.csv:
             raise ValueError("--check reads a device's file: give --device, and no records")
-        cli.refuse_beside(CHECK, (DENSE, MARGIN, WANTED, DRY))
-        path = folder / f"{config_files.slug(DEVICE.value)}.yaml"
+        names = "dense", "margin", "threshold", "dry_run"
+        cli.refuse_beside(FLAGS["check"], map(FLAGS.__getitem__, names))
+        path = folder / f"{config_files.slug(FLAGS.device)}.yaml"
         if not path.is_file():
             raise ValueError(
                 f"no file {path}; python -m bench.tune_thresholds --records writes it"
@@ -254,27 +233,27 @@ def main(argv: Sequence[str]) -> int:
         findings = threshold_check.check(policy.read(path))
         print("\n".join(map(str, findings)))
         return int(any(not finding.ok for finding in findings))
-    if DENSE.value:
-        if files or CSV.value:
+    if FLAGS.dense:
+        if files or FLAGS.csv:
             raise ValueError("--dense stands alone: give no --records and no --csv")
-        cli.refuse_beside(DENSE, (MARGIN, WANTED))
-        return _write(folder, *_dense(DENSE.value, DEVICE.value))
-    if not files and not CSV.value:
+        cli.refuse_beside(FLAGS["dense"], (FLAGS["margin"], FLAGS["threshold"]))
+        return _write(folder, *_dense(FLAGS.dense, FLAGS.device))
+    if not files and not FLAGS.csv:
         raise ValueError("no rows: give --records FILE or --csv FILE")
     found = Evidence()
     rows = [row for path in files for row in threshold_evidence.read_records(path)]
     rows += (
-        row for path in CSV.value for row in threshold_evidence.read_csv(path, DEVICE.value)
+        row for path in FLAGS.csv for row in threshold_evidence.read_csv(path, FLAGS.device)
     )
-    found.add(rows, DEVICE.value)
-    wanted = [name for name in policy.DECIDES if name in WANTED.value]
+    found.add(rows, FLAGS.device)
+    wanted = [name for name in policy.DECIDES if name in FLAGS.threshold]
     try:
-        tuned = tune(found, wanted, MARGIN.value)
+        tuned = tune(found, wanted, FLAGS.margin)
     except ValueError:
         print("\n".join(found.left_out()), file=sys.stderr)
         raise
     (device,) = found.devices
-    print(f"device: {device}\n{report(found, tuned, MARGIN.value)}")
+    print(f"device: {device}\n{report(found, tuned, FLAGS.margin)}")
     return _write(folder, device, tuned)
 
 
@@ -307,7 +286,7 @@ def _write(folder: Path, device: str, tuned: dict[str, Any]) -> int:
         old.splitlines(), text.splitlines(), str(path), str(path), lineterm=""
     )
     print("\n" + "\n".join(change))
-    if DRY.value:
+    if FLAGS.dry_run:
         print(f"\n{path}: not written (--dry_run)")
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)

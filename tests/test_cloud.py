@@ -146,7 +146,7 @@ def test_a_training_task_starts_its_processes(path):
     train.FLAGS.unparse_flags()
     try:
         assert own(["train", *words]) == ["train"]
-        _, given, _ = config_file.read(train.CONFIG.value, train.SET.value)
+        _, given, _ = config_file.read(train.FLAGS.config, train.FLAGS.set)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()

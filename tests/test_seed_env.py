@@ -168,7 +168,7 @@ def test_its_batch_is_a_devices_micro_batch(arguments, expected):
     try:
         lines = apply({"NSA_BATCH_SIZE": "1", "NSA_ACCUM": "4"}, train.FLAGS, "train")
         assert "use --accumulate 4 (--accumulate set)" in lines[0]
-        assert (train.BATCH.value, train.BATCH_SIZE.value) == expected
+        assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
         won = (
             f"{arguments[0].partition('=')[0]} of the command line wins" if arguments else "set"
         )
@@ -225,10 +225,10 @@ def test_training_reads_config():
     train.FLAGS(["train", "--seq_len=64"])
     try:
         (line,) = apply({"CONFIG": "configs/train/tiny.yaml"}, train.FLAGS, "train")
-        assert "--config set" in line and train.CONFIG.value == "configs/train/tiny.yaml"
+        assert "--config set" in line and train.FLAGS.config == "configs/train/tiny.yaml"
         _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
         config_file.apply(values, (train.FLAGS, flags.FLAGS))
-        assert (train.BATCH_SIZE.value, train.SEQ_LEN.value, train.LR.value) == (3, 64, 3e-3)
+        assert (train.FLAGS.batch_size, train.FLAGS.seq_len, train.FLAGS.lr) == (3, 64, 3e-3)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()

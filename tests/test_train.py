@@ -623,7 +623,7 @@ def test_results_are_not_mixed(command):
     assert command(*once)[0] == 0
     with pytest.raises(ValueError, match="exists; --out must name a new folder"):
         command(*once)
-    kept = Path(train.OUT.value) / "checkpoints"
+    kept = Path(train.FLAGS.out) / "checkpoints"
     with pytest.raises(ValueError, match="exists; give --resume or another folder"):
         command(*once, f"--checkpoint_dir={kept}", folder="other")
 

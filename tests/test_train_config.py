@@ -182,8 +182,8 @@ def test_who_wins(own):
     own(["train", "--lr=0.5", "--steps=7"])
     _, values, _ = config_file.read("tiny", ["train.steps=8", "train.batch=9"])
     config_file.apply(values, (own, flags.FLAGS))
-    assert (train.LR.value, train.STEPS.value, train.BATCH.value) == (0.5, 7, 9)
-    assert train.SEQ_LEN.value == 512 and train.DATASET.value == "text"
+    assert (train.FLAGS.lr, train.FLAGS.steps, train.FLAGS.batch) == (0.5, 7, 9)
+    assert train.FLAGS.seq_len == 512 and train.FLAGS.dataset == "text"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
     own(["train", *given])
     _, values, _ = config_file.read("tiny", changes)
     config_file.apply(values, (own, flags.FLAGS))
-    assert (train.BATCH.value, train.BATCH_SIZE.value) == expected
+    assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
 
 
 SMALL = ("--framework=torch", "--attention=dense", "--batch=1", "--steps=2", "--seq_len=64")

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -40,6 +41,48 @@ log = logging.getLogger(__name__)
 flags.disclaim_key_flags()  # those defined below are of the command that asks for them
 
 
+def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagValues:
+    """Defines flags by name in `own`, by default in new values that also have `--commit`.
+
+    Args:
+      known: default, help, and perhaps a bound or what may be chosen; or the name of the flag that
+        it is another name of. The flag has the type of its default: a list is given between commas,
+        each value of a tuple by a flag of its own. A type in place of a default: None. A bound is
+        the least number, or both ends; by default 1 of integers, and 0 of others.
+    """
+    if own is None:
+        own = flags.FlagValues()
+        define_commit(own)
+    define_as: dict[type, Any] = {
+        bool: flags.DEFINE_bool,
+        list: flags.DEFINE_list,
+        str: flags.DEFINE_string,
+    }
+    define_as |= {int: flags.DEFINE_integer, float: flags.DEFINE_float}
+    for name, about in known.items():
+        if isinstance(about, str):
+            flags.DEFINE_alias(name, about, flag_values=own)
+            continue
+        default, what, *more = about
+        kind = default if isinstance(default, type) else type(default)
+        values: Any = default if default is not kind else [] if kind is tuple else None
+        how: dict[str, Any] = {"flag_values": own}
+        if kind in (int, float):
+            bound = more[0] if more else int(kind is int)
+            ends = bound if isinstance(bound, tuple) else (bound, None)
+            how |= dict(zip(("lower_bound", "upper_bound"), ends, strict=True))
+            define_as[kind](name, values, what, **how)
+        elif kind is tuple and more:
+            flags.DEFINE_multi_enum(name, [*values], [*more[0]], what, **how)
+        elif kind is tuple:
+            flags.DEFINE_multi_string(name, [*values], what, **how)
+        elif more:
+            flags.DEFINE_enum(name, values, [*more[0]], what, **how)
+        else:
+            define_as[kind](name, values, what, **how)
+    return own
+
+
 def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str | None]:
     """Defines `--commit`, which `records.environment` takes."""
     what = "The commit that this tree is a copy of; default: git's."
@@ -64,7 +107,9 @@ def _takes_lines(path: str | None) -> bool:
     return True
 
 
-def refuse_beside(mode: flags.FlagHolder, others: Iterable[flags.FlagHolder]) -> None:
+def refuse_beside(
+    mode: flags.Flag | flags.FlagHolder, others: Iterable[flags.Flag | flags.FlagHolder]
+) -> None:
     """Of a flag that changes what the command does.
 
     Raises:

@@ -21,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from absl import flags
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nsa_torch.huggingface import NSAForCausalLM
@@ -29,12 +28,6 @@ from nsa_torch.huggingface.convert import STARTS, convert
 
 from ..harness import cli, markdown, records, text
 
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-OUT = flags.DEFINE_string("out", "runs/converted", "Folder of the lines.", **_own)
-SEED = flags.DEFINE_integer(
-    "seed", 0, "Of the weights and of the order of rows.", lower_bound=0, **_own
-)
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -74,13 +67,14 @@ PRESETS = {
         length=2048, batch=8, steps=480, after=200, every=40, lr=1e-3, after_lr=2e-4,
     ),
 }  # fmt: skip
-PRESET = flags.DEFINE_enum("preset", "small", list(PRESETS), "Sizes of all.", **_own)
-FOLDER = flags.DEFINE_string(
-    "folder", None, "Whose *.py files are the text; default: the standard library's.", **_own
+FLAGS = cli.define(
+    out=("runs/converted", "Folder of the lines."),
+    seed=(0, "Of the weights and of the order of rows.", 0),
+    preset=("small", "Sizes of all.", list(PRESETS)),
+    folder=(str, "Whose *.py files are the text; default: the standard library's."),
+    steps=(int, "Of dense training."),
+    after=(int, "Of training after it."),
 )
-STEPS = flags.DEFINE_integer("steps", None, "Of dense training.", lower_bound=1, **_own)
-AFTER = flags.DEFINE_integer("after", None, "Of training after it.", lower_bound=1, **_own)
-COMMIT = cli.define_commit(FLAGS)
 
 
 def rows(
@@ -147,15 +141,15 @@ def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, 
 
 
 def main(argv: Sequence[str]) -> int:
-    path = Path(OUT.value) / "converted.jsonl"
+    path = Path(FLAGS.out) / "converted.jsonl"
     records.check_appendable(path)
-    preset = PRESETS[PRESET.value]
-    given: dict[str, Any] = {"steps": STEPS.value, "after": AFTER.value}
+    preset = PRESETS[FLAGS.preset]
+    given: dict[str, Any] = {"steps": FLAGS.steps, "after": FLAGS.after}
     preset = dataclasses.replace(preset, **{k: x for k, x in given.items() if x is not None})
-    learned, held, sha256 = rows(preset, SEED.value, FOLDER.value)
+    learned, held, sha256 = rows(preset, FLAGS.seed, FLAGS.folder)
     first = preset.steps * preset.batch
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(SEED.value)
+    torch.manual_seed(FLAGS.seed)
     shape = {name: getattr(preset, name) for name in SHAPE}
     reach = preset.nsa["num_selected"] * preset.nsa["select_block"]
     config = LlamaConfig(
@@ -166,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     dense.to(device)
     for _ in train(dense, learned[:first], preset, preset.lr):
         pass
-    about: dict[str, Any] = {"seed": SEED.value, "input_sha256": sha256}
+    about: dict[str, Any] = {"seed": FLAGS.seed, "input_sha256": sha256}
     about |= {"preset": dataclasses.asdict(preset)}
     print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
                     continue
                 found = held_out(model, held, reach)
                 line = about | {"run": run, "step": step, **found}
-                records.append(path, [records.record("converted", COMMIT.value, **line)])
+                records.append(path, [records.record("converted", FLAGS.commit, **line)])
                 cells = run, step, *(f"{x:.4f}" for x in found.values())
                 print(markdown.line(map(str, cells)), flush=True)
     return 0

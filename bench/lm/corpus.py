@@ -44,15 +44,16 @@ from nsa_core import config_files, extras
 from ..harness import cli, heartbeat, records
 from .tokens import TOGETHER, Documents, tokenizer_file
 
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
 LIST = config_files.FOLDER / "corpus" / "python.yaml"
-OUT = flags.DEFINE_string("out", None, "A new folder for the corpus.", **_own)
-WHEELS = flags.DEFINE_string(
-    "wheels", None, "Folder of wheels, filled by pip where one is missing; default: one that goes.",
-    **_own,
-)  # fmt: skip
-NAMES = flags.DEFINE_string("list", str(LIST), "The list of wheels.", **_own)
+FLAGS = cli.define(
+    flags.FlagValues(),
+    out=(str, "A new folder for the corpus."),
+    wheels=(
+        str,
+        "Folder of wheels, filled by pip where one is missing; default: one that goes.",
+    ),
+    list=(str(LIST), "The list of wheels."),
+)
 
 ABOUT, TOKENIZER, TOKENS = "corpus.json", "tokenizer.json", "tokens.xz"
 BEGIN = "<|document|>"  # token 0
@@ -338,14 +339,14 @@ def sha256(data: bytes) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if OUT.value is None:
+    if FLAGS.out is None:
         raise ValueError("--out must name the folder of the corpus, got none")
-    out = Path(OUT.value)
+    out = Path(FLAGS.out)
     if out.exists():
         raise ValueError(f"--out must name a new folder, got {out}, which exists")
-    given = wheels(NAMES.value)
+    given = wheels(FLAGS.list)
     with tempfile.TemporaryDirectory() as scratch:
-        about, tokenizer, tokens = build(given, Path(WHEELS.value or scratch))
+        about, tokenizer, tokens = build(given, Path(FLAGS.wheels or scratch))
     write(out, about, tokenizer, tokens)
     train, held_out = about["tokens"]
     print(f"{out}: {train} tokens for training, {held_out} held out")

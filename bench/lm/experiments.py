@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app
 
 from nsa_core.types import Branches
 
@@ -36,19 +36,18 @@ from . import corpus, data, log, loop, recall, spec, variants, watch
 from .data import Batches
 from .tokens import Documents
 
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-CORPUS = flags.DEFINE_string("corpus", "corpus", "What bench.lm.corpus built.", **_own)
-SEEDS = flags.DEFINE_list("seeds", None, "Default: those of the experiment.", **_own)
-RUNS = flags.DEFINE_list("runs", None, "Default: all of the experiment.", **_own)
-OUT = flags.DEFINE_string("out", "runs", "Folder of the experiments' runs.", **_own)
-JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time, of all GPUs.", lower_bound=1, **_own)
-LIMIT = flags.DEFINE_float("limit", None, "Seconds: no run begins that may end later.", **_own)
-MODEL = flags.DEFINE_enum("model", None, list(spec.MODELS), "Another model.", **_own)
-STEPS = flags.DEFINE_integer("steps", None, "Another number of steps.", lower_bound=1, **_own)
-BATCH = flags.DEFINE_integer("batch", None, "Other rows a step.", lower_bound=1, **_own)
-LENGTH = flags.DEFINE_integer("seq_len", None, "Another length of rows.", lower_bound=1, **_own)
-COMMIT = cli.define_commit(FLAGS)
+FLAGS = cli.define(
+    corpus=("corpus", "What bench.lm.corpus built."),
+    seeds=(list, "Default: those of the experiment."),
+    runs=(list, "Default: all of the experiment."),
+    out=("runs", "Folder of the experiments' runs."),
+    jobs=(1, "Runs at a time, of all GPUs."),
+    limit=(float, "Seconds: no run begins that may end later.", None),
+    model=(str, "Another model.", list(spec.MODELS)),
+    steps=(int, "Another number of steps."),
+    batch=(int, "Other rows a step."),
+    seq_len=(int, "Another length of rows."),
+)
 
 # What runs are judged by, about; at most this share of what they learn from.
 HELD_OUT_TOKENS, HELD_OUT_ROWS = 2**17, 32
@@ -434,10 +433,10 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
       ValueError: there is no such experiment, variant or seed.
     """
     changes = {
-        "model": MODEL.value,
-        "steps": STEPS.value,
-        "batch": BATCH.value,
-        "length": LENGTH.value,
+        "model": FLAGS.model,
+        "steps": FLAGS.steps,
+        "batch": FLAGS.batch,
+        "length": FLAGS.seq_len,
     }
     given: dict[str, Any] = {k: v for k, v in changes.items() if v is not None}
     found: dict[Path, Job] = {}  # experiments may have runs in common
@@ -446,19 +445,19 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
             raise ValueError(f"experiment must be one of {sorted(EXPERIMENTS)}, got {name!r}")
         at = EXPERIMENTS[name]
         setting = dataclasses.replace(SETTINGS[at.setting], **given)
-        wanted = at.runs if RUNS.value is None else RUNS.value
+        wanted = at.runs if FLAGS.runs is None else FLAGS.runs
         if not wanted or set(wanted) - VARIANTS.keys():
             raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
-        named = [*map(str, at.seeds)] if SEEDS.value is None else SEEDS.value
+        named = [*map(str, at.seeds)] if FLAGS.seeds is None else FLAGS.seeds
         if not named or not all(x.isdecimal() for x in named):
-            raise ValueError(f"--seeds must be integers from 0 on, got {SEEDS.value}")
-        text = setting.text or CORPUS.value
+            raise ValueError(f"--seeds must be integers from 0 on, got {FLAGS.seeds}")
+        text = setting.text or FLAGS.corpus
         if text != data.TEXT and not corpus.is_corpus(text):
             raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
-        end = math.inf if LIMIT.value is None else began + LIMIT.value
+        end = math.inf if FLAGS.limit is None else began + FLAGS.limit
         for seed, variant in itertools.product(map(int, named), wanted):
-            path = Path(OUT.value) / at.setting / f"{variant}-{seed}.jsonl"
-            job = Job(setting, variant, seed, text, path, COMMIT.value, JOBS.value == 1, end)
+            path = Path(FLAGS.out) / at.setting / f"{variant}-{seed}.jsonl"
+            job = Job(setting, variant, seed, text, path, FLAGS.commit, FLAGS.jobs == 1, end)
             task(job, 256, "float32")
             found[path] = job
     return [job for path, job in found.items() if not path.exists()]
@@ -485,18 +484,18 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"experiments, of {', '.join(EXPERIMENTS)}")
     todo = jobs(argv[1:], time.monotonic())
     if not todo:
-        print(f"all runs are in {OUT.value}")
+        print(f"all runs are in {FLAGS.out}")
         return exit_status.OK
     ends: list[str] = []
     with contextlib.ExitStack() as stack:
         found = map(_within_the_limit, todo)
-        if JOBS.value > 1:
+        if FLAGS.jobs > 1:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_status.NOT_MEASURED))
             context = multiprocessing.get_context("spawn")
             places = context.SimpleQueue()
-            for place in itertools.islice(itertools.cycle(gpus()), JOBS.value):
+            for place in itertools.islice(itertools.cycle(gpus()), FLAGS.jobs):
                 places.put(place)
-            pool = stack.enter_context(context.Pool(JOBS.value, take_gpu, (places,)))
+            pool = stack.enter_context(context.Pool(FLAGS.jobs, take_gpu, (places,)))
             found = pool.imap_unordered(_within_the_limit, todo)
         for job, status, seconds in found:
             print(f"{job.name}: {status}, {seconds:.0f} s", flush=True)

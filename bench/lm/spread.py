@@ -2,7 +2,7 @@
 
 from absl import flags
 
-from ..harness import launchers
+from ..harness import cli, launchers
 from . import watch
 from .parallel import KINDS, Parallel
 from .ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
@@ -17,67 +17,38 @@ class Flags:
     """Defines the flags in `values`, those of a command."""
 
     def __init__(self, values: flags.FlagValues):
-        own = {"flag_values": values}
-        self.kind = flags.DEFINE_enum(
-            "parallel",
-            "none",
-            KINDS,
-            "ddp: all weights on every device; fsdp: shards of them. torch: by torchrun.",
-            **own,
-        )
-        self.devices = flags.DEFINE_integer(
-            "devices",
-            None,
-            "Devices in all; default: torch's processes, all devices of JAX.",
-            lower_bound=1,
-            **own,
-        )
-        self.tensor = flags.DEFINE_integer(
-            "tensor", 1, "Devices that share the heads of a row (JAX).", lower_bound=1, **own
-        )
-        self.accumulate = flags.DEFINE_integer(
-            "accumulate", 1, "Micro-batches a step.", lower_bound=1, **own
-        )
-        self.compile = flags.DEFINE_bool("compile", False, "torch.compile of blocks.", **own)
-        self.safe = flags.DEFINE_bool(
-            "ddp_safe",
-            False,
-            "torch: collectives are compared between ranks before they run, and ddp looks for "
-            "weights without a gradient, whose memory is their own. Slow; for steps that hang.",
-            **own,
-        )
-        self.timeout_s = flags.DEFINE_float(
-            "timeout_s", TIMEOUT_S, "How long processes wait for each other.", **own
-        )
-        self.coordinator = flags.DEFINE_string("jax_coordinator", None, COORDINATOR_HELP, **own)
-        self.processes = flags.DEFINE_integer("jax_processes", None, "How many.", **own)
-        self.process = flags.DEFINE_integer("jax_process", None, "Which this is.", **own)
-        self.tensorboard = flags.DEFINE_bool(
-            "tensorboard", False, "Files for tensorboard in --out (extra tensorboard).", **own
-        )
-        self.csv = flags.DEFINE_bool(
-            "csv", True, "What is watched is rows of <run>.csv in --out too.", **own
-        )
-        self.heartbeat_s = flags.DEFINE_float(
-            "heartbeat_s",
-            watch.HEARTBEAT_S,
-            "Seconds between lines of heartbeat_rank<r>.jsonl.",
-            lower_bound=0,
-            **own,
-        )
-        self.watch_every = flags.DEFINE_integer(
-            "watch_every",
-            watch.EVERY,
-            "Steps between looks at gates and selection.",
-            lower_bound=1,
-            **own,
-        )
-        self.hang_s = flags.DEFINE_float(
-            "hang_s",
-            watch.HANG_S,
-            "Seconds without a step after which a process writes its stacks and ends; 0: never.",
-            lower_bound=0,
-            **own,
+        self.given = cli.define(
+            values,
+            parallel=(
+                "none",
+                "ddp: all weights on every device; fsdp: shards of them. torch: by torchrun.",
+                KINDS,
+            ),
+            devices=(int, "Devices in all; default: torch's processes, all devices of JAX."),
+            tensor=(1, "Devices that share the heads of a row (JAX)."),
+            accumulate=(1, "Micro-batches a step."),
+            compile=(False, "torch.compile of blocks."),
+            ddp_safe=(
+                False,
+                "torch: collectives are compared between ranks before they run, and ddp looks for "
+                "weights without a gradient, whose memory is their own. Slow; for steps that hang.",
+            ),
+            timeout_s=(TIMEOUT_S, "How long processes wait for each other."),
+            jax_coordinator=(str, COORDINATOR_HELP),
+            jax_processes=(int, "How many."),
+            jax_process=(int, "Which this is.", 0),
+            tensorboard=(False, "Files for tensorboard in --out (extra tensorboard)."),
+            csv=(True, "What is watched is rows of <run>.csv in --out too."),
+            heartbeat_s=(
+                watch.HEARTBEAT_S,
+                "Seconds between lines of heartbeat_rank<r>.jsonl.",
+            ),
+            watch_every=(watch.EVERY, "Steps between looks at gates and selection."),
+            hang_s=(
+                watch.HANG_S,
+                "Seconds without a step after which a process writes its stacks and ends; 0: "
+                "never.",
+            ),
         )
 
     def ranks(self, framework: str) -> Ranks:
@@ -88,11 +59,11 @@ class Flags:
             effect.
         """
         self._check(framework)
-        if self.coordinator.value is not None:
-            known = self.processes.value, self.process.value
-            return JaxRanks(self.coordinator.value, *known, self.timeout_s.value)
-        if framework == "torch" and self.kind.value != "none":
-            return TorchRanks(self.timeout_s.value, self.safe.value)
+        if self.given.jax_coordinator is not None:
+            known = self.given.jax_processes, self.given.jax_process
+            return JaxRanks(self.given.jax_coordinator, *known, self.given.timeout_s)
+        if framework == "torch" and self.given.parallel != "none":
+            return TorchRanks(self.given.timeout_s, self.given.ddp_safe)
         together = "--parallel=ddp or fsdp"
         if framework == "jax":
             launchers.check_one(f"{together} --jax_coordinator")
@@ -101,24 +72,24 @@ class Flags:
 
     def _check(self, framework: str) -> None:
         """Refuses flags that would mean nothing beside the others."""
-        coordinator, spread = self.coordinator.value, self.kind.value != "none"
+        coordinator, spread = self.given.jax_coordinator, self.given.parallel != "none"
         if coordinator is not None and framework != "jax":
             raise ValueError(f"--jax_coordinator needs --framework=jax, got {framework}")
         torch_only = {
             "--parallel": coordinator is None and spread and framework == "both",
-            "--ddp_safe": self.safe.value and framework == "jax",
-            "--compile": self.compile.value and framework == "jax",
+            "--ddp_safe": self.given.ddp_safe and framework == "jax",
+            "--compile": self.given.compile and framework == "jax",
         }
         for flag, refused in torch_only.items():
             if refused:
                 raise ValueError(f"{flag} needs --framework=torch, got {framework}")
-        if not spread and (self.safe.value or coordinator):
-            flag = "--ddp_safe" if self.safe.value else "--jax_coordinator"
+        if not spread and (self.given.ddp_safe or coordinator):
+            flag = "--ddp_safe" if self.given.ddp_safe else "--jax_coordinator"
             raise ValueError(f"{flag} needs --parallel=ddp or fsdp, got none")
-        for holder in (self.processes, self.process):
-            if holder.value is not None and coordinator is None:
-                raise ValueError(f"--{holder.name} needs --jax_coordinator")
-            if holder.value is None and coordinator not in (None, "auto"):
+        for name in ("jax_processes", "jax_process"):
+            if self.given[name].value is not None and coordinator is None:
+                raise ValueError(f"--{name} needs --jax_coordinator")
+            if self.given[name].value is None and coordinator not in (None, "auto"):
                 raise ValueError("--jax_coordinator needs --jax_processes and --jax_process")
 
     def parallel(self, framework: str, among: Ranks) -> Parallel:
@@ -127,25 +98,25 @@ class Flags:
         Raises:
           ValueError: the devices cannot be laid out so.
         """
-        devices = self.devices.value
+        devices = self.given.devices
         if devices is None:
-            devices = 1 if self.kind.value == "none" else _all(framework, among)
+            devices = 1 if self.given.parallel == "none" else _all(framework, among)
         return Parallel(
-            KINDS[KINDS.index(self.kind.value)],
+            KINDS[KINDS.index(self.given.parallel)],
             devices,
-            self.tensor.value,
-            self.accumulate.value,
-            self.compile.value and framework == "torch",
-            self.safe.value,
+            self.given.tensor,
+            self.given.accumulate,
+            self.given.compile and framework == "torch",
+            self.given.ddp_safe,
         )
 
     def watched(self) -> watch.Settings:
         return watch.Settings(
-            self.watch_every.value,
-            self.tensorboard.value,
-            self.csv.value,
-            self.heartbeat_s.value,
-            self.hang_s.value,
+            self.given.watch_every,
+            self.given.tensorboard,
+            self.given.csv,
+            self.given.heartbeat_s,
+            self.given.hang_s,
         )
 
 
