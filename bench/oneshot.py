@@ -207,10 +207,10 @@ def main(argv: Sequence[str]) -> int:
     device = environment.device_name()
     plan = load(FLAGS.plan or ("cpu" if device == "cpu" else "gpu"))
     known = [step.name for step in plan]
-    for flag in (FLAGS["only"], FLAGS["skip"]):
-        for name in flag.value:
+    for flag in ("only", "skip"):
+        for name in getattr(FLAGS, flag):
             if name not in known:
-                raise app.UsageError(f"--{flag.name} must be one of {known}, got {name!r}")
+                raise app.UsageError(f"--{flag} must be one of {known}, got {name!r}")
     hopper = device != "cpu" and any(x.hopper for x in plan) and environment.is_hopper()
     if FLAGS.list:
         print(f"device: {device}")
