@@ -4,14 +4,12 @@ The oracle knows blocks by what was written to them: a token's keys, values, que
 follow from its number and position.
 """
 
-import itertools
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core.layer import LayerSpec
 from nsa_torch import vllm
 from nsa_torch.vllm import step as vllm_step
@@ -99,36 +97,6 @@ def test_the_engines_steps_give_whole_rows(case, kv, device):
         found = out[:-PADDING].double().cpu()
         torch.testing.assert_close(found, torch.cat(wanted), rtol=rtol, atol=atol)
         assert (out[-PADDING:] == 0).all()
-
-
-def test_what_was_recorded():
-    """Chunks, decode beside prompts, cached blocks, blocks that were another's, guesses taken back,
-    rows of different few tokens: each is there.
-    """
-    plans = {case: [*map(plan, steps)] for case, steps in STEPS.items()}
-    facts = [(run.few, run.whole) for run in plans["chunks"][1].runs or ()]
-    assert facts == [(True, False), (False, False), (False, True)]
-    assert plans["chunks"][3].runs is None  # decode alone: nothing but shapes decides
-    tables = STEPS["chunks"][4]["block_table"]
-    assert tables[3][:4] == tables[1][:4]
-    together = STEPS["together"][0]
-    assert together["query_start_loc"] == [0, 2, 42, 172]  # the last fills blocks of the others
-    tables = together["block_table"]
-    assert tables[0][:2] == tables[2][:2] and tables[1][0] == tables[2][0]
-    guesses = [x.runs for x in plans["guesses"] if x.runs is not None]
-    uneven = [runs for runs in guesses if len(runs) == 1 and runs[0].few and not runs[0].even]
-    assert len(uneven) >= 4 and all(runs[0].queries <= QUERIES for runs in uneven)
-    lengths = [
-        dict(zip(map(tuple, x["block_table"]), x["seq_lens"], strict=True))
-        for x in STEPS["guesses"]
-    ]
-    pairs = itertools.pairwise(lengths)
-    assert any(b[k] < a[k] for a, b in pairs for k in a.keys() & b.keys())
-    preempted = STEPS["preempted"]
-    counts = [x["num_reqs"] for x in preempted]
-    assert counts[:3] == [1, 2, 2] and counts[-1] == 1
-    first, last = (preempted[i]["block_table"][0] for i in (0, -1))
-    assert last[2] in [*first, 5]
 
 
 @pytest.mark.parametrize(
