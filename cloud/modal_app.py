@@ -33,13 +33,7 @@ IGNORED = [".git", ".venv", "**/__pycache__", "artifacts", "bench/results", "bui
 image = (
     modal.Image.debian_slim(python_version="3.12")
     .apt_install("build-essential")
-    .add_local_file(ROOT / "pyproject.toml", f"{SOURCES}/pyproject.toml", copy=True)
-    .run_commands(
-        f'cd {SOURCES} && python -c \'import tomllib; p = tomllib.load(open("pyproject.toml", '
-        '"rb"))["project"]; e = p["optional-dependencies"]; '
-        'print(*p["dependencies"], *e["cuda13"], *e["test"], sep="\\n")\' > requirements.txt '
-        "&& pip install --requirement requirements.txt"
-    )
+    .pip_install_from_pyproject(str(ROOT / "pyproject.toml"), ["cuda13", "test"])
     .add_local_dir(ROOT, SOURCES, ignore=IGNORED)
     .add_local_python_source("cost")
 )

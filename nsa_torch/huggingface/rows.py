@@ -240,13 +240,9 @@ def _as_borders(name: str, x: Any, length: int, end: int | None = None) -> Tenso
         checks.borders(x, length, name)
         return x
     shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    if shape not in ((1, length), (length,) if name == POSITION else None):
+    if shape != (1, length):
         raise ValueError(f"{name} must have shape {(1, length)}, got {shape}")
-    if is_capturing(x.device):
-        raise NotImplementedError(
-            f"{name} is read by the host, which waits for no CUDA graph: pass {BORDERS[0]}"
-        )
-    x = x.reshape(-1).cpu()
+    x = x[0].cpu()
     if name == INDEX:
         steps = x.diff()
         if (steps < 0).any():
