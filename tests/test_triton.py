@@ -9,11 +9,11 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import nsa_interop.launch
+import numpy as np
 import pytest
 import torch
 
 import kernels_pallas
-import nsa_jax
 import nsa_torch
 from kernels_pallas.triton import capability
 from kernels_pallas.triton import tiling as tilings
@@ -26,24 +26,17 @@ from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems
-from tests.inputs import PAPER, SMALL, Case, posed, problem
+from tests.inputs import PAPER, SMALL, Case, posed
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
-from tests.paths import negated, of_torch, same
+from tests.paths import KERNELS_ON_GPU, negated, of_torch, same, steps_of_jax, steps_of_torch
 from tests.reach import NUMBERS, check_torch
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 from tests.torch_inputs import BRANCHES as BRANCH_NAMES
-from tests.torch_inputs import cu_seqlens, tensor
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
 JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
-ON_A_GPU = (
-    Case(300, 300, H=2, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16"),
-    Case(700, 700, B=1, H=16, Hkv=1, D=192, Dv=128, config=PAPER, dtype="bfloat16"),
-    Case(260, 400, B=2, H=8, Hkv=2, D=64, Dv=32, config=PAPER),
-    Case(400, 400, 6, 2, 96, 48, 1, PAPER, (200, 3, 150, -47), "bfloat16"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -334,27 +327,33 @@ def test_tiles_fit_every_architecture(kind):
             assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
 
 
+def attend(query, key, value, gates):
+    """The sum of branches, of compressed tokens that JAX makes."""
+    compressed = [reference.compress(x, config=SMALL) for x in (key, value)]
+    three = map(Branches.each, (key, value, gates))
+    return jax_triton.attention(query, *three, compressed, None, config=SMALL)
+
+
+def gradient(function):
+    loss = lambda *arrays: function(*arrays).astype(jnp.float32).sum()
+    return jax.grad(loss, argnums=(0, 1, 2, 3))
+
+
+def sizes(*batch):
+    """Of query, key, value and gates."""
+    heads = (4, 16), (2, 16), (2, 16), (4,)
+    return [jax.ShapeDtypeStruct((*batch, *x), jnp.bfloat16) for x in heads]
+
+
 @EVERYWHERE
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     """The kernels of all steps, compiled into what JAX would run on a GPU."""
-    case = Case(64, 64, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16")
-
-    def loss(query, key, value, gates):
-        pair = Branches.each(key), Branches.each(value)
-        compressed = [reference.compress(x, config=SMALL) for x in (key, value)]
-        gates = Branches.each(gates)
-        out = jax_triton.attention(query, *pair, gates, compressed, None, config=SMALL)
-        return out.astype(jnp.float32).sum()
-
-    p = problem(case)
-    arrays = p.query, p.key, p.value, p.gates[..., 0]
-    types = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in arrays]
-    gradients = jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)))
     for name in ("choose", "scores_tiling"):  # what compiles fast
         monkeypatch.setattr(tilings, name, lambda *given: tilings.Tiling(16, 16, 1, 1))
+    gradients = jax.jit(jax.vmap(gradient(attend)))
     with compiled_for((8, 0)):
-        lowered = jax.jit(gradients).trace(*types).lower(lowering_platforms=("cuda",))
+        lowered = gradients.trace(*sizes(2, 1, 64)).lower(lowering_platforms=("cuda",))
     # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
     # 3 dq, and of dk, dv 3 and the sums of two.
     assert lowered.as_text().count("@triton_kernel_call") == 6 + 10
@@ -363,61 +362,22 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
 @EVERYWHERE
 def test_shard_map_is_traced_over_heads(monkeypatch):
     """Kernels are whole on each device; nothing is compiled here."""
+    unwritten = lambda self, launch, *_: [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
     monkeypatch.setattr(jax_triton.OPS.__class__, "capability", lambda self, x: (8, 0))
     monkeypatch.setattr(jax_triton.OPS.__class__, "run", unwritten)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     by_head = jax.sharding.PartitionSpec(None, None, "heads")
-
-    def loss(query, key, value, gates):
-        def attend(query, key, value, gates):
-            pair = [reference.compress(x, config=SMALL) for x in (key, value)]
-            rest = Branches.each(gates), pair, None
-            both = Branches.each(key), Branches.each(value)
-            return jax_triton.attention(query, *both, *rest, config=SMALL)
-
-        sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
-        return sharded(query, key, value, gates).astype(jnp.float32).sum()
-
-    p = problem(Case(24, 24, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16"))
-    arrays = p.query, p.key, p.value, p.gates[..., 0]
-    found = jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2, 3)), *arrays)
-    assert [x.shape for x in found] == [x.shape for x in arrays]
-
-
-def unwritten(self, launch, *arrays):
-    return [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
+    found = jax.eval_shape(gradient(sharded), *sizes(1, 24))
+    assert [x.shape for x in found] == [x.shape for x in sizes(1, 24)]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+@pytest.mark.parametrize("case", KERNELS_ON_GPU)
 def test_both_frameworks_give_the_same_bits(case):
-    """Each tensor of its own for each branch, and compressed tokens given: what the frameworks
-    add up themselves, windows and gradients, they add in an order of their own."""
-    p = problem(case)
-    where = {"config": case.config, "segment_ids": p.segment_ids}
-    means = tuple(nsa_jax.compress(x, **where) for x in (p.key, p.value))
-    arrays = p.query, Branches.each(p.key), Branches.each(p.value), p.gates, means
-    options = {"config": case.config, "implementation": "triton"}
-
-    def found(query, key, value, gates, compressed):
-        where = {"compressed": compressed, "segment_ids": p.segment_ids}
-        return nsa_jax.attention(query, key, value, gates, **where, **options)
-
-    out, pull = jax.vjp(jax.jit(found), *arrays)
-    gradients = pull(jnp.ones_like(out))
-    leaves, tree = jax.tree.flatten(arrays)
-    tensors = [tensor(x, "cuda").requires_grad_() for x in leaves]
-    query, key, value, gates, compressed = jax.tree.unflatten(tree, tensors)
-    where = {"compressed": compressed, "cu_seqlens": cu_seqlens(case, "cuda")}
-    same = nsa_torch.attention(query, key, value, gates, **where, **options)
-    others = torch.autograd.grad(same, tensors, torch.ones_like(same), allow_unused=True)
-    assert sum(x is None for x in others) == 2  # compressed tokens are given, not made
-    assert torch.equal(tensor(out), same.detach().cpu())
-    for mine, theirs in zip(jax.tree.leaves(gradients), others, strict=True):
-        expected = (
-            torch.zeros(mine.shape, dtype=tensor(mine).dtype)
-            if theirs is None
-            else theirs.cpu()
-        )
-        assert torch.equal(tensor(mine), expected)
+    p = problems.problem(problems.CASES[case])
+    found, others = steps_of_torch(p, "triton", DEVICE), steps_of_jax(p, "triton")
+    assert found.keys() == others.keys()
+    for name, x in found.items():
+        np.testing.assert_array_equal(problems.array(x), problems.array(others[name]), name)
