@@ -69,8 +69,6 @@ def _copy(
     """Keys and values of a branch."""
     names = f"{branch}_key", f"{branch}_value"
     key, value = (getattr(cache, name) for name in names)
-    rows, width = page_table.shape
-    count = entries.per_page * width
     in_order = key.is_contiguous() and value.is_contiguous()
     if in_order and paged.append_why_not(cache) is None:
         from nsa_torch.triton_ops import TRITON_OPS
@@ -78,14 +76,13 @@ def _copy(
         scales = [getattr(cache, f"{name}_scale", None) for name in names]
         fp8 = scales[0] is not None, scales[1] is not None
         dtype = str(cache.dtype if any(fp8) else key.dtype).removeprefix("torch.")
-        sizes = rows, width, key.shape[0], key.shape[2], (key.shape[3], value.shape[3])
-        which = reach, margin, fp8, last_page
-        kernel = decode_descriptions.gather(*sizes, dtype, entries, *which)
+        which = entries, reach, margin, fp8, last_page
+        kernel = decode_descriptions.gather(key, value, page_table, dtype, *which)
         given = (lengths if x is None else x for x in scales)
         found = TRITON_OPS.run(kernel, key, value, *given, page_table, lengths)
         return found[0], found[1]
-    pages = page_table.clamp(0, cache.num_pages - 1)
-    token = torch.arange(count, device=key.device) * entries.stride
+    pages, width = page_table.clamp(0, cache.num_pages - 1), page_table.shape[1]
+    token = torch.arange(entries.per_page * width, device=key.device) * entries.stride
     size = entries.per_page * entries.stride  # tokens of a page
     end = lengths.clamp(max=width * size)[:, None]
     if last_page:

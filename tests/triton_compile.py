@@ -152,10 +152,10 @@ def decode(
     slots = lengths if fp8 else None
     triton_append.append(cache, *new, table, lengths, lengths, True, slots, ops)
     entries = paged_layout.compressed_entries(PAPER)
-    sizes = B, pages, 64, Hkv, (D, Dv), "bfloat16"
-    kernel = decode_descriptions.gather(*sizes, entries, 1 << 20, fp8=(False, fp8))
     scale = cache.compressed_value_scale if fp8 else lengths
     pair = cache.compressed_key, cache.compressed_value
+    which = table, "bfloat16", entries, 1 << 20, None, (False, fp8)
+    kernel = decode_descriptions.gather(*pair, *which)
     ops.run(kernel, *pair, lengths, scale, table, lengths)
     return ops.launches
 

@@ -11,11 +11,9 @@ GATHERED = 8192  # elements that a program copies from pages
 
 
 def gather(
-    rows: int,
-    pages: int,
-    pool: int,
-    heads: int,
-    widths: tuple[int, int],
+    key: Any,
+    value: Any,
+    page_table: Any,
     dtype: str,
     entries: Any,
     reach: int,
@@ -28,16 +26,17 @@ def gather(
     pages have, so that scores, which read whole blocks of them, need no copy.
 
     Args:
+      key, value: the pages.
       dtype: of the results, and of pages but those in `fp8`.
-      pages: of a row's table; pool: pages that there are.
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: the last tokens of a row, whose entries are copied; others are zeros.
       margin: tokens before these whose entries are zeros, others are not written; None: all are.
       last: of each row the last page alone, of raw tokens.
     """
+    (pool, _, heads, width), (rows, pages) = key.shape, page_table.shape
+    widths = width, value.shape[3]
     count = entries.per_page * (1 if last else pages)
-    key, value = (heads * width for width in widths)
-    together = max(GATHERED // power(max(key, value)), 1)
+    together = max(GATHERED // power(heads * max(widths)), 1)
     margin = pages * entries.per_page * entries.stride if margin is None else margin
     return TritonKernel.of(
         "paged_gather:gather",
@@ -45,8 +44,8 @@ def gather(
         (pages, pool, count, reach, margin),
         [Array((rows, count, heads, width), dtype) for width in widths],
         HEADS=heads,
-        KEY_WIDTH=key,
-        VALUE_WIDTH=value,
+        KEY_WIDTH=heads * width,
+        VALUE_WIDTH=heads * widths[1],
         KEY_FP8=fp8[0],
         VALUE_FP8=fp8[1],
         PER_PAGE=entries.per_page,
