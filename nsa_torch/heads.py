@@ -322,7 +322,7 @@ def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
     return capability.copies_why_not(capability_of(device), dtype) is None
 
 
-@torch.library.custom_op("nsa::split_heads", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("nsa::split_heads", mutates_args=())
 def _split(
     projection: Tensor,
     cos: Tensor,
@@ -372,7 +372,7 @@ def launch(
     TRITON_OPS.run_in_place(kernel, *written, *read)
 
 
-@torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("nsa::join_heads", mutates_args=())
 def _join(
     grads: list[Tensor],
     cos: Tensor,

@@ -29,6 +29,7 @@ SIZES = (
     Heads(4, 1, 12, 6, 3, means=1, gates=2),  # gates that fill their columns
 )
 BASE, SCALE = 100.0, 2.0
+DTYPES = ["float32"] if INTERPRETED else ["float32", "bfloat16", "float16"]
 EPS = 1e-3
 by_norms = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 by_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -90,11 +91,6 @@ def listed(apart):
     return [query, *keys, *values, *(x for x in rest if x is not None)]
 
 
-def there(arrays):
-    """Without those that have no number."""
-    return [x for x in arrays if 0 not in x.shape]
-
-
 def angles(position, sizes):
     return heads._angles(position, sizes.D, BASE, SCALE)
 
@@ -115,55 +111,6 @@ def test_heads_by_operators_of_torch(sizes, normed):
 def tolerance(position):
     """Of angles rounded to float32, for normal numbers."""
     return 4e-7 * (1 + position.max() / SCALE)
-
-
-def rows_of(sizes):
-    """A product of tokens that several programs share, the last not full; and their positions."""
-    tokens = 1 + 400 // max(sizes.D, sizes.Dv)
-    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
-    return product, position, product.reshape(2 * tokens, sizes.row)
-
-
-@kernel
-@by_norms
-@by_size
-def test_heads_by_the_kernel(sizes, normed, monkeypatch):
-    """And the way back, whose gradients, of the projection and of the norms' weights, are those of
-    torch's operators in float64.
-    """
-    if INTERPRETED:  # small tiles, so that few tokens are several programs
-        set_limits(monkeypatch, split_numbers=256)
-    product, position, rows = rows_of(sizes)
-    norms = [torch.from_numpy(x).to(DEVICE) for x in norm_weights(sizes) if normed]
-    tokens, rows = len(rows), torch.from_numpy(rows).to(DEVICE)
-    cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
-    found = [rows.new_empty(x) for x in sizes.split_shapes(tokens)]
-    heads.launch(sizes, False, rows, found, cos, sin, norms, EPS)
-    near = tolerance(position) * (3 if normed else 1)  # heads are so much longer
-    for x, y in zip(there(found), expected(product, position, sizes, normed), strict=True):
-        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), atol=near)
-
-    given = [torch.from_numpy(drawn(*x.shape, seed=i)) for i, x in enumerate(found, 1)]
-    joined, partials = rows.new_empty(rows.shape), rows.new_empty(sizes.partials(tokens))
-    back = joined, [x.to(DEVICE) for x in given], cos, -sin, norms, EPS, rows, partials
-    heads.launch(sizes, True, *back)
-    padding = sizes.gate_columns - sizes.H * sizes.gates
-    assert not joined[:, sizes.row - padding :].any()
-    exact = norms_of(sizes, torch.float64) if normed else None
-    leaf = torch.from_numpy(product).double().requires_grad_()
-    turns = {"base": BASE, "scale": SCALE, "norms": exact}
-    apart = listed(heads.split(leaf, torch.from_numpy(position), sizes, **turns))
-    pairs = zip(apart, there(given), strict=True)
-    loss = sum((x.flatten(0, 1) * g.double()).sum() for x, g in pairs)
-    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in exact or ())])
-    found = [joined.view(leaf.shape)]
-    if normed:
-        assert partials.shape[0] > 1 or not INTERPRETED
-        of_heads = partials.double().sum(dim=0)
-        found += of_heads[: sizes.H].sum(0), of_heads[sizes.H :].sum(0)
-    for x, y in zip(found, want, strict=True):
-        near = tolerance(position) * 5 * (1 if x.ndim == 3 else y.abs().max().item())
-        torch.testing.assert_close(x.double().cpu(), y, rtol=0, atol=near)
 
 
 YARN = rotation.Yarn(factor=4.0, original_max_position_embeddings=40, beta_fast=3.0)
@@ -344,48 +291,48 @@ def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
         module(x)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2])
+def waves(x):
+    return torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape)
+
+
+@kernel
+@pytest.mark.parametrize("rows", [2] if INTERPRETED else [1, 2])
 @by_norms
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @by_size
-def test_the_operator_on_a_gpu(sizes, dtype, normed, rows):
+def test_heads_by_the_kernel(sizes, dtype, normed, rows, monkeypatch):
     """Its output and gradient are those of torch's operators, and it is an operator. Of two rows
     with the same positions too.
     """
-    norms = None
-    if normed:
-        norms = [x.to("cuda") for x in norms_of(sizes, getattr(torch, dtype))]
-    product = torch.from_numpy(drawn(2, 701, sizes.row)).to("cuda", getattr(torch, dtype))
-    position = torch.arange(701 * rows, device="cuda").view(rows, 701) * 50
-    assert heads._by_kernel(product, sizes)
+    length = 701
+    if INTERPRETED:  # small tiles, so that few tokens are several programs
+        set_limits(monkeypatch, split_numbers=256)
+        length = 1 + 400 // max(sizes.D, sizes.Dv)
+    kind = getattr(torch, dtype)
+    norms = [x.to(DEVICE) for x in norms_of(sizes, kind)] if normed else None
+    product = torch.from_numpy(drawn(2, length, sizes.row)).to(DEVICE, kind)
+    position = torch.arange(length * rows, device=DEVICE).view(rows, length) * 50
+    assert INTERPRETED or heads._by_kernel(product, sizes)
     results = []
     # The kernel, the same by torch's operators, and these in float64.
-    for by_kernel, wide in ((True, None), (False, None), (False, torch.float64)):
-        leaf = product.detach().to(wide or product.dtype).requires_grad_()
-        own = norms
-        if norms is not None:
-            own = [copy.deepcopy(x).to(wide or product.dtype) for x in norms]
-        with pytest.MonkeyPatch.context() as patch:
+    for by_kernel, wide in ((True, kind), (False, kind), (False, torch.float64)):
+        leaf = product.detach().to(wide).requires_grad_()
+        own = norms and [copy.deepcopy(x).to(wide) for x in norms]
+        with monkeypatch.context() as patch:
             patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
             apart = listed(heads.split(leaf, position, sizes, norms=own))
         assert all(x.is_contiguous() and x.dtype == leaf.dtype for x in apart)
-        if by_kernel:  # which attention's kernels need
+        if by_kernel and not INTERPRETED:  # which attention's kernels need
             assert all(x.data_ptr() % 256 == 0 for x in apart)
-        weights = [
-            torch.sin(torch.arange(x.numel(), device="cuda")).view(x.shape) for x in apart
-        ]
-        loss = sum(
-            (x.to(wide or torch.float32) * w).sum() for x, w in zip(apart, weights, strict=True)
-        )
-        leaves = [leaf, *([] if own is None else [x.weight for x in own])]
+        sums = torch.promote_types(wide, torch.float32)
+        loss = sum((x.to(sums) * waves(x)).sum() for x in apart)
+        leaves = [leaf, *(x.weight for x in own or ())]
         found = [*apart, *torch.autograd.grad(loss, leaves)]
-        results.append([x.detach().double().cpu().numpy() for x in there(found)])
+        results.append([x.detach().double().cpu().numpy() for x in found if x.numel()])
     for name, (found, rough, exact) in enumerate(zip(*results, strict=True)):
         size = max(np.sqrt(np.mean(exact**2)), 1.0)
         assert_parity(str(name), found / size, exact / size, rough / size, dtype=dtype)
-    tables = (x.expand(2, -1, -1) for x in heads._angles(position, sizes.D, 10000.0, 1.0))
-    weights = [x.weight for x in norms or ()]
-    rest = weights, EPS, list(dataclasses.astuple(sizes))
-    given = product.requires_grad_(), *tables, *rest
-    torch.library.opcheck(heads._split, given)
+    if not INTERPRETED:
+        tables = (x.expand(2, -1, -1) for x in angles(position, sizes))
+        rest = [x.weight for x in norms or ()], EPS, list(dataclasses.astuple(sizes))
+        torch.library.opcheck(heads._split, (product.requires_grad_(), *tables, *rest))
