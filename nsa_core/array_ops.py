@@ -91,11 +91,13 @@ class ArrayOps(Protocol):
 
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
+      nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
       parts_stay: whether a kernel that is `in_place` leaves what it does not write of a `part`.
       has_streams: whether there is `run_beside`.
     """
 
     xp: Any
+    nn: Any
     parts_stay: bool = True
     has_streams: bool = False
 
@@ -177,6 +179,28 @@ class ArrayOps(Protocol):
     def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:
         """`x` with `count` more entries `value` at the end of `axis`."""
         ...
+
+    def product(self, subscripts: str, x: Any, y: Any) -> Any:
+        """`einsum` of two arrays, exact, in float32 at least."""
+        raise NotImplementedError
+
+    def top(self, x: Any, count: int) -> Any:
+        """The largest `count` values of the last axis, in falling order."""
+        raise NotImplementedError
+
+    def take_along(self, x: Any, index: Any) -> Any:
+        """The entries `index` of the last axis of `x`; the other axes broadcast."""
+        raise NotImplementedError
+
+    def stop_gradient(self, x: Any) -> Any:
+        """`x`, through which no gradient passes."""
+        raise NotImplementedError
+
+    def if_any(self, condition: Any, made: Callable[[], Any], otherwise: Any) -> Any:
+        """`made()` on a CPU if any `condition` holds. The host must not wait for a GPU to know it.
+        There, and if none holds, the result is `otherwise`.
+        """
+        raise NotImplementedError
 
     def take(self, pages: Any, at: tuple) -> Any:
         """`pages[at]`, of arrays of indices."""

@@ -3,6 +3,7 @@
 The arrays are either framework's; `xp` is `jax.numpy` or `torch`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,18 +118,18 @@ def refuse_repeated(indices: np.ndarray) -> None:
 
 
 def check_paged(
+    read: Callable[[Any], Any],
     query,
     key_pages,
     value_pages,
-    page_table,
-    lengths,
     block_indices,
-    block_size,
-    include,
-    starts,
-    scale,
-) -> None:
-    """Check shapes and dtypes for `paged_block_attention`; `starts` is `cu_seqlens_q`.
+    paged,
+    block_size: int,
+    include: str,
+    scale: float | None,
+) -> int:
+    """Check the arguments of `paged_block_attention`: shapes, dtypes, and numbers that are `read`.
+    Returns the block size to use.
 
     Raises:
       ValueError: an argument that nothing takes.
@@ -136,21 +137,20 @@ def check_paged(
     validate.sizes(block_size=block_size)
     validate.one_of("include", include, INCLUDES)
     validate.array("query", query, 3)
-    validate.sizes(tokens=query.shape[0], heads=query.shape[1])
-    heads, width = query.shape[1:]
+    count, heads, width = query.shape
+    validate.sizes(tokens=count, heads=heads)
     validate.array("key_pages", key_pages, (None, None, None, width), query=query)
-    axes = *key_pages.shape[:3], None
-    validate.array("value_pages", value_pages, axes, query=query)
-    validate.sizes(num_pages=key_pages.shape[0], page=key_pages.shape[1])
-    validate_paged.table(page_table, lengths)
-    validate_paged.rows("query", query.shape[0], lengths, starts)
-    kv_heads = key_pages.shape[2]
+    pool, page, kv_heads, _ = key_pages.shape
+    validate.array("value_pages", value_pages, (pool, page, kv_heads, None), query=query)
+    validate.sizes(num_pages=pool, page=page)
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"query heads must be a multiple of the pages' heads, got {heads} and {kv_heads}"
         )
-    lists("block_indices", block_indices, query.shape[:1], heads, kv_heads)
+    lists("block_indices", block_indices, (count,), heads, kv_heads)
     validate.scaling(scale)
+    validate_paged.tables(read, "query", count, paged, pool, page)
+    return within(block_size, paged[0].shape[1] * page)
 
 
 class PagedKeys(NamedTuple):
@@ -177,3 +177,47 @@ def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int)
     shape = (*lists.shape[:2], lists.shape[2] * block_size)
     rows = found.page * pages.shape[1] + found.offset
     return PagedKeys(rows.reshape(shape), (seen & found.there).reshape(shape))
+
+
+def attention_to_pages(
+    ops: ArrayOps,
+    over_queries: Callable[..., Any],
+    attend: Callable[..., tuple[Any, Any]],
+    query,
+    key_pages,
+    value_pages,
+    block_indices,
+    paged,
+    block_size: int,
+    include: str,
+    scale: float | None,
+):
+    """`(out, lse)` of the listed keys, a chunk of queries at a time.
+
+    Args:
+      over_queries: the framework's, of its `chunks`.
+      attend: returns out and lse. Its arguments are queries `[N, L, G, D]`, keys and values
+        `[N, L, S, .]`, a mask `[N, L, 1, S]` and the scale.
+    """
+    columns, (_, page, kv_heads, _) = paged[0].shape[1], key_pages.shape
+    lists, tokens = paged_lists(ops, block_indices, paged, page, block_size, include)
+    lists = for_kernels(ops, lists, 1, columns * page, block_size, kv_heads)
+    heads, number = query.shape[1], lists.shape[1]
+
+    def chunk(query, lists, row, position, page_table, *pages):
+        of, head = paged_layout.Tokens(row[0], position[0]), ops.arange(row, number)[0]
+        rows, seen = paged_keys(ops, lists[0], of, page_table, pages[0], block_size)
+        head = (head * kv_heads // number)[:, None]
+        keys, values = (
+            ops.xp.where(seen[..., None], x.reshape(-1, *x.shape[2:])[rows, head], 0)
+            for x in pages
+        )
+        grouped = query[0].reshape(-1, number, heads // number, query.shape[-1])
+        out, lse = attend(grouped, keys, values, seen[:, :, None], scale)
+        return out.reshape(1, -1, heads, out.shape[-1]), lse.reshape(1, -1, heads)
+
+    costs = number * lists.shape[2] * block_size * (query.shape[-1] + value_pages.shape[-1])
+    per_token = [x[None] for x in (query, lists, tokens.row, tokens.position)]
+    shared = paged[0], key_pages, value_pages
+    out, lse = over_queries(chunk, per_token, shared, costs * 4)
+    return out[0], lse[0]

@@ -1,8 +1,10 @@
-"""The sizes of an indexer's blocks and their checks, for both frameworks."""
+"""An indexer's blocks for both frameworks: sizes, checks, and the blocks by array operations."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_core import block_lists, validate, validate_paged
+from nsa_core import block_lists, paged_layout, selection, validate, validate_paged
+from nsa_core.array_ops import ArrayOps
 from nsa_core.config import MAX_SIZE, NSAConfig
 
 ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
@@ -51,8 +53,8 @@ def _checked(index: Index, keys: int) -> Index:
     return index
 
 
-def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Index:
-    """Check the shapes and dtypes of `paged_index_blocks`' arguments; `starts` is `cu_seqlens_q`.
+def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -> Index:
+    """Check the arguments of `paged_index_blocks`: shapes, dtypes, and numbers that are `read`.
     Returns the index to use.
 
     Raises:
@@ -60,10 +62,11 @@ def check_paged(query, pages, page_table, lengths, starts, index: Index) -> Inde
     """
     validate.queries(query, "index_query", 3)
     validate.array("index_key_pages", pages, (None, None, query.shape[2]), index_query=query)
-    validate.sizes(num_pages=pages.shape[0], keys_a_page=pages.shape[1])
-    validate_paged.table(page_table, lengths)
-    validate_paged.rows("index_query", query.shape[0], lengths, starts)
-    return _checked(index, page_table.shape[1] * pages.shape[1])
+    pool, keys = pages.shape[:2]
+    validate.sizes(num_pages=pool, keys_a_page=keys, entry=index.entry)
+    count = query.shape[0]
+    validate_paged.tables(read, "index_query", count, paged, pool, keys * index.entry)
+    return _checked(index, paged[0].shape[1] * keys)
 
 
 def check(query, key, index: Index, packed: bool) -> Index:
@@ -119,3 +122,63 @@ def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
             f"got {kv_len}"
         )
     return kv_len
+
+
+def blocks_at(
+    ops: ArrayOps,
+    over_queries: Callable[..., Any],
+    query,
+    key,
+    position,
+    key_start,
+    index: Index,
+):
+    """The lists of queries, int32 `[B, T, lists, n]`.
+
+    Args:
+      over_queries: the framework's, of its `chunks`; the keys may be cut to those that are seen.
+      position: `[B, T]`; a negative position means padding.
+      key_start: `[B, T]` of packed rows; otherwise None.
+    """
+    batch, _, heads, _ = query.shape
+    xp, packed = ops.xp, key_start is not None
+
+    def chosen(query, position, start, key):
+        rows = key.shape[1]
+        scores = ops.product("bqhd,bsd->bqhs", query, key)
+        if index.activation == "relu":
+            scores = scores.clip(0, None)
+        if index.reduce == "sum":
+            scores = scores.sum(2)[:, :, None]
+        row = ops.arange(position, rows)[0]
+        if packed:  # blocks begin with the sequence
+            local = (row + start[..., None]).clip(None, rows - 1)
+            scores = ops.take_along(scores, local[:, :, None])
+        seen = (row + 1) * index.entry <= position[..., None] + 1
+        scores = xp.where(seen[:, :, None], scores, -xp.inf)
+        # A block of the query's own may have no key yet.
+        blocks = index.num_blocks(rows) + (index.entry > 1)
+        scores = ops.pad_end(scores, 3, blocks * index.pool - rows, -xp.inf)
+        scores = xp.amax(scores.reshape(*scores.shape[:3], blocks, index.pool), -1)
+        own = (position // index.config.select_block)[..., None]
+        return selection.choose(ops, scores, own, index.config)
+
+    arrays = query, position, key_start if packed else position
+    return over_queries(chosen, arrays, (key,), batch * heads * max(key.shape[1], 1) * 8)
+
+
+def blocks_of_pages(
+    ops: ArrayOps, over_queries: Callable[..., Any], query, pages, paged, index: Index
+):
+    """`paged_index_blocks` of the keys of all rows side by side."""
+    (page_table, lengths, starts), count = paged, query.shape[0]
+    batch, columns = page_table.shape
+    lengths = lengths.clip(None, columns * pages.shape[1] * index.entry)
+    tokens = paged_layout.tokens_of(ops, lengths, starts, count)
+    key = pages[page_table.clip(0, pages.shape[0] - 1)].reshape(batch, -1, pages.shape[2])
+    longest = count // batch if starts is None else count
+    rows = paged_layout.pad_queries(ops, tokens, lengths, starts, longest)
+    position = ops.xp.where(rows.there, tokens.position[rows.token], -1)
+    found = blocks_at(ops, over_queries, query[rows.token], key, position, None, index)
+    flat = rows.flat.clip(0, batch * longest - 1)
+    return found.reshape(batch * longest, *found.shape[2:])[flat]

@@ -1,6 +1,7 @@
 """Checks of `indexer_kl`, and the keys that its plain form attends to, for both frameworks."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nsa_core import block_lists, validate
@@ -22,13 +23,74 @@ class Teacher(NamedTuple):
     scale: float
     index_scale: float
 
-    def targets(self, xp: Any, logits, lse, seen):
-        """t `[B, Q, Hi, K]` from logits `[B, Q, pairs, heads, K]` and lse `[B, Q, H]`."""
+
+class Loss(NamedTuple):
+    """Arguments of a framework's `over_queries`, which computes the loss in chunks of queries.
+
+    Attributes:
+      parts: Function with the same arguments as `chunk` that returns t and log p `[B, Q, Hi, K]`,
+        the mask of the keys, and their rows. The rows are None for all keys.
+    """
+
+    parts: Callable[..., Any]
+    chunk: Callable[..., Any]
+    chunked: Sequence[Any]
+    shared: Sequence[Any]
+    row_bytes: int
+
+
+def loss_of(
+    ops: ArrayOps,
+    teacher: Teacher,
+    query,
+    key,
+    lse,
+    block_indices,
+    where,
+    index_query,
+    index_key,
+) -> Loss:
+    """The loss `[B, Q, Hi]`. `where` is the `QueryLayout` of `indexer_kl`, which has the others."""
+    xp, pairs, listed = ops.xp, teacher.pairs, block_indices is not None
+    (batch, _, heads, width), keys = query.shape, key.shape[1]
+
+    def parts(index_query, query, lse, position, start, *rest):
+        *lists, index_key, key = rest
+        named = lists[0] if listed else None
+        seen, row = seen_keys(ops, named, position, start, teacher.block, keys)
+        scores = ops.product("bqhd,bkd->bqhk", index_query, index_key) * teacher.index_scale
+        query = query.reshape(*query.shape[:2], pairs, teacher.heads, width)
+        pair = ops.arange(position, pairs)[0]
+        head = pair * teacher.kv_heads // pairs
+        if row is None:
+            logits = ops.product("bqphd,bkpd->bqphk", query, key[:, :, head])
+        else:
+            row = xp.where(seen, row, 0)
+            # Of a query each row is named once, so that its gradient is no sum.
+            scores = ops.take_along(scores, row)
+            each = ops.arange(row, batch).reshape(-1, 1, 1, 1)
+            at = each, row[:, :, pair * row.shape[2] // pairs], head[:, None]
+            near = key[at]  # [B, Q, pairs, K, D]
+            logits = ops.product("bqphd,bqpkd->bqphk", query, near)
+        lse = ops.cast(lse, logits.dtype)
         lse = xp.where(lse == -math.inf, math.inf, lse).reshape(*logits.shape[:4], 1)
-        probs = xp.exp(logits * self.scale - lse).sum(3)
-        each = self.pairs // self.index_heads
-        probs = probs.reshape(*probs.shape[:2], self.index_heads, each, -1).sum(3)
-        return xp.where(seen, probs / (each * self.heads), 0)
+        probs, each = xp.exp(logits * teacher.scale - lse).sum(3), pairs // teacher.index_heads
+        probs = probs.reshape(*probs.shape[:2], teacher.index_heads, each, -1).sum(3)
+        t = ops.stop_gradient(xp.where(seen, probs / (each * teacher.heads), 0))
+        logp = ops.nn.log_softmax(xp.where(seen, scores, -xp.inf), -1)
+        return t, xp.where(seen, logp, 0), seen, row
+
+    def chunk(*arrays):
+        t, logp, _, _ = parts(*arrays)
+        entropy = xp.where(t > 0, t * xp.log(xp.where(t > 0, t, 1)), 0)
+        return (entropy - t * logp).sum(-1)
+
+    chunked, costs = [index_query, query, lse, where.position, where.key_start], keys * heads
+    if listed:
+        chunked.append(block_indices)
+        costs = block_indices.shape[-1] * teacher.block * pairs * (width + teacher.heads)
+        costs += keys * teacher.index_heads
+    return Loss(parts, chunk, chunked, (index_key, key), batch * costs * 4)
 
 
 def seen_keys(ops: ArrayOps, lists, position, start, block: int, keys: int):

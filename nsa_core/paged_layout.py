@@ -22,7 +22,7 @@ page's token may be its rounded value (`rounding.is_of`). Otherwise the page's t
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from nsa_core import validate
 from nsa_core.array_ops import ArrayOps
@@ -68,6 +68,13 @@ class PagedArrays:
     recent_key: Any = None
     recent_value: Any = None
     contents: Contents = dataclasses.field(default=UNSAID, kw_only=True)
+
+    @classmethod
+    def of(cls, config: NSAConfig, *arrays: Any, **fields: Any) -> Self:
+        """A cache of these arrays."""
+        cache = cls.__new__(cls)
+        PagedArrays.__init__(cache, config, *arrays, **fields)
+        return cache
 
     def __repr__(self) -> str:
         return summary(self, "selected_key", "selected_value", separate=self.separate)

@@ -1,48 +1,80 @@
-"""The blocks that a query reads, of scores: top-n, for either framework (Eq. 11)."""
+"""The blocks that a query reads, of scores: top-n, for either framework (Eqs. 9 and 11)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
+# Times the least normal number: from here on a score is exact, though terms below that are lost.
+LEAST_EXACT = 2.0**36
+
+
+def map_to_blocks(
+    ops: ArrayOps, probs: Any, num_blocks: int, config: NSAConfig, log: bool = False
+) -> Any:
+    """Eq. 9: `score[j] = sum_i w(i, j) * probs[..., i]`, `w` counting shared stride blocks.
+
+    Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
+    the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
+    `log`: logarithms are given and returned.
+    """
+    ratio = config.select_block // config.compress_stride
+    size, last = num_blocks * ratio, probs.ndim - 1
+    nothing, add = (-ops.xp.inf, ops.xp.logaddexp) if log else (0, ops.xp.add)
+    by_stride = []
+    for shift in range(config.compress_block // config.compress_stride):
+        before = ops.pad_end(probs[..., :0], last, shift, nothing)
+        moved = ops.xp.concatenate([before, probs], -1)[..., :size]
+        by_stride.append(ops.pad_end(moved, last, size - moved.shape[-1], nothing))
+    found = functools.reduce(add, by_stride).reshape(*probs.shape[:-1], num_blocks, ratio)
+    return ops.nn.logsumexp(found, -1) if log else found.sum(-1)
+
 
 def choose(
     ops: ArrayOps,
-    top: Callable[[Any, int], Any],
     scores: Any,
     own: Any,
     config: NSAConfig,
-    ranked_again: Callable[[Any, Any], Any],
+    log_scores: Callable[[], Any] | None = None,
 ) -> Any:
     """The `n` blocks among `0 .. own`, int32 `[..., n]`, ascending, -1 padding.
 
     The first `num_initial` and the last `num_local` candidates are always among them; equal
-    scores go to the lower index. No framework promises the order of ties in a top-k. Therefore only
-    its values are used: blocks above the n-th largest value are selected, and the ties with the
-    lowest indices fill the rest.
+    scores go to the lower index. No framework promises the order of ties in a top-k, so only its
+    values are used: blocks above the n-th largest value are selected, and the ties with the lowest
+    indices fill the rest.
 
     Args:
-      top: Function that returns the largest values of the last axis in descending order.
       scores: `[..., N]`.
       own: The query's own block, broadcast to `[...]`. A negative one has no candidates.
-      ranked_again: Function of the compared values and the candidates that returns other values to
-        compare. It is called if not all blocks can be selected.
+      log_scores: Function that returns the logarithms of the scores. On a CPU they order scores
+        that are not exact, if one of these would be selected and not all candidates are.
     """
     xp, num_blocks, n = ops.xp, scores.shape[-1], config.num_selected
     block, own = ops.arange(scores, num_blocks)[0], own[..., None]
     forced = (block < config.num_initial) | (block > own - config.num_local)
     candidate = block <= own
     ranked = xp.where(candidate, xp.where(forced, xp.inf, scores), -xp.inf)
-    if num_blocks > n:
-        ranked = ranked_again(ranked, candidate)
+    if num_blocks > n and log_scores is not None:
+        limits, before = xp.finfo(scores.dtype), ranked
+        least = LEAST_EXACT * float(limits.tiny)
+
+        def by_logarithm():
+            # Logarithms are below all scores. Those of 0 are above a block that is no candidate.
+            log = log_scores().clip(float(limits.min), None)
+            return xp.where((before < least) & candidate, log, before)
+
+        decides = ((ranked >= least).sum(-1) < n) & (own[..., 0] >= n)
+        ranked = ops.if_any(decides, by_logarithm, before)
     width = min(n, num_blocks)
-    floor = top(ranked, width)[..., -1:]
+    floor = ops.top(ranked, width)[..., -1:]
     above = ranked > floor
     tied = (ranked == floor) & (ranked > -xp.inf)
     room = width - above.sum(axis=-1, keepdims=True)
     chosen = above | (tied & (tied.cumsum(axis=-1) <= room))
     # The chosen blocks are distinct, so their order does not hang on ties.
-    ascending = -top(xp.where(chosen, -block, -num_blocks), width)
+    ascending = -ops.top(xp.where(chosen, -block, -num_blocks), width)
     ascending = xp.where(ascending == num_blocks, -1, ascending)
     return ops.to_int32(ops.pad_end(ascending, ascending.ndim - 1, n - width, -1))

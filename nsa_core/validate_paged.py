@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nsa_core import validate
+from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays, dtype_of, shapes
 from nsa_core.paged_runs import Run
@@ -24,14 +25,14 @@ def dtypes(dtype: str, compressed_dtype: str) -> None:
     """Check the dtypes of a cache's pages and of its compressed keys."""
     if dtype not in PAGE_DTYPES:
         raise ValueError(f"dtype must be one of {PAGE_DTYPES}, got {dtype}")
-    if dtype != FP8 and compressed_dtype != dtype:
-        raise ValueError(
-            f"compressed_dtype must be the cache's where that is not {FP8}, {dtype}, "
-            f"got {compressed_dtype}"
-        )
     if dtype == FP8 and compressed_dtype not in QUERIES:
         raise ValueError(
             f"compressed_dtype must be one of {QUERIES} in a cache of {FP8}, "
+            f"got {compressed_dtype}"
+        )
+    if dtype != FP8 and compressed_dtype != dtype:
+        raise ValueError(
+            f"compressed_dtype must be the cache's where that is not {FP8}, {dtype}, "
             f"got {compressed_dtype}"
         )
 
@@ -45,81 +46,76 @@ def copied(source, target) -> None:
 def pages(cache: PagedArrays) -> None:
     """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
     array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
-    number, _, kv_heads, key_width = cache.selected_key.shape
     array("selected_value", cache.selected_value, 4, PAGE_DTYPES)
-    value_width = cache.selected_value.shape[3]
-    dtype = dtype_name(cache.selected_key)
-    if (dtype == FP8) != cache.is_fp8:
-        raise ValueError(f"pages of {FP8}, and no others, must have scales, got {dtype}")
-    rows = cache.recent_key.shape[0] if cache.is_fp8 else 0
-    sizes = number, kv_heads, key_width, value_width, cache.config, cache.separate, rows
-    expected_shapes = shapes(*sizes)
-    compressed = dtype_name(cache.compressed_key)
+    number, _, kv_heads, key_width = cache.selected_key.shape
+    sizes = number, kv_heads, key_width, cache.selected_value.shape[3]
+    dtype, compressed = map(dtype_name, (cache.selected_key, cache.compressed_key))
     dtypes(dtype, compressed)
-    for one, two in (("sliding_key", "sliding_value"), ("raw_key", "raw_value")):
-        if (getattr(cache, one) is None) != (getattr(cache, two) is None):
-            raise ValueError(f"{one} and {two} must both be given or both be None")
-    if (cache.sliding_key is None) != (cache.raw_key is None):
-        raise ValueError("sliding_key and raw_key must both be given or both be None")
-    for name, wanted in expected_shapes.items():
+    rows = cache.recent_key.shape[0] if cache.is_fp8 else 1
+    expected = shapes(*sizes, cache.config, cache.separate, rows * (dtype == FP8))
+    for name, wanted in expected.items():
         x = getattr(cache, name)
-        if x is None and wanted is not None:
-            raise ValueError(f"{name} must be given in a cache of {dtype}, got None")
-        if x is not None and wanted is None:
-            raise ValueError(f"{name} must be None where pages are {dtype}, got an array")
-        if x is None or wanted is None:
+        if (x is None) != (wanted is None):
+            must, got = "None" if wanted is None else "given", type(x).__name__
+            raise ValueError(f"{name} must be {must} where pages are {dtype}, got {got}")
+        if wanted is None:
             continue
         array(name, x, wanted, PAGE_DTYPES)
-        expected = dtype_of(name, dtype, compressed, "float32")
-        if dtype_name(x) != expected:
-            like = "the dtype of selected_key, " if expected == dtype else ""
-            raise ValueError(f"{name} must have {like}{expected}, got {dtype_name(x)}")
+        own = dtype_of(name, dtype, compressed, "float32")
+        if dtype_name(x) != own:
+            raise ValueError(f"{name} must have dtype {own}, got {dtype_name(x)}")
 
 
-def table(page_table, lengths) -> None:
-    """`page_table` int32 `[B, M]`, `lengths` int32 `[B]`."""
-    array("page_table", page_table, 2, INDICES)
-    array("lengths", lengths, tuple(page_table.shape[:1]), INDICES)
-    validate.sizes(rows=page_table.shape[0], pages_a_row=page_table.shape[1])
-
-
-def numbers(
+def tables(
     read: Callable[[Any], np.ndarray | None],
-    page_table,
-    lengths,
-    cu_seqlens_q,
+    name: str,
     count: int,
+    paged: Sequence[Any],
     pool: int,
     size: int,
     *,
     writes: bool = False,
 ) -> None:
-    """Check the numbers of a call's tables if the host reads them: bounds of the rows, lengths that
-    include their tokens of the call, and entries of the required pages.
+    """Checks the tables of a call with `count` tokens in the array `name`. If the host reads them,
+    lengths must count the tokens of the call, and rows must have the pages that they need.
 
     Args:
-      read: an array in NumPy; None means the host does not read it.
-      count: tokens of the call.
-      pool: pages, of `size` tokens each.
-      writes: an entry below 0 is none to write to, and two rows must not write to one page.
+      paged: `page_table` int32 `[B, M]`, `lengths` int32 `[B]`, `cu_seqlens_q` int32 `[B + 1]` or
+        None.
+      read: returns an array of NumPy, or None if the host does not read it.
+      pool: number of pages, of `size` tokens each.
+      writes: whether tokens are written. An entry below 0 is then no page, and two rows must not
+        write to one page.
     """
+    page_table, lengths, cu_seqlens_q = paged
+    array("page_table", page_table, 2, INDICES)
+    array("lengths", lengths, tuple(page_table.shape[:1]), INDICES)
+    rows, pages_a_row = page_table.shape
+    validate.sizes(rows=rows, pages_a_row=pages_a_row)
     found, needed, starts = read(page_table), read(lengths), None
     if cu_seqlens_q is not None:
+        array("cu_seqlens_q", cu_seqlens_q, (rows + 1,), INDICES)
         if (starts := read(cu_seqlens_q)) is not None:
             validate.borders("cu_seqlens_q", starts.tolist(), count)
+    elif count % rows:
+        raise ValueError(
+            f"{name} must have a multiple of {rows} tokens, the rows of lengths, where "
+            f"cu_seqlens_q is None, got {count}"
+        )
+    if needed is None:
+        return
     new = None
-    if needed is not None and (cu_seqlens_q is None or starts is not None):
-        even = np.full(needed.shape, count // needed.shape[0])
-        new = even if starts is None else np.diff(starts)
+    if cu_seqlens_q is None or starts is not None:
+        new = np.full(rows, count // rows) if starts is None else np.diff(starts)
         for (row,) in np.argwhere((needed > 0) & (needed < new)):
             raise ValueError(
                 f"lengths[{row}] must be 0 or count the {new[row]} tokens of the row in this "
                 f"call, got {needed[row]}"
             )
-    if found is None or needed is None:
+    if found is None:
         return
     outside = (found >= pool) | (found < 0) & (not writes)
-    there = np.arange(found.shape[1]) * size < needed[:, None]
+    there = np.arange(pages_a_row) * size < needed[:, None]
     for row, column in np.argwhere(outside & there):
         raise ValueError(
             f"page_table[{row}, {column}] must be a page of the cache, 0..{pool - 1}, "
@@ -154,38 +150,25 @@ def runs(
     rows, pages = page_table.shape
     covered, row, token = np.zeros(rows, bool), 0, 0
     for i, run in enumerate(found):
-        at = f"runs[{i}]"
-        for name, part, before, end in (
-            ("rows", run.rows, row, rows),
-            ("tokens", run.tokens, token, tokens),
-        ):
-            if not before <= part.start <= part.stop <= end:
-                raise ValueError(
-                    f"{at}.{name} must lie within {before} and {end}, behind those of the runs "
-                    f"before and within the call's, got {part.start} to {part.stop}: runs are "
-                    "planned from this call's cu_seqlens_q"
-                )
+        fits = row <= run.rows.start <= run.rows.stop <= rows
+        fits &= token <= run.tokens.start <= run.tokens.stop <= tokens
         row, token = run.rows.stop, run.tokens.stop
-        if starts is None:
-            continue
-        own = starts[run.rows.start : run.rows.stop + 1]
-        said = int(own[0]), int(own[-1]), int(np.diff(own).max(initial=0))
-        if said != (run.tokens.start, run.tokens.stop, run.queries):
+        if fits and starts is not None:
+            own = starts[run.rows.start : row + 1]
+            new = np.diff(own)
+            at = run.tokens.start, token, run.queries
+            fits = at == (own[0], own[-1], new.max(initial=0))
+            if lengths is not None:
+                reach = lengths[run.rows]
+                columns = min(-(-int(reach.max(initial=0)) // page_size), pages)
+                fits &= run.few or columns <= run.columns
+                fits &= not (run.whole and (reach > new).any())
+                covered[run.rows] = True
+        if not fits:
             raise ValueError(
-                f"{at} must have tokens {said[0]} to {said[1]} and at most {said[2]} of a row, as "
-                f"cu_seqlens_q has, got {run.tokens.start} to {run.tokens.stop} and {run.queries}"
+                f"runs[{i}] must be planned from the cu_seqlens_q and lengths of this call, "
+                f"got {run}"
             )
-        if lengths is None:
-            continue
-        reach = lengths[run.rows]
-        before = bool((reach > np.diff(own)).any())
-        columns = 0 if run.few else min(-(-int(reach.max(initial=0)) // page_size), pages)
-        if run.columns < columns or (run.whole and before):
-            raise ValueError(
-                f"{at} must have columns={columns} at least and whole={not before}, as lengths "
-                f"have, got columns={run.columns} and whole={run.whole}"
-            )
-        covered[run.rows] = True
     if starts is not None and lengths is not None:
         for (missing,) in np.argwhere((lengths > 0) & (np.diff(starts) > 0) & ~covered):
             raise ValueError(
@@ -217,80 +200,64 @@ def longest(
     return min(max_seqlen_q, capacity)
 
 
-def slots(cache: PagedArrays, found, lengths) -> None:
-    """Check the row of `recent` of each row, int32 `[B]`. By default row `b` has the `b`-th."""
-    if found is not None:
-        array("slots", found, tuple(lengths.shape), INDICES)
-    elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
-        raise ValueError(
-            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} takes no more rows "
-            f"without slots, got {lengths.shape[0]}"
-        )
-
-
-def rows(name: str, count: int, lengths, cu_seqlens_q) -> None:
-    """`count` tokens in the rows of `lengths`."""
-    batch = lengths.shape[0]
-    if cu_seqlens_q is None:
-        if count % batch:
-            raise ValueError(
-                f"{name} must have a multiple of {batch} tokens, the rows of lengths, where "
-                f"cu_seqlens_q is None, got {count}"
-            )
-        return
-    array("cu_seqlens_q", cu_seqlens_q, (batch + 1,), INDICES)
-
-
 def new_tokens(
-    cache: PagedArrays, key: Branches, value: Branches, lengths, cu_seqlens_q
-) -> int:
-    """The number of tokens to append: keys `[N, Hkv, D]`, values `[N, Hkv, Dv]`."""
-    count = None
+    read: Callable[[Any], np.ndarray | None],
+    cache: PagedArrays,
+    key: Branches,
+    value: Branches,
+    page_table,
+    lengths,
+    cu_seqlens_q,
+    params: tuple[CompressParams, CompressParams] | None,
+    slots,
+    pool: int,
+) -> tuple[CompressParams, CompressParams]:
+    """Checks the arguments of `append`, keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`. Returns
+    `params` as a pair.
+    """
+    count, like = None, {"the cache": cache}
+    for key_name, value_name, k, v in validate.named(key, value):
+        array(key_name, k, (count, *cache.selected_key.shape[2:]), **like)
+        count = k.shape[0]
+        array(value_name, v, (count, *cache.selected_value.shape[2:]), **like)
     for kind, given in (("key", key), ("value", value)):
-        width = getattr(cache, f"selected_{kind}").shape[3]
-        one = given.compressed is given.selected is given.sliding
-        for branch, x in given._asdict().items():
-            name = kind if one else f"{kind}.{branch}"
-            array(name, x, (count, cache.kv_heads, width))
-            count = x.shape[0]
-            if x.dtype != cache.dtype:
-                raise ValueError(
-                    f"{name} must have the dtype of the cache, "
-                    f"{dtype_name(cache)}, got {dtype_name(x)}"
-                )
-        apart = any(x is not given.selected for x in given)
-        if apart and not cache.separate:
+        if not cache.separate and any(x is not given.selected for x in given):
             raise ValueError(
                 f"{kind} must be one array where the cache is not separate=True, got Branches"
             )
     assert count is not None
     validate.sizes(tokens=count)
-    rows("key", count, lengths, cu_seqlens_q)
-    return count
-
-
-def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> None:
-    """`query` `[N, H, D]`; gates `[N, H, 3]`, or `Branches` of `[N, H]`."""
-    array("query", query, (None, None, cache.selected_key.shape[3]))
-    validate.sizes(tokens=query.shape[0], heads=query.shape[1])
-    if query.dtype != cache.dtype:
+    at = page_table, lengths, cu_seqlens_q
+    tables(read, "key", count, at, pool, cache.config.select_block, writes=True)
+    if slots is not None:  # int32 `[B]`: which row of `recent` each row has
+        array("slots", slots, tuple(lengths.shape), INDICES)
+    elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
         raise ValueError(
-            f"query must have the dtype of the cache, {dtype_name(cache)}, "
-            f"got {dtype_name(query)}"
+            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} takes no more rows "
+            f"without slots, got {lengths.shape[0]}"
         )
-    if query.shape[1] % cache.kv_heads:
+    params = (None, None) if params is None else params
+    pair = key.compressed[None], value.compressed[None]
+    validate.phi_pair(params, *pair, cache.config, "params")
+    return params
+
+
+def queries(cache: PagedArrays, query, gates, scale) -> None:
+    """`query` `[N, H, D]`; gates `[N, H, 3]`, or `Branches` of `[N, H]`."""
+    array("query", query, (None, None, cache.selected_key.shape[3]), **{"the cache": cache})
+    count, heads, _ = query.shape
+    validate.sizes(tokens=count, heads=heads)
+    if heads % cache.kv_heads:
         raise ValueError(
             f"query heads must be a multiple of the cache's heads, "
-            f"got {query.shape[1]} and {cache.kv_heads}"
+            f"got {heads} and {cache.kv_heads}"
         )
     validate.scaling(scale)
-    rows("query", query.shape[0], lengths, cu_seqlens_q)
-    expected = tuple(query.shape[:2])
     if isinstance(gates, Branches):
         for name, gate in gates._asdict().items():
-            array(f"gates.{name}", gate, expected)
-        return
-    array("gates", gates, (*expected, 3))
+            array(f"gates.{name}", gate, (count, heads))
+    else:
+        array("gates", gates, (count, heads, 3))
 
 
 def paged(cache, config: NSAConfig | None = None) -> None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
     from nsa_core.config import NSAConfig
     from nsa_core.types import Branches
+    from nsa_jax import context as context
+    from nsa_jax import indexers as indexers
     from nsa_jax import nn as nn
+    from nsa_jax import pages as pages
     from nsa_jax.api import (
         attention,
         compress,
@@ -27,10 +30,8 @@ if TYPE_CHECKING:
     )
     from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
-    from nsa_jax.index_loss import indexer_kl
-    from nsa_jax.indexer import index_blocks, paged_index_blocks
-    from nsa_jax.paged import PagedCache, append
-    from nsa_jax.paged_attend import paged_attention
+    from nsa_jax.indexers import index_blocks, indexer_kl, paged_index_blocks
+    from nsa_jax.pages import PagedCache, append, paged_attention
     from nsa_jax.varlen import varlen_metadata
     from nsa_jax.warm_up import prepare
 
@@ -62,7 +63,7 @@ __all__ = [
     "varlen_metadata",
 ]
 
-_MODULES = ("debug", "nn")
+_MODULES = ("context", "debug", "indexers", "nn", "pages")
 # Programs and pickles of before there was `nsa_core` find these here.
 for _name in ("compress_params", "config", "debug", "layer", "types"):
     globals()[_name] = importlib.import_module(f"nsa_core.{_name}")
@@ -73,18 +74,18 @@ _HOMES = {
     "MLPParams": "compress_params",
     "NSACache": "cache",
     "NSAConfig": "config",
-    "PagedCache": "paged",
+    "PagedCache": "pages",
     "PoolParams": "compress_params",
     "RopeMLPParams": "compress_params",
-    "append": "paged",
+    "append": "pages",
     "block_attention": "blocks",
     "cached_attention": "cache",
-    "index_blocks": "indexer",
-    "indexer_kl": "index_loss",
+    "index_blocks": "indexers",
+    "indexer_kl": "indexers",
     "init_cache": "cache",
-    "paged_attention": "paged_attend",
+    "paged_attention": "pages",
     "paged_block_attention": "blocks",
-    "paged_index_blocks": "indexer",
+    "paged_index_blocks": "indexers",
     "prepare": "warm_up",
     "varlen_metadata": "varlen",
 }

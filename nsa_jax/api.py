@@ -198,8 +198,7 @@ def _by_branch(steps, query, key, value, gates, compressed, block_indices, **res
 
 def _gated_sum(outputs, gates, *, config, kv_len, segment_ids, scale):
     del scale  # of the branches
-    shape = gates.compressed.shape[:2]
-    where = geometry.query_layout(*shape, kv_len=kv_len, segment_ids=segment_ids, config=config)
+    where = geometry.layout_of(gates.compressed, 0, config, kv_len, segment_ids)
     return branches.combine(outputs, Branches(*zero_padding(jnp, where, *gates)))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from nsa_core import block_lists, paged_layout, validate, validate_paged
+from nsa_core import block_lists, validate
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
@@ -17,7 +17,7 @@ from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.derivatives import refuse_derivatives
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.indexer import capability, runs_on
+from nsa_jax.indexers import capability, runs_on
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import product, scale_of, softmax, weighted
 
@@ -210,27 +210,24 @@ def paged_block_attention(
         does not exist, if the host reads them.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
-    arrays = query, key_pages, value_pages, page_table, lengths, block_indices
-    block_lists.check_paged(*arrays, block_size, include, cu_seqlens_q, scale)
-    block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
-    pool, page = key_pages.shape[:2]
-    at = page_table, lengths, cu_seqlens_q, query.shape[0]
-    validate_paged.numbers(checks.read, *at, pool, page)
+    arrays = query, key_pages, value_pages, block_indices
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)  # NumPy's take no traced index
     paged = Paged(page_table, lengths, cu_seqlens_q)
+    how = block_size, include, scale
+    block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)
     if all(map(checks.is_read, (block_indices, lengths))):
-        at = paged, page, block_size, include
+        at = paged, key_pages.shape[1], block_size, include
         checks.distinct(block_lists.paged_lists(OPS, block_indices, *at)[0])
-    of = capability(), *arrays[:3], block_indices, block_size, include
+    of = capability(), *arrays, block_size, include
     name = runs_on(implementation, query, triton_paged_blocks.why_not(*of))
     run = compiled(_paged_on_triton if name == "triton" else _paged)
-    how = {"block_size": block_size, "include": include, "scale": scale}
     no_gradient = (
         "paged_block_attention has no gradient: give it jax.lax.stop_gradient of arrays"
     )
     query, *pages = refuse_derivatives(no_gradient, arrays[:3])
-    found = run(query, tuple(pages), block_indices, paged, **how)
+    options = {"block_size": block_size, "include": include, "scale": scale}
+    found = run(query, tuple(pages), block_indices, paged, **options)
     return found if return_residual else found[0]
 
 
@@ -246,36 +243,12 @@ def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, i
     return run(query, pages, block_indices, paged)
 
 
-def _paged(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
-    (key_pages, value_pages), page_table = pages, paged.page_table
-    heads, (_, page, kv_heads, _) = query.shape[1], key_pages.shape
-    how = page, block_size, include
-    lists, tokens = block_lists.paged_lists(OPS, block_indices, paged, *how)
-    sizes = page_table.shape[1] * page, block_size, kv_heads
-    lists = block_lists.for_kernels(OPS, lists, 1, *sizes)
-    number = lists.shape[1]
-    head = jnp.arange(number, dtype=jnp.int32) * kv_heads // number
-
-    def chunk(query, lists, row, position, page_table, key_pages, value_pages):
-        of = paged_layout.Tokens(row[0], position[0])
-        rows, seen = block_lists.paged_keys(
-            OPS, lists[0], of, page_table, key_pages, block_size
-        )
-        keys, values = (
-            jnp.where(seen[..., None], x.reshape(-1, *x.shape[2:])[rows, head[:, None]], 0)
-            for x in (key_pages, value_pages)
-        )
-        grouped = query[0].reshape(-1, number, heads // number, query.shape[-1])
-        logits = product("tlgd,tlsd->tlgs", grouped, keys)
+def _paged(query, pages, block_indices, paged: Paged, **how):
+    def attend(query, keys, values, seen, scale):
+        logits = product("tlgd,tlsd->tlgs", query, keys)
         logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
-        probs, lse = softmax(logits, seen[:, :, None])
-        out = weighted("tlgs,tlsd->tlgd", probs, values)
-        out = out.reshape(1, -1, heads, out.shape[-1]).astype(query.dtype)
-        return out, lse.reshape(1, -1, heads)
+        probs, lse = softmax(logits, seen)
+        return weighted("tlgs,tlsd->tlgd", probs, values).astype(query.dtype), lse
 
-    row_bytes = number * lists.shape[2] * block_size * (query.shape[-1] + value_pages.shape[-1])
-    per_token = [x[None] for x in (query, lists, tokens.row, tokens.position)]
-    shared = page_table, key_pages, value_pages
-    found = over_queries(chunk, per_token, shared, row_bytes * 4)
-    out, lse = (x[0] for x in found)
-    return out, lse
+    by = OPS, over_queries, attend, query, pages[0], pages[1]
+    return block_lists.attention_to_pages(*by, block_indices, paged, **how)

@@ -47,13 +47,7 @@ def compressed_attention(
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
     batch, length, heads, _ = query.shape
     count = compressed_key.shape[1]
-    where = geometry.query_layout(
-        batch,
-        length,
-        kv_len=length if kv_len is None else kv_len,
-        segment_ids=segment_ids,
-        config=config,
-    )
+    where = geometry.layout_of(query, length, config, kv_len, segment_ids)
 
     def chunk(query, position, start, key, value):
         local = jnp.arange(count, dtype=jnp.int32) - start[..., None]
@@ -83,16 +77,10 @@ def selected_attention(
     scale=None,
 ):
     """One softmax over the keys of the selected blocks with position `<= p`."""
-    batch, length, _, width = query.shape
+    batch, _, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     size = config.select_block
-    where = geometry.query_layout(
-        batch,
-        length,
-        kv_len=num_keys if kv_len is None else kv_len,
-        segment_ids=segment_ids,
-        config=config,
-    )
+    where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
     if num_keys < size:  # a block must fit in the array that it is sliced from
         key, value = (
             jnp.pad(x, ((0, 0), (0, size - num_keys), (0, 0), (0, 0))) for x in (key, value)
@@ -136,13 +124,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     """The last `window` keys of the sequence, the query's own included."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
-    where = geometry.query_layout(
-        batch,
-        length,
-        kv_len=num_keys if kv_len is None else kv_len,
-        segment_ids=segment_ids,
-        config=config,
-    )
+    where = geometry.layout_of(query, num_keys, config, kv_len, segment_ids)
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
     index = where.first_key[:, None] + jnp.arange(length, dtype=jnp.int32)
 

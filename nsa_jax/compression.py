@@ -83,8 +83,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         at = first + jnp.arange(count, dtype=jnp.int32)[None] * stride
         return apply_phi(jnp.concatenate(windows, axis=2), params, at)
-    starts = geometry.window_starts(segment_ids, config)
-    at = _rows(geometry.positions(segment_ids, config), jnp.maximum(starts, 0))
+    rows = geometry.packed_rows(segment_ids, config)
+    starts, at = rows.window_starts, _rows(rows.position, jnp.maximum(rows.window_starts, 0))
     out = apply_phi(windows_at(x, starts, block, stride), params, at)
     return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))
 

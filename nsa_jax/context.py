@@ -207,8 +207,8 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
         return shard.gather(jnp.concatenate(made, axis=1))[:, :count]
     if segment_ids is None:
         segment_ids = jnp.zeros((x.shape[0], shard.length), jnp.int32)
-    begin = geometry.window_starts(segment_ids, config)
-    position = geometry.positions(segment_ids, config)
+    packed = geometry.packed_rows(segment_ids, config)
+    begin, position = packed.window_starts, packed.position
     starts, slots = layouts.windows_of_chunks(JAX_OPS, begin, shard, most)
     rows = jax.vmap(lambda row, at: row[at])
     made = []

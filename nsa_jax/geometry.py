@@ -83,58 +83,45 @@ def query_layout(
         known = kv_len if isinstance(kv_len, int) else None
         own = {"packed": False, "padded": padded, "num_keys": known}
         return QueryLayout(index, start, start, first, **own)
-    position, start, slot = places(segment_ids, config)
+    rows = packed_rows(segment_ids, config)
     if isinstance(kv_len, int):
         tail = lambda x, first: x[:, kv_len - num_queries :]
     else:
         tail = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, num_queries))
-    arrays = *(tail(x, first) for x in (position, start, slot)), first
+    arrays = rows.position, rows.key_start, rows.compressed_start
+    arrays = *(tail(x, first) for x in arrays), first
     return QueryLayout(*arrays, packed=True, padded=True)
 
 
-def places(segment_ids: Segments, config: NSAConfig) -> tuple[Array, Array, Array]:
-    """`position`, `key_start` and `compressed_start` of a `QueryLayout` for each token."""
+def layout_of(query, keys: int, config: NSAConfig, kv_len, segment_ids) -> QueryLayout:
+    """That of `query` `[B, T, H, D]`; `kv_len` None means `keys`."""
+    at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
+    return query_layout(*query.shape[:2], **at, config=config)
+
+
+def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) -> PackedRows:
+    """The metadata of packed rows from their ids. XLA drops arrays that a program does not use."""
     if isinstance(segment_ids, PackedRows):
-        return segment_ids.position, segment_ids.key_start, segment_ids.compressed_start
-    position, window = _packed(segment_ids, config)
-    before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
-    start = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - jnp.maximum(position, 0)
-    return position, start, jax.vmap(lambda row, at: row[at])(before, start)
-
-
-def _packed(segment_ids, config):
-    """Per token: position in its sequence (-1: padding), and whether a window starts there."""
-    length = segment_ids.shape[1]
+        return segment_ids
+    length, count = segment_ids.shape[1], config.num_compressed(segment_ids.shape[1])
     index = jnp.arange(length, dtype=jnp.int32)
     border = segment_ids[:, 1:] != segment_ids[:, :-1]
     border = jnp.pad(border, ((0, 0), (1, 0)), constant_values=True)
-    start = lax.cummax(jnp.where(border, index, 0), axis=1)
-    position = jnp.where(segment_ids < 0, -1, index - start)
+    begin = lax.cummax(jnp.where(border, index, 0), axis=1)
+    position = jnp.where(segment_ids < 0, -1, index - begin)
     # The last token of the window is in the same sequence iff its position fits.
     reach = config.compress_block - 1
     last = jnp.pad(position, ((0, 0), (0, reach)), constant_values=-1)[:, reach:]
     window = (position % config.compress_stride == 0) & (last == position + reach)
-    return position, (window & (position >= 0)).astype(jnp.int32)
-
-
-def positions(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B S"]:
-    """The position of each token of a packed row in its sequence, -1 for padding."""
-    if isinstance(segment_ids, PackedRows):
-        return segment_ids.position
-    return _packed(segment_ids, config)[0]
-
-
-def window_starts(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B C"]:
-    """Key index of each compressed token's first token in a packed row; -1: unused slot."""
-    if isinstance(segment_ids, PackedRows):
-        return segment_ids.window_starts
-    length = segment_ids.shape[1]
-    count = config.num_compressed(length)
-    _, window = _packed(segment_ids, config)
-    slot = jnp.where(window == 1, jnp.cumsum(window, axis=1) - 1, count)
-    empty = jnp.full((count,), -1, jnp.int32)
-    index = jnp.arange(length, dtype=jnp.int32)
-    return jax.vmap(put, (None, 0, None))(empty, slot, index)
+    window = (window & (position >= 0)).astype(jnp.int32)
+    before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
+    start = index - jnp.maximum(position, 0)
+    compressed_start = jax.vmap(lambda row, at: row[at])(before, start)
+    empty, slot = jnp.full((count,), -1, jnp.int32), jnp.where(window == 1, before, count)
+    window_starts = jax.vmap(put, (None, 0, None))(empty, slot, index)
+    limits = {"max_segments": None, "max_seqlen": None} | limits
+    places = position, start, compressed_start, window_starts
+    return PackedRows(segment_ids, *places, config, **limits)
 
 
 def without_padding(x, kv_len, segment_ids):

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
-from nsa_jax.numerics import put
+from nsa_jax.numerics import product, put
 
 COMPARISONS = 2**26  # an H100 needs 5 us for them
 
 
 class JaxOps(ArrayOps):
     xp: Any = jnp
+    nn: Any = jax.nn
     parts_stay = False  # XLA may pass the address of a slice, and other memory for the output
 
     def run(self, kernel, *arrays):
@@ -70,6 +71,22 @@ class JaxOps(ArrayOps):
     def pad_end(self, x, axis, count, value):
         widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
         return jnp.pad(x, widths, constant_values=value)
+
+    def product(self, subscripts, x, y):
+        return product(subscripts, x, y)
+
+    def top(self, x, count):
+        return jax.lax.top_k(x, count)[0]
+
+    def take_along(self, x, index):
+        return jnp.take_along_axis(x, index, axis=-1)
+
+    def stop_gradient(self, x):
+        return jax.lax.stop_gradient(x)
+
+    def if_any(self, condition, made, otherwise):
+        on_cpu = lambda: jax.lax.cond(condition.any(), made, lambda: otherwise)
+        return jax.lax.platform_dependent(cpu=on_cpu, default=lambda: otherwise)
 
     def zeros(self, like, shape):
         return jnp.zeros_like(like, shape=shape)

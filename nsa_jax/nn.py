@@ -361,13 +361,8 @@ class NSAAttention(nnx.Module):
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **packed)
         batch, length, _ = x.shape
         rows = rows_of(segment_ids, varlen, spec.config, batch, length)
-        where = geometry.query_layout(
-            batch,
-            length,
-            kv_len=length if kv is None else kv.length + length,
-            segment_ids=rows,
-            config=spec.config,
-        )
+        longer = None if kv is None else kv.length + length
+        where = geometry.layout_of(x, length, spec.config, longer, rows)
         if rows is not None:
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
             x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))

@@ -71,9 +71,7 @@ class PagedCache(PagedArrays):
 
     @classmethod
     def tree_unflatten(cls, static, arrays) -> Self:
-        cache, (config, contents) = cls.__new__(cls), static
-        PagedArrays.__init__(cache, config, *arrays, contents=contents)
-        return cache
+        return cls.of(static[0], *arrays, contents=static[1])
 
     def reset(self) -> Self:
         """The cache without facts about its tokens."""
@@ -81,7 +79,7 @@ class PagedCache(PagedArrays):
 
     def holding(self, contents: Contents) -> Self:
         """The cache with these facts about its tokens."""
-        return self.tree_unflatten((self.config, contents), self.tree_flatten()[0])
+        return self.of(self.config, **self.tensors(), contents=contents)
 
     def replace(self, **arrays: jax.Array) -> Self:
         """The cache with other arrays in place of those named.
@@ -89,9 +87,8 @@ class PagedCache(PagedArrays):
         Raises:
           ValueError: shapes or dtypes that do not fit.
         """
-        cache = self.__class__.__new__(self.__class__)
-        fields = {name: getattr(self, name) for name in ARRAYS} | arrays
-        PagedArrays.__init__(cache, self.config, **fields, contents=self.contents)
+        fields = self.tensors() | arrays
+        cache = self.of(self.config, **fields, contents=self.contents)
         validate_paged.pages(cache)
         return cache
 
@@ -155,21 +152,15 @@ def append(
     """
     validate_paged.paged(cache)
     key, value = Branches.each(key), Branches.each(value)
-    validate_paged.table(page_table, lengths)
-    count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
-    validate_paged.slots(cache, slots, lengths)
-    params = (None, None) if params is None else params
-    validate.phi_pair(
-        params, key.compressed[None], value.compressed[None], cache.config, "params"
-    )
     at = page_table, lengths, cu_seqlens_q
-    sizes = count, cache.num_pages, cache.config.select_block
-    validate_paged.numbers(checks.read, *at, *sizes, writes=True)
+    params = validate_paged.new_tokens(
+        checks.read, cache, key, value, *at, params, slots, cache.num_pages
+    )
     facts = facts_of(params, made_with)
 
     def before():
         if cu_seqlens_q is None:
-            return lengths - count // lengths.shape[0]
+            return lengths - key.compressed.shape[0] // lengths.shape[0]
         return lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
 
     contents, mixed = known_contents(cache.contents, facts, before)

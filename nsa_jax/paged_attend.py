@@ -97,10 +97,12 @@ def _decide(
     implementation,
 ) -> Decided:
     """Checks a call."""
-    validate_paged.table(page_table, lengths)
-    validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    sizes = query.shape[0], cache.num_pages, cache.config.select_block
-    validate_paged.numbers(checks.read, page_table, lengths, cu_seqlens_q, *sizes)
+    validate_paged.queries(cache, query, gates, scale)
+    at, sizes = (
+        (page_table, lengths, cu_seqlens_q),
+        (cache.num_pages, cache.config.select_block),
+    )
+    validate_paged.tables(checks.read, "query", query.shape[0], at, *sizes)
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     # NumPy's arrays, which the checks could read, take no traced index.
     inputs = query, gates, cache, page_table, lengths, cu_seqlens_q

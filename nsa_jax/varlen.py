@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 
 from nsa_core import validate
 from nsa_core.config import NSAConfig
-from nsa_jax import checks, geometry
+from nsa_jax import checks
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.geometry import PackedRows
+from nsa_jax.geometry import PackedRows, packed_rows
 
 
 @any_rank
@@ -51,13 +51,7 @@ def varlen_metadata(
     validate.sizes(**{name: x for name, x in limits.items() if x is not None})
     if any(limits.values()) and checks.is_read(segment_ids):
         _check(np.asarray(segment_ids), limits)
-    return compiled(_made)(segment_ids, config=config, **limits)
-
-
-def _made(segment_ids, *, config, **limits):
-    places = geometry.places(segment_ids, config)
-    starts = geometry.window_starts(segment_ids, config)
-    return PackedRows(segment_ids, *places, starts, config=config, **limits)
+    return compiled(packed_rows)(segment_ids, config=config, **limits)
 
 
 def rows_of(

@@ -11,7 +11,6 @@ from nsa_core import extras
 extras.require("torch", "torch")
 
 from nsa_core.config import NSAConfig
-from nsa_core.paged_runs import plan_runs
 from nsa_core.types import Branches
 from nsa_torch.blocks import block_attention, paged_block_attention
 from nsa_torch.cache import NSACache, cached_attention, init_cache
@@ -25,11 +24,9 @@ from nsa_torch.functional import (
     selected_attention,
     sliding_attention,
 )
-from nsa_torch.index_loss import indexer_kl
-from nsa_torch.indexer import index_blocks, paged_index_blocks
+from nsa_torch.indexers import index_blocks, indexer_kl, paged_index_blocks
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache, append
-from nsa_torch.paged_attend import paged_attention
+from nsa_torch.pages import PagedCache, append, paged_attention, plan_runs
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 from nsa_torch.warm_up import prepare
 

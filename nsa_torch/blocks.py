@@ -1,18 +1,19 @@
 """Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
 
+import functools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nsa_core import block_lists, paged_layout, validate_paged
+from nsa_core import block_lists
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
-from nsa_torch.chunks import chunks, wide
+from nsa_torch.chunks import over_queries
 from nsa_torch.functional import Name, one_step
 from nsa_torch.geometry import geometry_of
-from nsa_torch.indexer import runs_on
+from nsa_torch.indexers import runs_on
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.plain import as_given
 from nsa_torch.sdpa import attend_rows
@@ -167,68 +168,29 @@ def paged_block_attention(
         does not exist, if the host reads them.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
-    tensors = query, key_pages, value_pages, page_table, lengths, block_indices
-    names = "query", "key_pages", "value_pages", "page_table", "lengths", "block_indices"
-    given = dict(zip(names, tensors, strict=True))
-    given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
-    checks.tensors(**given)
-    block_lists.check_paged(*tensors, block_size, include, cu_seqlens_q, scale)
-    block_size = block_lists.within(block_size, page_table.shape[1] * key_pages.shape[1])
-    pool, page = key_pages.shape[:2]
-    at = page_table, lengths, cu_seqlens_q, query.shape[0]
-    validate_paged.numbers(checks.read, *at, pool, page)
+    given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+    given |= {"block_indices": block_indices, "page_table": page_table, "lengths": lengths}
+    checks.tensors(**given, **checks.present(cu_seqlens_q=cu_seqlens_q))
+    arrays = query, key_pages, value_pages, block_indices
     paged = Paged(page_table, lengths, cu_seqlens_q)
+    how = block_size, include, scale
+    block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)
     if checks.is_read(block_indices):
-        how = paged, page, block_size, include
-        checks.distinct(block_lists.paged_lists(OPS, block_indices, *how)[0])
+        at = paged, key_pages.shape[1], block_size, include
+        checks.distinct(block_lists.paged_lists(OPS, block_indices, *at)[0])
     refuse_transforms(query, key_pages, value_pages)
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
             "paged_block_attention has no gradient: call it under no_grad"
         )
     with torch.no_grad(), as_given(query):
-        arrays = query, key_pages, value_pages, block_indices
         rest = paged, block_size, include, scale
         of = OPS.capability(query), *arrays, block_size, include
         if runs_on(implementation, query, triton_paged_blocks.why_not(*of)) == "torch":
-            out, lse = _of_gathered(*arrays, *rest)
+            attend = functools.partial(attend_rows, with_lse=True)
+            out, lse = block_lists.attention_to_pages(OPS, over_queries, attend, *arrays, *rest)
         else:
             from nsa_torch.triton_ops import TRITON_OPS
 
             out, lse = triton_paged_blocks.attention(TRITON_OPS, *arrays, *rest)
     return (out, lse) if return_residual else out
-
-
-def _of_gathered(
-    query, key_pages, value_pages, block_indices, paged, block_size, include, scale
-):
-    """`(out, lse)` of the listed keys, a chunk of queries at a time."""
-    (count, heads, _), (_, page, kv_heads, _) = query.shape, key_pages.shape
-    page_table = paged.page_table
-    how = page, block_size, include
-    lists, tokens = block_lists.paged_lists(OPS, block_indices, paged, *how)
-    sizes = page_table.shape[1] * page, block_size, kv_heads
-    lists = block_lists.for_kernels(OPS, lists, 1, *sizes)
-    head = torch.arange(lists.shape[1], device=query.device) * kv_heads // lists.shape[1]
-    out = query.new_empty(count, heads, value_pages.shape[-1])
-    lse = query.new_empty(count, heads, dtype=wide(query.dtype))
-    row_bytes = lists[0].numel() * block_size * (query.shape[-1] + out.shape[-1]) * 4
-    for part in chunks(count, row_bytes):
-        of = paged_layout.Tokens(*(x[part] for x in tokens))
-        rows, seen = block_lists.paged_keys(
-            OPS, lists[part], of, page_table, key_pages, block_size
-        )
-        keys, values = (
-            x.flatten(0, 1)[rows.long(), head[:, None]].masked_fill(~seen[..., None], 0)
-            for x in (key_pages, value_pages)
-        )
-        found = attend_rows(
-            query[part].unflatten(1, (lists.shape[1], -1)),
-            keys,
-            values,
-            seen[:, :, None],
-            scale,
-            with_lse=True,
-        )
-        out[part], lse[part] = (x.flatten(1, 2) for x in found)
-    return out, lse

@@ -31,6 +31,7 @@ from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, write_tokens
 from nsa_torch.shared import is_capturing
 from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import readable
 
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
@@ -264,7 +265,7 @@ def cached_attention(
             x = getattr(whole, f"{name}_{kind}")
             if name == "compressed":
                 x = x[:, first:slots]
-                return x if tokens else x.clone()  # kernels read from aligned addresses
+                return x if tokens else readable(x)  # a copy of several rows
             return x[:, :tokens]
 
         sliding = "sliding" if pages.separate else "selected"

@@ -6,8 +6,8 @@ torch.utils.checkpoint is not used: it would add them up in the dtype of the key
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,31 @@ def chunks(num_queries: int, row_bytes: int, most: int | None = None) -> Iterato
     size = min(size, most or size)
     for begin in range(0, num_queries, size):
         yield slice(begin, min(begin + size, num_queries))
+
+
+def over_queries(
+    body: Callable[..., Any],
+    arrays: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    row_bytes: int,
+    seen: Callable[[int], int] | None = None,
+) -> Any:
+    """`body(*chunk, *shared)` of chunks of the queries of `arrays` `[B, T, ...]`, which returns one
+    tensor or several. It has no gradient.
+
+    Args:
+      shared: `[B, S, ...]`, which every query may read.
+      row_bytes: bytes per query of the largest intermediate.
+      seen: for a number of queries, the rows of `shared` that the first of them see. None means
+        that they may see all rows.
+    """
+    found = []
+    for part in chunks(arrays[0].shape[1], row_bytes):
+        read = shared if seen is None else [x[:, : seen(part.stop)] for x in shared]
+        found.append(body(*(x[:, part] for x in arrays), *read))
+    if isinstance(found[0], Tensor):
+        return torch.cat(found, 1)
+    return [torch.cat(x, 1) for x in zip(*found, strict=True)]
 
 
 class Work(NamedTuple):

@@ -13,6 +13,7 @@ from kernels_pallas.specs.append import append as kernel_of
 from kernels_pallas.specs.append import why_not as spec_why_not
 from nsa_core.steps import mosaic_append as step
 from nsa_core.types import Branches
+from nsa_core.validate import dtype_name
 from nsa_torch.paged import PagedCache, launches_of_means
 from nsa_torch.torch_ops import capability_of, readable
 
@@ -44,8 +45,17 @@ def described(
     means: bool,
 ) -> Append:
     """The launch of a call."""
-    flags = {"ragged": cu_seqlens_q is not None, "means": means}
-    return step.described(cache, key.selected.shape[0], page_table, **flags)
+    (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
+    return step.described(
+        *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),
+        N=key.selected.shape[0],
+        B=rows,
+        pages=cache.num_pages,
+        table_pages=pages,
+        separate=cache.separate,
+        ragged=cu_seqlens_q is not None,
+        means=means,
+    )
 
 
 def append(

@@ -77,17 +77,10 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype | None = None,
         max_rows: int = MAX_ROWS,
     ):
-        is_fp8 = dtype is FP8
-        compressed_dtype = compressed_dtype or (torch.bfloat16 if is_fp8 else dtype)
-        _check_made(dtype, compressed_dtype, max_rows)
-        device = checks.device(device)
-
-        def zeros(name, shape):
-            one = paged_layout.dtype_of(name, dtype, compressed_dtype, torch.float32)
-            return torch.zeros(shape, dtype=one, device=device)
-
+        compressed_dtype = compressed_dtype or (torch.bfloat16 if dtype is FP8 else dtype)
         sizes = num_pages, kv_heads, key_width, value_width, config, separate
-        super().__init__(config, **paged_layout.allocate(zeros, *sizes, max_rows * is_fp8))
+        how = dtype, compressed_dtype, max_rows, checks.device(device)
+        super().__init__(config, **_allocated({}, *sizes, *how))
 
     @classmethod
     def view(
@@ -150,24 +143,14 @@ class PagedCache(PagedArrays):
                 "pages of float8_e4m3fn must have key_scale and value_scale, and no compressed ones"
             )
         compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
-        _check_made(key_pages.dtype, compressed_dtype, max_rows)
         given = {ARRAY_OF.get(name, name): x for name, x in given.items()}
         apart = _pages_apart(list(given.values()))
         if apart > 1:
             given = {k: _with_gaps(x, apart) for k, x in given.items()}
-            key_pages, value_pages = given["selected_key"], given["selected_value"]
-        pages, _, kv_heads, key_width = key_pages.shape
-        sizes = pages, kv_heads, key_width, value_pages.shape[3]
-        rows = max_rows if is_fp8 else 0
-        arrays: dict[str, Any] = {}
-        for name, shape in paged_layout.shapes(*sizes, config, separate, rows).items():
-            dtypes = key_pages.dtype, compressed_dtype, torch.float32
-            dtype = paged_layout.dtype_of(name, *dtypes)
-            arrays[name] = given.get(name)
-            if arrays[name] is None and shape is not None:
-                arrays[name] = torch.zeros(shape, dtype=dtype, device=key_pages.device)
-        cache = cls.__new__(cls)
-        PagedArrays.__init__(cache, config, **arrays)
+        pages, _, kv_heads, key_width = given["selected_key"].shape
+        sizes = pages, kv_heads, key_width, value_pages.shape[3], config, separate
+        how = key_pages.dtype, compressed_dtype, max_rows, key_pages.device
+        cache = cls.of(config, **_allocated(given, *sizes, *how))
         cache.apart = apart
         validate_paged.pages(cache)
         return cache
@@ -208,9 +191,7 @@ class PagedCache(PagedArrays):
             if shape is not None:
                 end = begin + math.prod(shape)
                 arrays[name], begin = memory[begin:end].view(shape), end
-        cache = cls.__new__(cls)
-        PagedArrays.__init__(cache, config, **arrays)
-        return cache
+        return cls.of(config, **arrays)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A cache with `function` applied to each tensor."""
@@ -264,13 +245,32 @@ class PagedCache(PagedArrays):
         return found[:rows]
 
 
-def _check_made(dtype: torch.dtype, compressed_dtype: torch.dtype, max_rows: int) -> None:
-    """Checks the arguments of a cache other than its sizes."""
+def _allocated(
+    given: dict[str, Any],
+    num_pages: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    config: NSAConfig,
+    separate: bool,
+    dtype: torch.dtype,
+    compressed_dtype: torch.dtype,
+    max_rows: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The arrays of a cache, zeros where they are not `given`."""
     for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype)):
         if not isinstance(x, torch.dtype):
             raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
     validate_paged.dtypes(*(str(x).removeprefix("torch.") for x in (dtype, compressed_dtype)))
     validate.sizes(max_rows=max_rows)
+
+    def zeros(name, shape):
+        one = paged_layout.dtype_of(name, dtype, compressed_dtype, torch.float32)
+        return None if name in given else torch.zeros(shape, dtype=one, device=device)
+
+    sizes = num_pages, kv_heads, key_width, value_width, config, separate
+    return paged_layout.allocate(zeros, *sizes, max_rows * (dtype is FP8)) | given
 
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
@@ -409,19 +409,12 @@ def checked_tokens(
         else Branches.each(x.resolve_neg())
         for x in (key, value)
     )
-    validate_paged.table(page_table, lengths)
-    count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
-    validate_paged.slots(cache, slots, lengths)
-    if params is None:
-        params = None, None
-    else:
-        pair = key.compressed[None], value.compressed[None]
-        validate.phi_pair(params, *pair, cache.config, "params")
+    at = page_table, lengths, cu_seqlens_q
+    params = validate_paged.new_tokens(
+        checks.read, cache, key, value, *at, params, slots, cache.own_pages
+    )
     contents = cache.contents.with_facts(facts_of(params, made_with))
     learned = checks.parameters(params, cache.selected_key, "the cache")
-    at = page_table, lengths, cu_seqlens_q
-    sizes = count, cache.own_pages, cache.config.select_block
-    validate_paged.numbers(checks.read, *at, *sizes, writes=True)
     refuse_transforms(*key, *value)
     if requires_grad(*key, *value, *learned):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")

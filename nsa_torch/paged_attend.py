@@ -351,10 +351,12 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q)
     checks.tensors(cache.selected_key, "the cache", **given)
-    validate_paged.table(page_table, lengths)
-    validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    sizes = query.shape[0], cache.own_pages, cache.config.select_block
-    validate_paged.numbers(checks.read, page_table, lengths, cu_seqlens_q, *sizes)
+    validate_paged.queries(cache, query, gates, scale)
+    at, sizes = (
+        (page_table, lengths, cu_seqlens_q),
+        (cache.own_pages, cache.config.select_block),
+    )
+    validate_paged.tables(checks.read, "query", query.shape[0], at, *sizes)
     page_table = cache.in_memory(page_table)
     gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
 from nsa_core import selection
@@ -17,11 +17,8 @@ from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of
-from nsa_torch.plain import as_given, plain
+from nsa_torch.plain import as_given
 from nsa_torch.torch_ops import TORCH_OPS
-
-# Times the least normal number: from here on a score is exact, though terms below that are lost.
-LEAST_EXACT = 2.0**36
 
 
 def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
@@ -35,7 +32,7 @@ def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]
 
 @torch.no_grad()
 def blocks_by(
-    rule: Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor],
+    rule: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor],
     query: Tensor,
     compressed_key: Tensor,
     *,
@@ -44,8 +41,8 @@ def blocks_by(
     cu_seqlens=None,
     scale=None,
 ) -> Tensor:
-    """int32 `[B, T, Hkv, n]` from a rule over scores `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]` and,
-    on a CPU, a function that returns the scores' logarithms.
+    """int32 `[B, T, Hkv, n]` from a rule over scores `[B, Q, Hkv, N]`, own blocks `[B, Q, 1]` and
+    a function that returns the scores' logarithms.
     """
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
     shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
@@ -54,9 +51,7 @@ def blocks_by(
         arguments = query, compressed_key, where, part, num_blocks, config, scale
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
         with as_given(query):
-            # No GPU is waited for to know whether logarithms decide: scores of 0 are equal there.
             log_scores = functools.partial(_scores, *arguments, log=True)
-            log_scores = log_scores if query.device.type == "cpu" else None
             indices[:, part] = rule(_scores(*arguments), own, log_scores)
     return indices
 
@@ -66,70 +61,8 @@ operators.define("select_blocks/sdpa", _select_blocks, operators.index_shapes, c
 select_blocks = operators.one_step("select_blocks/sdpa")
 
 
-@torch.no_grad()
-def block_scores(
-    query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
-) -> Tensor:
-    """Importance of every selection block (Eqs. 8-10), float32 `[B, T, Hkv, N]`."""
-    where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
-    shape = (*query.shape[:2], compressed_key.shape[2], num_blocks)
-    scores = query.new_empty(shape, dtype=wide(query.dtype))
-    for part in _parts(query, compressed_key):
-        scores[:, part] = _scores(query, compressed_key, where, part, num_blocks, config, scale)
-    return scores
-
-
-def select_from_scores(
-    scores: Tensor,
-    own: Tensor,
-    config: NSAConfig,
-    log_scores: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """`nsa_core.selection.choose`.
-
-    Args:
-      log_scores: Function that returns the logarithms of the scores, which order inexact scores. It
-        is called only if an inexact score would be chosen and not all candidates are.
-    """
-    n = config.num_selected
-
-    def ranked_again(ranked, candidate):
-        if log_scores is None:
-            return ranked
-        limits = torch.finfo(ranked.dtype)
-        least = LEAST_EXACT * limits.tiny
-        decides = ((ranked >= least).sum(dim=-1) < n) & (own >= n)
-        if plain([decides]) and not decides.any():  # what is traced has no numbers
-            return ranked
-        # Logarithms are below all scores. Those of 0 are above the value of a block that is no
-        # candidate.
-        log = log_scores().clamp_(min=limits.min)
-        return torch.where((ranked < least) & candidate, log, ranked)
-
-    return selection.choose(TORCH_OPS, _top, scores, own, config, ranked_again)
-
-
-def _top(x: Tensor, count: int) -> Tensor:
-    return x.topk(count, dim=-1).values
-
-
-def map_to_blocks(
-    probs: Tensor, num_blocks: int, config: NSAConfig, log: bool = False
-) -> Tensor:
-    """Eq. 9: `score[j] = sum_i w(i, j) * probs[..., i]`, `w` counting shared stride blocks.
-
-    Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
-    the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
-    `log`: logarithms are given and returned.
-    """
-    ratio = config.select_block // config.compress_stride
-    size, count = num_blocks * ratio, probs.shape[-1]
-    by_stride = probs.new_full((*probs.shape[:-1], size), -torch.inf if log else 0)
-    for shift in range(config.compress_block // config.compress_stride):
-        end = min(size, shift + count)
-        some, more = by_stride[..., shift:end], probs[..., : max(end - shift, 0)]
-        some.copy_(torch.logaddexp(some, more)) if log else some.add_(more)
-    return reduce(by_stride, "... (n r) -> ... n", torch.logsumexp if log else "sum", r=ratio)
+select_from_scores = functools.partial(selection.choose, TORCH_OPS)
+map_to_blocks = functools.partial(selection.map_to_blocks, TORCH_OPS)
 
 
 def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from nsa_interop.launch import ALIGNMENT, launch
 
 from nsa_core.array_ops import ArrayOps
+from nsa_torch.plain import plain
 
 FP8 = torch.float8_e4m3fn
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
@@ -16,6 +17,7 @@ INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
 
 class TorchOps(ArrayOps):
     xp: Any = torch
+    nn: Any = torch
 
     def run(self, kernel, *tensors):
         tensors = [readable(x) for x in tensors]
@@ -84,6 +86,24 @@ class TorchOps(ArrayOps):
 
     def pad_end(self, x, axis, count, value):
         return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)
+
+    def product(self, subscripts, x, y):
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        return torch.einsum(subscripts, x.to(dtype), y.to(dtype))
+
+    def top(self, x, count):
+        return x.topk(count, dim=-1).values
+
+    def take_along(self, x, index):
+        return torch.take_along_dim(x, index.long(), dim=-1)
+
+    def stop_gradient(self, x):
+        return x.detach()
+
+    def if_any(self, condition, made, otherwise):
+        # What is traced has no numbers.
+        known = plain([condition]) and not condition.any()
+        return otherwise if condition.device.type != "cpu" or known else made()
 
     def take(self, pages, at):
         # Not every version of torch indexes and copies 8-bit floats on every device.

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nsa_core import selection
 from nsa_core.config import NSAConfig
-from nsa_jax import reference, select
+from nsa_jax import reference
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_torch.torch_ops import TORCH_OPS
 
 # l, d, l': the paper's, all equal, l = d, l = l', odd sizes, stride 1.
 SIZES = [(32, 16, 64), (8, 8, 8), (4, 4, 12), (24, 4, 24), (12, 4, 24), (15, 5, 35), (2, 1, 3)]
@@ -18,15 +21,18 @@ def config_of(block, stride, select_block):
     return NSAConfig(block, stride, select_block, num_selected=3, window=7)
 
 
-def weights(module, config, length):
-    """w(i, j) [C, N] as the scores show it: in batch row `i` token `i` has probability 1."""
-    count = config.num_compressed(length)
+def weights(path, config, length):
+    """w(i, j) [C, N]: what token `i` of probability 1 gives the blocks."""
+    count, blocks = config.num_compressed(length), config.num_blocks(length)
+    if path != "reference":
+        ops = {"jax": JAX_OPS, "torch": TORCH_OPS}[path]
+        one = ops.xp.eye(count, dtype=ops.xp.float32)
+        return np.asarray(selection.map_to_blocks(ops, one, blocks, config))
     query = jnp.ones((count, 1, 1, 1), jnp.float32)
     key = 1000 * jnp.eye(count, dtype=jnp.float32)[..., None, None]
     how = {"config": config, "kv_len": length, "scale": 1.0}
-    return np.asarray(
-        jax.jit(functools.partial(module.block_scores, **how))(query, key)[:, 0, 0]
-    )
+    scores = jax.jit(functools.partial(reference.block_scores, **how))
+    return np.asarray(scores(query, key)[:, 0, 0])
 
 
 def shared_tokens(config, i, j):
@@ -43,16 +49,15 @@ def equation_9(config, i, j):
     return named.count(i + 1)
 
 
-OF_MODULES = [(select, x) for x in SIZES] + [(reference, x) for x in SIZES[4:6]]
+PATHS = [(path, x) for path in ("jax", "torch") for x in SIZES]
+PATHS += [("reference", x) for x in SIZES[4:6]]
 
 
-@pytest.mark.parametrize(
-    ("module", "sizes"), OF_MODULES, ids=lambda x: getattr(x, "__name__", str(x))
-)
-def test_weights_count_shared_stride_blocks(module, sizes):
+@pytest.mark.parametrize(("path", "sizes"), PATHS, ids=str)
+def test_weights_count_shared_stride_blocks(path, sizes):
     config = config_of(*sizes)
     length = 3 * config.select_block + config.compress_block + 1
-    got = weights(module, config, length)
+    got = weights(path, config, length)
     for (i, j), w in np.ndenumerate(got):
         assert w * config.compress_stride == shared_tokens(config, i, j)
         assert w == equation_9(config, i, j)

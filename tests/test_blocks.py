@@ -449,8 +449,7 @@ def test_large_blocks_are_several():
     """Into how many blocks kernels cut one, by its size and entries, and by its size and heads."""
     cut = (192, 21), (256, 17), (128, 16), (256, 33)
     assert [block_lists.parts_of(*x) for x in cut] == [3, 2, 1, 1]
-    halved = (128, 16), (128, 32), (128, 33), (64, 16)
-    assert [parts_of_block(*x) for x in halved] == [2, 2, 1, 1]
+    assert [parts_of_block(*x) for x in ((128, 32), (128, 33), (64, 16))] == [2, 1, 1]
 
 
 def drawn(*shapes):
@@ -495,13 +494,8 @@ def test_an_attention_that_selects_by_an_indexer():
 def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     """For a GPU that need not be there."""
     pretend.machine(monkeypatch, jax_capability=(9, 0))
-    for module in (
-        "index_loss",
-        "blocks",
-        "indexer",
-    ):  # the last is whose name the others import
-        place = f"nsa_jax.{module}.runs_on"
-        monkeypatch.setattr(place, lambda *_: "triton")
+    for module in ("blocks", "indexers"):
+        monkeypatch.setattr(f"nsa_jax.{module}.runs_on", lambda *_: "triton")
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
     whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
     with compiled_for((9, 0)):
@@ -531,12 +525,9 @@ GIVEN = {
 REFUSED = {
     "block_attention": (
         (dict(block_indices=zeros(1, 20, 2, 3).short()), "block_indices must have dtype"),
-        (dict(block_indices=ints(1, 20, 3)), "block_indices must have 4 axes"),
-        (dict(block_indices=ints(1, 19, 2, 3)), r"\[1, 20, G, n >= 1\]"),
         (dict(block_indices=ints(1, 20, 2, 0)), r"\[1, 20, G, n >= 1\]"),
         (dict(block_indices=ints(1, 20, 3, 1)), "got G=3"),
         (dict(block_indices=ints(1, 20, 0, 1)), "got G=0"),
-        (dict(block_size=0), "block_size must be an int >= 1, got 0"),
         (dict(block_size=64.0), "block_size must be an int >= 1, got 64.0"),
         (dict(include="window"), "include must be one of"),
         (dict(scale=0.0), "scale must be a positive number"),
@@ -550,19 +541,13 @@ REFUSED = {
         (dict(implementation="triton"), "needs an NVIDIA GPU"),
         (dict(query=zeros(2, 3, 8)), "multiple of the pages' heads"),
         (dict(value_pages=zeros(5, 8, 2, 8)), r"value_pages must have shape \(6, 8, 2, 8\)"),
-        (dict(page_table=zeros(2, 3)), "page_table must have dtype"),
         (dict(lengths=ints(3)), r"lengths must have shape \(2,\)"),
         (dict(block_indices=ints(2, 3, 1)), "got G=3"),
     ),
     "index_blocks": (
-        (dict(index_key=zeros(1, 40, 1, 8)), "index_key must have 3 axes"),
         (dict(index_key=zeros(1, 40, 9)), r"index_key must have shape \(1, 40, 8\)"),
-        (
-            dict(index_key=zeros(1, 40, 8).half()),
-            "index_key must have the dtype of index_query",
-        ),
+        (dict(index_key=zeros(1, 40, 8).half()), "the dtype of index_query"),
         (dict(pool=0), "pool must be an int >= 1, got 0"),
-        (dict(num_selected=0), "num_selected must be >= 1"),
         (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
         (dict(activation="gelu"), "activation must be one of"),
         (dict(reduce="mean"), "reduce must be one of"),
@@ -571,18 +556,13 @@ REFUSED = {
         (dict(implementation="sdpa"), "implementation must be one of"),
         (dict(implementation="triton", pool=20), "takes blocks of"),
         (dict(implementation="triton", pool=1), "needs an NVIDIA GPU"),
-        (dict(implementation="triton"), "needs an NVIDIA GPU"),
     ),
     "paged_index_blocks": (
-        (dict(index_query=zeros(2, 8)), "index_query must have 3 axes"),
         (dict(index_query=zeros(3, 2, 8)), "must have a multiple of 2 tokens"),
         (dict(index_query=zeros(0, 2, 8)), "must not be empty"),
         (dict(index_key_pages=zeros(6, 4, 9)), r"must have shape \(6, 4, 8\)"),
-        (dict(index_key_pages=zeros(6, 4, 8).half()), "the dtype of index_query"),
         (dict(page_table=zeros(2, 3)), "page_table must have dtype"),
-        (dict(lengths=ints(3) + 1), r"lengths must have shape \(2,\)"),
         (dict(cu_seqlens_q=ints(2)), r"cu_seqlens_q must have shape \(3,\)"),
-        (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
         (dict(reduce="mean"), "reduce must be one of"),
         (dict(entry=2**30), "entry must be at most 8388608 for 12 keys, got 1073741824"),
         (dict(implementation="mosaic"), "implementation must be one of"),
@@ -590,10 +570,8 @@ REFUSED = {
     ),
     "indexer_kl": (
         (dict(lse=zeros(1, 20, 4).half()), "lse must have dtype"),
-        (dict(lse=zeros(1, 20, 3)), r"lse must have shape \(1, 20, 4\)"),
         (dict(index_query=zeros(1, 20, 3, 8)), "got Hi=3"),
         (dict(index_key=zeros(1, 20, 8)), r"index_key must have shape \(1, 40, 8\)"),
-        (dict(index_key=zeros(1, 40, 8).half()), "index_key must have the dtype"),
         (dict(block_size=16), "block_size must be None"),
         (dict(block_indices=ints(1, 20, 2, 1)), "block_size must be an int"),
         (dict(block_indices=ints(1, 20, 4, 1), block_size=8), "got 4"),
@@ -608,12 +586,13 @@ REFUSED = {
 }
 
 
+def of_jax(given):
+    return {k: jnp.asarray(x) if isinstance(x, torch.Tensor) else x for k, x in given.items()}
+
+
 def refused(function, changed, message, nsa):
     given = GIVEN[function] | changed
-    if nsa is nsa_jax:
-        given = {
-            k: jnp.asarray(x) if isinstance(x, torch.Tensor) else x for k, x in given.items()
-        }
+    given = of_jax(given) if nsa is nsa_jax else given
     with pytest.raises((ValueError, NotImplementedError), match=message):
         getattr(nsa, function)(**given)
 
@@ -671,18 +650,14 @@ def test_a_block_named_twice(block):
     message = rf"block_indices\[0, 0, 0\] must name a block once, got block {block} twice"
     for nsa in (nsa_torch, nsa_jax):
         refused("block_attention", dict(block_indices=lists), message, nsa)
-    given = GIVEN["block_attention"] | dict(block_indices=lists)
-    given = {name: jnp.asarray(x) for name, x in given.items() if name != "block_size"}
-    jax.jit(functools.partial(nsa_jax.block_attention, block_size=16))(**given)
+    given = of_jax(GIVEN["block_attention"] | dict(block_indices=lists))
+    jax.jit(nsa_jax.block_attention, static_argnames="block_size")(**given)
 
 
 @pytest.mark.parametrize("wanted", ["query", "key_pages", "value_pages"])
 def test_pages_have_no_gradient(wanted):
     """It is an error in JAX too, no zeros; what stops it may be in a function that has one."""
-    given = {
-        k: jnp.asarray(x) if isinstance(x, torch.Tensor) else x
-        for k, x in GIVEN["paged_block_attention"].items()
-    }
+    given = of_jax(GIVEN["paged_block_attention"])
 
     def loss(x, stop=lambda x: x):
         return x.sum() + nsa_jax.paged_block_attention(**given | {wanted: stop(x)}).sum()

@@ -5,6 +5,7 @@ A call that is refused, or that fails, leaves the cache as it was.
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -56,91 +57,72 @@ PARAMS = {
 }
 
 
-class Functions:
-    """Steps of 9 tokens on a cache, by a caller that may say something else than its maker."""
+class Used:
+    """A cache of rows, or in `pages`, and steps of 9 tokens on it by functions, each of which may
+    say something else than its maker.
+    """
 
-    def __init__(self, framework, config=SMALL, traced=False, **_):
+    def __init__(self, framework, pages=False, config=SMALL, traced=False):
         self.api, self.array = FRAMEWORKS[framework]
-        self.cache, self.end = self.made(config), 0
-        self.call = self.api.cached_attention
-        if traced and framework == "jax":
-            self.call = jax.jit(self.call, static_argnames="config")
-
-    def made(self, config):
-        return self.api.init_cache(1, 40, 1, 8, 8, config=config)
+        self.framework, self.pages, self.end = framework, pages, 0
+        self.call = self.api.append if pages else self.api.cached_attention
+        if traced:
+            self.call = jax.jit(self.call, static_argnames=None if pages else "config")
+        if pages:
+            options = {"config": config, "dtype": self.ones(1).dtype}
+            self.cache = self.api.PagedCache(4, 1, 8, 8, **options)
+        else:
+            self.cache = self.api.init_cache(1, 40, 1, 8, 8, config=config)
 
     def ones(self, *shape):
         return self.array(np.ones(shape, np.float32))
 
-    def step(self, config=SMALL, kinds=("avg", "avg"), **_):
-        new = [self.ones(1, 9, 1, width) for width in (8, 8, 8, 3)]
-        params = tuple(PARAMS[kind](self.array) for kind in kinds)
-        out, self.cache = self.call(*new, self.cache, config=config, compress_params=params)
-        self.end += 9
+    def step(self, config=SMALL, kinds=("avg", "avg")):
+        params, end = tuple(PARAMS[kind](self.array) for kind in kinds), self.end + 9
+        if self.pages:
+            new = [self.ones(9, 1, 8) for _ in "kv"]
+            at = self.array(np.arange(4, dtype=np.int32)[None]), self.array(np.int32([end]))
+            found = self.call(self.cache, *new, *at, params=params)
+            self.cache = self.cache if found is None else found  # torch's appends in place
+            out = self.cache.compressed_key[0, 1]
+        else:
+            new = [self.ones(1, 9, 1, width) for width in (8, 8, 8, 3)]
+            options = {"config": config, "compress_params": params}
+            out, self.cache = self.call(*new, self.cache, **options)
+        self.end = end
         return out
 
     def reset(self):
-        found = self.cache.reset()  # torch's forgets in place
-        self.cache, self.end = self.cache if found is None else found, 0
+        self.cache, self.end = self.cache.reset() or self.cache, 0
 
 
-class Pages(Functions):
-    def made(self, config):
-        options = {"config": config, "dtype": self.ones(1).dtype}
-        return self.api.PagedCache(4, 1, 8, 8, **options)
+class OfLayer(Used):
+    """The same of a layer, on its own cache, one of functions in `rows`, or in `pages`."""
 
-    def step(self, kinds=("avg", "avg")):
-        new = [self.ones(9, 1, 8) for _ in "kv"]
-        at = (
-            self.array(np.arange(4, dtype=np.int32)[None]),
-            self.array(np.int32([self.end + 9])),
-        )
-        params = tuple(PARAMS[kind](self.array) for kind in kinds)
-        found = self.api.append(self.cache, *new, *at, params=params)
-        self.cache, self.end = self.cache if found is None else found, self.end + 9
-        return self.cache.compressed_key[0, 1]
-
-
-class Layer(Functions):
-    """`by`: a cache of functions, in place of a layer's own."""
-
-    def __init__(self, framework, by=None, **changed):
-        self.framework, self.mine = framework, changed
+    def __init__(self, framework, where="own", **changed):
+        self.mine, self.where = changed, where
         layer = layer_of(framework, **changed)
-        super().__init__(framework, layer.spec.config)
-        if by is None:
+        super().__init__(framework)
+        options, sizes = {"config": layer.spec.config, "separate": True}, (2, 8, 6)
+        if where == "own":
             self.cache = layer.init_cache(1, 40)
-
-    def made(self, config):
-        return self.api.init_cache(1, 40, 2, 8, 6, config=config, separate=True)
+        elif where == "rows":
+            self.cache = self.api.init_cache(1, 40, *sizes, **options)
+        else:
+            self.cache = nsa_torch.PagedCache(2, *sizes, **options, dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, tokens=9, **changed):
         layer = layer_of(self.framework, **(self.mine | changed))
-        out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
-        self.end += tokens
+        if self.where == "pages":
+            end, x = self.end + 1, zeros(1, 1, 24)
+            at = {"page_table": zeros(1, 1).int(), "lengths": int32([end])}
+            out = attend_pages(layer, x, zeros(1, 1) + end - 1, self.cache, **at)
+        else:
+            end = self.end + tokens
+            out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
+        self.end = end
         return out
-
-
-class LayerOnPages(Layer):
-    def __init__(self, framework, **changed):
-        super().__init__(framework, by="functions", **changed)
-
-    def made(self, config):
-        options = {"config": config, "dtype": torch.float32, "separate": True}
-        return nsa_torch.PagedCache(2, 2, 8, 6, **options)
-
-    @torch.no_grad()
-    def step(self, **changed):
-        layer, self.end = layer_of("torch", **(self.mine | changed)), self.end + 1
-        at = {"page_table": torch.zeros(1, 1).int(), "lengths": int32([self.end])}
-        try:
-            return attend_pages(
-                layer, zeros(1, 1, 24), zeros(1, 1) + self.end - 1, self.cache, **at
-            )
-        except ValueError:
-            self.end -= 1
-            raise
 
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
@@ -158,80 +140,66 @@ KINDS = [("avg", "mlp"), ("mlp", "avg"), ("mlp_pe", "mlp")]
 
 
 def other_makers():
-    """User, framework, what the cache was made with, what comes then, and the sentence."""
+    """A user, what its own steps say, what another says, the sentence, and whether an empty cache
+    is refused too.
+    """
     made = "cache must be made with {}={}, got one with {}".format
     for framework in FRAMEWORKS:
+        used, layer = (functools.partial(x, framework) for x in (Used, OfLayer))
         for name, theirs in (("compress_stride", 2), ("compress_block", 4)):
             config = dataclasses.replace(SMALL, **{name: theirs})
+            user = functools.partial(used, config=config, traced=framework == "jax")
             said = made(name, getattr(SMALL, name), theirs)
-            first = {"config": config, "traced": True}
-            yield Functions, framework, first, {"config": SMALL}, said
-        for first, then in KINDS:
+            yield user, {"config": config}, {}, said, True
+        for (first, then), pages in itertools.product(KINDS, (False, True)):
+            own, other = {"kinds": (first,) * 2}, {"kinds": (then,) * 2}
             said = made("phi_k", repr(then), repr(first))
-            yield (
-                Functions,
-                framework,
-                {"kinds": (first, "avg")},
-                {"kinds": (then, "avg")},
-                said,
-            )
-            yield Pages, framework, {"kinds": (first,) * 2}, {"kinds": (then,) * 2}, said
-        pair = {"kinds": ("avg", "mlp")}, {"kinds": ("avg", "avg")}
-        yield Functions, framework, *pair, made("phi_v", "'avg'", "'mlp'")
+            yield functools.partial(used, pages), own, other, said, False
+        yield used, {"kinds": ("avg", "mlp")}, {}, made("phi_v", "'avg'", "'mlp'"), False
         for changed in [*STORED, dict(kv="shared")]:
             ((name, value),) = changed.items()
             value = rotation.scaling(value) if name == "rope_scaling" else value
             said = made(name, repr(value), repr(getattr(layer_of(framework).spec, name)))
-            yield Layer, framework, {}, changed, said
+            yield layer, {}, changed, said, False
         for name, field, mine, theirs in (("d", "stride", 4, 8), ("l", "block", 8, 16)):
-            said = made(f"compress_{field}", mine, theirs)
-            yield Layer, framework, {name: theirs}, {name: mine}, said
-        yield (
-            Layer,
-            framework,
-            {"by": "functions"},
-            dict(rope_base=5e5),
-            made("rope_base", 5e5, ""),
-        )
+            user = functools.partial(layer, **{name: theirs})
+            yield user, {}, {name: mine}, made(f"compress_{field}", mine, theirs), True
+        user = functools.partial(layer, "rows")
+        yield user, {}, dict(rope_base=5e5), made("rope_base", 5e5, ""), False
     for changed in STORED:
-        yield LayerOnPages, "torch", {}, changed, "made with"
+        yield functools.partial(OfLayer, "torch", "pages"), {}, changed, "made with", False
 
 
-@pytest.mark.parametrize(("user", "framework", "first", "then", "said"), [*other_makers()])
-def test_a_cache_of_another_maker_is_refused(user, framework, first, then, said):
+@pytest.mark.parametrize(("user", "own", "other", "said", "of_config"), [*other_makers()])
+def test_a_cache_of_another_maker_is_refused(user, own, other, said, of_config):
     """Nothing is lost: the one that filled it goes on, and an empty one is anybody's."""
-    of_config = not first.keys().isdisjoint(["config", "d", "l"])
-    used = user(framework, **first)
-    own = first if user in (Functions, Pages) else {}
+    used = user()
     refused = functools.partial(pytest.raises, ValueError, match=re.escape(said))
     if of_config:
         with refused():
-            used.step(**then)
+            used.step(**other)
     used.step(**own)
     with refused():
-        used.step(**then)
+        used.step(**other)
     assert np.isfinite(np.asarray(used.step(**own))).all()
-    if not of_config and (framework == "torch" or user is not Layer):
+    if not of_config and (used.framework == "torch" or type(used) is Used):
         used.reset()
-        assert np.isfinite(np.asarray(used.step(**then))).all()
+        assert np.isfinite(np.asarray(used.step(**other))).all()
 
 
-@pytest.mark.parametrize("user", [Functions, Pages])
-def test_params_of_another_kind_where_lengths_are_traced(user):
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_params_of_another_kind_where_lengths_are_traced(pages):
     """NaN where the device alone knows whether there were tokens before, which were averaged."""
-    used = user("jax", traced=True)
-    if user is Pages:
-        append = jax.jit(used.api.append)
-        used.api = type("Traced", (), {"append": staticmethod(append)})
+    used = Used("jax", pages, traced=True)
     used.step()
-    assert np.isnan(np.asarray(used.step(kinds=("mlp", "mlp")))).any() or user is Pages
-    assert user is Functions or np.isnan(np.asarray(used.cache.compressed_key)).any()
+    out = used.step(kinds=("mlp", "mlp"))
+    assert np.isnan(np.asarray(used.cache.compressed_key if pages else out)).any()
 
 
 @by_framework
 def test_what_a_cache_does_not_hold_may_differ(framework):
     """Queries, gates, the window; who rotates by hand says nothing of a rotation."""
-    used = Layer(framework)
+    used = OfLayer(framework)
     used.step()
     for changed in (dict(gate="softmax", gate_temp=2.0), dict(w=12, n_heads=4)):
         used.step(tokens=1, **changed)
@@ -240,21 +208,6 @@ def test_what_a_cache_does_not_hold_may_differ(framework):
         given = layer.project(used.ones(1, 1, 24), position)
         _, cache = used.api.cached_attention(*given, used.cache)
     assert cache.length.tolist() == [12]
-
-
-@by_framework
-def test_pages_of_another_config_are_refused(framework):
-    """Every field: attention from pages takes all of them from the cache."""
-    used = Pages(framework)
-    table = used.array(np.zeros((1, 1), np.int32)), used.array(np.ones(1, np.int32))
-    given = used.ones(1, 2, 8), used.ones(1, 2, 3), used.cache, *table
-    odd = {"compress_block": 4, "compress_stride": 8, "select_block": 32}
-    odd["compute_dtype"] = "float8_e4m3"
-    for field in dataclasses.fields(SMALL):
-        value = odd.get(field.name) or getattr(SMALL, field.name) + 1
-        other = dataclasses.replace(SMALL, **{field.name: value})
-        with pytest.raises(ValueError, match="config must be the cache's"):
-            used.api.paged_attention(*given, config=other)
 
 
 MODELS = [
@@ -294,14 +247,12 @@ def test_a_cache_of_another_model_is_refused(paged):
 # Arguments.
 
 
-def pages(**options):
-    return nsa_torch.PagedCache(
-        4, 2, 8, 6, **{"config": SMALL, "dtype": torch.float32} | options
-    )
+def pages(api=nsa_torch, **options):
+    options = {"config": SMALL, "dtype": FRAMEWORKS[api.__name__[4:]][1](0.0).dtype} | options
+    return api.PagedCache(4, 2, 8, 6, **options)
 
 
 ARGUMENTS = {
-    "cache": pages,
     "key": zeros(2, 2, 8),
     "value": zeros(2, 2, 6),
     "query": zeros(2, 4, 8),
@@ -309,98 +260,80 @@ ARGUMENTS = {
     "page_table": zeros(2, 3).int(),
     "lengths": zeros(2).int(),
 }
-NAMES = {
-    "append": ("cache", "key", "value", "page_table", "lengths"),
-    "paged_attention": ("query", "gates", "cache", "page_table", "lengths"),
-}
+NAMES = {"append": ("cache", "key", "value"), "paged_attention": ("query", "gates", "cache")}
 
 
-def called(name, api=nsa_torch, **changes):
-    given = ARGUMENTS | changes
-    given["cache"] = given["cache"]() if callable(given["cache"]) else given["cache"]
-    names = NAMES.get(name, NAMES["paged_attention"])
-    rest = {k: x for k, x in changes.items() if k not in ARGUMENTS}
-    return getattr(api, name)(*(given[x] for x in names), **rest)
+def called(name, api=nsa_torch, place=None, **changes):
+    given, array = {"cache": pages(api)} | ARGUMENTS | changes, FRAMEWORKS[api.__name__[4:]][1]
+    if api is nsa_jax:
+        given = {k: array(x) if isinstance(x, torch.Tensor) else x for k, x in given.items()}
+    names = *NAMES.get(name, NAMES["paged_attention"]), "page_table", "lengths"
+    rest = {k: x for k, x in given.items() if k not in {"cache", *ARGUMENTS}}
+    return getattr(place or api, name)(*(given[x] for x in names), **rest)
 
 
-@by_framework
-@pytest.mark.parametrize("entry", [4, 2**31 - 1, -1])
-def test_a_page_that_does_not_exist(framework, entry):
-    """Of a row's own tokens; what it does not need may be anything. Below 0 there is none to write
-    to, and none to read.
-    """
-    api, array = FRAMEWORKS[framework]
+NO_GRADIENT = zeros(2, 4, 8).requires_grad_()
+REFUSED = [  # by torch alone, where it is no ValueError
+    ("append", {"key": NO_GRADIENT[:, :2]}, "no gradient"),
+    ("paged_attention", {"query": NO_GRADIENT}, "no gradient"),
+    ("append", {"implementation": "mosaic"}, "append: mosaic: needs a Hopper GPU, got cpu"),
+    ("append", {"implementation": "triton"}, "append: triton: needs an NVIDIA GPU, got cpu"),
+    ("paged_attention", {"implementation": "triton"}, "decode: triton: needs an NVIDIA GPU"),
+]
+REFUSED = [(*row, NotImplementedError, "torch") for row in REFUSED]
+# Of a row's own tokens; what it does not need may be anything.
+for entry, name, framework in itertools.product((4, 2**31 - 1, -1), NAMES, FRAMEWORKS):
+    if entry < 0 and name == "append":  # there is none to write to
+        continue
     changes = {"page_table": int32([[1, 9, -7], [3, entry, 9]]), "lengths": int32([16, 17])}
-    given = {k: array(x.numpy()) for k, x in (ARGUMENTS | changes).items() if k != "cache"}
-    given["cache"] = api.PagedCache(4, 2, 8, 6, config=SMALL, dtype=given["key"].dtype)
     said = rf"page_table\[1, 1\] must be a page of the cache, 0..3, got {entry}"
-    for name in NAMES:
-        if entry < 0 and name == "append":
-            called(name, api, **given)
-            continue
-        with pytest.raises(ValueError, match=said):
-            called(name, api, **given)
+    REFUSED.append((name, changes, said, ValueError, framework))
+for framework in FRAMEWORKS:
+    given = {"config": dataclasses.replace(SMALL, window=8)}, "config must be the cache's"
+    REFUSED.append(("paged_attention", *given, ValueError, framework))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("append", {"key": zeros(2, 2, 8).requires_grad_()}, "no gradient"),
-        ("paged_attention", {"query": zeros(2, 4, 8).requires_grad_()}, "no gradient"),
-        ("append", {"implementation": "mosaic"}, "append: mosaic: needs a Hopper GPU, got cpu"),
-        (
-            "paged_attention",
-            {"implementation": "triton"},
-            "decode: triton: needs an NVIDIA GPU",
-        ),
-        (
-            "append",
-            {"implementation": "triton"},
-            "append: triton: needs an NVIDIA GPU, got cpu",
-        ),
-    ],
-)
-def test_gradients_and_kernels_are_refused(name, changes, said):
-    with pytest.raises(NotImplementedError, match=said):
-        called(name, **changes)
+@pytest.mark.parametrize(("name", "changes", "said", "error", "framework"), REFUSED)
+def test_calls_on_pages_that_are_refused(name, changes, said, error, framework):
+    with pytest.raises(error, match=said):
+        called(name, FRAMEWORKS[framework][0], **changes)
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
 def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(name):
     """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
     more = int32([0, 9, 18])
-    for count, starts, few in ((1, None, 1), (8, None, 1), (9, None, 0), (9, more, 0)):
+    for count, starts in ((1, None), (8, None), (9, None), (9, more)):
         given = {"query": zeros(2 * count, 4, 8), "gates": zeros(2 * count, 4, 3)}
         given |= {"implementation": name, "cu_seqlens_q": starts}
-        call = functools.partial(called, "explain", paged_attend, **given)
-        if few:
+        call = functools.partial(called, "explain", place=paged_attend, **given)
+        if count <= 8:
             with pytest.raises(NotImplementedError, match=f"decode: {name}: needs a"):
                 call()
         else:
             assert call().implementation == "gathered"
 
 
-RUNS = [  # new tokens, lengths, lengths that were planned, the sentence
-    ([1, 2, 0, 60, 20], [], [], r"runs\[0\] must have tokens 0 to 3 and at most 2 of a row"),
-    ([1, 1, 0, 61, 2], [], [], r"runs\[1\]\.tokens must lie within 2 and 65, .* got 2 to 83"),
-    ([1, 1, 0, 61], [], [], r"runs\[1\]\.rows must lie within 2 and 4, .* got 3 to 5"),
-    ([1, 1, 0, 61, 20], [], [], r"runs\[1\] must have columns=4 .* whole=False, as lengths"),
-    ([1, 1, 0, 61, 20], [], [1, 1, 0, 61, 30], r"runs\[0\] must have .* and whole=True"),
-    ([1, 1, 0, 61, 20], [38, 45, 1, 90, 20], [], r"runs\[1\] .* columns=6 at least .* got"),
-    ([1, 1, 0, 61, 20], [], [38, 45, 0, 0, 30], "must have each row with new tokens, .* row 3"),
+RUNS = [  # new tokens, lengths, lengths that were planned, of which the sentence is
+    ([1, 2, 0, 60, 20], [], [], 0),
+    ([1, 1, 0, 61, 2], [], [], 1),
+    ([1, 1, 0, 61], [], [], 1),
+    ([1, 1, 0, 61, 20], [], [], 1),
+    ([1, 1, 0, 61, 20], [], [1, 1, 0, 61, 30], 0),
+    ([1, 1, 0, 61, 20], [38, 45, 1, 90, 20], [], 1),
+    ([1, 1, 0, 61, 20], [], [38, 45, 0, 0, 30], None),
 ]
 
 
-@pytest.mark.parametrize(("counts", "last", "planned", "said"), RUNS, ids=[x for *_, x in RUNS])
-def test_runs_of_another_call_are_refused(counts, last, planned, said):
+@pytest.mark.parametrize(("counts", "last", "planned", "number"), RUNS)
+def test_runs_of_another_call_are_refused(counts, last, planned, number):
     """Before a token is appended; more rows or tokens than there are, too."""
     last, path = last or [38, 45, 1, 61, 30][: len(counts)], TorchPages(Sizes())
     starts = bounds([1, 1, 0, 61, 20]).tolist()
-    path.attend = functools.partial(
-        path.attend, new=True, runs=plan_runs(starts, planned or [38, 45, 0, 61, 20], 16)
-    )
-    path.step = path.attend
+    runs = plan_runs(starts, planned or [38, 45, 0, 61, 20], 16)
+    path.step = functools.partial(path.attend, new=True, runs=runs)
     begin = [end - count for end, count in zip(last, counts, strict=True)]
+    said = rf"runs\[{number}\] must be planned from" if number is not None else "none of row 3"
     with pytest.raises(ValueError, match=said):
         check(path, [Turn(begin, last)])
     assert all(x.isnan().all() for x in path.cache.tensors().values())
@@ -414,46 +347,26 @@ def held(cache):
     return [cache.length, *cache.pages.tensors().values()]
 
 
-@pytest.fixture
-def rows():
-    """Two rows of 63 tokens, and what runs a part of them on a cache."""
-    make = torch.Generator().manual_seed(0)
-    draw = lambda *x: torch.randn(2, 63, *x, generator=make)
-    given = draw(6, 8), draw(2, 8), draw(2, 5), draw(6, 3)
-
-    def run(part, cache, **options):
-        return nsa_torch.cached_attention(*(x[:, part] for x in given), cache, **options)[0]
-
-    def filled():
-        cache = nsa_torch.init_cache(2, 63, 2, 8, 5, config=SMALL)
-        run(slice(0, 30), cache)
-        return cache
-
-    return run, filled
-
-
 FAILURES = [
     ({"implementation": "mosaic"}, NotImplementedError, "mosaic"),
-    (
-        {"new_lengths": torch.tensor([34, 3])},
-        ValueError,
-        r"new_lengths must be in 0\.\.33, got ",
-    ),
-    (
-        {"new_lengths": torch.tensor([-1, 3])},
-        ValueError,
-        r"new_lengths must be in 0\.\.33, got ",
-    ),
+    ({"new_lengths": torch.tensor([34, 3])}, ValueError, r"must be in 0\.\.33, got "),
+    ({"new_lengths": torch.tensor([-1, 3])}, ValueError, r"must be in 0\.\.33, got "),
     ({}, MemoryError, None),
     ({"new_lengths": torch.tensor([33, 20])}, MemoryError, None),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "said"), FAILURES)
-def test_a_step_that_fails_appends_nothing(options, error, said, rows, monkeypatch):
+def test_a_step_that_fails_appends_nothing(options, error, said, monkeypatch):
     """Refused, or as where memory ended; torch writes in place: who catches it may try again."""
-    run, filled = rows
-    caches = [filled(), filled()]
+    given = [torch.randn(2, 63, *x) for x in ((6, 8), (2, 8), (2, 5), (6, 3))]
+
+    def run(part, cache, **options):
+        return nsa_torch.cached_attention(*(x[:, part] for x in given), cache, **options)[0]
+
+    caches = [nsa_torch.init_cache(2, 63, 2, 8, 5, config=SMALL) for _ in range(2)]
+    for cache in caches:
+        run(slice(0, 30), cache)
 
     def fails(*_, **__):
         raise MemoryError
@@ -610,10 +523,8 @@ def test_a_full_cache_is_an_error_or_nan():
 
 
 def test_a_step_makes_no_nan_where_jax_looks_for_them():
-    used = Functions("jax")
     with jax.debug_nans(True):
-        used.call = nsa_jax.cached_attention
-        assert np.isfinite(np.asarray(used.step())).all()
+        assert np.isfinite(np.asarray(Used("jax").step())).all()
 
 
 def test_a_scan_begins_with_an_empty_cache():
@@ -622,7 +533,7 @@ def test_a_scan_begins_with_an_empty_cache():
     jax.lax.scan(lambda kv, x: layer(x, kv)[::-1], layer.init_cache(1, 9), token)
     new = [jnp.ones((1, 1, 1, n)) for n in (8, 8, 8, 3)]
     plain = lambda cache, _: nsa_jax.cached_attention(*new, cache)[::-1]
-    cache, outs = jax.lax.scan(plain, Functions("jax").cache, None, length=12)
+    cache, outs = jax.lax.scan(plain, Used("jax").cache, None, length=12)
     assert cache.length.tolist() == [12] and np.isfinite(np.asarray(outs)).all()
 
 
@@ -633,15 +544,14 @@ def test_a_scan_begins_with_an_empty_cache():
 @pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
 def test_a_cache_is_shown_in_one_line(framework, rows, lengths):
     api, _ = FRAMEWORKS[framework]
-    dtype = "torch." * (framework == "torch") + "float32"
+    prefix = "torch." * (framework == "torch")
     assert repr(api.init_cache(rows, 80, 1, 8, 4, config=SMALL)) == (
         f"NSACache(selected_key=({rows}, 80, 1, 8), selected_value=({rows}, 80, 1, 4), "
-        f"separate=False, dtype={dtype}, lengths={lengths})"
+        f"separate=False, dtype={prefix}float32, lengths={lengths})"
     )
-    dtype = dtype.replace("float32", "bfloat16")
     assert repr(api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)) == (
         "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
-        f"dtype={dtype})"
+        f"dtype={prefix}bfloat16)"
     )
 
 
@@ -649,12 +559,11 @@ def test_a_cache_is_shown_in_one_line(framework, rows, lengths):
 def test_caches_that_hold_no_numbers_are_shown():
     caches = model_cache(False, attention=["nsa", "dense"]), model_cache(True)
     NSAForCausalLM(caches[0].config).eval()(torch.ones(1, 3).long(), past_key_values=caches[0])
-    states = [caches[0].layers[0].state]
-    seen, cache = [], Functions("jax").cache
+    seen, cache = [], Used("jax").cache
     jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
     axes = jax.tree.map(lambda _: 0, cache)
     meta = nsa_torch.init_cache(1, 9, 1, 8, 8, config=SMALL, device="meta")
-    shown = [*seen, *map(repr, (*caches, *states, axes, meta))]
+    shown = [*seen, *map(repr, (*caches, caches[0].layers[0].state, axes, meta))]
     assert all(x.count("\n") < 2 and len(x) < 300 for x in shown)
 
 

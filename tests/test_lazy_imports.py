@@ -46,7 +46,8 @@ else:
 NAMES = """
 import nsa_jax
 assert "jax" not in __import__("sys").modules
-assert {*dir(nsa_jax)} == {*nsa_jax.__all__, "nn", "debug", "__version__"}
+names = {"context", "debug", "indexers", "nn", "pages", "__version__"}
+assert {*dir(nsa_jax)} == names | {*nsa_jax.__all__}
 nsa_jax.nn.NSAAttention
 for name in nsa_jax.__all__: assert getattr(nsa_jax, name).__name__ == name
 from nsa_jax import *

@@ -1,31 +1,10 @@
 """New tokens to the pages of a cache on the Mosaic kernel, for either framework: one launch."""
 
 import itertools
-from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.append import Append, append, why_not
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import PagedArrays
-from nsa_core.validate import dtype_name
-
-
-def described(cache: PagedArrays, tokens: int, page_table: Any, **flags: bool) -> Append:
-    """The kernel for `tokens` new tokens in all rows. `flags` are fields of `Append`."""
-    rows, pages = page_table.shape
-    return _described(
-        cache.kv_heads,
-        cache.selected_key.shape[3],
-        cache.selected_value.shape[3],
-        dtype_name(cache.selected_key),
-        cache.config,
-        N=tokens,
-        B=rows,
-        pages=cache.num_pages,
-        table_pages=pages,
-        separate=cache.separate,
-        **flags,
-    )
 
 
 def kernels_of(
@@ -36,13 +15,14 @@ def kernels_of(
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}
         sizes = dict.fromkeys(("N", "B", "pages", "table_pages"), 1)
-        spec = _described(kv_heads, key_width, value_width, dtype, config, **sizes, **flags)
+        spec = described(kv_heads, key_width, value_width, dtype, config, **sizes, **flags)
         if not why_not(spec):
             found.append(append(spec).for_any_length())
     return found
 
 
-def _described(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
+def described(kv_heads, key_width, value_width, dtype, config, **rest) -> Append:
+    """`rest`: the fields of `Append` that do not follow from a layer."""
     return Append(
         Hkv=kv_heads,
         D=key_width,

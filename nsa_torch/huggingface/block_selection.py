@@ -32,7 +32,7 @@ from transformers.masking_utils import causal_mask_function
 import nsa_torch
 from nsa_core.index import Index
 from nsa_torch.huggingface.rows import BORDERS, INDEX
-from nsa_torch.indexer import blocks_at
+from nsa_torch.indexers import blocks_at
 from nsa_torch.shared import is_capturing
 
 NAME = "nsa_blocks"

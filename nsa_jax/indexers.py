@@ -1,5 +1,6 @@
-"""Indexers, which choose the blocks of a query (`index_blocks`), and their loss."""
+"""Indexers, which choose the blocks of each query, and the loss that trains them."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -9,9 +10,11 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.triton.capability import AMPERE, copies_why_not
+from nsa_core import block_lists, index_loss, validate
 from nsa_core import index as indexing
-from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.array_ops import zero_padding
 from nsa_core.index import Index
+from nsa_core.index_loss import Teacher
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
@@ -19,8 +22,6 @@ from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.numerics import precision_of, wide
-from nsa_jax.select import choose
 
 PLAIN = "xla"
 
@@ -134,16 +135,11 @@ def paged_index_blocks(
       ValueError: shapes, dtypes or sizes that do not fit.
       NotImplementedError: the named implementation cannot run this.
     """
+    paged = Paged(page_table, lengths, cu_seqlens_q)
     chosen = num_selected, num_initial, num_local
     index = Index(pool, *chosen, activation, reduce, entry)
-    arrays = index_query, index_key_pages, page_table, lengths
-    index = indexing.check_paged(*arrays, cu_seqlens_q, index)
-    pages, keys = index_key_pages.shape[:2]
-    at = page_table, lengths, cu_seqlens_q, index_query.shape[0]
-    validate_paged.numbers(checks.read, *at, pages, keys * entry)
-    query, pages = lax.stop_gradient(arrays[:2])
-    paged = Paged(page_table, lengths, cu_seqlens_q)
-
+    index = indexing.check_paged(checks.read, index_query, index_key_pages, paged, index)
+    query, pages = lax.stop_gradient((index_query, index_key_pages))
     reason = triton_paged_blocks.index_why_not(query, pages, page_table, index)
     name = runs_on(implementation, query, reason)
     run = compiled(_paged_on_triton if name == "triton" else _of_copies)
@@ -176,19 +172,7 @@ def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
 
 
 def _of_copies(query, pages, paged: Paged, *, index: Index):
-    """The lists from contiguous copies of the keys of all rows."""
-    page_table, lengths, cu_seqlens_q = paged
-    count, (batch, columns) = query.shape[0], page_table.shape
-    lengths = jnp.minimum(lengths, columns * pages.shape[1] * index.entry)
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    key = pages[jnp.clip(page_table, 0, pages.shape[0] - 1)]
-    key = key.reshape(batch, -1, pages.shape[2])
-    longest = count // batch if cu_seqlens_q is None else count
-    rows = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, longest)
-    position = jnp.where(rows.there, tokens.position[rows.token], -1)
-    found = _at(query[rows.token], key, position, None, index)
-    flat = jnp.clip(rows.flat, 0, batch * longest - 1)
-    return found.reshape(batch * longest, *found.shape[2:])[flat]
+    return indexing.blocks_of_pages(OPS, over_queries, query, pages, paged, index)
 
 
 def _on_triton(query, key, *, index: Index, **at):
@@ -207,40 +191,129 @@ def _on_triton(query, key, *, index: Index, **at):
 def _in_chunks(query, key, *, index: Index, **at):
     where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
     start = where.key_start if at["segment_ids"] is not None else None
-    return _at(query, key, where.position, start, index)
+    return indexing.blocks_at(OPS, over_queries, query, key, where.position, start, index)
 
 
-def _at(query, key, position, key_start, index: Index):
-    """The blocks of queries at positions `[B, T]`; `key_start` is None unless rows are packed."""
-    batch, _, heads, _ = query.shape
-    rows, config, packed = key.shape[1], index.config, key_start is not None
-    # A block of the query's own may have no key yet.
-    blocks = index.num_blocks(rows) + (index.entry > 1)
+@any_rank
+def indexer_kl(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    lse: Float[Array, "B T H"],
+    index_query: Float[Array, "B T Hi Di"],
+    index_key: Float[Array, "B S Di"],
+    block_indices: Int[Array, "B T G n"] | None = None,
+    *,
+    block_size: int | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    kv_len: int | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    implementation: Literal["triton", "xla"] | None = None,
+) -> Float[Array, "B T Hi"]:
+    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
 
-    def chosen(query, position, start, key):
-        dtype = wide(query.dtype)
-        scores = jnp.einsum(
-            "bqhd,bsd->bqhs",
-            query,
-            key,
-            precision=precision_of(query.dtype),
-            preferred_element_type=dtype,
-        )
-        if index.activation == "relu":
-            scores = jnp.maximum(scores, 0)
-        if index.reduce == "sum":
-            scores = scores.sum(axis=2, keepdims=True)
-        row = jnp.arange(rows, dtype=jnp.int32)
-        if packed:  # blocks begin with the sequence
-            local = jnp.minimum(row + start[..., None], rows - 1)[:, :, None]
-            scores = jnp.take_along_axis(scores, local, axis=-1)
-        seen = (row + 1) * index.entry <= position[..., None] + 1
-        scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
-        spare = ((0, 0),) * 3 + ((0, blocks * index.pool - rows),)
-        scores = jnp.pad(scores, spare, constant_values=-jnp.inf)
-        scores = scores.reshape(*scores.shape[:3], blocks, index.pool).max(axis=-1)
-        own = jnp.broadcast_to((position // config.select_block)[..., None], scores.shape[:3])
-        return choose(scores, own, config)
+        t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
+        p   = softmax of index_scale index_query . index_key_j
+        L   = sum_j t_j (log t_j - log p_j)
 
-    arrays = query, position, key_start if packed else position
-    return over_queries(chosen, arrays, (key,), batch * heads * max(rows, 1) * 8)
+    With `block_indices` these are the keys of the named blocks (the sparse stage), otherwise all
+    keys up to the query (dense warm-up). Only `index_query` and `index_key` receive gradients.
+    Values and the output's gradient are not needed, so it also works if the attention is frozen.
+    Chunks of queries are processed, forward and backward, without an array of queries times keys.
+
+    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+
+    Args:
+      query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
+        last `T` tokens.
+      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
+        `sliding_attention` return it. A row with -inf has no keys, and its loss is 0.
+      index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
+        heads `h * H / Hi ..`.
+      block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
+      block_size: tokens per block, if `block_indices` are given.
+      scale: factor of the attention's logits; None means `D**-0.5`.
+      index_scale: factor of the indexer's logits; None means `Di**-0.5`.
+      kv_len: number of keys; None means `S`.
+      segment_ids: int `[B, S]` of packed rows.
+      implementation: `triton`, `xla` (a chunk of queries at a time), or None for the first that
+        can run. `triton` needs a GPU since Ampere, named blocks, no packed rows, and at least one
+        index head per key/value head. It stores a 16-bit number per query, index head and listed
+        key.
+
+    Returns:
+      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. Compute
+      the mean over tokens that count.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    given = query, key, lse, index_query, index_key, block_indices
+    teacher = index_loss.check(*given, block_size, scale, index_scale)
+    validate.segments(segment_ids, *key.shape[:2])
+    validate.length(kv_len, query, segment_ids, key.shape[1])
+    checks.within("kv_len", kv_len, 0, key.shape[1])
+    if block_indices is not None:
+        checks.distinct(block_indices)
+    name = runs_on(
+        *(implementation, query, segment_ids is not None and "takes no packed rows"),
+        triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
+    )
+    run = compiled(_on_triton if name == "triton" else _loss)
+    return run(*given, teacher=teacher, kv_len=kv_len, segment_ids=segment_ids)
+
+
+def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
+    """The positions of queries, and the indexer's arrays with zeros for padding, since gradients
+    are products of both.
+    """
+    at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
+    where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)
+    (index_query,) = zero_padding(jnp, where, index_query)
+    return where, index_query, geometry.without_padding(index_key, **at)
+
+
+def _on_triton(
+    query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at
+):
+    block, indexer = teacher.block, (index_query, index_key)
+    where, *indexer = _placed(query, key, *indexer, block, **at)
+    lists = triton_index.lists_for(OPS, block_indices, index_query, key.shape[1], block)
+    position = jnp.asarray(where.position, jnp.int32)
+    frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
+    return _kernel_loss(teacher, lists, position, *frozen, *indexer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel_loss(teacher, lists, position, *arrays):
+    return _kernel_loss_forward(teacher, lists, position, *arrays)[0]
+
+
+def _kernel_loss_forward(teacher, lists, position, *arrays):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    def run(lists, position, *arrays):
+        return triton_index.loss(TRITON_OPS, arrays, lists, position, teacher)
+
+    loss, kept = foldable(run)(lists, position, *arrays)
+    return loss, (*arrays[3:], lists, position, kept)
+
+
+def _kernel_loss_backward(teacher, residuals, grad):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    def run(*arrays):
+        return triton_index.gradients(TRITON_OPS, teacher, *arrays)
+
+    return *[None] * 5, *foldable(run)(*residuals, grad)
+
+
+_kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)
+
+
+def _loss(query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at):
+    where, *indexer = _placed(query, key, index_query, index_key, teacher.block, **at)
+    frozen = lax.stop_gradient((query, key, lse))
+    found = index_loss.loss_of(OPS, teacher, *frozen, block_indices, where, *indexer)
+    return over_queries(*found[1:])

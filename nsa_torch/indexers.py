@@ -1,0 +1,364 @@
+"""Indexers, which choose the blocks of each query, and the loss that trains them."""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.triton import capability
+from nsa_core import block_lists, index_loss
+from nsa_core import index as indexing
+from nsa_core.array_ops import zero_padding
+from nsa_core.index import Index
+from nsa_core.index_loss import Loss, Teacher
+from nsa_core.steps import triton_index, triton_paged_blocks
+from nsa_core.steps.triton_index import Kept
+from nsa_core.steps.triton_paged_blocks import Paged
+from nsa_torch import checks
+from nsa_torch.chunks import chunks, over_queries
+from nsa_torch.first_order import first_order
+from nsa_torch.geometry import Geometry, geometry, own_tokens
+from nsa_torch.plain import as_given
+from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import capability_of
+
+PLAIN = "torch"
+
+
+def index_blocks(
+    index_query: Tensor,
+    index_key: Tensor,
+    *,
+    pool: int = 128,
+    num_selected: int = 16,
+    num_initial: int = 0,
+    num_local: int = 1,
+    activation: str | None = None,
+    reduce: str | None = None,
+    entry: int = 1,
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
+) -> Tensor:
+    """The key blocks with the highest scores of an indexer, without gradient.
+
+        s[t, h, r] = activation(index_query[t, h] . index_key[r])      of the keys that t sees
+        z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
+
+    in float32. The lists contain the first `num_initial` blocks, the last `num_local` up to the
+    query's own, and those of the highest z. If scores are equal, the lower block is chosen. No
+    array of queries times keys is allocated: the plain implementation processes chunks of queries.
+
+    Args:
+      index_query: `[B, T, Hi, Di]`, float; the queries are the last `T` tokens.
+      index_key: `[B, S', Di]`, one key head; key `r` represents the tokens `entry * r ..
+        entry * r + entry - 1`, and is visible from the last of them on.
+      pool: keys per block, which has `pool * entry` tokens.
+      num_selected: `n`, the maximum of blocks per query, including the forced ones.
+      num_initial, num_local: forced blocks, as in `NSAConfig`.
+      activation: `relu` or None.
+      reduce: `sum` makes one list for all heads; None makes one list per head.
+      kv_len: number of tokens, an int, or int32 or int64 `[]` or `[B]`. None means `S'`, or `T` if
+        `entry` is above 1.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`), `entry` 1; blocks
+        are local to the sequence.
+      implementation: `triton`, `torch`, or None for the first that can run. `triton` needs a GPU
+        since Ampere, a `pool` of a power of two up to 256, and no packed rows. It writes no scores
+        if up to 64 blocks of 16 keys or more are chosen per head. Otherwise it writes up to 256 MB
+        of scores at a time, for up to 32768 blocks per row.
+
+    Returns:
+      int32 `[B, T, Hi or 1, n]`, ascending, -1 in empty slots at the end: `block_indices` of
+      `block_attention` with `block_size = pool * entry`.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    given = {"index_query": index_query, "index_key": index_key}
+    checks.tensors(**given)
+    forced = num_initial, num_local
+    index = Index(pool, num_selected, *forced, activation, reduce, entry)
+    index = indexing.check(index_query, index_key, index, cu_seqlens is not None)
+    checks.packed(cu_seqlens, index_query, "index_query")
+    batch, length = index_query.shape[:2]
+    if cu_seqlens is None:
+        checks.length(kv_len, index_query, None, None, (index_key.shape[1] + 1) * entry - 1)
+        tokens = indexing.key_length(kv_len, length, index_key.shape[1], entry)
+    else:
+        checks.length(kv_len, index_query, cu_seqlens, None)
+        tokens, cu_seqlens = length, checks.clamped(cu_seqlens, length)
+    with torch.no_grad(), as_given(index_query):
+        options = {"config": index.config, "kv_len": tokens, "cu_seqlens": cu_seqlens}
+        where = geometry(batch, length, **options, device=index_query.device)
+        return _blocks(implementation, index_query, index_key, where, index)
+
+
+def blocks_at(query: Tensor, key: Tensor, position: Tensor, index: Index) -> Tensor:
+    """`index_blocks` of queries at any `position` `[B or 1, T]`; negative ones are padding."""
+    index = indexing.check(query, key, index, False)
+    with torch.no_grad(), as_given(query):
+        query, key = query.contiguous(), key.contiguous()
+        position = position.expand(query.shape[:2])
+        start = torch.zeros_like(position)
+        where = Geometry(position, start, start, None, None)
+        return _blocks(None, query, key, where, index)
+
+
+def paged_index_blocks(
+    index_query: Tensor,
+    index_key_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    pool: int = 128,
+    num_selected: int = 16,
+    num_initial: int = 0,
+    num_local: int = 1,
+    activation: str | None = None,
+    reduce: str | None = None,
+    entry: int = 1,
+    cu_seqlens_q: Tensor | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
+) -> Tensor:
+    """`index_blocks` of each row's last tokens with keys in pages: the lists of
+    `paged_block_attention`.
+
+    Only shapes determine the launches, so that a CUDA graph serves growing lengths.
+
+    Args:
+      index_query: `[N, Hi, Di]`, the rows' tokens one after the other.
+      index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
+      page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
+      lengths: int32 `[B]`, tokens per row including the queries' own; 0 means no row.
+      pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin. None means that all rows have
+        the same number.
+      implementation: `triton` (GPUs since Ampere, `pool` a power of two up to 256, tables of up to
+        32768 blocks), `torch` (copies the keys of all rows), or None for the first that can run.
+
+    Returns:
+      int32 `[N, Hi or 1, n]`, ascending, -1 in empty slots at the end.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    given = {"index_query": index_query, "index_key_pages": index_key_pages}
+    given |= {"page_table": page_table, "lengths": lengths}
+    checks.tensors(**given, **checks.present(cu_seqlens_q=cu_seqlens_q))
+    paged = Paged(page_table, lengths, cu_seqlens_q)
+    chosen = num_selected, num_initial, num_local
+    index = Index(pool, *chosen, activation, reduce, entry)
+    index = indexing.check_paged(checks.read, index_query, index_key_pages, paged, index)
+    with torch.no_grad(), as_given(index_query):
+        query, pages = index_query.detach(), index_key_pages.detach()
+        reason = triton_paged_blocks.index_why_not(query, pages, page_table, index)
+        if runs_on(implementation, query, reason) == "torch":
+            return indexing.blocks_of_pages(OPS, over_queries, query, pages, paged, index)
+        from nsa_torch.triton_ops import TRITON_OPS
+
+        return triton_paged_blocks.blocks(TRITON_OPS, query, pages, paged, index)
+
+
+def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
+    """`triton` or `torch`, as `nsa_core.index.implementation`."""
+    return indexing.implementation(asked, PLAIN, *reasons, device_why_not(query))
+
+
+def device_why_not(query: Tensor) -> str | None:
+    if query.device.type != "cuda":
+        return f"needs an NVIDIA GPU, got {query.device.type}"
+    return capability.copies_why_not(capability_of(query.device.index), query.dtype)
+
+
+def _blocks(
+    asked: str | None, query: Tensor, key: Tensor, where: Geometry, index: Index
+) -> Tensor:
+    apart = not (query.is_contiguous() and key.is_contiguous())
+    name = runs_on(
+        *(asked, query, where.cu_seqlens is not None and "takes no packed rows"),
+        triton_index.why_not(query, key, index),
+        apart and "needs contiguous tensors: pass copies",
+    )
+    if name == "torch":
+        return _in_chunks(query, key, where, index)
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    position = where.position.to(torch.int32).contiguous()
+    arrays = query.detach(), key.detach(), position
+    return triton_index.blocks(TRITON_OPS, *arrays, index, where.offset)
+
+
+def _in_chunks(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
+    seen = None
+    if (offset := where.offset) is not None:
+        seen = lambda end: (offset + end) // index.entry
+    by_chunks = functools.partial(over_queries, seen=seen)
+    start = None if where.cu_seqlens is None else where.key_start
+    return indexing.blocks_at(OPS, by_chunks, query, key, where.position, start, index)
+
+
+def indexer_kl(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    index_query: Tensor,
+    index_key: Tensor,
+    block_indices: Tensor | None = None,
+    *,
+    block_size: int | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    kv_len: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    implementation: Literal["triton", "torch"] | None = None,
+) -> Tensor:
+    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
+
+        t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
+        p   = softmax of index_scale index_query . index_key_j
+        L   = sum_j t_j (log t_j - log p_j)
+
+    With `block_indices` these are the keys of the named blocks (the sparse stage), otherwise all
+    keys up to the query (dense warm-up). Only `index_query` and `index_key` receive gradients.
+    Values and the output's gradient are not needed, so it also works if the attention is frozen.
+    No array of queries times keys is allocated, forward or backward. Sums have a fixed order.
+
+    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+
+    Args:
+      query, key: inputs of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the
+        last `T` tokens.
+      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
+        `sliding_attention` return it. A row with -inf has no keys, and its loss is 0.
+      index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
+        heads `h * H / Hi ..`.
+      block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
+      block_size: tokens per block, if `block_indices` are given.
+      scale: factor of the attention's logits; None means `D**-0.5`.
+      index_scale: factor of the indexer's logits; None means `Di**-0.5`.
+      kv_len: number of keys; None means `S`.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
+      implementation: `triton`, `torch` (a chunk of queries at a time), or None for the first that
+        can run. `triton` needs a GPU since Ampere, named blocks, no packed rows, and at least one
+        index head per key/value head. It stores a 16-bit number per query, index head and listed
+        key.
+
+    Returns:
+      float32 `[B, T, Hi]`, not negative if `lse` belongs to the same keys; 0 for padding. Compute
+      the mean over tokens that count.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: a second derivative; the named implementation cannot run this.
+    """
+    given = dict(query=query, key=key, lse=lse, index_query=index_query, index_key=index_key)
+    if block_indices is not None:
+        given["block_indices"] = block_indices
+    checks.tensors(**given)
+    arrays = query, key, lse, index_query, index_key, block_indices
+    teacher = index_loss.check(*arrays, block_size, scale, index_scale)
+    checks.packed(cu_seqlens, query, "query")
+    length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    if block_indices is not None:
+        checks.distinct(block_indices)
+    options: dict[str, Any] = {"kv_len": length}
+    options["cu_seqlens"] = checks.clamped(cu_seqlens, query.shape[1])
+    config = block_lists.config_of(teacher.block, 1)
+    where = geometry(*query.shape[:2], **options, config=config, device=query.device)
+    index_query, index_key = _real(index_query, index_key, where, length)
+    tensors = query.detach(), key.detach(), lse.detach()
+    work = _Work(*tensors, block_indices, where, teacher)
+    name = runs_on(
+        *(implementation, query, cu_seqlens is not None and "takes no packed rows"),
+        triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
+    )
+    run = _Loss if name == PLAIN else _KernelLoss
+    with as_given(query):
+        return run.apply(index_query, index_key, work)
+
+
+def _real(index_query, index_key, where: Geometry, length: int | Tensor):
+    """The results of an indexer with zeros for padding: its gradients are products of both."""
+    (index_query,) = zero_padding(torch, where, index_query)
+    if where.cu_seqlens is not None:
+        count = where.cu_seqlens[-1:]
+    elif isinstance(length, Tensor):
+        count = length.reshape(-1)
+    elif length == index_key.shape[1]:
+        count = None
+    else:
+        count = torch.full((1,), length, device=index_key.device)
+    return index_query, *own_tokens(count, index_key)
+
+
+class _Work(NamedTuple):
+    """All inputs except the results of the indexer; tensors of the caller first."""
+
+    query: Tensor
+    key: Tensor
+    lse: Tensor
+    block_indices: Tensor | None
+    where: Geometry
+    teacher: Teacher
+
+    def loss(self, index_query: Tensor, index_key: Tensor) -> Loss:
+        return index_loss.loss_of(
+            OPS, self.teacher, *self[:4], self.where, index_query, index_key
+        )
+
+
+class _KernelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index_query, index_key, work: _Work):
+        from nsa_torch.triton_ops import TRITON_OPS as ops
+
+        sizes = work.key.shape[1], work.teacher.block
+        lists = triton_index.lists_for(ops, work.block_indices, index_query, *sizes)
+        position = work.where.position.to(torch.int32).contiguous()
+        arrays = work.query, work.key, work.lse.float(), index_query, index_key
+        loss, kept = triton_index.loss(ops, arrays, lists, position, work.teacher)
+        ctx.teacher = work.teacher
+        ctx.save_for_backward(index_query, index_key, lists, position, *kept)
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        from nsa_torch.triton_ops import TRITON_OPS as ops
+
+        index_query, index_key, lists, position, *kept = ctx.saved_tensors
+        given = index_query, index_key, lists, position, Kept(*kept), grad
+        return *triton_index.gradients(ops, ctx.teacher, *given), None
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index_query, index_key, work: _Work):
+        # Saved, so that torch knows if one was written to since.
+        ctx.save_for_backward(index_query, index_key, *work[:4])
+        ctx.rest = work[4:]
+        return over_queries(*work.loss(index_query, index_key)[1:])
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        """dS = grad (p sum(t) - t), by rows of scores; each has one entry of a query."""
+        index_query, index_key, *given = ctx.saved_tensors
+        work = _Work(*given, *ctx.rest)
+        parts, _, arrays, shared, row_bytes = work.loss(index_query, index_key)
+        dq, dk = torch.empty_like(index_query), torch.zeros_like(index_key, dtype=grad.dtype)
+        for part in chunks(grad.shape[1], row_bytes):
+            with torch.autocast(grad.device.type, enabled=False):
+                t, logp, seen, rows = parts(*(x[:, part] for x in arrays), *shared)
+                p = logp.exp().masked_fill(~seen, 0)
+                ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None]
+                ds = ds * work.teacher.index_scale
+                if rows is not None:  # masked entries add 0 to the first row
+                    whole = ds.new_zeros(*ds.shape[:3], index_key.shape[1])
+                    ds = whole.scatter_add_(-1, rows.long().expand_as(ds), ds)
+                dq[:, part] = OPS.product("bqhk,bkd->bqhd", ds, index_key)
+                dk += OPS.product("bqhk,bqhd->bkd", ds, index_query[:, part])
+        return dq, dk.to(index_key.dtype), None
