@@ -46,7 +46,10 @@ def serves(kernel: Kernel) -> bool:
     """
     if capability.interpret.get() or not _is_hopper() or not _registered():
         return False
-    return loaded.on_disk(kernel.for_any_length()) or _can_build()
+    if loaded.on_disk(kernel.for_any_length()) or loaded.can_build():
+        return True
+    _tell(build.why_not())
+    return False
 
 
 def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
@@ -113,11 +116,9 @@ def _is_hopper() -> bool:
 
 
 @functools.cache
-def _can_build() -> bool:
-    """Whether kernels for any length can be built. If not, the reason is logged once."""
-    if reason := build.why_not():
-        LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
-    return reason is None
+def _tell(reason: str | None) -> None:
+    """Says once why kernels for any length are not used."""
+    LOG.warning("JAX compiles each kernel for each length, in each process: %s", reason)
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def _registered() -> bool:
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
     except Exception as error:
-        LOG.warning("JAX compiles each kernel for each length: no custom call: %s", error)
+        _tell(f"no custom call: {error}")
         return False
     return True
 

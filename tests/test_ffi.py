@@ -265,9 +265,9 @@ def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
         (False, "no compiler", False),
     ):
         pretend.machine(monkeypatch, on_disk=there, build_why_not=missing)
-        ffi._can_build.cache_clear()
+        loaded.can_build.cache_clear()
         assert ffi.serves(kernel) == found
-    ffi._can_build.cache_clear()
+    loaded.can_build.cache_clear()
     assert "each kernel for each length, in each process: no compiler" in caplog.text
     monkeypatch.setattr(loaded, "_loaded", {})
     with pytest.raises(RuntimeError, match=f"{kernel.name} is none of the kernels on disk"):
