@@ -93,33 +93,17 @@ def mosaic() -> Iterator[str]:
 
 
 def triton() -> Iterator[str]:
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
     from tests import test_triton_compiled as cases
     from tests import triton_compile
 
     for capability in (90, 89):
-        target = GPUTarget("cuda", capability, 32)
-        backend = make_backend(target)
         noted = {}
         for case in (*cases.CASES.values(), *cases.PACKED):
             noted |= {repr(launch): launch for launch in case(divmod(capability, 10))}
         for launch in noted.values():
-            source, options = triton_compile._source(launch)
-            options, context, stages = backend.parse_options(options), ir.context(), {}
-            ir.load_dialects(context)
-            backend.load_dialects(context)
-            functions = backend.get_codegen_implementation(options), backend.get_module_map()
-            made = source.make_ir(target, options, *functions, context)
-            backend.add_stages(stages, options, source.language)
-            facts = {}
-            for stage in ("ttir", "ttgir", "llir", "ptx"):
-                made = stages[stage](made, facts)
-            name = facts["name"]
-            lines = (x.partition("//")[0].rstrip() for x in str(made).splitlines())
-            text = "\n".join(x for x in lines if x).replace(name, "kernel")
+            text, facts = triton_compile.stage(launch, capability, "ptx")
+            lines = (x.partition("//")[0].rstrip() for x in text.splitlines())
+            text = "\n".join(x for x in lines if x).replace(facts["name"], "kernel")
             yield f"{capability} {_hash(text)}  # {launch.kernel.function}"
 
 

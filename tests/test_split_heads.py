@@ -52,12 +52,13 @@ def norms_of(sizes, dtype=torch.float32):
     return tuple(made)
 
 
-def expected(product, position, sizes, normed=False):
+def expected(product, position, sizes, normed=False, rates=None, factor=1.0):
     """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean,
     gates.
     """
-    rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D)
-    turns = np.exp(1j * position[..., None] / SCALE * rates)[:, :, None]
+    if rates is None:
+        rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D) / SCALE
+    turns = factor * np.exp(1j * position[..., None] * rates)[:, :, None]
 
     def turned(x):
         pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -120,14 +121,11 @@ def test_a_scaled_rotation_by_operators_of_torch():
     """Rates and length of transformers' YaRN; a second call has the rates of the first."""
     sizes = SIZES[0]
     product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
-    rates = [1.0, 0.1**0.5 * (0.5 + 0.5 / 4), 0.1 / 4, 0.1**1.5 / 4]
+    rates = np.array([1.0, 0.1**0.5 * (0.5 + 0.5 / 4), 0.1 / 4, 0.1**1.5 / 4])
     given = torch.from_numpy(product), torch.from_numpy(position), sizes
+    want, *_ = expected(product, position, sizes, rates=rates, factor=0.1 * np.log(4) + 1)
     for _ in range(2):
         found = heads.split(*given, base=BASE, scaling=YARN)
-        turn = np.exp(1j * position[..., None] * rates)[:, :, None]
-        pairs = product[..., : sizes.H * 8].reshape(2, 5, sizes.H, 4, 2).astype(np.float64)
-        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * turn * (0.1 * np.log(4) + 1)
-        want = np.stack([spun.real, spun.imag], axis=-1).reshape(2, 5, sizes.H, 8)
         np.testing.assert_allclose(found.query.numpy(), want, atol=tolerance(position))
 
 

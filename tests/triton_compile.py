@@ -226,22 +226,30 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     return source, options
 
 
-def running_sums(launch: Launch, capability: int) -> int:
-    """How many products of a kernel, as Triton optimizes it, add to a sum that was there before."""
+def stage(launch: Launch, capability: int, last: str) -> tuple[str, dict[str, Any]]:
+    """The text of a kernel after a stage of Triton's compiler, e.g. `ptx`, and its facts."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 
     source, options = _source(launch)
-    target, context, stages = GPUTarget("cuda", capability, 32), ir.context(), {}
+    target, context, stages, facts = GPUTarget("cuda", capability, 32), ir.context(), {}, {}
     backend = make_backend(target)
     options = backend.parse_options(options)
     ir.load_dialects(context)
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(target, options, *functions, context)
+    made = source.make_ir(target, options, *functions, context)
     backend.add_stages(stages, options, source.language)
-    text = str(stages["ttir"](module, {}))
+    names = [*stages]
+    for name in names[: names.index(last) + 1]:
+        made = stages[name](made, facts)
+    return str(made), facts
+
+
+def running_sums(launch: Launch, capability: int) -> int:
+    """How many products of a kernel, as Triton optimizes it, add to a sum that was there before."""
+    text, _ = stage(launch, capability, "ttir")
     zeros = re.findall(r"(%\S+) = arith.constant dense<0.0+e\+00> : tensor<.*xf32>", text)
     return sum(x not in zeros for x in re.findall(r"tt.dot %\S+, %\S+, (%[^ ,]+)", text))
 

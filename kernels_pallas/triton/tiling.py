@@ -43,16 +43,14 @@ WIDE = (9, 10)  # major versions
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Rows and keys of the largest tiles worth having of intervals, whose sums and operands fit
-    in the registers of a thread.
+    """Rows and keys of the largest tiles worth having of intervals, for forward, dq or dkv, whose
+    sums and operands fit in the registers of a thread.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
     if kernel == "dq":
         return 64, 64 if capability[0] in WIDE else 32
-    if kernel == "dkv":
-        return 64 if D + Dv <= 128 else 32, 64
-    raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
+    return 64 if D + Dv <= 128 else 32, 64
 
 
 def smem_of(capability: tuple[int, int]) -> int:
@@ -71,16 +69,12 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     width, value_width = power(D), power(Dv)
     rows, keys, _, stages = tiling
     both = width + value_width
-    if kernel == "forward":
-        held, streamed = rows * width, keys * both
-    elif kernel == "dq":
-        held, streamed = rows * both, keys * both
-    elif kernel == "dkv":
-        held, streamed = keys * both, rows * both
-    elif kernel == "scores":
-        held, streamed = rows * width, keys * width
-    else:
-        raise ValueError(f"kernel must be forward, dq, dkv or scores, got {kernel!r}")
+    held, streamed = {
+        "forward": (rows * width, keys * both),
+        "dq": (rows * both, keys * both),
+        "dkv": (keys * both, rows * both),
+        "scores": (rows * width, keys * width),
+    }[kernel]
     # Statistics of streamed rows are streamed with them, in float32.
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
