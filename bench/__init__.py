@@ -4,7 +4,7 @@ import os
 
 from nsa_core import extras
 
-extras.require("bench", "matplotlib", "rich")
+extras.require("bench", "matplotlib", "jinja2")
 
 # JAX and torch share one GPU here: JAX must not take most of it at its first use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -17,7 +17,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,17 +26,16 @@ from absl import app, flags
 from .harness import cli, exit_status, process, records
 from .harness.timed_problem import Problem
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-CHECKOUT = flags.DEFINE_string("checkout", None, "Folder of the other checkout.", **at)
-ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
-ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that both are timed.", lower_bound=3, **at)
-MARGIN = flags.DEFINE_float("margin", 0.02, "What counts as slower.", lower_bound=0, **at)
-OTHER_BITS = flags.DEFINE_bool("allow_other_bits", False, "Bits may differ.", **at)
-MEMORY = flags.DEFINE_float("memory_gib", 70, "Of the GPU, for all at once.", **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
-OTHER = flags.DEFINE_string("other_commit", None, "Of the other, likewise.", **at)
+FLAGS = cli.define(
+    checkout=(str, "Folder of the other checkout."),
+    only=cli.ONLY,
+    rounds=(5, "Times that both are timed.", 3),
+    margin=(0.02, "What counts as slower."),
+    allow_other_bits=(False, "Bits may differ."),
+    memory_gib=(70.0, "Of the GPU, for all at once.", None),
+    other_commit=(str, "Of the other, likewise."),
+)
+cli.define_lines(FLAGS)
 
 PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}
 SEED = {"H": 12, "Hkv": 2, "D": 64, "Dv": 64}
@@ -63,16 +62,26 @@ ROWS = (
 EAGER = tuple(p for p in ROWS if p.framework == "torch" and not p.graph)
 
 
-def chosen(only: Sequence[str], rows: Sequence[Problem]) -> list[Problem]:
-    """Those of `rows` whose names begin with one of `only`; all where that is empty.
+def chosen(own: flags.FlagValues, rows: Sequence[Problem]) -> list[Problem]:
+    """Those of `rows` that `--only` names."""
+    names = cli.chosen(own.only, (p.name for p in rows))
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    return [p for p in rows if p.name in names]
 
-    Raises:
-      ValueError: there is none.
-    """
-    found = [p for p in rows if p.name.startswith(tuple(only) or "")]
-    if not found:
-        raise ValueError(f"--only: no such row, known: {'; '.join(p.name for p in rows)}")
-    return found
+
+def measured(
+    own: flags.FlagValues,
+    rows: Sequence[Problem],
+    measure: Callable[[Problem], Iterable[tuple[str, Iterable[records.Record]]]],
+) -> None:
+    """Prints the lines of `measure` for each problem, and appends its records to `--out`."""
+    for problem in chosen(own, rows):
+        for line, made in measure(problem):
+            print(line, flush=True)
+            if own.out:
+                records.append(own.out, made)
+        torch.cuda.empty_cache()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Row:
 
 
 def gib(problem: Problem) -> float:
-    """About what a process of it takes on the GPU: ten tensors like the output, and CUDA."""
+    """About the GPU memory of a process: ten tensors like the output, and CUDA."""
     return 1.5 + 10 * 2 * problem.B * problem.T * problem.H * max(problem.D, 128) / 2**30
 
 
@@ -187,21 +196,19 @@ def line(row: Row, faults: Sequence[str]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     here = Path(__file__).parents[1]
-    if not CHECKOUT.value:
+    if not FLAGS.checkout:
         raise app.UsageError("--checkout is needed: the folder of the other checkout")
-    there = Path(CHECKOUT.value).resolve()
+    there = Path(FLAGS.checkout).resolve()
     if not (there / "nsa_torch").is_dir():
         raise ValueError(f"--checkout: no nsa_torch in {there}")
-    rows = chosen(ONLY.value, ROWS)
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
+    rows = chosen(FLAGS, ROWS)
     print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)
     failed, lines = False, []
     about = {
         "device": torch.cuda.get_device_name(),
-        "before_commit": OTHER.value or records.head(there),
+        "before_commit": FLAGS.other_commit or records.head(there),
     }
-    for wave in waves(rows, MEMORY.value):
+    for wave in waves(rows, FLAGS.memory_gib):
         with contextlib.ExitStack() as ends:
             children = [(p, (Child(there, p), Child(here, p))) for p in wave]
             for _, pair in children:
@@ -212,16 +219,16 @@ def main(argv: Sequence[str]) -> int:
                 failed = True
                 print(error, flush=True)
             for problem, (before, after), digests in ready:
-                found = measure(before, after, problem.name, digests, ROUNDS.value)
+                found = measure(before, after, problem.name, digests, FLAGS.rounds)
                 for row in found:
-                    faults = row.faults(MARGIN.value, OTHER_BITS.value)
+                    faults = row.faults(FLAGS.margin, FLAGS.allow_other_bits)
                     failed |= bool(faults)
                     print(line(row, faults), flush=True)
                     shape = {k: v for k, v in vars(problem).items() if k != "name"}
                     found = about | vars(row) | shape | {"ratio": row.ratio}
-                    lines.append(records.record("against", COMMIT.value, **found))
-    if OUT.value:
-        records.append(OUT.value, lines)
+                    lines.append(records.record("against", FLAGS.commit, **found))
+    if FLAGS.out:
+        records.append(FLAGS.out, lines)
     return exit_status.WRONG if failed else exit_status.OK
 
 

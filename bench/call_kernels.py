@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from absl import flags
 
 import nsa_torch
 from kernels_pallas.kernel import Kernel
@@ -36,12 +35,11 @@ from . import against
 from .harness import cli, exit_status, records
 from .harness.timed_problem import Problem, torch_inputs
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
-ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed.", lower_bound=1, **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
+FLAGS = cli.define(
+    only=cli.ONLY,
+    rounds=(5, "Calls that are timed."),
+)
+cli.define_lines(FLAGS)
 
 REST, WHOLE = "rest", "whole"
 OF_BRANCH = {
@@ -156,26 +154,20 @@ def measure(problem: Problem, rounds: int) -> dict[str, float]:
 
 def lines(
     problem: Problem, found: Mapping[str, float], commit: str | None
-) -> Iterator[records.Record]:
-    """Of `--out`."""
-    for name in filter(found.__contains__, COLUMNS):
-        yield records.variant("call_kernels", name, problem.name, found[name], commit)
+) -> Iterator[tuple[str, list[records.Record]]]:
+    """To print, with those of `--out`."""
+    shown = {name: found[name] for name in COLUMNS if name in found}
+    of = [
+        records.variant("call_kernels", name, problem.name, ms, commit)
+        for name, ms in shown.items()
+    ]
+    yield f"{problem.name}:\n  {', '.join(f'{x} {ms:.3f}' for x, ms in shown.items())}", of
 
 
 def main(argv: Sequence[str]) -> int:
-    rows = against.chosen(ONLY.value, against.EAGER)
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
-    commit = records.environment(COMMIT.value)["commit"]
-    print(f"{torch.cuda.get_device_name()}, ms")
-    for problem in rows:
-        found = measure(problem, ROUNDS.value)
-        print(f"{problem.name}:", flush=True)
-        print(
-            "  " + ", ".join(f"{name} {found[name]:.3f}" for name in COLUMNS if name in found)
-        )
-        if OUT.value:
-            records.append(OUT.value, lines(problem, found, commit))
+    commit = records.environment(FLAGS.commit)["commit"]
+    measured = lambda problem: lines(problem, measure(problem, FLAGS.rounds), commit)
+    against.measured(FLAGS, against.EAGER, measured)
     return exit_status.OK
 
 

@@ -16,12 +16,10 @@ command line and refuses was not measured, and that is the exit status.
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_core import flags as kernel_flags
 from nsa_core import policy
@@ -29,85 +27,60 @@ from nsa_core.config import FLOAT8
 from nsa_core.types import Branches
 
 from .harness import cli, command, exit_status, peers, problems, records, turns
-from .harness.jobs import Job, explanation, jobs, packed, recomputed
+from .harness.jobs import Job, explanation, in_form, jobs
 from .harness.measure import Judged, judge, once
 from .harness.records import FP8_RECORDS, Record
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 from .reports import render
 
-FRAMEWORK = flags.DEFINE_enum("framework", "both", ["jax", "torch", "both"], "What to compare.")
-CONFIG = flags.DEFINE_string(
-    "config",
-    None,
-    "Name of a file in configs/ or a path; default: tiny, on a GPU seed.",
+FLAGS = cli.define(
+    framework=("both", "What to compare.", ["jax", "torch", "both"]),
+    config=(str, "Name of a file in configs/ or a path; default: tiny, on a GPU seed."),
+    preset="config",
+    input=("text", "Where the arrays come from.", problems.KINDS),
+    mode=(("forward",), "What is timed and checked (repeatable).", ["forward", "fwdbwd"]),
+    branch=(
+        problems.BRANCHES,
+        "Only these branches (repeatable).",
+        problems.BRANCHES,
+    ),
+    chosen=(False, "Only what automatic choice takes, not every implementation."),
+    recompute=(False, "With --mode fwdbwd: also the whole that computes its branches again."),
+    packed=(False, "Also the whole with its rows as one packed row, whose metadata is there."),
+    seq_len=(list, "Tokens, instead of the config's; a list of them."),
+    most_rows=(
+        int,
+        "Parity looks at no more query positions of a sequence than that; default: all, of long "
+        "problems 768.",
+        12,
+    ),
+    batch=(int, "Sequences, instead of the config's."),
+    dtype=(str, "Precision, instead of the config's.", problems.PRECISIONS),
+    compute_dtype=(
+        str,
+        "What products of the selected and the sliding branch are of, instead of the config's. "
+        "Errors are then judged beside those of the reference that rounds likewise.",
+        [FLOAT8],
+    ),
+    seed=(0, "Of the random arrays and of the text model.", None),
+    row_seconds=(0.5, "Time spent on samples of a row."),
+    out=(str, "A new folder for the results; default: bench/results/<time>."),
+    save_records=(False, "Append to bench/records/<device>/compare.jsonl too."),
+    explain=(False, "Only print what would run, and what refuses why."),
+    list="explain",
+    turn=(False, "Time when told to on standard input: what several lengths start."),
 )
-flags.DEFINE_alias("preset", "config")
-INPUT = flags.DEFINE_enum("input", "text", problems.KINDS, "Where the arrays come from.")
-MODE = flags.DEFINE_multi_enum(
-    "mode", ["forward"], ["forward", "fwdbwd"], "What is timed and checked (repeatable)."
-)
-BRANCHES = flags.DEFINE_multi_enum(
-    "branch", list(problems.BRANCHES), problems.BRANCHES, "Only these branches (repeatable)."
-)
-CHOSEN = flags.DEFINE_bool(
-    "chosen", False, "Only what automatic choice takes, not every implementation."
-)
-RECOMPUTE = flags.DEFINE_bool(
-    "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
-)
-PACKED = flags.DEFINE_bool(
-    "packed", False, "Also the whole with its rows as one packed row, whose metadata is there."
-)
-PEERS = command.define_names(
-    "peers", peers.NAMES, "Other libraries beside it, in torch (a list; repeatable)."
-)
-SEQ_LEN = flags.DEFINE_list("seq_len", None, "Tokens, instead of the config's; a list of them.")
-ROWS = flags.DEFINE_integer(
-    "most_rows",
-    None,
-    "Parity looks at no more query positions of a sequence than that; default: all, of long "
-    "problems 768.",
-    lower_bound=12,
-)
-BATCH = flags.DEFINE_integer(
-    "batch", None, "Sequences, instead of the config's.", lower_bound=1
-)
-DTYPE = flags.DEFINE_enum(
-    "dtype", None, list(problems.PRECISIONS), "Precision, instead of the config's."
-)
-COMPUTE_DTYPE = flags.DEFINE_enum(
-    "compute_dtype",
-    None,
-    [FLOAT8],
-    "What products of the selected and the sliding branch are of, instead of the config's. Errors "
-    "are then judged beside those of the reference that rounds likewise.",
-)
-SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and of the text model.")
-SECONDS = flags.DEFINE_float(
-    "row_seconds", 0.5, "Time spent on samples of a row.", lower_bound=0
-)
-OUT = flags.DEFINE_string(
-    "out", None, "A new folder for the results; default: bench/results/<time>."
-)
-SAVE = flags.DEFINE_bool(
-    "save_records", False, "Append to bench/records/<device>/compare.jsonl too."
-)
-COMMIT = cli.define_commit()
-EXPLAIN = flags.DEFINE_bool(
-    "explain", False, "Only print what would run, and what refuses why."
-)
-flags.DEFINE_alias("list", "explain")
-TURN = flags.DEFINE_bool(
-    "turn", False, "Time when told to on standard input: what several lengths start."
+command.define_names(
+    "peers", peers.NAMES, "Other libraries beside it, in torch (a list; repeatable).", FLAGS
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    if SEQ_LEN.value is None:
+    if FLAGS.seq_len is None:
         return of_length(None)
-    lengths = command.integers("seq_len", SEQ_LEN.value, ())
-    if len(lengths) > 1 and not EXPLAIN.value:
+    lengths = command.integers("seq_len", FLAGS.seq_len, ())
+    if len(lengths) > 1 and not FLAGS.explain:
         return side_by_side(lengths)
     return exit_status.worst([of_length(length) for length in lengths])
 
@@ -117,50 +90,47 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
     The records of all are in `compare.jsonl`, what else a length has in the folder of its name.
     """
-    lines = command.new_file(OUT.value, "compare.jsonl")
+    lines, commands, statuses = command.new_file(FLAGS.out, "compare.jsonl"), {}, []
     folder = lines.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    # Where JAX only makes inputs and oracles, it gives back what it does not use.
-    alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FRAMEWORK.value == "torch" else {}
-    commands, statuses = {}, []
     for length in lengths:
         own = [f"--seq_len={length}", f"--out={folder / str(length)}", "--turn"]
         commands[length] = ["bench.compare", *sys.argv[1:], *own, "--nosave_records"]
+    alone = turns.ALONE if FLAGS.framework == "torch" else {}
     for length, status in turns.of_lengths(commands, folder, alone):
         statuses.append(status)
-        made = folder / str(length) / "compare.jsonl"
+        made = folder / str(length) / lines.name
         done = records.read(made) if made.exists() else []
         records.append(lines, done)  # at once: the next length may be ended from outside
-        _save(done)
+        save(done)
     print(f"written to {folder}")
     return exit_status.worst(statuses)
 
 
 def of_length(length: int | None) -> int:
     """Explains or measures one length, None: the config's; the exit status."""
-    names = ("jax", "torch") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
+    names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
-    given = {"seq_len": length, "batch": BATCH.value, "precision": DTYPE.value}
+    given = {"seq_len": length, "batch": FLAGS.batch, "precision": FLAGS.dtype}
     given |= {f"{step}_kernel": name for step, name in kernel_flags.named()._asdict().items()}
     if flags.FLAGS["on_unsupported"].present:
         given["on_unsupported"] = kernel_flags.on_unsupported()
     given |= kernel_flags.thresholds().given()
     settings = problems.settings(
-        CONFIG.value or ("seed" if gpu else "tiny"),
+        FLAGS.config or ("seed" if gpu else "tiny"),
         {name: value for name, value in given.items() if value is not None},
     )
-    if COMPUTE_DTYPE.value:
-        nsa = dataclasses.replace(settings.nsa, compute_dtype=COMPUTE_DTYPE.value)
+    if FLAGS.compute_dtype:
+        nsa = dataclasses.replace(settings.nsa, compute_dtype=FLAGS.compute_dtype)
         settings = dataclasses.replace(settings, nsa=nsa)
     with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
-        if RECOMPUTE.value and "fwdbwd" not in MODE.value:
+        if FLAGS.recompute and "fwdbwd" not in FLAGS.mode:
             raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")
         for name in ("recompute", "packed"):
-            if flags.FLAGS[name].value and "all" not in BRANCHES.value:
+            if FLAGS[name].value and "all" not in FLAGS.branch:
                 raise ValueError(f"--{name} is of whole attention: give --branch all")
-        plans = {mode: plan_of(runners, settings, mode) for mode in MODE.value}
-        if EXPLAIN.value:
+        plans = {mode: plan_of(runners, settings, mode) for mode in FLAGS.mode}
+        if FLAGS.explain:
             print("\n".join(explanation(plan) for plan in plans.values()))
             return exit_status.OK
         return compare(plans, settings)
@@ -171,7 +141,7 @@ type JobsOfRunners = list[tuple[Any, Job]]
 
 def plan_of(runners, settings, mode: str) -> JobsOfRunners:
     """The rows that the flags ask for."""
-    branches = [name for name in problems.BRANCHES if name in BRANCHES.value]
+    branches = [name for name in problems.BRANCHES if name in FLAGS.branch]
     if mode == "fwdbwd":  # no gradient flows through a selection
         branches = [name for name in branches if name != "scores"]
     run = settings.runtime
@@ -190,21 +160,18 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
             wanted,
             run.on_unsupported,
             branches,
-            chosen=CHOSEN.value,
+            chosen=FLAGS.chosen,
         )
     ]
-    whole = list(plan)
-    if RECOMPUTE.value and mode == "fwdbwd":
-        again = ((runner, recomputed(runner, job, settings.nsa)) for runner, job in plan)
-        plan += [(runner, job) for runner, job in again if job is not None]
-    if PACKED.value:
-        rows = ((runner, packed(runner, job, settings)) for runner, job in whole)
-        plan += [(runner, job) for runner, job in rows if job is not None]
-    if PEERS.value:
+    forms = ["recompute"] if FLAGS.recompute and mode == "fwdbwd" else []
+    forms += ["packed"] if FLAGS.packed else []
+    whole = [(r, job) for r, job in plan if job.branch == "all" and not job.unsupported]
+    plan += [(r, in_form(form, r, job, settings)) for form in forms for r, job in whole]
+    if FLAGS.peers:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
-            raise ValueError(f"peers need --framework torch or both, got {FRAMEWORK.value}")
-        found = peers.jobs(asked(settings, torch), branches, PEERS.value)
+            raise ValueError(f"peers need --framework torch or both, got {FLAGS.framework}")
+        found = peers.jobs(asked(settings, torch), branches, FLAGS.peers)
         plan += [(torch, dataclasses.replace(job, asked=True)) for job in found]
     return plan
 
@@ -212,35 +179,22 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
 def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     """Measures the jobs of each mode, writes a line as each ends, then table and plot; the exit
     status."""
-    lines = command.new_file(OUT.value, "compare.jsonl")
-    folder = lines.parent
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("inputs", total=sum(map(len, plans.values())))
-        inputs = problems.make(settings, INPUT.value, SEED.value)
-        environment = records.environment(COMMIT.value)
-        how: dict[str, Any] = {"seconds": SECONDS.value}
-        tell = lambda name: progress.update(task, description=name)
-        rows = judged_rows(plans, settings, inputs, tell)
-        if TURN.value:
-            rows = list(rows)
-            turns.wait()
-            how["warmup"] = 1  # parity was that already
-        measured = []
-        for mode, runner, job, row in rows:
-            tell(row.name)
-            found = row.timed(**how)
-            record = _record(mode, runner, job, settings, inputs, found | environment)
-            records.append(lines, [record])
-            measured.append((job, record))
-            if not progress.console.is_terminal:
-                print(f"{row.name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
-            progress.advance(task)
+    lines = command.new_file(FLAGS.out, "compare.jsonl")
+    folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
+    how: dict[str, Any] = {"seconds": FLAGS.row_seconds}
+    rows, measured = judged_rows(plans, settings, inputs), []
+    if FLAGS.turn:
+        rows = list(rows)
+        turns.wait()
+        how["warmup"] = 1  # parity was that already
+    for mode, runner, job, row in rows:
+        about = command.about(runner, settings, inputs) | {"branch": job.branch, "mode": mode}
+        about |= {"implementation": job.label, "refused": job.refused}
+        record = records.record("compare", FLAGS.commit, **about | row.timed(**how))
+        records.append(lines, [record])
+        measured.append((job, record))
+        place = f"{len(measured)}/{sum(map(len, plans.values()))}"
+        print(f"{place} {row.name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
     done = records.read(lines)
     tables = []
     for mode in plans:
@@ -253,21 +207,22 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     (folder / "compare.md").write_text(table)
     (folder / "compare.csv").write_text(render.csv_text(done))
     print(f"written to {folder}")
-    _save(done)
-    status = exit_status.of(asked_for(measured), done)
+    save(done)
+    asked_for = answers(measured)
+    status = exit_status.of(asked_for, done)
     if status == exit_status.NOT_MEASURED:
-        lost = (record for record in asked_for(measured) if record.status != "ok")
+        lost = (record for record in asked_for if record.status != "ok")
         names = (f"{x.framework} {x.branch} {x.mode} {x.implementation}" for x in lost)
         print(f"not measured: {', '.join(names)}", file=sys.stderr)
     return status
 
 
-def asked_for(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
+def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
     """The rows that decide how the command ends: all that were named, and of others the best of
     each branch. Dense attention beside branches is what they are compared with."""
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:
-        if job.branch == "dense" and len(BRANCHES.value) > 1:
+        if job.branch == "dense" and len(FLAGS.branch) > 1:
             continue
         if job.asked:
             named.append(record)
@@ -279,38 +234,25 @@ def asked_for(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
 
 
 def judged_rows(
-    plans: Mapping[str, JobsOfRunners], settings, inputs, tell: Callable[[str], None]
+    plans: Mapping[str, JobsOfRunners], settings, inputs
 ) -> Iterator[tuple[str, Any, Job, Judged]]:
     """Mode, runner, job and parity of each row; an array is loaded once for all of them."""
     loads = {id(runner): once(runner.load) for plan in plans.values() for runner, _ in plan}
-    checker = Checker(settings, inputs, backward="fwdbwd" in plans, most_rows=ROWS.value)
+    checker = Checker(settings, inputs, backward="fwdbwd" in plans, most_rows=FLAGS.most_rows)
     for mode, plan in plans.items():
         own = checker if mode == "fwdbwd" else checker.without_gradients()
         for runner, job in plan:
-            tell(f"{runner.framework} {job.branch} {job.label}")
             row = judge(job, runner, settings, inputs, own, mode, loads[id(runner)])
             yield mode, runner, job, row
 
 
-def _save(done: Sequence[Record]) -> None:
+def save(done: Sequence[Record]) -> None:
     """Keeps records where they are asked for; of products in 8 bits by themselves."""
-    if SAVE.value:
+    if FLAGS.save_records:
         eight = [record for record in done if "compute_dtype" in record.config]
         records.keep(eight, FP8_RECORDS)
         records.keep([record for record in done if record not in eight], "compare.jsonl")
 
 
-def _record(mode, runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:
-    fields: dict[str, Any] = {
-        "bench": "compare",
-        "branch": job.branch,
-        "implementation": job.label,
-        "mode": mode,
-        "refused": job.refused,
-        "time": records.utc_now(),
-    }
-    return Record(**command.about(runner, settings, inputs), **fields, **found)
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

@@ -16,16 +16,17 @@ Lines of `--out` are those of `bench/records/<device>/kernel_log/counters.jsonl`
 """
 
 import csv
+import functools
 import itertools
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from absl import flags
 
 from nsa_torch.torch_ops import TorchOps
 
@@ -34,13 +35,22 @@ from .harness import cli, exit_status, process, records
 from .harness.records import Record
 from .harness.timed_problem import Problem, torch_inputs
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
-UNDER = flags.DEFINE_string("under_ncu", None, "This row, in a process that ncu watches.", **at)
+FLAGS = cli.define(
+    only=cli.ONLY,
+    under_ncu=(str, "This row, in a process that ncu watches."),
+)
+cli.define_lines(FLAGS)
 
+NCU = (
+    *(
+        "ncu",
+        "--target-processes=application-only",
+        "--csv",
+        "--page=raw",
+        "--print-units=base",
+    ),
+    *("--clock-control=none", "--profile-from-start=off"),
+)
 OURS = "_mosaic_gpu_kernel"  # ends the name of a kernel's function
 TIME, TENSOR, L2, HITS, HBM, ISSUED = (
     "gpu__time_duration.sum",
@@ -134,8 +144,8 @@ def lines(
         yield Record(bench="counters", time_ms=ms, extra=about, commit=commit and commit[:7])
 
 
-def measure(problem: Problem, commit: str | None) -> Iterable[Record]:
-    """Lines of `--out`.
+def measure(problem: Problem, commit: str | None) -> Iterator[tuple[str, list[Record]]]:
+    """Lines to print, each with that of `--out`.
 
     Raises:
       ChildProcessError: ncu failed; the message has what it said.
@@ -144,48 +154,28 @@ def measure(problem: Problem, commit: str | None) -> Iterable[Record]:
     call_kernels.prepare(problem)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        words = [
-            "ncu",
-            "--target-processes=application-only",
-            "--csv",
-            "--page=raw",
-            "--print-units=base",
-            "--clock-control=none",
-        ]
-        words += [
-            "--profile-from-start=off",
-            f"--kernel-name=regex:{OURS}",
-            f"--log-file={log}",
-        ]
+        words = [*NCU, f"--kernel-name=regex:{OURS}", f"--log-file={log}"]
         words += [f"--metrics={','.join(METRICS)}", sys.executable, "-m"]
         words += [process.module("bench.counters"), f"--under_ncu={problem.name}"]
-        done = subprocess.run(
-            words, env=process.environment({}), capture_output=True, text=True
-        )
+        how: dict[str, Any] = {"capture_output": True, "text": True}
+        done = subprocess.run(words, env=process.environment({}), **how)
         said = log.read_text() if log.exists() else ""
         if done.returncode:
             raise ChildProcessError(f"ncu: exit status {done.returncode}\n{said}{done.stderr}")
     names = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
-    return lines(problem.name, [(x, y) for x, y in names], rows_of(said), commit)
+    for line in lines(problem.name, [(x, y) for x, y in names], rows_of(said), commit):
+        yield "; ".join([*map(str, line.extra.values()), f"{line.time_ms:g} ms"]), [line]
 
 
 def main(argv: Sequence[str]) -> int:
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
-    if UNDER.value:
-        (row,) = (p for p in against.EAGER if p.name == UNDER.value)
+    if FLAGS.under_ncu:
+        (row,) = (p for p in against.EAGER if p.name == FLAGS.under_ncu)
         watched(row)
-        return exit_status.OK
-    rows = against.chosen(ONLY.value, against.EAGER)
-    if not shutil.which("ncu"):
+    elif not shutil.which("ncu"):
         raise NotImplementedError("ncu is needed, of CUDA's toolkit")
-    commit = records.environment(COMMIT.value)["commit"]
-    for problem in rows:
-        found = list(measure(problem, commit))
-        for line in found:
-            print(*line.extra.values(), f"{line.time_ms:g} ms", sep="; ", flush=True)
-        if OUT.value:
-            records.append(OUT.value, found)
+    else:
+        commit = records.environment(FLAGS.commit)["commit"]
+        against.measured(FLAGS, against.EAGER, functools.partial(measure, commit=commit))
     return exit_status.OK
 
 

@@ -38,8 +38,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 from nsa_core import flags as kernel_flags
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import STEPS
@@ -56,58 +54,37 @@ from .harness import (
     turns,
 )
 from .harness.command import config_of, integers, shown
-from .harness.measure import Judged, guarded, judged, shape_of, timed
+from .harness.measure import Judged, guarded, judged, judged_row, shape_of, timed
 from .harness.records import Record
 from .harness.runners import RUNNERS, asked
 from .judge.checks import Checker
 
 SIZES = command.SIZES | {"dk": 32, "dv": 32}
-FLAGS = command.flag_values(frameworks=True, text=True, **SIZES)
-_own = {"flag_values": FLAGS}
-BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
-NEW = flags.DEFINE_integer(
-    "q_len", 1, "New tokens a sequence.", lower_bound=1, upper_bound=8, **_own
-)
-LENGTHS = flags.DEFINE_list(
-    "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
-)
-FORCE = flags.DEFINE_string(
-    "branch_force_mode",
-    "run",
-    "run: each branch runs alone; env: the same. No variable forces a gate.",
-    **_own,
-)
-PAGED = flags.DEFINE_enum(
-    "paged",
-    "auto",
-    ("auto", "triton", "gathered", "mosaic", "none"),
-    "What runs the step on a paged cache; none: it is not run.",
-    **_own,
-)
-CACHE_DTYPE = flags.DEFINE_enum(
-    "cache_dtype", "same", ("same", "fp8"), "Of the paged cache: the inputs', or fp8.", **_own
-)
-SIDE = flags.DEFINE_bool(
-    "side_by_side",
-    None,
-    "A process a length, ready side by side, timed in turn; default: on a GPU.",
-    **_own,
-)
-TURN = flags.DEFINE_bool(
-    "turn", False, "Time when told to on standard input: what --side_by_side starts.", **_own
+FLAGS = command.flag_values(
+    frameworks=True,
+    text=True,
+    **SIZES,
+    B=(1, "Sequences."),
+    q_len=(1, "New tokens a sequence.", (1, 8)),
+    S_list=(list, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024."),
+    branch_force_mode=("run", "Of the seed system; has no effect: each branch runs alone."),
+    paged=(
+        "auto",
+        "What runs the step on a paged cache; none: it is not run.",
+        ("auto", "triton", "gathered", "mosaic", "none"),
+    ),
+    cache_dtype=("same", "Of the paged cache: the inputs', or fp8.", ("same", "fp8")),
+    side_by_side=(
+        bool,
+        "A process a length, ready side by side, timed in turn; default: on a GPU.",
+    ),
+    turn=(False, "Time when told to on standard input: what --side_by_side starts."),
 )
 # By how much a part's 20th percentile may be over the whole's 80th.
 NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
-COLUMNS = ("S", *TIMES.values(), "reads_actual", "reads_expected")
-COLUMNS += ("reads_actual_decode", "reads_expected_decode")
-COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"))
-COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
-COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
-COLUMNS += ("ms_paged", "paged_kernel", "paged_graph", "q_len", "above_whole", "cache_dtype")
-COLUMNS += ("ms_host", "ms_paged_host")
-COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
+DENSE = tuple(f"dense_{name}" for name in ("flash", "cudnn", "math", "xla"))
 
 
 def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
@@ -125,9 +102,9 @@ class Case:
     def __init__(self, runner, length: int, gpu: bool, results: command.Results):
         self.runner, self.config, self.results = runner, config_of(FLAGS), results
         self.settings = command.settings(
-            FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=FLAGS.dim
+            FLAGS, self.config, gpu, seq_len=length, batch=FLAGS.B, dim=FLAGS.dim
         )
-        wanted = asked(self.settings, runner)._replace(T=NEW.value)
+        wanted = asked(self.settings, runner)._replace(T=FLAGS.q_len)
         named, self.refusal = kernel_flags.named(), ""
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}
         self.labels["scores"] = self.labels["selected"]
@@ -139,13 +116,13 @@ class Case:
             self.chosen = chosen
             self.labels = {choice.step: choice.implementation for choice in chosen}
         seed = FLAGS.seed
-        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=NEW.value)
+        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=FLAGS.q_len)
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
         on_cpu = (runner.framework, gpu) == ("torch", False)
         self.dense_names = ("math",) if on_cpu else runner.dense_names
         self.waiting: list[tuple[str, str, Judged]] = []
         self.records: dict[str, Record] = {}
-        self.paged_kernel = PAGED.value
+        self.paged_kernel = FLAGS.paged
 
     def judge(self) -> None:
         """Compiles each step and compares it with the oracle; what is left is to time them."""
@@ -154,24 +131,23 @@ class Case:
             own = guarded("selection", self._freeze, library=False)
         for branch in ("compressed", "scores", "selected", "sliding", "all"):
             self._judge(branch, branch, own, lambda branch=branch: self._step(branch))
-        if PAGED.value != "none":
+        if FLAGS.paged != "none":
             self._judge("paged", "all", own, self._paged)
         for name in self.dense_names:
             self._judge(f"dense_{name}", "dense", {}, lambda name=name: self._dense(name))
 
     def _judge(self, key: str, branch: str, own: dict[str, Any], prepare: Callable) -> None:
         """`own`: why there is no such row; `prepare`: its step, checker and arguments."""
-        name, library, step = f"decode {key}", branch == "dense", None
+        name, library = f"decode {key}", branch == "dense"
 
         def take():
-            nonlocal step
             step, checker, arguments = prepare()
             parity = checker.check(self.runner, step, branch, arguments)
-            return judged(parity, len(checker.rows))
+            time = functools.partial(self._time, branch, step)
+            return judged(parity, len(checker.rows)), time
 
-        found = own or guarded(name, take, library=library)
-        time = None if "status" in found else functools.partial(self._time, branch, step)
-        self.waiting.append((key, branch, Judged(name, library, found, time)))
+        row = Judged(name, library, own) if own else judged_row(name, take, library=library)
+        self.waiting.append((key, branch, row))
 
     def run(self, how: dict[str, Any]) -> None:
         """Times every step; the branches first, since the whole is made of them and cannot be
@@ -182,7 +158,7 @@ class Case:
                 found |= self._doubt(found)
             label = self.labels.get(key, self.kernel)
             if key == "paged":
-                beside = "" if CACHE_DTYPE.value == "same" else f"_{CACHE_DTYPE.value}"
+                beside = "" if FLAGS.cache_dtype == "same" else f"_{FLAGS.cache_dtype}"
                 label = f"paged{beside}/{self.paged_kernel}"
             elif branch == "dense":
                 label = key.removeprefix("dense_")
@@ -208,8 +184,9 @@ class Case:
         return self.cached.step(branch), checker, {}
 
     def _paged(self):
-        fp8 = CACHE_DTYPE.value == "fp8"
-        paged = self.cached.paged(None if PAGED.value == "auto" else PAGED.value, fp8)
+        fp8 = FLAGS.cache_dtype == "fp8"
+        implementation = None if FLAGS.paged == "auto" else FLAGS.paged
+        paged = decode_steps.Paged(self.cached, implementation, fp8)
         self.paged_kernel, chosen = paged.name, paged.chosen()
         checker, inputs = self.frozen, self.frozen.inputs
         if chosen is not None:
@@ -260,45 +237,43 @@ class Case:
         )
 
     def row(self) -> dict[str, Any]:
-        """The line of the CSV file."""
-        whole = self.records["all"]
-        parts = [self.records[branch] for branch in TIMES]
-        worst = next((record for record in parts if record.status != "ok"), whole)
-        expected = self.config.reads(whole.S)
-        rows = whole.B * whole.Hkv
-        cells: dict[str, Any] = {
-            "S": whole.S,
-            "q_len": whole.T,
-            "cache_dtype": CACHE_DTYPE.value,
+        """The line of the CSV file; the first columns are the seed system's."""
+        done, whole, paged = self.records, self.records["all"], self.records.get("paged")
+        worst = command.worst(*(done[branch] for branch in TIMES))
+        expected, rows = self.config.reads(whole.S), whole.B * whole.Hkv
+        counts, total = {}, None
+        if worst["status"] == "ok":
+            counts = {branch: int(self.cached.reads(branch).sum()) for branch in PARTS}
+            total = sum(counts.values())
+        if worst["status"] == "ok" and paged and paged.status != "ok":
+            worst = {"status": paged.status, "reason": f"paged: {paged.reason}"}
+        cells: dict[str, Any] = {"S": whole.S}
+        cells |= {name: done[branch].time_ms for branch, name in TIMES.items()}
+        cells |= {
+            "reads_actual": total,
             "reads_expected": expected * rows,
+            "reads_actual_decode": total and total / rows,
             "reads_expected_decode": expected,
-            "kernel": self.kernel,
-            "graph": whole.extra.get("graph"),
-            "ms_host": whole.extra.get("host_ms"),
-            "status": worst.status,
-            "reason": worst.reason,
         }
-        if worst.status == "ok":
-            counts = {branch: self.cached.reads(branch) for branch in PARTS}
-            for branch, count in counts.items():
-                cells[f"reads_{PARTS[branch]}"] = int(count.sum()) / rows
-            total = int(sum(count.sum() for count in counts.values()))
-            cells |= {"reads_actual": total, "reads_actual_decode": total / rows}
         for branch, name in TIMES.items():
-            record = self.records[branch]
-            cells |= {name: record.time_ms}
-            cells |= {f"{name}_p20": record.p20_ms, f"{name}_p80": record.p80_ms}
-        cells["above_whole"] = " ".join(above_whole(cells))
-        for key in ("scores", *(key for key in self.records if key.startswith("dense_"))):
-            cells[f"ms_{key}"] = self.records[key].time_ms
-        if paged := self.records.get("paged"):
-            cells["ms_paged"], cells["paged_kernel"] = paged.time_ms, self.paged_kernel
-            cells["paged_graph"] = paged.extra.get("graph")
-            cells["ms_paged_host"] = paged.extra.get("host_ms")
-            if cells["status"] == "ok" and paged.status != "ok":
-                cells |= {"status": paged.status, "reason": f"paged: {paged.reason}"}
-        same = ("B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit")
-        return cells | {name: getattr(whole, name) for name in same}
+            cells |= {f"{name}_{p}": getattr(done[branch], f"{p}_ms") for p in ("p20", "p80")}
+        for key in ("scores", *DENSE):
+            cells[f"ms_{key}"] = done[key].time_ms if key in done else None
+        for branch, name in PARTS.items():
+            cells[f"reads_{name}"] = counts[branch] / rows if counts else None
+        same = "B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit"
+        cells |= command.cells(whole, *same, q_len="T")
+        for key, of in (("", whole), ("paged_", paged)):
+            extra = of.extra if of else {}
+            cells |= {f"{key}graph": extra.get("graph"), f"ms_{key}host": extra.get("host_ms")}
+        return cells | {
+            "ms_paged": paged and paged.time_ms,
+            "paged_kernel": self.paged_kernel if paged else None,
+            "above_whole": " ".join(above_whole(cells)),
+            "cache_dtype": FLAGS.cache_dtype,
+            "kernel": self.kernel,
+            **worst,
+        }
 
 
 def above_whole(cells: Mapping[str, Any]) -> list[str]:
@@ -315,7 +290,7 @@ def line(cells: dict[str, Any]) -> str:
     reads = f"{shown(decode, digits=1)}/{cells['reads_expected_decode']}"
     text = f"{cells['S']:>7}  {times}  {reads:>13}  {shown(total, digits=0):>10}"
     text += f"  {shown(cells.get('ms_paged')):>9}"
-    return text + (f"  {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else "")
+    return text + command.bad(cells)
 
 
 HEAD = f"{'Context':>7}  {'Total(ms)':>9}  {'cmp(ms)':>9}  {'sel(ms)':>9}  {'win(ms)':>9}"
@@ -323,21 +298,16 @@ HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}  {'paged(ms)':>9}"
 
 
 def main(argv: Sequence[str]) -> int:
-    if FORCE.value == "env":
-        print("branch_force_mode=env: no gate is forced, each branch runs alone", flush=True)
-    elif FORCE.value != "run":
-        raise ValueError(
-            "branch_force_mode must be run or env: to force a gate computes all three branches "
-            f"and times none of them, so each runs alone here; got {FORCE.value!r}"
-        )
-    if PAGED.value == "none" and CACHE_DTYPE.value != "same":
+    if FLAGS["branch_force_mode"].present:
+        print("--branch_force_mode has no effect: no gate is forced, each branch runs alone")
+    if FLAGS.paged == "none" and FLAGS.cache_dtype != "same":
         raise ValueError("--cache_dtype is of the paged cache: not with --paged=none")
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     default = (512, 1024, 2048, 4096) if gpu else (512, 1024)
-    lengths = integers("S_list", LENGTHS.value, default)
-    if min(lengths) < NEW.value:
-        raise ValueError(f"S_list must be at least q_len={NEW.value}, got {min(lengths)}")
+    lengths = integers("S_list", FLAGS.S_list, default)
+    if min(lengths) < FLAGS.q_len:
+        raise ValueError(f"S_list must be at least q_len={FLAGS.q_len}, got {min(lengths)}")
     config_of(FLAGS)
     how, rows = command.sampling(FLAGS, gpu), []
     how = {"warmup": 8} | how
@@ -345,12 +315,12 @@ def main(argv: Sequence[str]) -> int:
         how["iters"] = FLAGS.iters or 32
     results = command.Results("decode", FLAGS)
     print(f"device: {runner.device}; {runner.framework}\n{HEAD}", flush=True)
-    if len(lengths) > 1 and (gpu if SIDE.value is None else SIDE.value):
+    if len(lengths) > 1 and (gpu if FLAGS.side_by_side is None else FLAGS.side_by_side):
         return side_by_side(lengths, results)
     for length in lengths:
         case = Case(runner, length, gpu, results)
         case.judge()
-        if TURN.value:
+        if FLAGS.turn:
             turns.wait()
         case.run(how)
         rows.append(case.row())
@@ -361,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
 def _finish(results: command.Results, rows: Sequence[dict[str, Any]]) -> int:
     if any(cells["above_whole"] for cells in rows):
         print("* above Total: each is launched and timed by itself, one after the other")
-    return results.finish(COLUMNS, rows)
+    return results.finish(rows)
 
 
 def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
@@ -374,8 +344,7 @@ def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
         out = results.folder / str(length)
         own = [f"--S_list={length}", f"--out={out}", "--csv=", "--turn", "--nosave_records"]
         commands[length] = ["bench.decode", *sys.argv[1:], *own]
-    results.folder.mkdir(parents=True, exist_ok=True)
-    alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FLAGS.framework == "torch" else {}
+    alone = turns.ALONE if FLAGS.framework == "torch" else {}
     for length, _ in turns.of_lengths(commands, results.folder, alone):
         made = results.folder / str(length)
         if not (made / "decode.csv").exists():

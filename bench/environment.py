@@ -20,17 +20,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from absl import app, flags
+from absl import app
 from packaging.requirements import Requirement
 
 from .harness import cli, records
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-OUT = flags.DEFINE_string("out", None, "A new file, for the same as JSON.", **_own)
-COMMIT = cli.define_commit(FLAGS)
+FLAGS = cli.define(
+    out=(str, "A new file, for the same as JSON."),
+)
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Who states the version of whom, and in which of its extras.
@@ -171,18 +170,18 @@ def describe(commit: str | None = None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    if OUT.value and Path(OUT.value).exists():
-        raise app.UsageError(f"--out must name a new file, {OUT.value} exists")
-    found = describe(COMMIT.value)
+    if FLAGS.out and Path(FLAGS.out).exists():
+        raise app.UsageError(f"--out must name a new file, {FLAGS.out} exists")
+    found = describe(FLAGS.commit)
     state = {True: " with local changes", False: "", None: ""}[found["dirty"]]
     print(f"device: {found['device']}; {found['platform']}; {found['cpus']} CPUs")
     print(f"commit: {found['commit'] or 'unknown'}{state}")
     print("versions:", *(f"{name} {x}" for name, x in found["versions"].items() if x))
     for each in found["pairs"]:
         print(f"{each['status']:9} {each['first']} with {each['second']}: {each['reason']}")
-    if OUT.value:
-        Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
-        Path(OUT.value).write_text(json.dumps(found, indent=2) + "\n")
+    if FLAGS.out:
+        Path(FLAGS.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(FLAGS.out).write_text(json.dumps(found, indent=2) + "\n")
     return int(any(each["status"] == "broken" for each in found["pairs"]))
 
 

@@ -14,12 +14,11 @@ are timed. Without CUDA FA-2 is not measured, and the command says so and ends w
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from absl import flags
 from torch import Tensor
 
 from nsa_core import flags as kernel_flags
@@ -27,32 +26,21 @@ from nsa_core.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
 
-from .harness import cli, command, problems, records
+from .harness import cli, command, parts, problems
 from .harness.command import integers, shown, speed_up
 from .harness.jobs import Job
-from .harness.measure import Judged, guarded, judge, shape_without_inputs
-from .harness.parts import Parts
 from .harness.records import Record
 from .harness.runners import TorchRunner, problem
-from .judge.checks import Checker
 
-FLAGS = command.flag_values(heads=8, groups=1, dk=64, dv=64, l=32, d=16)
-_own = {"flag_values": FLAGS}
-LENGTHS = flags.DEFINE_list(
-    "S_list", None, "Lengths; default: 256,512,1024, without a GPU 256,512.", **_own
+FLAGS = command.flag_values(
+    **parts.FLAGS,
+    **{"heads": 8, "groups": 1, "dk": 64, "dv": 64, "l": 32, "d": 16},
+    S_list=(list, "Lengths; default: 256,512,1024, without a GPU 256,512."),
+    w_list=(list, "Windows; default: 32,64,128,256, without a GPU 32,128."),
+    batch=(1, "Sequences."),
+    path=("auto", "Which call of FA-2; auto: varlen.", ["auto", "varlen", "dense"]),
 )
-WINDOWS = flags.DEFINE_list(
-    "w_list", None, "Windows; default: 32,64,128,256, without a GPU 32,128.", **_own
-)
-BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1, **_own)
-PATH = flags.DEFINE_enum(
-    "path", "auto", ["auto", "varlen", "dense"], "Which call of FA-2; auto: varlen.", **_own
-)
-PARTS = Parts(FLAGS)
 IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
-COLUMNS = ("D", "T", "dtype", "sdpa_ms", "fa_ms", "speedup", "sm", "device")
-COLUMNS += ("branch", "S", "w", "l", "d", "path", "sdpa_p20_ms", "sdpa_p80_ms")
-COLUMNS += ("fa_p20_ms", "fa_p80_ms", "library_ms", "kernel", "commit", "status", "reason")
 
 
 def masked(branch: str, config: NSAConfig):
@@ -156,7 +144,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
     asked = problem(settings, "torch", runner.platform, runner.capability)
     asked = asked._replace(step=branch)
     refusal = fa2.why_not(asked) or ""
-    call = dense if PATH.value == "dense" else varlen
+    call = dense if FLAGS.path == "dense" else varlen
     mask = masked(branch, config)
     return (
         Job(branch, "masked", function=mask, note="one SDPA under the whole mask"),
@@ -185,81 +173,49 @@ def line(base: Record, fast: Record, library: Record) -> str:
 def row(
     base: Record, fast: Record, library: Record, capability: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """A line of the CSV file."""
-    worst = next((r for r in (fast, base, library) if r.status != "ok"), fast)
+    """A line of the CSV file; the first columns are the seed system's."""
     sliding, config = base.branch == "sliding", base.config
-    cells = {
-        "D": base.D,
-        "T": base.T,
-        "dtype": base.dtype,
-        "sdpa_ms": base.time_ms,
-        "fa_ms": fast.time_ms,
-        "speedup": speed_up(base, fast),
-        "sm": "".join(map(str, capability or ())),
-        "device": base.device,
-        "branch": base.branch,
-        "S": base.S,
+    cells = command.cells(base, "D", "T", "dtype", sdpa_ms="time_ms")
+    cells |= command.cells(fast, fa_ms="time_ms") | {"speedup": speed_up(base, fast)}
+    cells |= {"sm": "".join(map(str, capability or ()))}
+    cells |= command.cells(base, "device", "branch", "S", "commit")
+    cells |= {
         "w": config["window"] if sliding else None,
         "l": None if sliding else config["compress_block"],
         "d": None if sliding else config["compress_stride"],
-        "path": fast.extra["path"],
         "library_ms": library.time_ms,
-        "kernel": fast.extra["kernel"],
-        "commit": base.commit,
-        "status": worst.status,
-        "reason": worst.reason,
     }
-    for name, record in (("sdpa", base), ("fa", fast)):
-        cells |= {f"{name}_p20_ms": record.p20_ms, f"{name}_p80_ms": record.p80_ms}
-    return cells
+    cells |= command.cells(fast, "path", "kernel", fa_p20_ms="p20_ms", fa_p80_ms="p80_ms")
+    cells |= command.cells(base, sdpa_p20_ms="p20_ms", sdpa_p80_ms="p80_ms")
+    return cells | command.worst(fast, base, library)
 
 
-class Problem:
+class Problem(parts.Problem):
     """A row of the table: a branch at one length, by `masked`, `fa2` and `sdpa`."""
 
+    bench = "fa2"
+
     def __init__(self, runner, branch: str, length: int, config: NSAConfig):
-        self.runner, self.branch = runner, branch
         gpu = runner.platform == "cuda"
+        settings = command.settings(FLAGS, config, gpu, seq_len=length, batch=FLAGS.batch)
+        super().__init__(runner, settings, FLAGS, branch=branch, mode="forward")
         self.how = command.sampling(FLAGS, gpu)
-        self.settings = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
-        self.overlap: float | None = None
-
-    def judge(self) -> Callable[[], list[Record]]:
-        judged: list[Judged] = []
-
-        def make():
-            inputs = problems.make(self.settings, "random", FLAGS.seed)
-            self.overlap = inputs.overlap
-            checker = Checker(self.settings, inputs, backward=False)
-            runner, settings = self.runner, self.settings
-            for job in jobs(self.branch, runner, settings, inputs.num_keys):
-                judged.append(judge(job, runner, settings, inputs, checker, "forward"))
-            return {}
-
-        if failed := guarded("inputs", make, library=False):
-            judged = [Judged("", False, failed)] * len(IMPLEMENTATIONS)
-        return lambda: self._records([each.timed(**self.how) for each in judged])
-
-    def lost(self, reason: str) -> list[Record]:
-        return self._records([{"status": "error", "reason": reason}] * len(IMPLEMENTATIONS))
-
-    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
-        shape = shape_without_inputs(self.settings)
-        about = command.about_shape(self.runner, self.settings, shape)
-        about |= {"branch": self.branch, "mode": "forward", "overlap": self.overlap}
-        made = []
-        for name, each in zip(IMPLEMENTATIONS, found, strict=True):
+        for name in IMPLEMENTATIONS:
             ours = name == "fa2"
             kernel = fa2.library() if ours else "scaled_dot_product_attention"
-            each = each | {"extra": {"kernel": kernel, "path": path() if ours else name}}
-            about["implementation"] = name
-            made.append(records.record("fa2", FLAGS.commit, **about | each))
-        return made
+            extra = {"kernel": kernel, "path": path() if ours else name}
+            self.calls.append({"implementation": name, "extra": extra})
+
+    def inputs(self):
+        return problems.make(self.settings, "random", FLAGS.seed)
+
+    def jobs(self, inputs):
+        yield from jobs(self.about["branch"], self.runner, self.settings, inputs.num_keys)
 
 
 def path() -> str:
     """Which call of FA-2 is measured."""
-    return "dense" if PATH.value == "dense" else "varlen"
+    return "dense" if FLAGS.path == "dense" else "varlen"
 
 
 def configs(lengths: Sequence[int], windows: Sequence[int]):
@@ -281,19 +237,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: --{' --'.join(given)} leaves out no row of bench.fa2", file=sys.stderr)
     runner = TorchRunner(FLAGS.device)
     gpu = runner.platform == "cuda"
-    lengths = integers("S_list", LENGTHS.value, (256, 512, 1024) if gpu else (256, 512))
-    windows = integers("w_list", WINDOWS.value, (32, 64, 128, 256) if gpu else (32, 128))
+    lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024) if gpu else (256, 512))
+    windows = integers("w_list", FLAGS.w_list, (32, 64, 128, 256) if gpu else (32, 128))
     found = [Problem(runner, *each) for each in configs(lengths, windows)]
-    if PARTS.is_child:
-        return PARTS.child(found)
+    if FLAGS.turn is not None:
+        return parts.child(FLAGS, found)
     results, rows = command.Results("fa2", FLAGS), []
     print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path()}", flush=True)
-    for base, fast, library in PARTS.measure("fa2", found, results.folder):
+    for base, fast, library in parts.measure(FLAGS, "fa2", found, results.folder):
         for record in (base, fast, library):
             results.keep([record], beside=record is not fast)
         print(line(base, fast, library), flush=True)
         rows.append(row(base, fast, library, runner.capability))
-    return results.finish(COLUMNS, rows)
+    return results.finish(rows)
 
 
 if __name__ == "__main__":

@@ -24,44 +24,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from absl import app, flags
+from absl import app
 
 from nsa_torch.installed import seconds
 
-from .harness import cli, exit_status, process, records
-from .harness.attention_calls import Calls
+from .harness import cli, exit_status, process, records, timing
+from .harness.timed_problem import Problem, jax_calls, torch_calls
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-HEADS = flags.DEFINE_integer("H", 64, "Query heads.", lower_bound=1, **at)
-KV_HEADS = flags.DEFINE_integer("Hkv", 4, "Key/value heads.", lower_bound=1, **at)
-WIDTH = flags.DEFINE_integer("D", 128, "Columns of a head.", lower_bound=1, **at)
-LENGTHS = flags.DEFINE_integer("lengths", 50, "Lengths never seen.", lower_bound=1, **at)
-LONGEST = flags.DEFINE_integer("longest", 16384, "Tokens at most.", lower_bound=64, **at)
-SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
-JOBS = flags.DEFINE_integer(
-    "jobs", None, "Processes that build; default: one a core.", lower_bound=1, **at
-)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
+JAX_LENGTHS = 5  # never seen
 STAGES = ("cold", "warm", "lengths", "jax", "jax_again")
-STAGE = flags.DEFINE_enum("stage", None, STAGES, "Only this one.", **at)
-FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **at)
+FLAGS = cli.define(
+    H=(64, "Query heads."),
+    Hkv=(4, "Key/value heads."),
+    D=(128, "Columns of a head."),
+    lengths=(50, "Lengths never seen."),
+    longest=(16384, "Tokens at most.", 64),
+    seed=(0, "Of the random lengths.", None),
+    jobs=(int, "Processes that build; default: one a core."),
+    stage=(str, "Only this one.", STAGES),
+    folder=(str, "Of the kernels, with --stage."),
+)
+cli.define_lines(FLAGS)
 
 
-def calls_of(length: int) -> Calls:
-    return Calls.of(1, length, HEADS.value, KV_HEADS.value, WIDTH.value)
+def problem(length: int) -> Problem:
+    sizes = {"H": FLAGS.H, "Hkv": FLAGS.Hkv, "D": FLAGS.D, "Dv": FLAGS.D}
+    return Problem(name=str(length), T=length, **sizes)
 
 
-def host_us(call: Callable[[], object], times: int = 20) -> float:
+def host_us(call: Callable[[], object]) -> float:
     """Microseconds until a call returns: the median."""
-    found = []
-    for _ in range(times):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(found)
+    return statistics.median(timing.in_a_row(call)) * 1e3
 
 
 def used_mib() -> float:
@@ -74,13 +67,13 @@ def cold() -> dict:
     """All kernels of the layer, on disk and loaded."""
     import nsa_torch
 
-    layer = {"heads": HEADS.value, "kv_heads": KV_HEADS.value, "key_width": WIDTH.value}
+    layer = {"heads": FLAGS.H, "kv_heads": FLAGS.Hkv, "key_width": FLAGS.D}
     torch.zeros(1, device="cuda")
-    lengths = [2**i for i in range(9, LONGEST.value.bit_length())]
+    lengths = [2**i for i in range(9, FLAGS.longest.bit_length())]
     start = time.perf_counter()
-    count = nsa_torch.prepare(**layer, lengths=lengths, jobs=JOBS.value)
+    count = nsa_torch.prepare(**layer, lengths=lengths, jobs=FLAGS.jobs)
     built = time.perf_counter() - start
-    files = list(Path(str(FOLDER.value)).rglob("*.kernel"))
+    files = list(Path(str(FLAGS.folder)).rglob("*.kernel"))
     return {
         "kernels": count,
         "build_s": built,
@@ -93,16 +86,15 @@ def warm() -> dict:
     """The first calls of a process that finds all kernels on disk."""
     import nsa_torch.mosaic  # noqa: F401  what a program imports before its first call
 
-    calls = calls_of(4096)
-    first = seconds(calls.both)
-    forward = seconds(calls.forward)
-    again = {"forward_s": seconds(calls.forward), "both_s": seconds(calls.both)}
+    calls, _ = torch_calls(problem(4096))
+    forward, both = calls["forward"], calls["fwdbwd"]
     return {
-        "first_both_s": first,
-        "first_forward_s": forward,
-        **again,
-        "forward_host_us": host_us(calls.forward),
-        "both_host_us": host_us(calls.both),
+        "first_both_s": seconds(both),
+        "first_forward_s": seconds(forward),
+        "forward_s": seconds(forward),
+        "both_s": seconds(both),
+        "forward_host_us": host_us(forward),
+        "both_host_us": host_us(both),
         "memory_mib": used_mib(),
     }
 
@@ -110,12 +102,12 @@ def warm() -> dict:
 def new_lengths() -> dict:
     """Lengths never seen, each called four times; the longest first, so that torch's allocator need
     not grow. What the first call leaves to the second counts in `three_more_ms`."""
-    draw = random.Random(SEED.value)
-    lengths = [LONGEST.value, *(draw.randint(65, LONGEST.value) for _ in range(LENGTHS.value))]
+    draw = random.Random(FLAGS.seed)
+    lengths = [FLAGS.longest, *(draw.randint(65, FLAGS.longest) for _ in range(FLAGS.lengths))]
     more_ms, three_more_ms, memory = [], [], []
     for length in lengths:
-        calls = calls_of(length)
-        *three, known = (seconds(calls.both) * 1e3 for _ in range(4))
+        calls, _ = torch_calls(problem(length))
+        *three, known = (seconds(calls["fwdbwd"]) * 1e3 for _ in range(4))
         more_ms.append(three[0] - three[1])
         three_more_ms.append(sum(three) - 3 * known)
         memory.append(torch.cuda.memory_reserved() / 2**20 + used_mib())
@@ -134,33 +126,46 @@ def new_lengths() -> dict:
 
 
 def in_jax() -> dict:
-    """JAX's cache of programs lies beside the kernels: the second process finds them."""
+    """The first call of a process, then lengths never seen, each called once. JAX's cache of
+    programs lies beside the kernels: the second process finds them."""
     import jax
 
-    from .harness import jax_first_call
-
-    jax.config.update("jax_compilation_cache_dir", f"{FOLDER.value}/jax")
+    jax.config.update("jax_compilation_cache_dir", f"{FLAGS.folder}/jax")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    layer = HEADS.value, KV_HEADS.value, WIDTH.value
-    return jax_first_call.lengths(layer, LONGEST.value, SEED.value)
+
+    def seconds_of(length: int, times: int = 1) -> list[float]:
+        calls, wait = jax_calls(problem(length))
+        how = {"samples": times, "wait": wait, "done": True}
+        return [ms / 1e3 for ms in timing.in_a_row(calls["fwdbwd"], **how)]
+
+    draw = random.Random(FLAGS.seed)
+    first, *later = seconds_of(4096, 11)
+    new = [seconds_of(draw.randint(65, FLAGS.longest))[0] for _ in range(JAX_LENGTHS)]
+    return {
+        "first_both_s": first,
+        "lengths": JAX_LENGTHS,
+        "new_length_s_median": statistics.median(new),
+        "new_length_s_max": max(new),
+        "both_s": statistics.median(later),
+    }
 
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
-    if STAGE.value:
-        if not FOLDER.value:
+    if FLAGS.stage:
+        if not FLAGS.folder:
             raise app.UsageError("--stage needs --folder")
         stages = dict(zip(STAGES, (cold, warm, new_lengths, in_jax, in_jax), strict=True))
-        stage = stages[STAGE.value]
+        stage = stages[FLAGS.stage]
         print(json.dumps(stage()), flush=True)
         return exit_status.OK
     about = {
         "device": torch.cuda.get_device_name(),
-        "H": HEADS.value,
-        "Hkv": KV_HEADS.value,
-        "D": WIDTH.value,
-        "longest": LONGEST.value,
+        "H": FLAGS.H,
+        "Hkv": FLAGS.Hkv,
+        "D": FLAGS.D,
+        "longest": FLAGS.longest,
     }
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
@@ -174,9 +179,9 @@ def main(argv: Sequence[str]) -> int:
             found["process_s"] = time.perf_counter() - start
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             print(f"{stage:9} {shown}", flush=True)
-            if OUT.value:
+            if FLAGS.out:
                 line = about | {"stage": stage} | found
-                records.append(OUT.value, [records.record("first_call", COMMIT.value, **line)])
+                records.append(FLAGS.out, [records.record("first_call", FLAGS.commit, **line)])
     return exit_status.OK
 
 

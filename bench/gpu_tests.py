@@ -21,22 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from absl import flags
 
 from . import suite
 from .harness import cli, command, exit_status, records
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-GPUS = flags.DEFINE_enum("gpus", "1", ["1", "2"], "How many the tests need.", **at)
-PART = flags.DEFINE_string("part", None, "K/N: the Kth of N parts of the tests.", **at)
-PROCESSES = flags.DEFINE_integer(
-    "processes", None, "Side by side; default: one a core.", lower_bound=1, **at
+FLAGS = cli.define(
+    gpus=("1", "How many the tests need.", ("1", "2")),
+    part=(str, "K/N: the Kth of N parts of the tests."),
+    processes=(int, "Side by side; default: one a core."),
+    out=(str, "A new folder; default: bench/results/<time>."),
+    save_records=(False, "Keep the record."),
+    age=(False, "Only say how old the newest record is."),
 )
-OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
-SAVE = flags.DEFINE_bool("save_records", False, "Keep the record.", **at)
-AGE = flags.DEFINE_bool("age", False, "Only say how old the newest record is.", **at)
-COMMIT = cli.define_commit(FLAGS)
 
 NAME = "gpu_tests.jsonl"
 KEPT = Path("kernel_log") / NAME  # in the folder of a device
@@ -49,11 +45,11 @@ PROCESS_BYTES = 5 << 30
 
 def pytest_arguments() -> list[str]:
     """Which tests run, in how many processes."""
-    if GPUS.value == "2":
+    if FLAGS.gpus == "2":
         return ["-m", "two_gpus"]
     room = torch.cuda.get_device_properties(0).total_memory // PROCESS_BYTES
-    processes = PROCESSES.value or min(len(os.sched_getaffinity(0)), max(1, room))
-    which = ["-m", "gpu and not two_gpus", *([f"--part={PART.value}"] if PART.value else [])]
+    processes = FLAGS.processes or min(len(os.sched_getaffinity(0)), max(1, room))
+    which = ["-m", "gpu and not two_gpus", *([f"--part={FLAGS.part}"] if FLAGS.part else [])]
     return [*which, "-n", str(processes), "--dist", "worksteal", "-p", "no:benchmark"]
 
 
@@ -91,17 +87,20 @@ def age() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if AGE.value:
-        cli.refuse_beside(AGE, (GPUS, PART, PROCESSES, OUT, SAVE))
+    if FLAGS.age:
+        cli.refuse_beside(
+            FLAGS["age"],
+            (FLAGS[x] for x in ("gpus", "part", "processes", "out", "save_records")),
+        )
         print(age())
         return exit_status.OK
-    if GPUS.value == "2":
-        cli.refuse_beside(GPUS, (PART, PROCESSES))
-    if torch.cuda.device_count() < int(GPUS.value):
+    if FLAGS.gpus == "2":
+        cli.refuse_beside(FLAGS["gpus"], (FLAGS["part"], FLAGS["processes"]))
+    if torch.cuda.device_count() < int(FLAGS.gpus):
         raise NotImplementedError(
-            f"{GPUS.value} GPU(s) needed, {torch.cuda.device_count()} found"
+            f"{FLAGS.gpus} GPU(s) needed, {torch.cuda.device_count()} found"
         )
-    folder = command.new_file(OUT.value, "tests.json").parent
+    folder = command.new_file(FLAGS.out, "tests.json").parent
     device = torch.cuda.get_device_name()
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())
@@ -109,16 +108,16 @@ def main(argv: Sequence[str]) -> int:
         return exit_status.WRONG
     line = {
         "device": device,
-        "gpus": int(GPUS.value),
-        "part": PART.value,
+        "gpus": int(FLAGS.gpus),
+        "part": FLAGS.part,
         "passed": found.passed,
         "failed": found.failures,
         "skipped": found.allowed | found.unknown,
         "seconds": round(time.monotonic() - start),
     }
-    made = [records.record("gpu_tests", COMMIT.value, **line)]
+    made = [records.record("gpu_tests", FLAGS.commit, **line)]
     records.append(folder / NAME, made)
-    if SAVE.value:
+    if FLAGS.save_records:
         records.append(records.folder_of(device) / KEPT, made)
     print(f"{line['seconds']} s, written to {folder}")
     return exit_status.OK if status == 0 and found.ok else exit_status.WRONG

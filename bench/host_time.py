@@ -6,9 +6,8 @@
     python -m bench.host_time --launch --out variants.jsonl
 
 `nsa_torch.attention` of the same tensors again and again, on `mosaic`, so a Hopper GPU, or on
-`triton`, whose launches are no graphs of ours: both forms are the same there. Machines
-and minutes differ by more than what is compared, so both forms take turns, each in a process of
-its own:
+`triton`, whose launches are no graphs of ours: both forms are the same there. Times vary
+between machines and minutes, so both forms are timed alternately, each in its own process:
 
     graphs   launches that come again as one CUDA graph (`kernels_pallas.runtime.sequence`)
     each     every launch by itself
@@ -23,14 +22,19 @@ For each shape and pass, ms, median and 20th and 80th percentile of all rounds:
 and how many of our own graphs a call launches (`graphs_a_call`).
 
 `--launch` measures one launch in place of calls, us: of torch in both forms, and of a compiled
-program of JAX (`harness/launch_time.py`). Its lines are those of
+program of JAX. A small kernel runs 8 or 72 times in a row, each on the output of the last;
+the difference of the two rows, divided by 64, is one launch without the constant part of a call.
+The lines are those of
 `bench/records/<device>/kernel_log/variants.jsonl`.
 
-Beside them stand what this host takes for a million additions in Python and for `add_` of torch
-on eight numbers.
+The output also has this host's times for a million additions in Python and for `add_` of torch on
+eight numbers.
 """
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 import json
 import sys
 import time
@@ -40,60 +44,48 @@ from unittest import mock
 
 import numpy as np
 import torch
-from absl import flags
 
-from .harness import cli, exit_status, launch_time, process, records
-from .harness.attention_calls import Calls
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.specs.combine import Combine, gated_sum
+from nsa_interop import launch
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-CALLS = flags.DEFINE_integer("calls", 200, "Timed a form and round.", lower_bound=1, **at)
-ROUNDS = flags.DEFINE_integer("rounds", 2, "Processes a form.", lower_bound=1, **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
-IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
-)
-LAUNCH = flags.DEFINE_bool("launch", False, "One launch, of torch and of JAX.", **at)
+from .harness import cli, exit_status, process, records, timing
+from .harness.timed_problem import Problem, torch_calls
+
 FORMS = ("graphs", "each")
-FORM = flags.DEFINE_enum("form", None, FORMS, "Only this one, in this process.", **at)
-
-# batch, tokens, query heads, key/value heads, columns of a head
-SHAPES: Mapping[str, tuple[int, int, int, int, int]] = {
-    "1 x 4k, G=16": (1, 4096, 64, 4, 128),
-    "1 x 8k, G=16": (1, 8192, 64, 4, 128),
-    "8 x 2k, G=6, D=64": (8, 2048, 12, 2, 64),
-}
-PASSES = ("forward", "with backward")
+FLAGS = cli.define(
+    calls=(200, "Timed a form and round."),
+    rounds=(2, "Processes a form."),
+    implementation=("mosaic", "Kernels.", ("mosaic", "triton")),
+    launch=(False, "One launch, of torch and of JAX."),
+    form=(str, "Only this one, in this process.", FORMS),
+)
+cli.define_lines(FLAGS)
+PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}
+SHAPES = (
+    Problem(name="1 x 4k, G=16", T=4096, **PAPER),
+    Problem(name="1 x 8k, G=16", T=8192, **PAPER),
+    Problem(name="8 x 2k, G=6, D=64", B=8, T=2048, H=12, Hkv=2, D=64, Dv=64),
+)
+PASSES = {"forward": "forward", "with backward": "fwdbwd"}
 TIMES = ("host", "done", "row", "replay")
 BEFORE = 40  # calls before the first that is timed: graphs are made in these
+ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # of the kernel, and launches of it in a row
 
 
 def timed(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
     """Samples in ms of each of `TIMES`."""
-    for _ in range(BEFORE):
-        call()
-    found: dict[str, list[float]] = {name: [] for name in TIMES}
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        returned = time.perf_counter()
-        torch.cuda.synchronize()
-        found["host"].append((returned - start) * 1e3)
-        found["done"].append((time.perf_counter() - start) * 1e3)
+    timing.in_a_row(call, BEFORE, 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    for name, again in ("row", call), ("replay", graph.replay):
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(max(calls // 5, 1)):
-                again()
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) * 1e3 / max(calls // 5, 1))
-    return found
+    fifth = max(calls // 5, 1)
+    return {
+        "host": timing.in_a_row(call, samples=calls),
+        "done": timing.in_a_row(call, samples=calls, done=True),
+        "row": timing.in_a_row(call, fifth, 5, done=True),
+        "replay": timing.in_a_row(graph.replay, fifth, 5, done=True),
+    }
 
 
 def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
@@ -135,85 +127,129 @@ def probes() -> dict[str, float]:
         total += 1
     python = (time.perf_counter() - start) * 1e3
     x = torch.zeros(8, device="cuda")
-    x.add_(1)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(1000):
-        x.add_(1)
-    add = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return {"python_million_ms": python, "torch_add_ms": add}
+    add = timing.in_a_row(lambda: x.add_(1), 1000, 1, warmup=1)
+    return {"python_million_ms": python, "torch_add_ms": add[0]}
 
 
 def one_form(name: str) -> dict[str, Any]:
     """Samples of every shape and pass, and the probes."""
     samples, graphs = {}, {}
     with form(name):
-        for shape, sizes in SHAPES.items():
-            calls = Calls.of(*sizes, IMPLEMENTATION.value)
-            for which, call in zip(PASSES, (calls.forward, calls.both), strict=True):
-                samples[f"{shape}/{which}"] = timed(call, CALLS.value)
-                graphs[f"{shape}/{which}"] = graphs_a_call(call)
+        for problem in SHAPES:
+            wanted = dataclasses.replace(problem, implementation=FLAGS.implementation)
+            calls, _ = torch_calls(wanted)
+            for which, mode in PASSES.items():
+                name = f"{problem.name}/{which}"
+                samples[name] = timed(calls[mode], FLAGS.calls)
+                graphs[name] = graphs_a_call(calls[mode])
     return {"samples": samples, "graphs": graphs} | probes()
 
 
 def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """A row a shape, pass and form; `rounds`: what `one_form` returned, by form."""
+    """A row per shape, pass and form; `rounds`: what `one_form` returned, by form."""
     rows = []
-    for shape in SHAPES:
-        for which in PASSES:
-            for name, found in rounds.items():
-                row: dict[str, Any] = {"shape": shape, "pass": which, "form": name}
-                for part in TIMES:
-                    samples = [x["samples"][f"{shape}/{which}"][part] for x in found]
-                    p20, median, p80 = np.percentile(np.concatenate(samples), [20, 50, 80])
-                    row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
-                counts = [x["graphs"][f"{shape}/{which}"] for x in found]
-                row["graphs_a_call"] = float(np.mean(counts))
-                for probe in ("python_million_ms", "torch_add_ms"):
-                    row[probe] = float(np.median([x[probe] for x in found]))
-                rows.append(row)
+    for problem, which, (name, found) in itertools.product(SHAPES, PASSES, rounds.items()):
+        row: dict[str, Any] = {"shape": problem.name, "pass": which, "form": name}
+        what = f"{problem.name}/{which}"
+        for part in TIMES:
+            samples = np.concatenate([x["samples"][what][part] for x in found])
+            p20, median, p80 = np.percentile(samples, [20, 50, 80])
+            row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
+        row["graphs_a_call"] = float(np.mean([x["graphs"][what] for x in found]))
+        for probe in ("python_million_ms", "torch_add_ms"):
+            row[probe] = float(np.median([x[probe] for x in found]))
+        rows.append(row)
     return rows
+
+
+def kernel() -> Kernel:
+    """A kernel of one CTA, about 2 us on a GPU."""
+    return gated_sum(Combine(ROWS, WIDTH, 1, "bfloat16"))
+
+
+def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
+    """What the last of `count` launches writes."""
+    for _ in range(count):
+        (x,) = run(kernel(), gate, x)
+    return x
+
+
+def of_torch(count: int) -> Callable[[], Any]:
+    """A row of launches as plans have them (`nsa_torch.execute`)."""
+    from nsa_torch.plans import Planned
+
+    gate, x = torch.ones(1, ROWS, 1), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
+    arrays = gate.cuda(), x.cuda()
+    planned = Planned(lambda ops, *arrays: [chain(ops.run, count, *arrays)])
+    return lambda: planned(*arrays)
+
+
+def of_jax(count: int) -> Callable[[], Any]:
+    """The same as custom calls of a compiled program."""
+    import jax
+    import jax.numpy as jnp
+
+    from nsa_jax.jax_ops import JAX_OPS
+
+    arrays = jnp.ones((1, ROWS, 1)), jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    program = jax.jit(functools.partial(chain, JAX_OPS.run, count))
+    return lambda: program(*arrays)
+
+
+def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
+    """Of a launch of `of_torch` or `of_jax`."""
+    import jax
+
+    launch.prepare([kernel()], 0)
+    how: dict[str, Any] = {"wait": None if row is of_torch else jax.block_until_ready}
+
+    def took(count: int) -> float:
+        call = row(count)
+        timing.in_a_row(call, samples=BEFORE, **how)
+        return float(np.median(timing.in_a_row(call, calls, 5, done=True, **how)))
+
+    return (took(MANY) - took(FEW)) * 1e3 / (MANY - FEW)
 
 
 def launches() -> dict[str, float]:
     """Microseconds of a launch, by who queues it; medians of `--rounds`."""
     found: dict[str, list[float]] = {}
-    for _ in range(ROUNDS.value):
-        for name, which in ("torch, each by itself", "each"), ("torch, as graphs", "graphs"):
+    for _ in range(FLAGS.rounds):
+        for name, which, row in (
+            ("torch, each by itself", "each", of_torch),
+            ("torch, as graphs", "graphs", of_torch),
+            ("JAX, a compiled program", "graphs", of_jax),
+        ):
             with form(which):
-                took = launch_time.microseconds(launch_time.of_torch, CALLS.value)
-            found.setdefault(name, []).append(took)
-        took = launch_time.microseconds(launch_time.of_jax, CALLS.value)
-        found.setdefault("JAX, a compiled program", []).append(took)
+                found.setdefault(name, []).append(microseconds(row, FLAGS.calls))
     return {name: float(np.median(each)) for name, each in found.items()}
 
 
 def one_launch() -> int:
     """Prints and keeps `launches`; the exit status."""
-    commit = records.environment(COMMIT.value)["commit"]
+    commit = records.environment(FLAGS.commit)["commit"]
     rows = [records.variant("launch", "us", *found, commit) for found in launches().items()]
     for row in rows:
         print(f"{row.extra['variant']:24} {row.time_ms:.2f} us a launch")
-    if OUT.value:
-        records.append(OUT.value, rows)
+    if FLAGS.out:
+        records.append(FLAGS.out, rows)
     return exit_status.OK
 
 
 def main(argv: Sequence[str]) -> int:
-    if LAUNCH.value:
-        cli.refuse_beside(LAUNCH, (IMPLEMENTATION, FORM))
+    if FLAGS.launch:
+        cli.refuse_beside(FLAGS["launch"], (FLAGS["implementation"], FLAGS["form"]))
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
-    if LAUNCH.value:
+    if FLAGS.launch:
         return one_launch()
-    if FORM.value:
-        print(json.dumps(one_form(FORM.value)), flush=True)
+    if FLAGS.form:
+        print(json.dumps(one_form(FLAGS.form)), flush=True)
         return exit_status.OK
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMS}
-    for _ in range(ROUNDS.value):
+    for _ in range(FLAGS.rounds):
         for name, found in rounds.items():
-            words = [f"--calls={CALLS.value}", f"--implementation={IMPLEMENTATION.value}"]
+            words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]
             status, said = process.answer("bench.host_time", f"--form={name}", *words)
             if status:
                 print(f"{name}: exit status {status}", flush=True)
@@ -233,13 +269,13 @@ def main(argv: Sequence[str]) -> int:
         f"a million additions in Python {rows[0]['python_million_ms']:.1f} ms, "
         f"`add_` of torch {rows[0]['torch_add_ms'] * 1e3:.1f} us"
     )
-    if OUT.value:
+    if FLAGS.out:
         about = {
             "device": torch.cuda.get_device_name(),
-            "implementation": IMPLEMENTATION.value,
+            "implementation": FLAGS.implementation,
         }
-        made = (records.record("host_time", COMMIT.value, **about, **row) for row in rows)
-        records.append(OUT.value, made)
+        made = (records.record("host_time", FLAGS.commit, **about, **row) for row in rows)
+        records.append(FLAGS.out, made)
     return exit_status.OK
 
 

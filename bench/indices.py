@@ -9,48 +9,32 @@ it gives up is below what float32 resolves of these scores
 """
 
 import dataclasses
-import logging
+import functools
 from collections.abc import Sequence
 from typing import Any
-
-from absl import flags
 
 from nsa_core import flags as kernel_flags
 
 from .harness import cli, command, exit_status, problems, records
 from .harness.markdown import number, table
+from .harness.measure import judged_row
 from .harness.records import Record
-from .harness.runners import RUNNERS, forward, out_of_memory, problem
+from .harness.runners import RUNNERS, asked, forward
 from .judge import selection_shortfall
 
-log = logging.getLogger(__name__)
-
-FRAMEWORK = flags.DEFINE_enum("framework", "jax", ["jax", "torch", "both"], "Whose selection.")
-CONFIG = flags.DEFINE_string(
-    "config", None, "Name of a file in configs/ or a path; default: paper, without a GPU tiny."
+FLAGS = cli.define(
+    framework=("jax", "Whose selection.", ["jax", "torch", "both"]),
+    config=(str, "Name of a file in configs/ or a path; default: paper, without a GPU tiny."),
+    preset="config",
+    input=(("random", "text"), "Where the arrays come from (repeatable).", ("random", "text")),
+    seq_len=(int, "Tokens, instead of the config's (paper: 65536)."),
+    batch=(int, "Sequences, instead of the config's."),
+    dtype=(str, "Precision, instead of the config's.", problems.PRECISIONS),
+    seed=(0, "Of the random arrays and of the text model.", None),
+    row_seconds=(0.5, "Time spent on samples of a selection."),
+    out=(str, "A new folder, for the records in indices.jsonl."),
+    save_records=(False, "Append to bench/records/<device>/indices.jsonl too."),
 )
-flags.DEFINE_alias("preset", "config")
-INPUT = flags.DEFINE_multi_enum(
-    "input", ["random", "text"], ["random", "text"], "Where the arrays come from (repeatable)."
-)
-SEQ_LEN = flags.DEFINE_integer(
-    "seq_len", None, "Tokens, instead of the config's (paper: 65536).", lower_bound=1
-)
-BATCH = flags.DEFINE_integer(
-    "batch", None, "Sequences, instead of the config's.", lower_bound=1
-)
-DTYPE = flags.DEFINE_enum(
-    "dtype", None, list(problems.PRECISIONS), "Precision, instead of the config's."
-)
-SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and of the text model.")
-SECONDS = flags.DEFINE_float(
-    "row_seconds", 0.5, "Time spent on samples of a selection.", lower_bound=0
-)
-OUT = flags.DEFINE_string("out", None, "A new folder, for the records in indices.jsonl.")
-SAVE = flags.DEFINE_bool(
-    "save_records", False, "Append to bench/records/<device>/indices.jsonl too."
-)
-COMMIT = cli.define_commit()
 TITLES = ("input", "framework", "implementation", "status", "rows", "differ", "unexplained")
 TITLES += ("shortfall", "float32 resolves", "ms")
 
@@ -62,51 +46,37 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
       ValueError: no framework has an implementation of the name.
       NotImplementedError: one that was named refuses, and `--on_unsupported` is error.
     """
-    name, found = kernel_flags.named().selected, []
-    able = [r for r in runners if name is None or name in r.registry.names("scores")]
+    name, on_unsupported = kernel_flags.named().selected, kernel_flags.on_unsupported()
+    known = {runner.framework: runner.registry.names("scores") for runner in runners}
+    able = [r for r in runners if name is None or name in known[r.framework]]
     if not able:
-        known = {runner.framework: runner.registry.names("scores") for runner in runners}
         raise ValueError(f"no framework selects with {name!r}; known: {known}")
-    for runner in able:
-        asked = problem(settings, runner.framework, runner.platform, runner.capability)
-        asked = asked._replace(step="scores")
-        choice = runner.registry.choose(asked, name, kernel_flags.on_unsupported())
-        found.append((runner, choice))
-    return found
+    there = lambda r: asked(settings, r)._replace(step="scores", device=None)
+    return [(r, r.registry.choose(there(r), name, on_unsupported)) for r in able]
 
 
-def measure(runner, implementation, inputs, wanted, config, seconds) -> dict[str, Any]:
-    """The fields of the record, and under `comparison` what they come from, if there is one."""
+def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any], Any]:
+    """The fields of the record with the `Comparison`, and a function that times the step."""
     arguments = runner.load(inputs.arguments("scores"))
-
-    def function(arguments):
-        return forward(runner.api, "scores", config, implementation, arguments)
-
-    try:
-        step = runner.prepare(function, arguments)
-        chosen = runner.numpy(step(arguments)["indices"])
-        found = selection_shortfall.compare(
-            chosen, wanted, inputs.query, inputs.compressed_key, config
-        )
-        fields: dict[str, Any] = {
-            "comparison": found,
-            "rows_checked": wanted.shape[1],
-            "rows_differ": found.differing,
-        }
-        worst = found.worst
-        if worst is None or worst.shortfall is not None:
-            error, bound = (0.0, None) if worst is None else worst.relative
-            fields |= {"error_of": "indices", "error_max": error, "error_bound": bound}
-        if found.unexplained:
-            reason = f"{found.unexplained} of {found.rows} rows unexplained: {found.report(1)}"
-            return fields | {"status": "wrong", "reason": reason}
-        return fields | dataclasses.asdict(step.time(seconds))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip()
-        if out_of_memory(error):
-            return {"status": "oom", "reason": reason.splitlines()[0]}
-        log.exception("%s %s", runner.framework, implementation)
-        return {"status": "error", "reason": reason}
+    select = functools.partial(forward, runner.api, "scores", config, implementation)
+    step = runner.prepare(select, arguments)
+    chosen = runner.numpy(step(arguments)["indices"])
+    found = selection_shortfall.compare(
+        chosen, wanted, inputs.query, inputs.compressed_key, config
+    )
+    fields: dict[str, Any] = {
+        "comparison": found,
+        "rows_checked": wanted.shape[1],
+        "rows_differ": found.differing,
+    }
+    worst = found.worst
+    if worst is None or worst.shortfall is not None:
+        error, bound = (0.0, None) if worst is None else worst.relative
+        fields |= {"error_of": "indices", "error_max": error, "error_bound": bound}
+    if found.unexplained:
+        reason = f"{found.unexplained} of {found.rows} rows unexplained: {found.report(1)}"
+        fields |= {"status": "wrong", "reason": reason}
+    return fields, lambda **how: dataclasses.asdict(step.time(**how))
 
 
 def row(record: Record, found: selection_shortfall.Comparison | None) -> Sequence[str]:
@@ -120,30 +90,30 @@ def row(record: Record, found: selection_shortfall.Comparison | None) -> Sequenc
 
 
 def main(argv: Sequence[str]) -> int:
-    lines = command.new_file(OUT.value, "indices.jsonl") if OUT.value else None
-    names = ("jax", "torch") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
+    lines = command.new_file(FLAGS.out, "indices.jsonl") if FLAGS.out else None
+    names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
-    given = {"seq_len": SEQ_LEN.value, "batch": BATCH.value, "precision": DTYPE.value}
+    given = {"seq_len": FLAGS.seq_len, "batch": FLAGS.batch, "precision": FLAGS.dtype}
     settings = problems.settings(
-        CONFIG.value or ("paper" if gpu else "tiny"),
+        FLAGS.config or ("paper" if gpu else "tiny"),
         {name: value for name, value in given.items() if value is not None},
     )
     chosen = choices(runners, settings)
     config = settings.nsa
     done, rows, reports = [], [], []
-    for kind in dict.fromkeys(INPUT.value):
-        inputs = problems.make(settings, kind, SEED.value)
+    for kind in dict.fromkeys(FLAGS.input):
+        inputs = problems.make(settings, kind, FLAGS.seed)
         wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
         for runner, choice in chosen:
-            fields = measure(
-                runner, choice.implementation, inputs, wanted, config, SECONDS.value
-            )
+            of = runner, choice.implementation, inputs, wanted, config
+            measured = judged_row(f"{kind} {runner.framework}", functools.partial(judge, *of))
+            fields = measured.timed(seconds=FLAGS.row_seconds)
             found = fields.pop("comparison", None)
             fields |= {"branch": "scores", "mode": "forward", "refused": dict(choice.refused)}
             record = records.record(
                 "indices",
-                COMMIT.value,
+                FLAGS.commit,
                 implementation=choice.implementation,
                 **command.about(runner, settings, inputs),
                 **fields,
@@ -168,10 +138,10 @@ def main(argv: Sequence[str]) -> int:
     )
     for report in reports:
         print(f"\n{report}")
-    if SAVE.value:
+    if FLAGS.save_records:
         records.keep(done, "indices.jsonl")
     return exit_status.of(done)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

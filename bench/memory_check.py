@@ -30,23 +30,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from absl import flags
 
 from .harness import checked_layer, cli, command, exit_status, process, records
 from .harness.checked_layer import LAYERS, TOOLS
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Layers whose names begin so (repeatable).", **at)
-TOOL = flags.DEFINE_multi_enum("tool", TOOLS, TOOLS, "Repeatable.", **at)
-KERNELS = flags.DEFINE_string(
-    "kernels", "", "racecheck: only kernels whose names contain this.", **at
+FLAGS = cli.define(
+    only=((), "Layers whose names begin so (repeatable)."),
+    tool=(TOOLS, "Repeatable.", TOOLS),
+    kernels=("", "racecheck: only kernels whose names contain this."),
+    at_once=(8, "Processes side by side."),
+    timeout_s=(300, "Of a process."),
+    out=(str, "A new folder; default: bench/results/<time>."),
+    save_records=(False, "Keep the records."),
 )
-AT_ONCE = flags.DEFINE_integer("at_once", 8, "Processes side by side.", lower_bound=1, **at)
-TIMEOUT_S = flags.DEFINE_integer("timeout_s", 300, "Of a process.", lower_bound=1, **at)
-OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
-SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-COMMIT = cli.define_commit(FLAGS)
 
 SANITIZER = "compute-sanitizer"
 CHILD = "bench.harness.checked_layer"
@@ -80,13 +76,13 @@ def run(tool: str, layer: str, folder: Path) -> Row:
     """Runs a process and judges it; `compared` judges the bits of a layer under a tool."""
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
-    watched = (KERNELS.value or None) if tool == "racecheck" else None
+    watched = (FLAGS.kernels or None) if tool == "racecheck" else None
     if tool == "racecheck":  # which takes long
         sanitizer += ["--kernel-regex", f"kns={watched or ALL_KERNELS}"]
-    name = KERNELS.value or "planted"
+    name = FLAGS.kernels or "planted"
     words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]
     how = {"budget": False, "before": sanitizer, "variables": ENVIRONMENT}
-    done = process.run(log, words, folder, TIMEOUT_S.value, **how)
+    done = process.run(log, words, folder, FLAGS.timeout_s, **how)
     text = (folder / f"{log}.log").read_text(errors="replace")
     found = sum(map(int, SUMMARY.findall(text)))
     lines = [line for line in text.splitlines() if line.startswith('{"kernels"')]
@@ -129,7 +125,7 @@ def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.
     """
-    pool = ThreadPoolExecutor(AT_ONCE.value)
+    pool = ThreadPoolExecutor(FLAGS.at_once)
     futures: list[Future[Row]] = []
 
     def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[Row]:
@@ -157,37 +153,35 @@ def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator
 
 def _check_watched(row: Row) -> None:
     kernels = row.ran["kernels"]
-    if not any(KERNELS.value in checked_layer.symbol(name) for name in kernels):
+    if not any(FLAGS.kernels in checked_layer.symbol(name) for name in kernels):
         raise ValueError(f"--kernels: {row.layer!r} runs {', '.join(kernels)}")
 
 
 def main(argv: Sequence[str]) -> int:
-    layers = [name for name in LAYERS if name.startswith(tuple(ONLY.value) or "")]
-    if not layers:
-        raise ValueError(f"--only: no such layer, known: {'; '.join(LAYERS)}")
-    if KERNELS.value and "racecheck" not in TOOL.value:
+    layers = cli.chosen(FLAGS.only, LAYERS)
+    if FLAGS.kernels and "racecheck" not in FLAGS.tool:
         raise ValueError("--kernels is for --tool=racecheck: other tools watch all kernels")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise NotImplementedError("a Hopper GPU is needed")
     if not shutil.which(SANITIZER):
         raise NotImplementedError(f"{SANITIZER} of the CUDA toolkit must be on PATH")
-    lines = command.new_file(OUT.value, "memory_check.jsonl")
+    lines = command.new_file(FLAGS.out, "memory_check.jsonl")
     folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     made, statuses = [], []
     try:
         with process.interruptible():
-            for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
+            for row in check(layers, list(dict.fromkeys(FLAGS.tool)), folder):
                 show(row)
                 statuses.append(row.status)
                 about = {"device": device, **dataclasses.asdict(row)}
-                made.append(records.record("memory_check", COMMIT.value, **about))
+                made.append(records.record("memory_check", FLAGS.commit, **about))
                 records.append(lines, made[-1:])
     except process.Interrupted as error:
         print(f"interrupted by {error}: {folder}")
         return 128 + error.number
-    if SAVE.value:
+    if FLAGS.save_records:
         kept = records.folder_of(device) / "kernel_log" / lines.name
         records.append(kept, made)
     print(f"written to {folder}")

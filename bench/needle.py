@@ -13,46 +13,30 @@ that is not attended to is a wrong result.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from nsa_core.types import Branches
 
 from .harness import cli, command, cost, problems
 from .harness.command import config_of
 from .harness.jobs import Job
-from .harness.measure import guarded, judged, selection, shape_of, timed
+from .harness.measure import judged, judged_row, selection, shape_of, timed
 from .harness.runners import RUNNERS, forward
-from .judge import oracle, parity
+from .judge.checks import Checker
 from .prefill import job
 
-FLAGS = command.flag_values(frameworks=True, **command.SIZES)
-_own = {"flag_values": FLAGS}
-LENGTH = flags.DEFINE_integer(
-    "S", None, "Tokens; default: 65536, without a GPU 1024.", lower_bound=2, **_own
+FLAGS = command.flag_values(
+    frameworks=True,
+    **command.SIZES,
+    S=(int, "Tokens; default: 65536, without a GPU 1024.", 2),
+    pos=(int, "Where the needle is; default: S // 3.", 0),
 )
-POSITION = flags.DEFINE_integer(
-    "pos", None, "Where the needle is; default: S // 3.", lower_bound=0, **_own
-)
-COLUMNS = (
-    "S",
-    "pos",
-    "cos",
-    "mae",
-    "time_ms",
-    "p20_ms",
-    "p80_ms",
-    "block",
-    "forced",
-    "selected",
-)
-COLUMNS += ("weight", "H", "Hkv", "dtype", "framework", "kernel", "error_max", "error_bound")
-COLUMNS += ("device", "commit", "status", "reason")
 LEAST_WEIGHT = 0.5  # on the needle, against all other selected keys together
 
 
@@ -83,65 +67,58 @@ class Search:
         self.runner, self.settings, self.inputs = runner, settings, inputs
         self.config, self.position, self.job = settings.nsa, position, what
         self.block = position // self.config.select_block
-        self.forced = forced(self.block, inputs.num_keys, self.config)
 
-    def run(self, how: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the record; parity and the needle first, then the time."""
-        runner, config, names = self.runner, self.config, self.job.implementation
+    def judge(self) -> tuple[dict[str, Any], Any]:
+        """Fields of the record, parity and the needle; then the step to time."""
+        runner, config = self.runner, self.config
         arguments = runner.load(self.inputs.arguments("all"))
-
-        def whole(given):
-            return forward(runner.api, "all", config, names, given)
-
+        whole = functools.partial(forward, runner.api, "all", config, self.job.implementation)
         _, indices = selection(runner, config, self.job, arguments)
         step = runner.prepare(whole, arguments)
-        frozen = runner.prepare(whole, arguments | {"block_indices": indices})
+        given = arguments | {"block_indices": indices}
+        frozen = runner.prepare(whole, given)
         last = np.array([self.inputs.num_keys - 1])
-        out = runner.numpy(step(arguments)["out"], last)
-        given = frozen(arguments | {"block_indices": indices})["out"]
         chosen = runner.numpy(indices, last)
-        found = self._parity(runner.numpy(given, last), chosen)
+        found = self._parity(lambda *_: {"out": frozen(given)["out"][:, -1:]}, chosen)
         if "status" in found:
-            return found
+            return found, step
         holds = (chosen[:, 0] == self.block).any(axis=-1)  # [B, Hkv]
         weight = self._weight(indices, last)
+        row = runner.numpy(step(arguments)["out"], last)[:, 0].astype(np.float64)
         planted = np.asarray(self.inputs.value.selected)[:, self.position].astype(np.float64)
-        planted = np.repeat(planted, out.shape[2] // planted.shape[1], axis=1)
-        row = out[:, 0].astype(np.float64)
+        planted = np.repeat(planted, row.shape[1] // planted.shape[1], axis=1)
         cosine = (row * planted).sum(-1)
         cosine /= np.linalg.norm(row, axis=-1) * np.linalg.norm(planted, axis=-1)
         found["extra"] = {
             "pos": self.position,
             "block": self.block,
-            "forced": self.forced,
+            "forced": forced(self.block, self.inputs.num_keys, config),
             "selected": holds.ravel().tolist(),
             "weight": float(weight.min()),
             "cos": float(cosine.mean()),
         }
+        reason = ""
         if not holds.all():
             missing = np.flatnonzero(~holds.all(axis=0)).tolist()
             reason = f"block {self.block} is not among the selected of kv heads {missing}"
-            return found | {"status": "wrong", "reason": reason}
-        if not weight.min() > LEAST_WEIGHT:
+        elif not weight.min() > LEAST_WEIGHT:
             reason = f"the needle's weight is {weight.min():.3g}, expected over {LEAST_WEIGHT}"
-            return found | {"status": "wrong", "reason": reason}
-        shape = shape_of(self.settings, self.inputs)
-        work = cost.cost("all", shape, config)
-        return found | timed(step.time(**how), work, runner.device, shape.itemsize)
+        return found | ({"status": "wrong", "reason": reason} if reason else {}), step
 
-    def _parity(self, out: np.ndarray, chosen: np.ndarray) -> dict[str, Any]:
+    def time(self, step, **how: Any) -> dict[str, Any]:
+        shape = shape_of(self.settings, self.inputs)
+        work = cost.cost("all", shape, self.config)
+        return timed(step.time(**how), work, self.runner.device, shape.itemsize)
+
+    def _parity(self, step, chosen: np.ndarray) -> dict[str, Any]:
         """The last row, given the selection, beside the reference."""
         inputs = self.inputs
-        known = inputs.arguments("all") | {"block_indices": jnp.asarray(chosen)}
-        known |= {"query": inputs.query[:, -1:], "gates": inputs.gates[:, -1:]}
-        slab = oracle.Slabs((0,), 1, 1, inputs.num_keys - 1)
-        exact, low = (
-            oracle.outputs("all", known, self.config, slab, low=low)["out"]
-            for low in (False, True)
+        query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
+        last = dataclasses.replace(
+            inputs, query=query, gates=gates, block_indices=jnp.asarray(chosen)
         )
-        dtype = self.settings.runtime.dtype
-        found = parity.check_parity("last row", out, exact, low, dtype=dtype)
-        return judged(found, rows=1)
+        checker = Checker(self.settings, last, backward=False)
+        return judged(checker.check(self.runner, step, "all", {}), rows=1)
 
     def _weight(self, indices, last: np.ndarray) -> np.ndarray:
         """`[B, H]`: what selected attention gives to the needle for the last query."""
@@ -150,10 +127,7 @@ class Search:
         given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}
         arguments = runner.load(given) | {"block_indices": indices}
         name = self.job.named("selected")
-
-        def attend(given):
-            return forward(runner.api, "selected", self.config, name, given)
-
+        attend = functools.partial(forward, runner.api, "selected", self.config, name)
         found = runner.prepare(attend, arguments)(arguments)["out"]
         return runner.numpy(found, last)[:, 0, :, 0].astype(np.float64)
 
@@ -161,8 +135,8 @@ class Search:
 def main(argv: Sequence[str]) -> int:
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu, config = runner.platform != "cpu", config_of(FLAGS)
-    length = LENGTH.value or (65536 if gpu else 1024)
-    position = length // 3 if POSITION.value is None else POSITION.value
+    length = FLAGS.S or (65536 if gpu else 1024)
+    position = length // 3 if FLAGS.pos is None else FLAGS.pos
     if not 0 <= position < length - 1:
         raise ValueError(f"pos must be in 0..{length - 2} for S={length}, got {position}")
     settings = command.settings(FLAGS, config, gpu, seq_len=length)
@@ -171,8 +145,12 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {"status": "unsupported", "reason": what.unsupported}
     if not what.unsupported:
         search = Search(runner, settings, inputs, position, what)
-        how = command.sampling(FLAGS, gpu)
-        found = guarded("needle", lambda: search.run(how), library=False)
+
+        def take():
+            fields, step = search.judge()
+            return fields, functools.partial(search.time, step)
+
+        found = judged_row("needle", take).timed(**command.sampling(FLAGS, gpu))
     common: dict[str, Any] = command.about(runner, settings, inputs)
     common |= {"implementation": what.label}
     record = results.add(branch="all", mode="forward", refused=what.refused, **common | found)
@@ -186,11 +164,12 @@ def main(argv: Sequence[str]) -> int:
         f"block {block}{note} selected by each kv head: "
         f"{extra.get('selected')}; weight {extra.get('weight')}"
     )
-    same = (name for name in COLUMNS if hasattr(record, name))
-    cells = {name: getattr(record, name) for name in same}
-    cells |= {name: extra[name] for name in COLUMNS if name in extra}
-    cells |= {"mae": record.error_mean, "kernel": record.implementation}
-    return results.finish(COLUMNS, [cells])
+    cells = {"S": length, "pos": position, "cos": extra["cos"]}
+    cells |= command.cells(record, "time_ms", "p20_ms", "p80_ms", mae="error_mean")
+    cells |= {name: extra.get(name) for name in ("block", "forced", "selected", "weight")}
+    same = "H", "Hkv", "dtype", "framework", "error_max", "error_bound", "device", "commit"
+    cells |= command.cells(record, *same, "status", "reason", kernel="implementation")
+    return results.finish([cells])
 
 
 if __name__ == "__main__":

@@ -15,29 +15,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from absl import flags
 
 from nsa_torch import chunks, fa2, packing
 from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores
 
 from .harness import cli, command, cost, exit_status, markdown, problems, records
-from .harness.measure import shape_without_inputs
+from .harness.measure import judged_row, timed
 from .harness.records import Record
-from .harness.runners import RUNNERS, out_of_memory
+from .harness.runners import RUNNERS
 
-CONFIG = flags.DEFINE_multi_string(
-    "config", None, "Names of files in configs/ or paths; default: tiny, on a GPU paper, seed."
+FLAGS = cli.define(
+    config=(tuple, "Names of files in configs/ or paths; default: tiny, on a GPU paper, seed."),
+    row_seconds=(0.5, "Time spent on samples of a row."),
+    seed=(0, "Of the random arrays and selections.", None),
+    out=(str, "Folder of the lines; default: bench/results/<time>."),
+    save_records=(False, "Append to bench/records/<device>/pack.jsonl too."),
 )
-SECONDS = flags.DEFINE_float(
-    "row_seconds", 0.5, "Time spent on samples of a row.", lower_bound=0
-)
-SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and selections.")
-OUT = flags.DEFINE_string("out", None, "Folder of the lines; default: bench/results/<time>.")
-SAVE = flags.DEFINE_bool(
-    "save_records", False, "Append to bench/records/<device>/pack.jsonl too."
-)
-COMMIT = cli.define_commit()
 FORWARD = ("copy", "torch", "torch+plan", "triton", "triton+plan")
 BACKWARD = ("copy", "torch", "triton", "triton deterministic")
 RANGE_BYTES = 24
@@ -122,12 +116,13 @@ class Packing:
         totals = [self.source(name).zeros(x) for x in self.pair]
         return lambda _: self.add(name, totals)
 
-    def sums(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The gradients of key and value in `dtype`, that the sums are made in."""
+    def sums(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The gradients of key and value in `dtype`, that the sums are made in, flat."""
         like, source = [x.to(dtype) for x in self.pair], self.source(name)
         totals = [source.zeros(x) for x in like]
         self.add(name, totals)
-        return [source.gradient(total, x) for total, x in zip(totals, like, strict=True)]
+        pairs = zip(totals, like, strict=True)
+        return torch.cat([source.gradient(total, x).flatten() for total, x in pairs])
 
     def parity(self, mode: str, name: str) -> dict[str, Any]:
         """Packed: torch's bits. Sums: twice torch's error against float64, and 4 roundings."""
@@ -137,15 +132,11 @@ class Packing:
             pairs = zip(self.read(name), self.read("torch"), strict=True)
             same = all(torch.equal(a[: self.used], b[: self.used]) for a, b in pairs)
             return {} if same else {"status": "wrong", "reason": "not what torch packs"}
-        exact = self.sums("torch", torch.float64)
-        wide = chunks.wide(self.pair[0].dtype)
-
-        def error(name):
-            pairs = zip(self.sums(name, wide), exact, strict=True)
-            return max(float((a - b).abs().max()) for a, b in pairs)
-
-        scale = max(float(x.abs().max()) for x in exact)
-        found, bound = error(name), 2 * error("torch") + 4 * torch.finfo(wide).eps * scale
+        exact, wide = self.sums("torch", torch.float64), chunks.wide(self.pair[0].dtype)
+        found, beside = (
+            float((self.sums(x, wide) - exact).abs().max()) for x in (name, "torch")
+        )
+        bound = 2 * beside + 4 * torch.finfo(wide).eps * float(exact.abs().max())
         fields = {"error_max": found, "error_bound": bound}
         if found <= bound:
             return fields
@@ -156,23 +147,18 @@ def measure(problem: Packing, runner, mode: str, name: str, seconds: float) -> d
     """The fields of the record of one row; a row that is wrong is not timed."""
     if name.startswith("triton") and runner.device == "cpu":
         return {"status": "unsupported", "reason": "the kernels need a CUDA device, got cpu"}
-    try:
+
+    def take():
         found = problem.parity(mode, name)
-        if found.get("status", "ok") != "ok":
-            return found
-        step = runner.prepare(problem.call(mode, name), {})
-        timing = step.time(seconds)
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        return {"status": "oom", "reason": str(error).splitlines()[0]}
-    size = problem.bytes(mode)
-    found |= dataclasses.asdict(timing)
-    found |= {"bytes": size, "gbps": size / timing.time_ms / 1e6}
-    found |= {"extra_peak_bytes": step.extra_peak_bytes}
-    work = cost.Cost(0, size)
-    doubt = cost.impossible(work, timing.time_ms, runner.device, problem.pair[0].itemsize)
-    return found | ({"status": "error", "reason": doubt} if doubt else {})
+        step = None if "status" in found else runner.prepare(problem.call(mode, name), {})
+        return found, step and functools.partial(time, step)
+
+    def time(step, **how):
+        work = cost.Cost(0, problem.bytes(mode))
+        found = timed(step.time(**how), work, runner.device, problem.pair[0].itemsize)
+        return found | {"extra_peak_bytes": step.extra_peak_bytes}
+
+    return judged_row(f"{mode} {name}", take).timed(seconds=seconds)
 
 
 def table(found: Sequence[Record]) -> str:
@@ -194,24 +180,24 @@ def table(found: Sequence[Record]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     runner = RUNNERS["torch"]()
-    lines = command.new_file(OUT.value, "pack.jsonl")
-    for config in CONFIG.value or (["tiny"] if runner.device == "cpu" else ["paper", "seed"]):
+    lines = command.new_file(FLAGS.out, "pack.jsonl")
+    for config in FLAGS.config or (["tiny"] if runner.device == "cpu" else ["paper", "seed"]):
         settings = problems.settings(config)
-        problem = Packing(settings, runner.platform, SEED.value)
-        shape = shape_without_inputs(settings, problem.queries.stop)
-        about = command.about_shape(runner, settings, shape) | {"branch": "selected"}
+        problem = Packing(settings, runner.platform, FLAGS.seed)
+        about = command.about(runner, settings, queries=problem.queries.stop)
+        about["branch"] = "selected"
         for mode, names in (("forward", FORWARD), ("backward", BACKWARD)):
             for name in names:
-                row = measure(problem, runner, mode, name, SECONDS.value)
+                row = measure(problem, runner, mode, name, FLAGS.row_seconds)
                 row |= {"mode": mode, "implementation": name}
-                record = records.record("pack", COMMIT.value, **about, **row)
+                record = records.record("pack", FLAGS.commit, **about, **row)
                 records.append(lines, [record])
     done = records.read(lines)
     print(f"device: {runner.device}\n\n{table(done)}\nwritten to {lines}")
-    if SAVE.value:
+    if FLAGS.save_records:
         records.append(records.folder_of(runner.device) / "pack.jsonl", done)
     return exit_status.of(done)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

@@ -17,13 +17,12 @@ further than 1 % (root mean square) from that of the documents one by one. Needs
 
 import dataclasses
 import itertools
-import time
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from absl import flags
 
 import nsa_torch
 from nsa_core.config import NSAConfig
@@ -31,16 +30,13 @@ from nsa_core.config import NSAConfig
 from .harness import cli, exit_status, markdown, records, timing
 from .harness.records import Record
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Shapes whose names begin so (repeatable).", **at)
-IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
+FLAGS = cli.define(
+    only=((), "Shapes whose names begin so (repeatable)."),
+    implementation=("mosaic", "Kernels.", ["mosaic", "triton"]),
+    row_seconds=(0.5, "Of timing a row."),
+    save_records=(False, "Keep the records."),
 )
-SECONDS = flags.DEFINE_float("row_seconds", 0.5, "Of timing a row.", lower_bound=0, **at)
-SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
+cli.define_lines(FLAGS)
 
 FORMS = "rows", "varlen", "cu_seqlens"
 MODES = "forward", "fwdbwd"
@@ -155,17 +151,6 @@ def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
     return max(distances)
 
 
-def host_ms(call: Callable[[], Any], calls: int = 20) -> float:
-    """Median of what a call takes of the host, the GPU idle before."""
-    samples = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return float(np.median(samples))
-
-
 def measure(shape: Shape, implementation: str, seconds: float) -> Iterator[dict[str, Any]]:
     """The fields of the records of a shape."""
     packed = Packed.of(shape, implementation)
@@ -187,12 +172,13 @@ def measure(shape: Shape, implementation: str, seconds: float) -> Iterator[dict[
         row |= dataclasses.asdict(
             timing.time_cuda_events(lambda _, call=call: call(), **options)
         )
-        extra["host_ms"] = host_ms(call)
+        extra["host_ms"] = statistics.median(timing.in_a_row(call))
         if form == "varlen":
             renewed = lambda mode=mode: packed.renewed(mode)
             more = timing.time_cuda_events(lambda _, renewed=renewed: renewed(), **options)
             extra["metadata_ms"] = more.time_ms - row["time_ms"]
-            extra["metadata_host_ms"] = host_ms(renewed) - extra["host_ms"]
+            host = statistics.median(timing.in_a_row(renewed))
+            extra["metadata_host_ms"] = host - extra["host_ms"]
         yield row | {"extra": extra}
 
 
@@ -218,31 +204,28 @@ def main(argv: Sequence[str]) -> int:
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     device, done = torch.cuda.get_device_name(), []
     print(f"device: {device}\n\n{markdown.table(TITLES)}", end="", flush=True)
-    for name, shape in SHAPES.items():
-        if ONLY.value and not name.startswith(tuple(ONLY.value)):
-            continue
+    for name in cli.chosen(FLAGS.only, SHAPES):
+        shape = SHAPES[name]
         total, width = shape.total, shape.width
         common: dict[str, Any] = {
             "bench": "packed",
             "framework": "torch",
             "branch": "all",
-            "implementation": IMPLEMENTATION.value,
+            "implementation": FLAGS.implementation,
             **{"B": 1, "T": total, "S": total, "H": shape.heads, "Hkv": shape.kv_heads},
             **{"D": width, "Dv": width, "dtype": "bfloat16", "input": "random"},
             "config": CONFIG.as_dict(),
             "device": device,
-            **records.environment(COMMIT.value),
+            **records.environment(FLAGS.commit),
         }
-        for fields in measure(shape, IMPLEMENTATION.value, SECONDS.value):
+        for fields in measure(shape, FLAGS.implementation, FLAGS.row_seconds):
             record = Record(**common, **fields, time=records.utc_now())
             done.append(record)
             print(line(name, record), flush=True)
-            if OUT.value:  # at once: what follows may be ended from outside
-                records.append(OUT.value, [record])
-            if SAVE.value:
+            if FLAGS.out:  # at once: what follows may be ended from outside
+                records.append(FLAGS.out, [record])
+            if FLAGS.save_records:
                 records.keep([record], "packed.jsonl")
-    if not done:
-        raise ValueError(f"--only must begin the name of a shape of {[*SHAPES]}")
     return exit_status.of(done)
 
 

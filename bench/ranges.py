@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from nsa_core.config import NSAConfig
 from nsa_jax import ranges
@@ -27,33 +26,26 @@ from .harness.measure import guarded
 from .harness.records import Record
 from .harness.runners import JaxRunner
 
-FLAGS = command.flag_values(**command.SIZES)
-_own = {"flag_values": FLAGS}
-BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
-LENGTHS = flags.DEFINE_list("S_list", None, "Lengths; default: 64,256,1024,2048.", **_own)
-COLUMNS = ("S", "v1_ms", "v2_ms", "speedup", "equal", "v1_p20_ms", "v1_p80_ms", "v2_p20_ms")
-COLUMNS += ("v2_p80_ms", "B", "Hkv", "n", "l_sel", "device", "commit", "status", "reason")
+FLAGS = command.flag_values(
+    **command.SIZES,
+    B=(1, "Sequences."),
+    S_list=(list, "Lengths; default: 64,256,1024,2048."),
+)
 
 
 def v1(block_indices: np.ndarray, position: np.ndarray, config: NSAConfig) -> np.ndarray:
     """The ranges of a selection `[B, T, Hkv, n]`, row by row: adjacent blocks are merged, the
     last range ends with the query, slots left over are `(0, 0)`."""
-    batch, length, groups, _ = block_indices.shape
-    found = np.zeros((*block_indices.shape, 2), np.int32)
-    for b in range(batch):
-        for t in range(length):
-            for g in range(groups):
-                runs: list[list[int]] = []
-                for block in block_indices[b, t, g].tolist():
-                    if block < 0:
-                        continue
-                    start = block * config.select_block
-                    end = min(start + config.select_block, int(position[b, t]) + 1)
-                    if runs and runs[-1][1] == start:
-                        runs[-1][1] = end
-                    else:
-                        runs.append([start, end])
-                found[b, t, g, : len(runs)] = np.reshape(runs, (-1, 2))
+    found, size = np.zeros((*block_indices.shape, 2), np.int32), config.select_block
+    for at in np.ndindex(block_indices.shape[:3]):
+        runs: list[list[int]] = []
+        for block in (x for x in block_indices[at].tolist() if x >= 0):
+            start, end = block * size, min((block + 1) * size, int(position[at[:2]]) + 1)
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = end
+            else:
+                runs.append([start, end])
+        found[at][: len(runs)] = np.reshape(runs, (-1, 2))
     return found
 
 
@@ -94,48 +86,36 @@ def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
 def row(pair: tuple[Record, Record]) -> dict[str, Any]:
     """A line of the CSV file."""
     base, fast = pair
-    cells: dict[str, Any] = {
-        "speedup": speed_up(base, fast),
-        "equal": None if fast.rows_differ is None else fast.rows_differ == 0,
-        "n": base.config["num_selected"],
-        "l_sel": base.config["select_block"],
-    }
+    equal = None if fast.rows_differ is None else fast.rows_differ == 0
+    cells = command.cells(base, "S", v1_ms="time_ms") | command.cells(fast, v2_ms="time_ms")
+    cells |= {"speedup": speed_up(base, fast), "equal": equal}
     for name, record in (("v1", base), ("v2", fast)):
-        cells |= {f"{name}_ms": record.time_ms}
         cells |= {f"{name}_{p}_ms": getattr(record, f"{p}_ms") for p in ("p20", "p80")}
-    same = ("S", "B", "Hkv", "device", "commit", "status", "reason")
-    return cells | {name: getattr(fast, name) for name in same}
+    cells |= {"n": base.config["num_selected"], "l_sel": base.config["select_block"]}
+    return cells | command.cells(fast, "B", "Hkv", "device", "commit", "status", "reason")
 
 
 def line(cells: dict[str, Any]) -> str:
     """What is printed of a length."""
-    text = (
-        f"S={cells['S']} v1 {shown(cells['v1_ms'], ' ms')}  v2 {shown(cells['v2_ms'], ' ms')}"
-    )
-    text += f"  speedup {shown(cells['speedup'], 'x', 1)}  equal {cells['equal']}"
-    bad = f"  {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else ""
-    return text + bad
+    first, second = (f"{name} {shown(cells[f'{name}_ms'], ' ms')}" for name in ("v1", "v2"))
+    text = f"S={cells['S']} {first}  {second}  speedup {shown(cells['speedup'], 'x', 1)}"
+    return f"{text}  equal {cells['equal']}{command.bad(cells)}"
 
 
 def main(argv: Sequence[str]) -> int:
-    lengths = integers("S_list", LENGTHS.value, (64, 256, 1024, 2048))
+    lengths = integers("S_list", FLAGS.S_list, (64, 256, 1024, 2048))
     runner, config = JaxRunner(FLAGS.device), config_of(FLAGS)
     gpu = runner.platform != "cpu"
     how, pairs = command.sampling(FLAGS, gpu=False), []  # v1 runs on the host
     results = command.Results("ranges", FLAGS)
     print(f"device: {runner.device}; v1 on the host, v2 compiled by JAX", flush=True)
     for length in lengths:
-        at = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
+        at = command.settings(FLAGS, config, gpu, seq_len=length, batch=FLAGS.B)
         inputs = problems.make(at, "random", FLAGS.seed)
         common = command.about(runner, at, inputs) | {"branch": "scores", "mode": "forward"}
-        both: list[dict] = []
-
-        def take(inputs=inputs, both=both):
-            both.extend(measure(inputs, config, how))
-            return {}
-
+        take = lambda inputs=inputs: {"both": measure(inputs, config, how)}
         failed = guarded(f"ranges S={length}", take, library=False)
-        found = both or [failed] * 2
+        found = failed.get("both", [failed] * 2)
         names = ("ranges_v1", "ranges_v2")
         first, second = (
             results.add(**common | {"implementation": name} | fields)
@@ -147,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     least = threshold(pairs)
     rule = "never" if least is None else f"from S={least} on"
     print(f"adaptive rule: v2 {rule} (of {', '.join(map(str, sorted(lengths)))})")
-    return results.finish(COLUMNS, map(row, pairs))
+    return results.finish(map(row, pairs))
 
 
 if __name__ == "__main__":

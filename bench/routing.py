@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app
 
 from nsa_core import config_files
 
@@ -19,12 +19,9 @@ from .harness.runners import RUNNERS, asked
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-OUT = flags.DEFINE_string(
-    "out", None, "Folder for routing.json, which must not be there.", **_own
+FLAGS = cli.define(
+    out=(str, "Folder for routing.json, which must not be there."),
 )
-COMMIT = cli.define_commit(FLAGS)
 
 
 def presets() -> list[str]:
@@ -54,7 +51,7 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    path = Path(OUT.value) / "routing.json" if OUT.value else None
+    path = Path(FLAGS.out) / "routing.json" if FLAGS.out else None
     if path is not None and path.exists():
         raise app.UsageError(f"--out must name a folder without routing.json, {path} exists")
     runners = [runner() for runner in RUNNERS.values()]
@@ -64,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"  {choice}" for choice in chosen))
         found.append(about)
     if path is not None:
-        environment = records.environment(COMMIT.value)
+        environment = records.environment(FLAGS.commit)
         text = json.dumps({"schema": SCHEMA, **environment, "plans": found}, indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")

@@ -29,16 +29,15 @@ Where one device cannot hold the problem its row says so, and others have no eff
 `--predict` computes from rows what more devices would take; it is no measurement.
 """
 
-import dataclasses
+import importlib
 import json
-import os
-import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
-from absl import app, flags
+from absl import app
 
 from nsa_core import context_layout
 from nsa_core.config import NSAConfig
@@ -56,73 +55,62 @@ from .harness import (
 )
 from .harness.scale_problem import Problem
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
 MODES, LAYOUTS = ("forward", "fwdbwd"), ("zigzag", "contiguous")
-DEVICES = flags.DEFINE_list("devices", ["1", "2"], "Numbers of devices.", **at)
-LENGTHS = flags.DEFINE_list("lengths", ["131072"], "Tokens of the whole sequence.", **at)
-FRAMEWORK = flags.DEFINE_enum("framework", "torch", ["torch", "jax"], "What runs it.", **at)
-MODE = flags.DEFINE_multi_enum("mode", list(MODES), MODES, "Repeatable.", **at)
-LAYOUT = flags.DEFINE_multi_enum("layout", ["zigzag"], LAYOUTS, "Repeatable.", **at)
-HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
-KV_HEADS = flags.DEFINE_integer("kv_heads", 4, "Key/value heads.", lower_bound=1, **at)
-WIDTH = flags.DEFINE_integer("dk", 128, "Columns of queries and keys.", lower_bound=1, **at)
-VALUE_WIDTH = flags.DEFINE_integer("dv", 128, "Columns of values.", lower_bound=1, **at)
 DTYPES = ("bfloat16", "float16", "float32")
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Precision.", **at)
-DOCUMENTS = flags.DEFINE_list(
-    "documents",
-    [],
-    "Tokens of each, of a packed row of that length (torch); none: one sequence.",
-    **at,
+FLAGS = cli.define(
+    devices=(["1", "2"], "Numbers of devices."),
+    lengths=(["131072"], "Tokens of the whole sequence."),
+    framework=("torch", "What runs it.", ["torch", "jax"]),
+    mode=(MODES, "Repeatable.", MODES),
+    layout=(("zigzag",), "Repeatable.", LAYOUTS),
+    heads=(64, "Query heads."),
+    kv_heads=(4, "Key/value heads."),
+    dk=(128, "Columns of queries and keys."),
+    dv=(128, "Columns of values."),
+    dtype=("bfloat16", "Precision.", DTYPES),
+    documents=(
+        [],
+        "Tokens of each, of a packed row of that length (torch); none: one sequence.",
+    ),
+    weak=(False, "--lengths are tokens a device, not of all."),
+    samples=(10, "Of a row."),
+    checked=(32768, "Longest sequence that is judged.", None),
+    recompute=(False, "Branches are computed again in the backward pass (torch)."),
+    check=("whole", "What is judged: all, up to --checked; or rows.", ["whole", "rows"]),
+    timeout_s=(600.0, "Of one number of devices.", None),
+    predict=([], "Numbers of devices to predict from rows."),
+    records=(str, "The rows to predict from."),
+    link_gb_s=(float, "GB/s of other links than the measured.", None),
+    worker=(False, "What a run is given."),
 )
-WEAK = flags.DEFINE_bool("weak", False, "--lengths are tokens a device, not of all.", **at)
-SAMPLES = flags.DEFINE_integer("samples", 10, "Of a row.", lower_bound=1, **at)
-CHECKED = flags.DEFINE_integer("checked", 32768, "Longest sequence that is judged.", **at)
-RECOMPUTE = flags.DEFINE_bool(
-    "recompute", False, "Branches are computed again in the backward pass (torch).", **at
-)
-CHECK = flags.DEFINE_enum(
-    "check", "whole", ["whole", "rows"], "What is judged: all, up to --checked; or rows.", **at
-)
-SECONDS = flags.DEFINE_float("timeout_s", 600.0, "Of one number of devices.", **at)
-PREDICT = flags.DEFINE_list("predict", [], "Numbers of devices to predict from rows.", **at)
-RECORDS = flags.DEFINE_string("records", None, "The rows to predict from.", **at)
-LINK = flags.DEFINE_float("link_gb_s", None, "GB/s of other links than the measured.", **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
-MEASURED = (
-    *(DEVICES, LENGTHS, FRAMEWORK, MODE, LAYOUT, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, DTYPE),
-    *(DOCUMENTS, WEAK, SAMPLES, CHECKED, CHECK, RECOMPUTE, OUT),
-)  # what --predict does not ask
-WORKER = flags.DEFINE_string("worker", None, "Problems in JSON; what a run is given.", **at)
+cli.define_lines(FLAGS)
 
 
 def problems(size: int) -> list[Problem]:
     """For a number of devices."""
-    lengths = command.integers("lengths", LENGTHS.value, ())
-    lengths = [length * size if WEAK.value else length for length in lengths]
-    documents = command.integers("documents", DOCUMENTS.value, ()) if DOCUMENTS.value else ()
+    lengths = command.integers("lengths", FLAGS.lengths, ())
+    lengths = [length * size if FLAGS.weak else length for length in lengths]
+    documents = command.integers("documents", FLAGS.documents, ()) if FLAGS.documents else ()
     return [
         Problem(
-            framework=FRAMEWORK.value,
+            framework=FLAGS.framework,
             mode=mode,
             layout=cast(Layout, layout),
             S=length,
-            H=HEADS.value,
-            Hkv=KV_HEADS.value,
-            D=WIDTH.value,
-            Dv=VALUE_WIDTH.value,
-            dtype=DTYPE.value,
-            checked=CHECKED.value,
+            H=FLAGS.heads,
+            Hkv=FLAGS.kv_heads,
+            D=FLAGS.dk,
+            Dv=FLAGS.dv,
+            dtype=FLAGS.dtype,
+            checked=FLAGS.checked,
             config=NSAConfig(),
             documents=tuple(documents),
-            recompute=RECOMPUTE.value,
-            by_rows=CHECK.value == "rows",
+            recompute=FLAGS.recompute,
+            by_rows=FLAGS.check == "rows",
         )
         for length in lengths
-        for layout in LAYOUT.value
-        for mode in MODE.value
+        for layout in FLAGS.layout
+        for mode in FLAGS.mode
     ]
 
 
@@ -146,42 +134,26 @@ def check(found: Iterable[Problem], size: int) -> None:
                 f"lengths must be multiples of {chunks} for {size} devices, {problem.layout}, "
                 f"got {problem.S}"
             )
-    if HEADS.value % KV_HEADS.value:
+    if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(
-            f"heads must be a multiple of kv_heads, got {HEADS.value} and {KV_HEADS.value}"
+            f"heads must be a multiple of kv_heads, got {FLAGS.heads} and {FLAGS.kv_heads}"
         )
 
 
-def measured(found: Sequence[Problem], size: int) -> tuple[list[dict[str, Any]], str]:
+def measured(size: int) -> tuple[list[dict[str, Any]], str]:
     """The rows of a run on `size` devices, and why it ended early, or nothing."""
-    words = json.dumps([dataclasses.asdict(x) for x in found])
-    own = [
-        "-m",
-        process.module("bench.scale"),
-        f"--worker={words}",
-        f"--samples={SAMPLES.value}",
-    ]
-    own += [f"--devices={size}", f"--framework={FRAMEWORK.value}"]
-    launcher = (
-        []
-        if FRAMEWORK.value == "jax"
-        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    )
-    run = subprocess.Popen(
-        [sys.executable, *launcher, *own],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that its ranks end with it
-    )
+    words = ["bench.scale", *sys.argv[1:], f"--devices={size}", "--worker"]
+    if FLAGS.framework == "torch":
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
+        words = [*launcher, process.module(words[0]), *words[1:]]
     heartbeat.say(f"{size} devices")
-    try:
-        text, _ = run.communicate(timeout=SECONDS.value)
-        reason = f"exit status {run.returncode}" if run.returncode else ""
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
-        text, _ = run.communicate()
-        reason = f"longer than {SECONDS.value:g} s"
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")], reason
+    with tempfile.TemporaryDirectory() as folder:
+        run = process.run("run", words, Path(folder), FLAGS.timeout_s, budget=False)
+        text = (Path(folder) / "run.log").read_text(errors="replace")
+    found = [json.loads(line) for line in text.splitlines() if line.startswith('{"framework"')]
+    if run.reason:
+        print(text[-10000:], file=sys.stderr)
+    return found, run.reason
 
 
 def line(row: dict[str, Any]) -> str:
@@ -205,7 +177,7 @@ def line(row: dict[str, Any]) -> str:
 
 def predict(path: str) -> int:
     rows = [x for x in records.flat_lines(path) if x["status"] == "ok"]
-    bandwidth = None if LINK.value is None else LINK.value * 1e9
+    bandwidth = None if FLAGS.link_gb_s is None else FLAGS.link_gb_s * 1e9
     count = 0
     for found in scale_model.by_problem(rows).values():
         model = scale_model.Model.fitted(found)
@@ -218,7 +190,7 @@ def predict(path: str) -> int:
             ms = model.ms(each["devices"])
             error = ms / each["ms"] - 1
             print(f"  {each['devices']} measured {each['ms']:.4g} ms, model {error:+.1%}")
-        for size in command.integers("predict", PREDICT.value, ()):
+        for size in command.integers("predict", FLAGS.predict, ()):
             ms = model.ms(size, bandwidth)
             share = model.compute_ms / size / ms
             print(f"  {size} predicted {ms:.4g} ms, efficiency {share:.0%}")
@@ -227,34 +199,22 @@ def predict(path: str) -> int:
     return exit_status.OK if count else exit_status.NOT_MEASURED
 
 
-def work() -> int:
-    """What a process of a run does."""
-    given = json.loads(WORKER.value or "[]")
-    typed = lambda x: {"config": NSAConfig(**x["config"]), "documents": tuple(x["documents"])}
-    found = [Problem(**x | typed(x)) for x in given]
-    if FRAMEWORK.value == "torch":
-        from .harness import scale_ranks
-
-        scale_ranks.run(found, SAMPLES.value)
-    else:
-        from .harness import scale_devices
-
-        scale_devices.run(found, int(DEVICES.value[0]), SAMPLES.value)
-    return exit_status.OK
-
-
 def main(argv: Sequence[str]) -> int:
-    if WORKER.value:
-        return work()
+    devices = sorted(command.integers("devices", FLAGS.devices, ()))
+    if FLAGS.worker:  # a process of a run
+        kind = "scale_ranks" if FLAGS.framework == "torch" else "scale_devices"
+        found = importlib.import_module(f".harness.{kind}", __package__)
+        found.run(problems(devices[0]), devices[0], FLAGS.samples)
+        return exit_status.OK
     launchers.check_one()
-    if PREDICT.value:
-        if not RECORDS.value:
+    if FLAGS.predict:
+        if not FLAGS.records:
             raise app.UsageError("--predict needs --records")
-        cli.refuse_beside(PREDICT, MEASURED)
-        return predict(RECORDS.value)
-    if RECORDS.value or LINK.value is not None:
+        asked = {"commit", "link_gb_s", "predict", "records", "timeout_s", "worker"}
+        cli.refuse_beside(FLAGS["predict"], (FLAGS[x] for x in set(FLAGS) - asked))
+        return predict(FLAGS.records)
+    if FLAGS.records or FLAGS.link_gb_s is not None:
         raise app.UsageError("--records and --link_gb_s need --predict")
-    devices = sorted(command.integers("devices", DEVICES.value, ()))
     for size in devices:
         check(problems(size), size)
     import torch
@@ -266,26 +226,26 @@ def main(argv: Sequence[str]) -> int:
             raise NotImplementedError(f"{max(devices)} GPUs are needed, got {there}")
     rows, broken = list[dict[str, Any]](), False
     for size in devices:
-        found = problems(size)
-        some, reason = measured(found, size)
+        some, reason = measured(size)
         for row in some:
             rows.append(row)
             if row["status"] in ("ok", "wrong"):
-                alike = [x for x in rows if scale_model.problem(x) == scale_model.problem(row)]
-                row["efficiency"] = scale_model.efficiency(
-                    row, [x for x in alike if x.get("ms")]
-                )
+                alike = scale_model.by_problem(rows)[scale_model.problem(row)]
+                row["efficiency"] = scale_model.efficiency(row, alike)
                 row["tokens_s_device"] = row["S"] / row["ms"] / size * 1e3
                 row["moved_mib"] = scale_model.moved_bytes(row, size) / 2**20
                 if row["compute_ms"] is not None:
                     row["exposed_ms"] = row["ms"] - row["compute_ms"]
             print(line(row), flush=True)
-            if OUT.value:
-                made = records.record("scale", COMMIT.value, device=name, **row)
-                records.append(OUT.value, [made])
+            if FLAGS.out:
+                made = records.record("scale", FLAGS.commit, device=name, **row)
+                records.append(FLAGS.out, [made])
         if reason:
             broken = True
-            print(f"{size} devices: {len(some)} of {len(found)} rows: {reason}", flush=True)
+            print(
+                f"{size} devices: {len(some)} of {len(problems(size))} rows: {reason}",
+                flush=True,
+            )
     return exit_status.WRONG if broken else exit_status.of_statuses(x["status"] for x in rows)
 
 

@@ -25,50 +25,39 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
+import jax.numpy as jnp
+import numpy as np
 
 from nsa_core import config_files, policy
 from nsa_core import flags as kernel_flags
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 
-from .harness import cli, command, records
+from .harness import cli, command, cost, parts, problems
 from .harness.command import integers, shown, speed_up
-from .harness.measure import Judged, guarded, shape_without_inputs
-from .harness.parts import Parts
+from .harness.jobs import jobs
+from .harness.measure import shape_of
 from .harness.records import Record
-from .harness.runners import RUNNERS
-from .harness.selection_case import Case, settings_of
-from .harness.selection_rows import SPANS, Matrix, Row
+from .harness.runners import RUNNERS, asked
+from .harness.selection_rows import SPANS, Matrix, Row, spans
 
-FLAGS = command.flag_values(frameworks=True, heads=8, groups=1, dk=64, dv=64, l_sel=64)
-_own = {"flag_values": FLAGS}
-PRESET = flags.DEFINE_string(
-    "preset", None, "A matrix of problems: a name in configs/selection/, or a path.", **_own
+FLAGS = command.flag_values(
+    **parts.FLAGS,
+    frameworks=True,
+    **{"heads": 8, "groups": 1, "dk": 64, "dv": 64, "l_sel": 64},
+    H="heads",
+    D="dk",
+    Dv="dv",
+    preset=(str, "A matrix of problems: a name in configs/selection/, or a path."),
+    N=(int, "Queries; default: 256, without a GPU 64."),
+    L_list=(list, "Selected keys a query; default: 64,128,256,512."),
+    dist=(tuple(SPANS), "How the blocks lie (repeatable).", SPANS),
+    streams=(1, "Calls at once."),
+    decode=(0, "1: one query a sequence.", (0, 1)),
+    batch=(1, "Sequences."),
+    ref=(str, "The reference implementation; default: sdpa in torch, xla in JAX."),
+    beside=([], "Implementations with columns of their own."),
 )
-QUERIES = flags.DEFINE_integer(
-    "N", None, "Queries; default: 256, without a GPU 64.", lower_bound=1, **_own
-)
-for _short, _name in (("H", "heads"), ("D", "dk"), ("Dv", "dv")):
-    flags.DEFINE_alias(_short, _name, **_own)
-LENGTHS = flags.DEFINE_list(
-    "L_list", None, "Selected keys a query; default: 64,128,256,512.", **_own
-)
-DIST = flags.DEFINE_multi_enum(
-    "dist", list(SPANS), list(SPANS), "How the blocks lie (repeatable).", **_own
-)
-STREAMS = flags.DEFINE_integer("streams", 1, "Calls at once.", lower_bound=1, **_own)
-DECODE = flags.DEFINE_integer(
-    "decode", 0, "1: one query a sequence.", lower_bound=0, upper_bound=1, **_own
-)
-BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1, **_own)
-REF = flags.DEFINE_string(
-    "ref", None, "The reference implementation; default: sdpa in torch, xla in JAX.", **_own
-)
-BESIDE = flags.DEFINE_list("beside", [], "Implementations with columns of their own.", **_own)
-PARTS = Parts(FLAGS)
-COLUMNS = ("mode", "N", "H", "D", "Dv", "L", "nspans", "streams", "tri_ms", "ref_ms")
-COLUMNS += ("speedup", "mae", "dist", "B", "S", "dtype", "framework", "kernel", "ref_kernel")
-COLUMNS += ("tri_p20_ms", "tri_p80_ms", "ref_p20_ms", "ref_p80_ms", "error_max", "error_bound")
-COLUMNS += ("l_sel", "device", "commit", "status", "reason")
 
 
 def matrix_of(gpu: bool) -> Matrix:
@@ -78,24 +67,24 @@ def matrix_of(gpu: bool) -> Matrix:
       ValueError: the file or a flag holds what no matrix can have.
     """
     sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
-    preset = PRESET.value
+    preset = FLAGS.preset
     given: dict[str, Any] = {
         name: [FLAGS[flag].value]
         for name, flag in sizes.items()
         if preset is None or FLAGS[flag].present
     }
-    if preset is None or DECODE.value or FLAGS["N"].present:
-        given["N"] = [1 if DECODE.value else QUERIES.value or (256 if gpu else 64)]
-    named = {"kernel": kernel_flags.named().selected, "ref": REF.value, "beside": BESIDE.value}
+    if preset is None or FLAGS.decode or FLAGS["N"].present:
+        given["N"] = [1 if FLAGS.decode else FLAGS.N or (256 if gpu else 64)]
+    named = {"kernel": kernel_flags.named().selected, "ref": FLAGS.ref, "beside": FLAGS.beside}
     given |= {name: value for name, value in named.items() if value}
-    dists = dict.fromkeys(DIST.value)
-    lengths = integers("L_list", LENGTHS.value, (64, 128, 256, 512))
+    dists = dict.fromkeys(FLAGS.dist)
+    lengths = integers("L_list", FLAGS.L_list, (64, 128, 256, 512))
     if preset is None:
         return Matrix(**given, L=dict.fromkeys(dists, lengths))
     path = preset if preset.endswith((".yaml", ".yml", ".json")) else f"selection/{preset}"
     made = config_files.build(Matrix, config_files.load(path), preset)
     listed = {dist: each for dist, each in made.L.items() if dist in dists}
-    if LENGTHS.value is not None:
+    if FLAGS.L_list is not None:
         listed = dict.fromkeys(listed, lengths)
     return dataclasses.replace(made, **given, L=listed)
 
@@ -108,31 +97,19 @@ def gain(base: Record, fast: Record) -> float | None:
 
 
 def cells(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
-    """A line of the CSV file."""
-    worst = next((r for r in (fast, base) if r.status != "ok"), fast)
-    extra = fast.extra
-    same = ("H", "D", "Dv", "B", "S", "dtype", "framework", "error_max", "error_bound")
-    found = {name: getattr(fast, name) for name in (*same, "device", "commit")} | {
-        "mode": extra["mode"],
-        "N": fast.T,
-        "L": extra["L"],
-        "nspans": extra["nspans"],
-        "streams": extra["streams"],
-        "tri_ms": fast.time_ms,
-        "ref_ms": base.time_ms,
-        "speedup": gain(base, fast),
-        "mae": fast.error_mean,
-        "dist": extra["dist"],
-        "l_sel": fast.config["select_block"],
-        "kernel": fast.implementation,
-        "ref_kernel": base.implementation,
-        "tri_p20_ms": fast.p20_ms,
-        "tri_p80_ms": fast.p80_ms,
-        "ref_p20_ms": base.p20_ms,
-        "ref_p80_ms": base.p80_ms,
-        "status": worst.status,
-        "reason": worst.reason,
-    }
+    """A line of the CSV file; the first columns are the seed system's."""
+    found = {"mode": fast.extra["mode"], "N": fast.T}
+    found |= command.cells(fast, "H", "D", "Dv", "L", "nspans", "streams")
+    found |= {"tri_ms": fast.time_ms, "ref_ms": base.time_ms, "speedup": gain(base, fast)}
+    found |= {"mae": fast.error_mean}
+    found |= command.cells(fast, "dist", "B", "S", "dtype", "framework")
+    found |= command.cells(fast, "error_max", "error_bound", "device", "commit")
+    found |= command.cells(
+        fast, kernel="implementation", tri_p20_ms="p20_ms", tri_p80_ms="p80_ms"
+    )
+    found |= command.cells(base, ref_kernel="implementation")
+    found |= command.cells(base, ref_p20_ms="p20_ms", ref_p80_ms="p80_ms")
+    found |= {"l_sel": fast.config["select_block"]} | command.worst(fast, base)
     for each in beside:
         bad = "" if each.status == "ok" else f"{each.status}: {each.reason}"
         values = each.time_ms, speed_up(each, fast), each.error_mean, bad
@@ -155,85 +132,123 @@ def line(cells: dict[str, Any], beside: Sequence[str] = ()) -> str:
     text += f"ref_ms={shown(cells['ref_ms'])}, speedup={shown(cells['speedup'], 'x', 2)}, "
     text += f"mae={mae} {cells['kernel']}/{cells['ref_kernel']}"
     text += "".join(f" {name}_ms={shown(cells[f'{name}_ms'])}" for name in beside)
-    bad = f" {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else ""
-    return text + bad
+    return text + command.bad(cells)
 
 
 def mode(dist: str) -> str:
     """The kind of a row."""
-    if DECODE.value:
+    if FLAGS.decode:
         return "decode"
     return "dense" if SPANS[dist] == 1 else "varlen"
 
 
-class Selection:
+def selected(size: int, count: int) -> NSAConfig:
+    """A config of `count` blocks, none of them forced."""
+    forced = {"num_selected": count, "num_initial": 0, "num_local": 0}
+    return NSAConfig(compress_block=size, compress_stride=size, select_block=size, **forced)
+
+
+class Selection(parts.Problem):
     """A row of the matrix: what `names` has, for each number of streams."""
 
+    bench = "selection"
+
     def __init__(self, runner, row: Row, matrix: Matrix, names: Sequence[str | None]):
-        self.runner, self.row, self.names, self.matrix = runner, row, names, matrix
         gpu = runner.platform != "cpu"
-        self.settings = settings_of(FLAGS, row, matrix, BATCH.value, gpu)
+        blocks = 2 * (matrix.lengths[-1] // row.l_sel) + max(SPANS.values())
+        sizes: dict[str, Any] = {
+            "seq_len": blocks * row.l_sel + row.N,
+            "batch": FLAGS.batch,
+            "dtype": matrix.dtype,
+        }
+        sizes |= {"heads": row.H, "dk": row.D, "dv": row.Dv}
+        settings = command.settings(FLAGS, selected(row.l_sel, row.count), gpu, **sizes)
+        kind = "decode" if FLAGS.decode else "forward"
+        super().__init__(runner, settings, FLAGS, branch="selected", mode=kind, T=row.N)
+        self.row, self.refusal, self.blocks = row, row.why_not, blocks
         self.how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
-        self.shape = shape_without_inputs(self.settings, row.N)
-        self.overlap: float | None = None
-
-    @property
-    def calls(self) -> list[tuple[int, str | None]]:
-        """Streams and implementation of each record."""
-        return [(streams, name) for streams in self.matrix.streams for name in self.names]
-
-    def judge(self) -> Callable[[], list[Record]]:
-        judged: list[Judged] = []
-        on_unsupported, row = kernel_flags.on_unsupported(), self.row
-        found, failed = list[Case](), {}
-        if not row.why_not:
-            make = lambda: found.append(Case(self.runner, self.settings, row, FLAGS.seed)) or {}
-            failed = guarded("inputs", make, library=False)
-        for streams, name in self.calls:
-            refusal = row.why_not or self._no_streams(streams)
-            if refusal:
-                failed = {"status": "unsupported", "reason": refusal}
-            if refusal or not found:
-                judged.append(Judged("", False, {"implementation": name or "auto"} | failed))
-            else:
-                judged.append(found[0].judge(name, on_unsupported, streams))
-                self.overlap = found[0].inputs.overlap
-        return lambda: self._records([each.timed(**self.how) for each in judged])
-
-    def lost(self, reason: str) -> list[Record]:
-        fields = {"status": "error", "reason": reason}
-        return self._records(
-            [{"implementation": name or "auto"} | fields for _, name in self.calls]
-        )
-
-    def _no_streams(self, streams: int) -> str:
-        runner = self.runner
-        if streams == 1 or (runner.framework, runner.platform) == ("torch", "cuda"):
-            return ""
-        where = f"in {runner.framework} on {runner.platform}"
-        return f"{streams} streams need torch on CUDA, the run is {where}"
-
-    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
-        row = self.row
-        about = command.about_shape(self.runner, self.settings, self.shape)
-        about |= {"branch": "selected", "mode": "decode" if DECODE.value else "forward"}
-        about |= {"overlap": self.overlap}
+        self.named = [*itertools.product(matrix.streams, names)]
         extra = {"mode": mode(row.dist), "dist": row.dist, "L": row.L, "nspans": row.runs}
-        return [
-            records.record(
-                "selection", FLAGS.commit, **about | each, extra=extra | {"streams": k}
-            )
-            for (k, _), each in zip(self.calls, found, strict=True)
+        self.calls = [
+            {"implementation": name or "auto", "extra": extra | {"streams": streams}}
+            for streams, name in self.named
         ]
+
+    def inputs(self):
+        row, settings = self.row, self.settings
+        batch, groups = settings.runtime.batch, settings.model.n_kv_groups
+        listed = spans(batch * row.N * groups, self.blocks, row.count, row.runs, FLAGS.seed)
+        indices = jnp.asarray(listed.reshape(batch, row.N, groups, row.count))
+        how: dict[str, Any] = {"num_queries": row.N, "block_indices": indices}
+        return problems.make(settings, "random", FLAGS.seed, **how)
+
+    def jobs(self, inputs):
+        runner, on_unsupported = self.runner, kernel_flags.on_unsupported()
+        there = asked(self.settings, runner)._replace(
+            T=self.row.N, S=inputs.num_keys, device=None
+        )
+        for streams, name in self.named:
+            wanted = Branches(None, name, None)
+            (job,) = jobs(runner, there, wanted, on_unsupported, ["selected"], chosen=True)
+            if streams > 1 and (runner.framework, runner.platform) != ("torch", "cuda"):
+                where = f"in {runner.framework} on {runner.platform}"
+                refusal = f"{streams} streams need torch on CUDA, the run is {where}"
+                job = dataclasses.replace(job, label=name or "auto", unsupported=refusal)
+            if not job.unsupported:
+                function = self.function(job.label, inputs.num_keys)
+                several = at_once(runner.torch, function, streams) if streams > 1 else None
+                of = {"function": function, "timed": several}
+                job = dataclasses.replace(job, **of, work=self.work(inputs, streams))
+            yield job
+
+    def function(self, name: str, kv_len: int) -> Callable[..., dict[str, Any]]:
+        """Without the checks of the public function."""
+        where: dict[str, Any] = {"config": self.settings.nsa, "kv_len": kv_len}
+        if self.runner.framework == "torch":
+            where |= {"with_lse": False}  # as in the whole attention
+        else:
+            where |= {"segment_ids": None, "scale": None}
+        entries = self.runner.registry.table["selected"]
+        target = next(entry for entry in entries if entry.name == name).load()
+        names = "query", "key", "value", "block_indices"
+        return lambda given: {"out": target(*(given[x] for x in names), **where)[0]}
+
+    def work(self, inputs: problems.Inputs, streams: int) -> cost.Cost:
+        """All selected keys are visible; a block that several queries read counts once."""
+        shape, config = shape_of(self.settings, inputs), self.settings.nsa
+        size, indices = config.select_block, np.asarray(inputs.block_indices)
+        pairs = shape.B * shape.T * shape.H * config.num_selected * size
+        kinds = np.moveaxis(indices, 1, -1).reshape(shape.B * shape.Hkv, -1)
+        read = sum(np.unique(each).size for each in kinds) * size
+        rows = shape.B * shape.T * shape.H + read
+        flops = streams * pairs * 2 * (shape.D + shape.Dv)
+        return cost.Cost(flops, rows * (shape.D + shape.Dv) * shape.itemsize)
+
+
+def at_once(torch, function, count: int):
+    """`function` on `count` CUDA streams, which wait for the current one, and it for them."""
+    streams = [torch.cuda.Stream() for _ in range(count)]
+
+    def call(given):
+        current, found = torch.cuda.current_stream(), []
+        for stream in streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                found.append(function(given))
+        for stream in streams:
+            current.wait_stream(stream)
+        return found[0]
+
+    return call
 
 
 def main(argv: Sequence[str]) -> int:
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     matrix = matrix_of(gpu)
-    if STREAMS.value > 1 and (runner.framework, gpu) != ("torch", True):
+    if FLAGS.streams > 1 and (runner.framework, gpu) != ("torch", True):
         raise ValueError(
-            f"streams must be 1 but in torch on CUDA, got {STREAMS.value} in "
+            f"streams must be 1 but in torch on CUDA, got {FLAGS.streams} in "
             f"{runner.framework} on {runner.platform}"
         )
     reference = matrix.ref or ("sdpa" if runner.framework == "torch" else "xla")
@@ -243,24 +258,23 @@ def main(argv: Sequence[str]) -> int:
             listed = runner.registry.names("selected")
             raise ValueError(f"{runner.framework} has {listed}, got {known!r}")
     rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
-    if PARTS.is_child:
-        return PARTS.child(rows)
+    if FLAGS.turn is not None:
+        return parts.child(FLAGS, rows)
     # A row without a problem is none that could be measured.
-    no_problem = {row.row.why_not for row in rows if row.row.why_not}
+    no_problem = {row.refusal for row in rows if row.refusal}
     results, table = command.Results("selection", FLAGS), []
     print(f"device: {runner.device}; {runner.framework}", flush=True)
-    for found in PARTS.measure("selection", rows, results.folder):
+    for found in parts.measure(FLAGS, "selection", rows, results.folder):
         for several in itertools.batched(found, len(names)):
             for i, record in enumerate(several):
                 results.keep([record], beside=i > 0 or record.reason in no_problem)
             table.append(cells(*several))
             print(line(table[-1], matrix.beside), flush=True)
-    columns = *COLUMNS, *(column for name in matrix.beside for column in columns_of(name))
-    if PRESET.value is not None:  # a file each kind
+    if FLAGS.preset is not None:  # a file each kind
         for kind in ("dense", "varlen"):
             some = [each for each in table if each["mode"] == kind]
-            command.write_csv(results.folder / f"sel_{kind}.csv", columns, some)
-    return results.finish(columns, table)
+            command.write_csv(results.folder / f"sel_{kind}.csv", some)
+    return results.finish(table)
 
 
 if __name__ == "__main__":

@@ -22,35 +22,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from absl import flags
 
 from . import against
 from .harness import cli, command, exit_status, problems, records, turns
 from .harness.timed_problem import Problem
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Shapes whose names begin so (repeatable).", **at)
-INPUT = flags.DEFINE_multi_enum(
-    "input", ["random", "text"], problems.KINDS, "Where arrays come from.", **at
+FLAGS = cli.define(
+    only=((), "Shapes whose names begin so (repeatable)."),
+    input=(("random", "text"), "Where arrays come from.", problems.KINDS),
+    packed=(False, "Beside each its rows as one packed row, whose metadata is there."),
+    dense=(False, "Dense attention beside the first input of each."),
+    kernels=("mosaic", "Implementation of all branches."),
+    most_rows=(96, "Queries judged.", 12),
+    at_once=(5, "Processes side by side."),
+    out=(str, "A new folder; default: bench/results/<time>."),
+    save_records=(False, "Keep the records."),
 )
-PACKED = flags.DEFINE_bool(
-    "packed", False, "Beside each its rows as one packed row, whose metadata is there.", **at
-)
-DENSE = flags.DEFINE_bool(
-    "dense", False, "Dense attention beside the first input of each.", **at
-)
-KERNELS = flags.DEFINE_string("kernels", "mosaic", "Implementation of all branches.", **at)
-ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, **at)
-AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
-OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
-SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-COMMIT = cli.define_commit(FLAGS)
 
-# JAX only makes inputs and oracles here: it gives back memory that it does not use, and what it
-# compiles runs once an input. The next input of a shape takes what was compiled for the one before.
-ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+# JAX only makes inputs and oracles here, and what it compiles runs once an input. The next input of
+# a shape takes what was compiled for the one before.
+ENVIRONMENT = turns.ALONE | {
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
@@ -83,35 +74,33 @@ def commands_of(
             settings.write_text(yaml.safe_dump(dict(SHAPES[name])))
             row = f"{name}, {source}"
             words = ["bench.compare", "--framework=torch", f"--config={settings}"]
-            words += [f"--input={source}", f"--kernels={KERNELS.value}", "--branch=all"]
-            words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={ROWS.value}"]
+            words += [f"--input={source}", f"--kernels={FLAGS.kernels}", "--branch=all"]
+            words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={FLAGS.most_rows}"]
             words += [f"--out={folder / row}", "--turn", "--nosave_records"]
-            words += ["--packed"] if PACKED.value else []
-            words += ["--branch=dense"] if DENSE.value and source == inputs[0] else []
-            if COMMIT.value:
-                words.append(f"--commit={COMMIT.value}")
+            words += ["--packed"] if FLAGS.packed else []
+            words += ["--branch=dense"] if FLAGS.dense and source == inputs[0] else []
+            if FLAGS.commit:
+                words.append(f"--commit={FLAGS.commit}")
             yield row, words
 
 
 def main(argv: Sequence[str]) -> int:
-    shapes = [name for name in SHAPES if name.startswith(tuple(ONLY.value) or "")]
-    if not shapes:
-        raise ValueError(f"--only: no such shape, known: {'; '.join(SHAPES)}")
-    lines = command.new_file(OUT.value, "compare.jsonl")
+    shapes = cli.chosen(FLAGS.only, SHAPES)
+    lines = command.new_file(FLAGS.out, "compare.jsonl")
     folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     statuses, kept = [], []
-    commands = list(commands_of(shapes, INPUT.value, folder))
+    commands = list(commands_of(shapes, FLAGS.input, folder))
     with tempfile.TemporaryDirectory() as compiled:
         environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": compiled}
-        for wave in itertools.batched(commands, AT_ONCE.value):
+        for wave in itertools.batched(commands, FLAGS.at_once):
             for row, status in turns.of_names(dict(wave), folder, environment):
                 statuses.append(status)
                 made = folder / row / "compare.jsonl"
                 done = records.read(made) if made.exists() else []
                 records.append(lines, done)  # at once: what follows may be ended from outside
                 kept += [(row, record) for record in done]
-                if SAVE.value:
+                if FLAGS.save_records:
                     records.keep(done, "compare.jsonl")
     for row, record in kept:
         time = f"{record.time_ms:9.3f} ms" if record.time_ms else record.reason

@@ -17,86 +17,66 @@ must have the bits of the calls: exit status 1 where they have not. Whether the 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
 
+import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-
-import torch
-from absl import flags
+from typing import Any
 
 from . import against
 from .harness import cli, exit_status, records, timing
 from .harness.timed_problem import Problem, digest, jax_calls, milliseconds, torch_calls
 
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
-ROUNDS = flags.DEFINE_integer("rounds", 7, "Samples of each.", lower_bound=5, **at)
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
+FLAGS = cli.define(
+    only=cli.ONLY,
+    rounds=(7, "Samples of each.", 5),
+)
+cli.define_lines(FLAGS)
 
 REST_SECONDS = 0.05  # as `timing.RESTED` says
 
 
-class OtherBits(Exception):
-    """A replay computed something else than the calls that were captured."""
+def measure(
+    problem: Problem, rounds: int, commit: str | None, broken: list[str]
+) -> Iterator[tuple[str, list[records.Record]]]:
+    """Lines to print, each with those of `--out`; `broken`: gets replays of other bits."""
 
+    def line(name: str, times: Mapping[str, float]):
+        made = [
+            records.variant("whole_calls", mode, name, time, commit)
+            for mode, time in times.items()
+        ]
+        return f"{name:45} {' / '.join(f'{x:.3f}' for x in times.values())}", made
 
-def measure(problem: Problem, rounds: int) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Names of `--out`, each with the milliseconds of each pass.
-
-    Raises:
-      OtherBits: see there.
-    """
-    calls, sync = {"torch": torch_calls, "jax": jax_calls}[problem.framework](problem)
-    if problem.graph:
-        replays = {}
-        for name, call in calls.items():
-            wanted = digest(call())
-            replays[name], found = timing.cuda_graph(call)
-            replays[name]()
-            sync(found)
-            if digest(found) != wanted:
-                raise OtherBits(f"{problem.name}, {name}: other bits than without a graph")
-        calls = replays
+    of: Any = {"torch": torch_calls, "jax": jax_calls}[problem.framework]
+    calls, sync = of(problem)
+    for name, call in calls.items() if problem.graph else ():
+        wanted = digest(call())
+        calls[name], found = timing.cuda_graph(call)
+        calls[name]()
+        sync(found)
+        if digest(found) != wanted:
+            broken.append(f"{problem.name}, {name}: other bits than without a graph")
+            yield broken[-1], []
+            return
     in_a_row = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             in_a_row[name].append(milliseconds(call, sync))
-    yield problem.name, {name: statistics.median(each) for name, each in in_a_row.items()}
+    yield line(problem.name, {name: statistics.median(x) for name, x in in_a_row.items()})
     if problem.framework == "torch" and not problem.graph:
+        how: dict[str, Any] = {"iters": rounds, "rest": REST_SECONDS}
         rested = {
-            name: timing.time_cuda_events(
-                lambda _, call=call: call(), iters=rounds, rest=REST_SECONDS
-            )
+            name: timing.time_cuda_events(lambda _, call=call: call(), **how).time_ms
             for name, call in calls.items()
         }
-        yield (
-            timing.RESTED.format(problem.name),
-            {name: x.time_ms for name, x in rested.items()},
-        )
+        yield line(timing.RESTED.format(problem.name), rested)
 
 
 def main(argv: Sequence[str]) -> int:
-    rows = against.chosen(ONLY.value, against.ROWS)
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
-    commit, status = records.environment(COMMIT.value)["commit"], exit_status.OK
-    print(f"{torch.cuda.get_device_name()}, ms")
-    for problem in rows:
-        try:
-            for name, times in measure(problem, ROUNDS.value):
-                print(f"{name:45}", " / ".join(f"{x:.3f}" for x in times.values()), flush=True)
-                if OUT.value:
-                    found = [
-                        records.variant("whole_calls", mode, name, time, commit)
-                        for mode, time in times.items()
-                    ]
-                    records.append(OUT.value, found)
-        except OtherBits as error:
-            print(error, flush=True)
-            status = exit_status.WRONG
-        torch.cuda.empty_cache()
-    return status
+    commit, broken = records.environment(FLAGS.commit)["commit"], list[str]()
+    how = {"rounds": FLAGS.rounds, "commit": commit, "broken": broken}
+    against.measured(FLAGS, against.ROWS, functools.partial(measure, **how))
+    return exit_status.WRONG if broken else exit_status.OK
 
 
 if __name__ == "__main__":

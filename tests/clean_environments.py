@@ -146,14 +146,14 @@ class Environment(NamedTuple):
 
 
 ENVIRONMENTS = {
-    "base": Environment("", ("jax", "torch", "flax", "matplotlib", "rich"), BASE),
+    "base": Environment("", ("jax", "torch", "flax", "matplotlib"), BASE),
     "jax": Environment(
-        "[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX + examples("jax")
+        "[jax]", ("torch", "flax", "matplotlib"), JAX + NO_FLAX + examples("jax")
     ),
     "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
     "torch": Environment(
         "[torch]",
-        ("jax", "flax", "matplotlib", "rich"),
+        ("jax", "flax", "matplotlib"),
         TORCH + BUILT + NO_JAX + examples("torch"),
     ),
     "both": Environment("[torch,jax]", ("flax", "matplotlib"), JAX + TORCH + BUILT),

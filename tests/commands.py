@@ -12,12 +12,13 @@ from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
 
 
-def run(module, folder, *arguments, table=None):
+def run(module, folder, *words, table=None):
     """Exit status, the records and the CSV rows that it wrote to `folder`, or to `table`."""
-    status = called(module, f"--out={folder}", *arguments)
+    status = called(module, f"--out={folder}", *words)
     name = module.__name__.rpartition(".")[2]
-    found = records.read(folder / f"{name}.jsonl")
-    return status, found, rows(table or folder / f"{name}.csv")
+    lines, table = folder / f"{name}.jsonl", table or folder / f"{name}.csv"
+    found = records.read(lines) if lines.exists() else []
+    return status, found, rows(table) if table.exists() else []
 
 
 def called(module, *words):

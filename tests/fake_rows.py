@@ -5,9 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from absl import flags
-
-from bench.harness import parts
+from bench.harness import cli, parts
 from bench.harness.records import Record
 from tests.measured import record
 
@@ -38,7 +36,6 @@ class Row:
 
 if __name__ == "__main__":
     parts.ROW_S = 1
-    own = flags.FlagValues()
-    these = parts.Parts(own)
+    own = cli.define(**parts.FLAGS)
     own(sys.argv)
-    these.child([Row(what) for what in ROWS])
+    parts.child(own, [Row(what) for what in ROWS])

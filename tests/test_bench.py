@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import app, flags
-from absl.testing import flagsaver
 
 import nsa_jax
 import nsa_torch
@@ -28,7 +26,7 @@ from nsa_core.dispatch import Implementation
 from nsa_core.types import Branches
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
-from tests import pretend
+from tests import commands, pretend
 from tests.commands import break_sliding
 
 MICRO = """
@@ -399,13 +397,9 @@ def run(tmp_path, capsys):
     config.write_text(MICRO)
 
     def call(*arguments, folder="out"):
-        out = tmp_path / folder
-        argv = ["compare", f"--config={config}", f"--out={out}", "--row_seconds=0", *arguments]
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as done:
-            app.run(compare.main, argv)
-        lines = out / "compare.jsonl"
-        found = records.read(lines) if lines.exists() else []
-        return done.value.code, capsys.readouterr().out, found
+        given = f"--config={config}", "--row_seconds=0", *arguments
+        code, found, _ = commands.run(compare, tmp_path / folder, *given)
+        return code, capsys.readouterr().out, found
 
     return call
 
@@ -559,9 +553,9 @@ def test_a_peer_that_was_named_must_be_measured(run):
 def test_of_all_implementations_one_a_branch_must_be_measured():
     def asked_for(*rows, **job):
         pairs = [(Job(r.branch, r.implementation, **job), r) for r in rows]
-        return exit_status.of(compare.asked_for(pairs))
+        return exit_status.of(compare.answers(pairs))
 
-    flags.FLAGS.mark_as_parsed()
+    compare.FLAGS.mark_as_parsed()
     good = dataclasses.replace(OK, branch="sliding", implementation="xla")
     lost = dataclasses.replace(good, status="oom", reason="no room", implementation="mosaic")
     other = dataclasses.replace(lost, branch="selected")
@@ -572,7 +566,7 @@ def test_of_all_implementations_one_a_branch_must_be_measured():
     assert asked_for(good, lost, asked=True) == exit_status.NOT_MEASURED
     # A name of the other framework is none that is lacking here.
     pairs = [(Job("sliding", "xla"), good), (Job("sliding", "sdpa", asked=None), elsewhere)]
-    assert exit_status.of(compare.asked_for(pairs)) == exit_status.OK
+    assert exit_status.of(compare.answers(pairs)) == exit_status.OK
 
 
 def test_the_whole_is_checked_as_well(run, monkeypatch):

@@ -3,25 +3,19 @@
 import pytest
 import torch
 from absl import flags
-from absl.testing import flagsaver
 
 from bench import block_selection
 from bench.harness import block_peers, exit_status, flex_blocks, records
 from nsa_torch.huggingface import block_selection as ours
+from tests.commands import called
 
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
 
 
 def run(path, *arguments):
     """Exit status and rows of the command."""
-    own = block_selection.FLAGS
-    for flag in own:
-        own[flag].unparse()
-    own.unparse_flags()
     words = [*SMALL.split(), "--seconds=0.01", f"--out={path}", *arguments]
-    rest = own(["block_selection", *words], known_only=True)
-    with flagsaver.flagsaver():
-        status = block_selection.main(flags.FLAGS(rest))
+    status = called(block_selection, *words)
     return status, records.flat_lines(path)
 
 
@@ -34,7 +28,7 @@ def test_rows(tmp_path, monkeypatch):
         for length in (48, 64)
         for mode in block_selection.MODES
         for name in block_selection.IMPLEMENTATIONS
-        if name in block_selection.HAS[mode]
+        if name in block_selection.MODES[mode].names
     }
     for row in rows:
         if row["implementation"] in ("flex", "vllm", "flash_msa"):  # on a CPU
@@ -42,16 +36,14 @@ def test_rows(tmp_path, monkeypatch):
             continue
         assert row["status"] == "ok" and row["ms"] > 0
         assert row["peak_gib"] is None and row["extra_gib"] is None
-        if row["mode"] == "indexer":
-            assert row["errors"] == {"lists": 0}
+        mode = block_selection.MODES[row["mode"]]
+        if row["implementation"] in mode.elsewhere:
+            assert row["errors"] == {}
             continue
-        if row["mode"] not in ("forward", "fwdbwd"):
-            # On a CPU the plain implementation is all there is.
-            assert row["errors"] and not any(row["errors"].values())
-            continue
-        wanted = block_selection.RESULTS[: 1 if row["mode"] == "forward" else 4]
-        assert list(row["errors"]) == list(wanted)
-        assert all(error < 1e-5 for error in row["errors"].values())
+        lists = [] if row["mode"] in ("forward", "fwdbwd", "loss") else ["lists"]
+        assert list(row["errors"]) == [*mode.results, *lists]
+        assert all(error < 1e-6 for error in row["errors"].values())
+        assert row["errors"].get("lists", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,31 +86,20 @@ def test_what_vllm_reads():
 
 
 def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has"
-        )
-
-    monkeypatch.setattr(block_selection, "_timed", full)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--implementation=nsa_blocks")
-    assert status == exit_status.NOT_MEASURED
-    found = {(row["status"], row["reason"]) for row in rows}
-    assert found == {("oom", "CUDA out of memory. Tried to allocate 16.00 GiB")}
-
-
-def test_a_length_that_is_not_measured(tmp_path, monkeypatch):
-    timed = block_selection._timed
-    left = iter([True, False])
+    timed, left = block_selection.timed, iter([True, False])
 
     def full(*given):
         if next(left):
             return timed(*given)
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has"
+        )
 
-    monkeypatch.setattr(block_selection, "_timed", full)
+    monkeypatch.setattr(block_selection, "timed", full)
     status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--implementation=nsa_blocks")
-    assert [row["status"] for row in rows] == ["ok", "oom"]
     assert status == exit_status.NOT_MEASURED
+    found = [(row["status"], row.get("reason", "")) for row in rows]
+    assert found == [("ok", ""), ("oom", "CUDA out of memory. Tried to allocate 16.00 GiB")]
 
 
 def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
@@ -128,11 +109,11 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
         return attend(module, *rest, block_indices=block_indices - 1)
 
     monkeypatch.setattr(ours, "block_attention", early)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward")
+    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--dtype=float32")
     assert status == exit_status.WRONG
     wrong = [x for x in rows if x["status"] == "wrong"]
     assert {x["implementation"] for x in wrong} == {"nsa_blocks"} and len(wrong) == 2
-    assert wrong[0]["reason"].startswith("farther than sdpa: {'out': ")
+    assert wrong[0]["reason"].startswith("out: max error ")
 
 
 def test_without_ours_nothing_was_measured(tmp_path):

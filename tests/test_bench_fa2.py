@@ -22,8 +22,7 @@ def test_without_a_gpu_only_fa2_is_not_timed(tmp_path, capsys):
     status, found, table = run(fa2, tmp_path, *SMALL)
     printed = capsys.readouterr().out
     assert status == exit_status.NOT_MEASURED and len(found) == 12
-    assert list(table[0]) == list(fa2.COLUMNS)
-    assert fa2.COLUMNS[:8] == tuple("D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device".split(","))
+    assert list(table[0])[:8] == "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device".split(",")
     for record in found:
         portable = record.implementation in ("masked", "sdpa")
         assert record.status == ("ok" if portable else "unsupported")

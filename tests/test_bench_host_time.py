@@ -7,16 +7,16 @@ import torch
 from absl import flags
 
 from bench import host_time
-from bench.harness import launch_time, records
+from bench.harness import records, timing
 from kernels_pallas.runtime import sequence
 from nsa_torch import plans
-from tests import pretend
+from tests import commands, pretend
 from tests.limits import set_limits
 
 
 def posed(form, factor):
     """What a process prints: every sample of a form is its factor times a number of its own."""
-    names = [f"{shape}/{which}" for shape in host_time.SHAPES for which in host_time.PASSES]
+    names = [f"{x.name}/{which}" for x in host_time.SHAPES for which in host_time.PASSES]
     samples = {
         name: {part: [factor * (i + j)] * 3 for j, part in enumerate(host_time.TIMES)}
         for i, name in enumerate(names)
@@ -38,7 +38,7 @@ def test_a_row_a_shape_pass_and_form():
     assert last["each"]["replay_ms"] == 3 * last["graphs"]["replay_ms"]
     assert last["each"]["python_million_ms"] == 210
     assert [last[form]["graphs_a_call"] for form in host_time.FORMS] == [2, 0]
-    assert {row["shape"] for row in rows} == set(host_time.SHAPES)
+    assert {row["shape"] for row in rows} == {x.name for x in host_time.SHAPES}
 
 
 def test_percentiles_are_of_all_rounds():
@@ -58,10 +58,7 @@ def test_a_form_ends_with_its_block(monkeypatch):
 
 
 def main(*words):
-    own = host_time.FLAGS
-    own.unparse_flags()
-    own(["host_time", *words])
-    return host_time.main([])
+    return commands.called(host_time, *words)
 
 
 def test_a_lost_process_fails_the_run(monkeypatch, capsys):
@@ -94,7 +91,7 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
     """A row of launches is those of one kernel, each on what the last one wrote."""
     pretend.gpu(monkeypatch)
     took = iter([3.0, 1.0, 4.0, 5.0, 3.0, 6.0])
-    monkeypatch.setattr(launch_time, "microseconds", lambda row, calls: next(took))
+    monkeypatch.setattr(host_time, "microseconds", lambda row, calls: next(took))
     out = tmp_path / "variants.jsonl"
     assert main("--launch", "--rounds=2", f"--out={out}", "--commit=abc") == 0
     rows = records.flat_lines(out)
@@ -105,15 +102,15 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
     ]
     assert "4.00 us a launch" in capsys.readouterr().out
     given = []
-    last = launch_time.chain(lambda *x: given.append(x[1:]) or (x[2] + 1,), 3, "gate", 0)
+    last = host_time.chain(lambda *x: given.append(x[1:]) or (x[2] + 1,), 3, "gate", 0)
     assert last == 3 and given == [("gate", 0), ("gate", 1), ("gate", 2)]
-    plan = plans.Planned(lambda ops, *x: [launch_time.chain(ops.run, 5, *x)]).plan(
+    plan = plans.Planned(lambda ops, *x: [host_time.chain(ops.run, 5, *x)]).plan(
         [torch.ones(1, 64, 1), torch.ones(64, 64, dtype=torch.bfloat16)], None
     )
     assert [step.name for step in plan.steps] == ["gated_sum"] * 5
     waited = []
-    assert launch_time.in_a_row(lambda: 7, 10, waited.append) > 0
-    assert waited == [7] * (launch_time.BEFORE + 5)
+    found = timing.in_a_row(lambda: 7, 10, 5, wait=waited.append, done=True, warmup=2)
+    assert len(found) == 5 and min(found) > 0 and waited.count(7) == 2 * 7
 
 
 @pytest.mark.gpu

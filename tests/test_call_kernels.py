@@ -52,7 +52,7 @@ def test_columns(heads, of_selected):
 def test_lines():
     problem = Problem(name="a row", T=1024, H=16, Hkv=1, D=64, Dv=64)
     found = {"rest": 0.25, "dq: sliding": 1.23456}
-    lines = list(call_kernels.lines(problem, found, "0123456789"))
+    ((_, lines),) = call_kernels.lines(problem, found, "0123456789")
     assert [(x.extra["shape"], x.time_ms) for x in lines] == [
         ("dq: sliding", 1.235),
         ("rest", 0.25),

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from bench import call_kernels, counters
-from tests import pretend
+from tests import commands, pretend
 
 NAMES = [
     ("dkv_partials", "dkv: selected"),
@@ -59,7 +59,5 @@ def test_what_ncu_says_where_it_fails(monkeypatch):
     monkeypatch.setattr(call_kernels, "prepare", lambda _: None)
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(counters.subprocess, "run", run)
-    counters.FLAGS.unparse_flags()
-    counters.FLAGS(["bench.counters", "--only=8k"])
     with pytest.raises(ChildProcessError, match=r"(?s)status 1.*ERR_NVGPUCTRPERM.*no counters"):
-        counters.main([])
+        commands.called(counters, "--only=8k")

@@ -26,10 +26,12 @@ from bench import (
 from bench.harness import cli, exit_status, heartbeat, problems
 from bench.harness.process import ROOT
 from nsa_core import debug
+from tests.commands import called
 from tests.measured import record
 
 FINE = record("sliding", "fa2", 1.0)
 BESIDE = record("dense", "flash", 1.0)
+TINY = "--framework=jax --config=tiny"
 
 
 def failed(status):
@@ -86,34 +88,17 @@ def test_several_commands_end_as_the_worst(ends, expected):
         (scale, "--predict=8 --records=x --weak", "--weak says nothing with --predict"),
         (scale, "--records=x", "need --predict"),
         (decode, "--paged=none --cache_dtype=fp8", "not with --paged=none"),
+        (compare, f"{TINY} --packed --branch=selected", "--packed is of whole attention"),
+        (
+            compare,
+            f"{TINY} --recompute --mode=fwdbwd --branch=dense",
+            "--recompute is of whole attention",
+        ),
     ],
 )
 def test_a_flag_that_would_say_nothing_is_refused(command, words, said):
-    def unparse():
-        command.FLAGS.unparse_flags()
-        for name in command.FLAGS:
-            command.FLAGS[name].unparse()
-
-    unparse()  # another test may have left some
-    command.FLAGS(["command", *words.split()])
-    try:
-        with pytest.raises((ValueError, app.UsageError), match=said):
-            command.main(["command"])
-    finally:
-        unparse()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--packed --branch=selected", "--packed is of whole attention"),
-        ("--recompute --mode=fwdbwd --branch=dense", "--recompute is of whole attention"),
-    ],
-)
-def test_flags_of_compare_that_would_say_nothing(words, said):
-    with flagsaver.flagsaver(), pytest.raises(ValueError, match=said):
-        flags.FLAGS(["compare", "--framework=jax", "--config=tiny", *words.split()])
-        compare.main(["compare"])
+    with pytest.raises((ValueError, app.UsageError), match=said):
+        called(command, *words.split())
 
 
 def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
@@ -248,6 +233,7 @@ def test_the_log_tells_of_frameworks_that_were_asked_for():
     kinds = {"torch": {"nsa_torch"}, "jax": {"nsa_jax"}, "both": {"nsa_jax", "nsa_torch"}}
     loggers = {name: logging.getLogger(f"{name}.timing") for name in debug.FRAMEWORKS}
     before = {name: (x.handlers, x.propagate) for name, x in loggers.items()}
+    flags.FLAGS["framework"] = compare.FLAGS["framework"]  # as where it is the program
     try:
         for framework, expected in kinds.items():
             with flagsaver.flagsaver(framework=framework, log=["timing"]):
@@ -257,12 +243,13 @@ def test_the_log_tells_of_frameworks_that_were_asked_for():
                 for name, logger in loggers.items()
                 if not isinstance(logger.handlers[0], logging.NullHandler)
             }
-            assert told == expected and compare.FRAMEWORK.name == "framework"
+            assert told == expected
         assert debug.on
         with problems.unlogged():
             assert not debug.on
         assert debug.on and problems.make.__wrapped__
     finally:
+        del flags.FLAGS.framework
         debug.enable()
         for name, logger in loggers.items():
             logger.handlers, logger.propagate = before[name]

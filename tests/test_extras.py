@@ -72,8 +72,8 @@ MISSING = [
     ("import nsa_torch.huggingface", "transformers", "hf"),
     ("from nsa_torch import vllm; vllm.register()", "vllm", "vllm"),
     ("import nsa_jax.nn", "flax", "nnx"),
-    ("import bench.compare", "rich", "bench"),
-    ("import nsa_bench.compare", "rich", "bench"),
+    ("import bench.compare", "jinja2", "bench"),
+    ("import nsa_bench.compare", "jinja2", "bench"),
     ("import bench.report", "matplotlib", "bench"),
     ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
     ("from bench.lm import tokens; tokens.tokenizer('x')", "tokenizers", "data"),
@@ -118,7 +118,7 @@ def test_a_missing_package_names_its_extra(row, refused):
 def test_a_console_script_names_the_extra_that_it_needs(script):
     module, function = PROJECT["scripts"][script].split(":")
     done = run(
-        f"import sys; from {module} import {function}; {function}()", ("rich", "matplotlib")
+        f"import sys; from {module} import {function}; {function}()", ("jinja2", "matplotlib")
     )
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 2 and "pip install 'native-sparse-attention[bench]'" in line

@@ -1,19 +1,16 @@
 """Every row of a selection beside the reference's: what differs must be rounding."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.harness import problems, records, runners
+from bench import indices
+from bench.harness import problems, runners
 from bench.judge import selection_shortfall
+from nsa_jax import select
+from tests.commands import run
 from tests.limits import set_limits
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = problems.settings("tiny", {"seq_len": 447})
 CONFIG = SETTINGS.nsa
 
@@ -71,29 +68,12 @@ def test_one_altered_index_is_caught(inputs, wanted):
     assert str(row) in report and f"{spare}: " in report
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([0, 1, 2, 3, 12, 13], None),
-        ([0, 1, 2, 3, 13, 14], "no block after the query's own, 13"),
-        ([0, 2, 1, 3, 12, 13], "must ascend"),
-        ([0, 1, 1, 3, 12, 13], "must ascend"),
-        ([0, 1, 2, 3, 4, 13], r"forced blocks \[12\] are missing"),
-        ([1, 2, 3, 4, 12, 13], r"forced blocks \[0\] are missing"),
-        ([0, 1, 2, 12, 13, -1], "must hold 6 blocks"),
-    ],
-)
-def test_broken_rules_are_never_explained(row, reason):
-    found = next(selection_shortfall._broken(row, 13, CONFIG), None)
-    assert (found is None) if reason is None else re.search(reason, found)
-
-
 def test_a_row_of_the_wrong_form_is_reported(inputs, wanted):
     chosen = wanted.copy()
     chosen[0, 440, 0, -1] = -1
     found = compare(chosen, wanted, inputs)
     assert found.unexplained == 1 and found.worst.shortfall is None
-    assert "must hold 6 blocks" in found.report()
+    assert "empty slots must be -1" in found.report()
 
 
 @pytest.mark.parametrize(("scale", "explained"), [(1e-7, True), (0.0, True), (1e-2, False)])
@@ -136,49 +116,28 @@ def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, m
         compare(chosen[..., :-1], wanted, inputs)
 
 
-# The command: the implementation `xla` as it is, or with one index altered.
-COMMAND = """
-import sys
-import jax.numpy as jnp
-from absl import app
-from bench import indices
-from nsa_jax import select
+@pytest.mark.parametrize("mutant", [False, True])
+def test_the_command(mutant, tmp_path, monkeypatch, capsys):
+    """The implementation `xla` as it is, or with one index altered."""
+    whole = select.select_blocks
 
-whole = select.select_blocks
+    def altered(*arguments, **options):
+        found = whole(*arguments, **options)
+        row = found[0, 300, 1]
+        return found.at[0, 300, 1, 1].set(jnp.where(row[1] == 1, 2, 1))
 
-def altered(*arguments, **options):
-    found = whole(*arguments, **options)
-    row = found[0, 300, 1]
-    return found.at[0, 300, 1, 1].set(jnp.where(row[1] == 1, 2, 1))
-
-if sys.argv.pop(1) == "mutant":
-    select.select_blocks = altered
-app.run(indices.main)
-"""
-
-
-@pytest.mark.parametrize("which", ["whole", "mutant"])
-def test_the_command(which, tmp_path):
-    flags = ("--kernels=xla", "--seq_len=318", "--row_seconds=0", f"--out={tmp_path}")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, which, *flags],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (tmp_path / "indices.jsonl").exists(), done.stderr[-4000:]
-    found = records.read(tmp_path / "indices.jsonl")
-    assert [row.input for row in found] == ["random", "text"]
+    if mutant:
+        monkeypatch.setattr(select, "select_blocks", altered)
+    words = "--kernels=xla", "--config=tiny", "--seq_len=318", "--row_seconds=0"
+    status, found, _ = run(indices, tmp_path, *words)
+    assert status == mutant and [row.input for row in found] == ["random", "text"]
     assert {(row.bench, row.implementation, row.rows_checked) for row in found} == {
         ("indices", "xla", 318)
     }
-    if which == "whole":
-        assert done.returncode == 0, done.stdout
+    if not mutant:
         assert all(row.status == "ok" and row.time_ms for row in found)
         return
-    assert done.returncode == 1
-    assert "batch 0 token 300 kv head 1: " in done.stdout
+    assert "batch 0 token 300 kv head 1: " in capsys.readouterr().out
     for row in found:
         assert row.status == "wrong" and row.rows_differ == 1
         assert "1 of 636 rows unexplained" in row.reason

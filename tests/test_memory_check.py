@@ -20,7 +20,7 @@ from bench.harness.checked_layer import LAYERS, Watch, gathered_tiles
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.gathered import GatheredAttention
 from nsa_torch.torch_ops import TorchOps
-from tests import pretend
+from tests import commands, pretend
 
 LAYER, OTHER = "gathered, G=1", "gathered, G=8, 16 selected"
 
@@ -80,12 +80,9 @@ def sanitizer(tmp_path, monkeypatch):
 
 def check(tmp_path, *flags):
     """Exit status, and the lines by tool and layer, each once."""
-    own, out = memory_check.FLAGS, tmp_path / "out"
-    for name in own:
-        own[name].unparse()
-    own.unparse_flags()
-    own(["", f"--only={LAYER}", f"--only={OTHER}", f"--out={out}", *flags])
-    status = memory_check.main([""])
+    out = tmp_path / "out"
+    words = f"--only={LAYER}", f"--only={OTHER}", f"--out={out}", *flags
+    status = commands.called(memory_check, *words)
     lines = records.flat_lines(out / "memory_check.jsonl")
     found = {(x["tool"], x["layer"]): x for x in lines}
     assert len(found) == len(lines)
@@ -224,9 +221,8 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
         check(tmp_path, "--kernels=gathered", "--tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)
-    with pytest.raises(ValueError, match="no such layer, known: G=6, D=64"):
-        memory_check.FLAGS.only = ["H"]
-        memory_check.main([""])
+    with pytest.raises(ValueError, match="no such row, known: G=6, D=64"):
+        commands.called(memory_check, "--only=H")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NotImplementedError, match="compute-sanitizer of the CUDA toolkit must"):
         check(tmp_path)

@@ -1,9 +1,8 @@
 """Rows by several processes: a crash or a hang costs its own row, and nothing else."""
 
 import pytest
-from absl import flags
 
-from bench.harness import parts, process
+from bench.harness import cli, parts, process
 from tests.fake_rows import ROWS, Row
 from tests.limits import set_limits
 
@@ -43,12 +42,11 @@ def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
 
 
 def test_rows_by_number(tmp_path):
-    own = flags.FlagValues()
-    these = parts.Parts(own)
+    own = cli.define(**parts.FLAGS)
     rows = [Row("good"), Row("error"), Row("good")]
     own(["x", "--rows=2,1"])
-    found = these.measure("none", rows, tmp_path)
+    found = parts.measure(own, "none", rows, tmp_path)
     assert [r.implementation for (r,) in found] == ["good", "error"]
     own(["x", "--rows=3"])
     with pytest.raises(ValueError, match=r"rows must be of 0\.\.2, got '3'"):
-        list(these.measure("none", rows, tmp_path))
+        list(parts.measure(own, "none", rows, tmp_path))

@@ -181,7 +181,7 @@ MODES = ("forward", "fwdbwd")
 def row(job, inputs, checkers, mode="forward"):
     runner = TorchRunner("cpu")
     how = {"seconds": 0.0}
-    return measure.measure(job, runner, SETTINGS, inputs, checkers[mode], mode, **how)
+    return measure.judge(job, runner, SETTINGS, inputs, checkers[mode], mode).timed(**how)
 
 
 @pytest.mark.parametrize("branch", ["compressed", "scores", "selected", "all"])

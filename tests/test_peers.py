@@ -104,7 +104,7 @@ def inputs():
 def row(job, inputs):
     runner = TorchRunner("cpu")
     checker = Checker(SETTINGS, inputs, backward=False)
-    return measure.measure(job, runner, SETTINGS, inputs, checker, "forward", seconds=0.0)
+    return measure.judge(job, runner, SETTINGS, inputs, checker).timed(seconds=0.0)
 
 
 def stand_in(monkeypatch, shift=0):

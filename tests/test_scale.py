@@ -6,6 +6,7 @@ from bench import scale
 from bench.harness import exit_status, records, scale_model
 from bench.harness.scale_problem import Problem, judged
 from nsa_core.config import NSAConfig
+from tests.commands import called
 
 ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
 SIZES = {"S": 1024, "H": 8, "Hkv": 2, "D": 64, "Dv": 32}
@@ -67,43 +68,35 @@ def test_several_devices_may_err_twice_as_much_as_one():
     assert judged(problem(), {"out": float("nan")}, alone)["status"] == "wrong"
 
 
-@pytest.fixture
-def flags_of(monkeypatch):
-    def parse(*words):
-        scale.FLAGS.unparse_flags()
-        scale.FLAGS(["scale", *words])
-
-    yield parse
-    scale.FLAGS.unparse_flags()
-    scale.FLAGS(["scale"])
-
-
-def test_lengths_that_devices_cannot_share_are_refused(flags_of):
-    flags_of("--devices=3", "--lengths=1024", "--layout=contiguous")
-    with pytest.raises(ValueError, match="multiples of 3 for 3 devices, contiguous, got 1024"):
-        scale.main([])
-
-
-def test_documents_are_a_packed_row(flags_of):
-    flags_of("--lengths=1024", "--documents=1000,24", "--mode=forward")
-    assert [x.documents for x in scale.problems(2)] == [(1000, 24)]
-    flags_of("--lengths=1024", "--mode=forward")
-    assert [x.documents for x in scale.problems(2)] == [()]
-    flags_of("--lengths=1024", "--documents=1000,25")
-    with pytest.raises(
-        ValueError, match=r"documents must be 1024 tokens together, .* got 1025"
-    ):
-        scale.main([])
-    flags_of("--lengths=1024", "--documents=1000,24", "--framework=jax")
-    with pytest.raises(NotImplementedError, match="documents are measured in torch, got jax"):
-        scale.main([])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--devices=3 --layout=contiguous",
+            "multiples of 3 for 3 devices, contiguous, got 1024",
+        ),
+        ("--documents=1000,25", "documents must be 1024 tokens together, .* got 1025"),
+        ("--documents=1000,24 --framework=jax", "documents are measured in torch, got jax"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words, said):
+    with pytest.raises((ValueError, NotImplementedError), match=said):
+        called(scale, "--lengths=1024", *words.split())
 
 
-def test_weak_scaling_has_as_many_tokens_a_device(flags_of):
-    flags_of("--lengths=1024,2048", "--mode=forward", "--weak")
-    assert [x.S for x in scale.problems(4)] == [4096, 8192]
-    flags_of("--lengths=1024,2048", "--mode=forward")
-    assert [x.S for x in scale.problems(4)] == [1024, 2048]
+@pytest.mark.parametrize(
+    ("words", "lengths", "documents"),
+    [
+        ("--lengths=1024 --documents=1000,24", [1024], (1000, 24)),
+        ("--lengths=1024,2048", [1024, 2048], ()),
+        ("--lengths=1024,2048 --weak", [4096, 8192], ()),
+    ],
+)
+def test_problems_of_flags(words, lengths, documents, monkeypatch):
+    """Weak scaling has as many tokens a device; documents are a packed row."""
+    monkeypatch.setattr(scale, "main", lambda _: scale.problems(4))
+    found = called(scale, "--mode=forward", *words.split())
+    assert [(x.S, x.documents) for x in found] == [(length, documents) for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -119,17 +112,16 @@ def test_weak_scaling_has_as_many_tokens_a_device(flags_of):
     ],
     ids=["measured", "wrong", "ended early", "nothing", "half"],
 )  # fmt: skip
-def test_how_it_ends(rows, reason, status, flags_of, monkeypatch, tmp_path, capsys):
+def test_how_it_ends(rows, reason, status, monkeypatch, tmp_path, capsys):
     out = tmp_path / "scale.jsonl"
-    flags_of("--devices=1,2", "--lengths=1024", f"--out={out}")
-    found = lambda problems, size: ([x for x in rows if x["devices"] == size], reason)
+    found = lambda size: ([x for x in rows if x["devices"] == size], reason)
     monkeypatch.setattr(scale, "measured", found)
-    assert scale.main([]) == status
+    assert called(scale, "--devices=1,2", "--lengths=1024", f"--out={out}") == status
     lines = records.flat_lines(out)
     assert [line["devices"] for line in lines] == [x["devices"] for x in rows]
     if status == exit_status.OK:
         assert lines[1]["tokens_s_device"] == 1024 / 5.0 / 2 * 1e3
         assert lines[1]["efficiency"] == 0.8 and lines[1]["exposed_ms"] == 0
-        flags_of("--predict=8", f"--records={out}")
-        assert scale.main([]) == exit_status.NOT_MEASURED  # no row has its transport
+        # No row has its transport.
+        assert called(scale, "--predict=8", f"--records={out}") == exit_status.NOT_MEASURED
         assert "no problem was measured" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import torch
 
 import nsa_torch
 from bench.harness import scale_rows
-from bench.harness.scale_problem import Problem, judged_rows
+from bench.harness.scale_problem import Problem, judged
 from nsa_core.config import NSAConfig
 
 CONFIG = NSAConfig(8, 4, 16, num_selected=4, num_initial=1, num_local=1, window=10)
@@ -53,9 +53,7 @@ def test_rows_are_those_of_the_reference(documents):
 
 def test_what_is_wrong_is_said():
     good = {"out": 1e-7, "key": 9e-6}
-    assert "status" not in judged_rows(problem(), good, stray=False)
-    assert "oracle" in judged_rows(problem(), good | {"key": 2e-5}, stray=False)["reason"]
-    assert (
-        judged_rows(problem(), good | {"out": float("nan")}, stray=False)["status"] == "wrong"
-    )
-    assert "no gradient" in judged_rows(problem(), good, stray=True)["reason"]
+    assert "status" not in judged(problem(), good)
+    assert "oracle" in judged(problem(), good | {"key": 2e-5})["reason"]
+    assert judged(problem(), good | {"out": float("nan")})["status"] == "wrong"
+    assert "no gradient" in judged(problem(), good, stray=True)["reason"]

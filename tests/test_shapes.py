@@ -7,7 +7,7 @@ import pytest
 from bench import shapes
 from bench.harness import exit_status, problems, records, turns
 from nsa_core import config_files
-from tests import pretend
+from tests import commands, pretend
 from tests.measured import record
 
 
@@ -39,13 +39,7 @@ def asked(monkeypatch, tmp_path):
 
 
 def run(*words) -> int:
-    shapes.FLAGS.unparse_flags()
-    shapes.FLAGS(["bench.shapes", *words])
-    try:
-        return shapes.main(["bench.shapes"])
-    finally:
-        for flag in shapes.FLAGS:
-            shapes.FLAGS[flag].unparse()
+    return commands.called(shapes, *words)
 
 
 def test_every_shape_of_both_inputs(asked, tmp_path):

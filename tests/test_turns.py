@@ -4,11 +4,11 @@ import json
 from typing import ClassVar
 
 import pytest
-from absl.testing import flagsaver
 
 from bench import compare
 from bench.harness import process, records, turns
 from tests import pretend
+from tests.commands import called
 from tests.measured import record
 
 HERE = {"PYTHONPATH": str(process.ROOT)}
@@ -89,9 +89,7 @@ def test_several_lengths(tmp_path, monkeypatch, capsys, lengths, status):
     argv = ["compare", f"--seq_len={lengths[0]},{lengths[1]}", f"--out={tmp_path / 'out'}"]
     argv += ["--framework=torch", "--save_records"]
     pretend.words(monkeypatch, *argv)
-    with flagsaver.flagsaver():
-        compare.flags.FLAGS(argv)
-        assert compare.main(argv) == status
+    assert called(compare, *argv[1:]) == status
     low, high = sorted(lengths)
     order = [("ready", high), ("ready", low), ("turn", low), ("turn", high)]
     assert Pretended.events == [*order, ("end", low), ("end", high)]
@@ -115,10 +113,8 @@ def test_rows_of_a_length_are_kept_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "Child", Interrupted)
     argv = ["compare", "--seq_len=512,1024", f"--out={tmp_path / 'out'}", "--framework=torch"]
     pretend.words(monkeypatch, *argv)
-    with flagsaver.flagsaver():
-        compare.flags.FLAGS(argv)
-        with pytest.raises(KeyboardInterrupt):
-            compare.main(argv)
+    with pytest.raises(KeyboardInterrupt):
+        called(compare, *argv[1:])
     assert [r.S for r in records.read(tmp_path / "out" / "compare.jsonl")] == [512]
 
 
@@ -136,9 +132,7 @@ def test_what_a_child_is_asked(tmp_path, monkeypatch):
         argv = ["compare", "--seq_len=512,256", f"--framework={framework}"]
         argv += [f"--out={tmp_path / framework}", "--nosave_records"]
         pretend.words(monkeypatch, *argv)
-        with flagsaver.flagsaver():
-            compare.flags.FLAGS(argv)
-            compare.main(argv)
+        called(compare, *argv[1:])
     (words, (log, alone)), _, (_, (_, both)), _ = asked
     own = ["--seq_len=512", f"--out={tmp_path / 'torch' / '512'}", "--turn"]
     assert words[0] == "bench.compare" and words[1] == "--seq_len=512,256"

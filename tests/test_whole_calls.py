@@ -5,7 +5,7 @@ import torch
 
 from bench import against, whole_calls
 from bench.harness import exit_status, records, timing
-from tests import pretend
+from tests import commands, pretend
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ def posed(monkeypatch):
 
 
 def run(*words) -> int:
-    whole_calls.FLAGS.unparse_flags()
-    whole_calls.FLAGS(["bench.whole_calls", *words])
-    return whole_calls.main([])
+    return commands.called(whole_calls, *words)
 
 
 def test_lines_of_every_row(posed, tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from absl import app, flags
+from absl import app
 
 import nsa_torch
 from kernels_pallas.kernel import Kernel
@@ -29,7 +29,6 @@ from nsa_torch.torch_ops import TorchOps
 from . import cli, exit_status
 from .timed_problem import digest
 
-FLAGS = flags.FlagValues()
 CALLS = 3
 PAPER = NSAConfig()
 SMALL_BLOCKS = NSAConfig(16, 16, 16, num_selected=6, window=10)
@@ -105,11 +104,10 @@ FAULTS = {
     "racecheck": "__shared__ int y[64]; y[threadIdx.x] = 1; x[threadIdx.x] = y[63 - threadIdx.x];",
 }
 TOOLS = tuple(FAULTS)
-at = {"flag_values": FLAGS}
-PLANTED = flags.DEFINE_enum(
-    "planted", None, TOOLS, "The fault for this tool, in place of a layer.", **at
+FLAGS = cli.define(
+    planted=(str, "The fault for this tool, in place of a layer.", TOOLS),
+    name=("planted", "Of the kernel with the fault."),
 )
-NAME = flags.DEFINE_string("name", "planted", "Of the kernel with the fault.", **at)
 
 
 def symbol(name: str) -> str:
@@ -209,8 +207,8 @@ def check(layer: Layer) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    if PLANTED.value:
-        plant(PLANTED.value, NAME.value)
+    if FLAGS.planted:
+        plant(FLAGS.planted, FLAGS.name)
         return exit_status.OK
     if len(argv) != 2 or argv[1] not in LAYERS:
         raise app.UsageError(f"one layer must be given, of: {'; '.join(LAYERS)}")

@@ -3,8 +3,8 @@
     cli.run(main)                # a command whose flags are the program's
     cli.run(main, FLAGS)         # its own until it is the main program: others have such names
 
-Bad input is one line; `--verbosity=1` shows where it was met. `exit_status` says how commands
-end. A command that works in silence says on stderr that it goes on (`heartbeat`).
+Bad input is one line; `--verbosity=1` shows its position. `exit_status` defines how commands
+end. A silent command reports on stderr that it is still running (`heartbeat`).
 """
 
 import dataclasses
@@ -105,6 +105,21 @@ def _takes_lines(path: str | None) -> bool:
     except ValueError as error:
         raise flags.ValidationError(str(error)) from None
     return True
+
+
+ONLY = (), "Rows whose names begin so (repeatable)."  # a flag, as `define` takes it
+
+
+def chosen(only: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Those that begin with one of `only`; all where that is empty.
+
+    Raises:
+      ValueError: there is none.
+    """
+    names = list(names)
+    if found := [name for name in names if name.startswith(tuple(only) or "")]:
+        return found
+    raise ValueError(f"--only: no such row, known: {'; '.join(names)}")
 
 
 def refuse_beside(

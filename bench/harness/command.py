@@ -8,9 +8,10 @@ import csv
 import dataclasses
 import datetime
 import io
+import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from absl import flags
 
 from nsa_core.config import NSAConfig
 
-from . import cli, cost, exit_status, problems, records
+from . import cli, exit_status, problems, records
 from .measure import shape_of
 from .records import Record
 
@@ -40,48 +41,31 @@ SIZES |= {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 
 
 def flag_values(
-    *, frameworks: bool = False, text: bool = False, **seed: int
+    *, frameworks: bool = False, text: bool = False, **known: Any
 ) -> flags.FlagValues:
-    """The flags that every command has, and those of `SEED_FLAGS` with these defaults; `text`:
-    its inputs may be text."""
-    own = flags.FlagValues()
-    at = {"flag_values": own}
-    flags.DEFINE_string(
-        "out", None, "A new folder for the results; default: bench/results/<time>.", **at
-    )
-    flags.DEFINE_bool(
-        "save_records", False, "Append to bench/records/<device>/<bench>.jsonl too.", **at
-    )
-    cli.define_commit(own)
-    flags.DEFINE_enum("device", "auto", ["auto", "cpu", "cuda"], "Where it runs.", **at)
-    flags.DEFINE_integer("seed", 0, "Of the random arrays.", lower_bound=0, **at)
-    flags.DEFINE_integer(
-        "iters",
-        None,
-        "Samples of a row; default: 100, without a GPU 0.2 s.",
-        lower_bound=1,
-        **at,
-    )
-    flags.DEFINE_integer("warmup", None, "Calls before the first sample.", lower_bound=1, **at)
-    flags.DEFINE_enum(
-        "dtype",
-        None,
-        list(problems.PRECISIONS),
-        "Precision; default: bf16, without a GPU f32.",
-        **at,
-    )
-    flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **at)
+    """The flags that every command has, those of `SEED_FLAGS` with these defaults, and others as
+    `cli.define` takes them; `text`: its inputs may be text."""
+    common: dict[str, Any] = {
+        "out": (str, "A new folder for the results; default: bench/results/<time>."),
+        "save_records": (False, "Append to bench/records/<device>/<bench>.jsonl too."),
+        "device": ("auto", "Where it runs.", ("auto", "cpu", "cuda")),
+        "seed": (0, "Of the random arrays.", 0),
+        "iters": (int, "Samples of a row; default: 100, without a GPU 0.2 s."),
+        "warmup": (int, "Calls before the first sample."),
+        "dtype": (str, "Precision; default: bf16, without a GPU f32.", problems.PRECISIONS),
+        "csv": (str, "The table's path; default: in --out."),
+    }
     if text:
-        flags.DEFINE_enum("input", "text", problems.KINDS, "Where the arrays come from.", **at)
-        flags.DEFINE_integer(
-            "dim", 256, "Width of the model that projects the text.", lower_bound=1, **at
-        )
+        common["input"] = "text", "Where the arrays come from.", problems.KINDS
+        common["dim"] = 256, "Width of the model that projects the text."
     if frameworks:
-        flags.DEFINE_enum("framework", "torch", ["torch", "jax"], "What runs it.", **at)
-    for name, default in seed.items():
-        least = 0 if name == "w" else 1
-        flags.DEFINE_integer(name, default, SEED_FLAGS[name], lower_bound=least, **at)
-    return own
+        common["framework"] = "torch", "What runs it.", ("torch", "jax")
+    sizes = {
+        name: (known.pop(name), what, int(name != "w"))
+        for name, what in SEED_FLAGS.items()
+        if name in known
+    }
+    return cli.define(**common | sizes | known)
 
 
 class _Names(flags.MultiFlag):
@@ -232,9 +216,9 @@ class Results:
         if beside:
             self.beside += made
 
-    def finish(self, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> int:
+    def finish(self, rows: Iterable[dict[str, Any]]) -> int:
         """Writes the table as CSV beside the records, keeps them where asked; exit status."""
-        write_csv(self.table, columns, rows)
+        write_csv(self.table, rows)
         outside = self.table.parent != self.folder
         print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
         if self.save:
@@ -251,10 +235,12 @@ class Results:
         return status
 
 
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """A CSV file of these columns; what a row lacks is empty, what is extra an error."""
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A CSV file whose columns are those of all rows; what a row lacks is empty."""
+    rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
+        columns = dict.fromkeys(itertools.chain(*rows))
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -300,21 +286,42 @@ def positive(text: str, where: str) -> float:
     return value
 
 
-def about(runner, settings: problems.Settings, inputs: problems.Inputs) -> dict[str, Any]:
-    """The fields of a record that belong to the problem, whatever runs."""
-    found = about_shape(runner, settings, shape_of(settings, inputs))
-    given = {"input_sha256": inputs.sha256, "overlap": inputs.overlap}
-    return found | given | {"input": inputs.name}
+def cells(record: Record, *names: str, **others: str) -> dict[str, Any]:
+    """Of a table: fields of a record, or of its `extra`; `others`: under other names."""
+    named = dict(zip(names, names, strict=True)) | others
+    values = record.extra
+    return {x: values[y] if y in values else getattr(record, y) for x, y in named.items()}
 
 
-def about_shape(runner, settings: problems.Settings, shape: cost.Shape) -> dict[str, Any]:
-    """Those of a problem on random arrays that need not be there."""
-    sizes: dict[str, Any] = dataclasses.asdict(shape)
+def worst(*done: Record) -> dict[str, Any]:
+    """Status and reason of the first that is not ok."""
+    found = next((x for x in done if x.status != "ok"), done[0])
+    return {"status": found.status, "reason": found.reason}
+
+
+def bad(cells: Mapping[str, Any]) -> str:
+    """What a line of a table ends with: why it does not count."""
+    return "" if cells["status"] == "ok" else f"  {cells['status']}: {cells['reason']}"
+
+
+def about(
+    runner,
+    settings: problems.Settings,
+    inputs: problems.Inputs | None = None,
+    queries: Any = None,
+) -> dict[str, Any]:
+    """The fields of a record that belong to the problem, whatever runs; without inputs: of a
+    problem on random arrays that need not be there, with so many queries."""
+    sizes: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]
-    return sizes | {
+    found = sizes | {
         "framework": runner.framework,
         "dtype": settings.runtime.dtype.name,
         "config": settings.nsa.as_dict(),
         "input": "random",
         "device": runner.device,
     }
+    if inputs is None:
+        return found
+    given = {"input_sha256": inputs.sha256, "overlap": inputs.overlap}
+    return found | given | {"input": inputs.name}

@@ -128,10 +128,11 @@ def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | 
         return None
     limits, seconds = LIMITS[known], time_ms / 1e3
     peak = limits.flops_16bit if itemsize <= 2 else limits.flops_32bit
-    if cost.flops / seconds > peak:
-        rate = f"{cost.flops / seconds / 1e12:.0f} TFLOP/s"
-        return f"{rate} is above the {peak / 1e12:.0f} that {known} can reach"
-    if cost.bytes / seconds > limits.bytes_per_s:
-        rate = f"{cost.bytes / seconds / 1e9:.0f} GB/s"
-        return f"{rate} is above the {limits.bytes_per_s / 1e9:.0f} that {known} can reach"
+    for done, most, unit, scale in (
+        (cost.flops, peak, "TFLOP/s", 1e12),
+        (cost.bytes, limits.bytes_per_s, "GB/s", 1e9),
+    ):
+        if done / seconds > most:
+            rate, limit = done / seconds / scale, most / scale
+            return f"{rate:.0f} {unit} is above the {limit:.0f} that {known} can reach"
     return None

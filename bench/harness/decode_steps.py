@@ -6,7 +6,8 @@ tokens to the same place of the same buffers, JAX gets the cache back with its l
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,19 +35,20 @@ class Cached:
         )
         given = runner.load({"query": inputs.query, "gates": inputs.gates})
         self.query, self.gates = given["query"], given["gates"]
-        self.new = self.query.shape[1]
-        key, value = (runner.load(x) for x in (inputs.key, inputs.value))
-        options: dict[str, Any] = {"config": config, "dtype": self.query.dtype}
+        self.batch, self.new = self.query.shape[:2]
+        key, value = self.all_tokens = tuple(runner.load(x) for x in (inputs.key, inputs.value))
+        self.options: dict[str, Any] = {"config": config, "dtype": self.query.dtype}
         if self.torch:
-            options["device"] = self.query.device
-        sizes = key.selected.shape[2], key.selected.shape[-1], value.selected.shape[-1]
-        batch = self.query.shape[0]
-        cache = self.api.init_cache(batch, self.tokens, *sizes, separate=True, **options)
+            self.options["device"] = self.query.device
+        self.sizes = *key.selected.shape[2:], value.selected.shape[-1]
+        cache = self.api.init_cache(
+            self.batch, self.tokens, *self.sizes, separate=True, **self.options
+        )
         past, last = (
             [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
             for cut in (slice(0, -self.new), slice(-self.new, None))
         )
-        self.last, self.all_tokens = last, (key, value)
+        self.last = last
         self.cache = self._updated(cache, *past) if self.tokens > self.new else cache
         self.full = self._read(self._updated(self.cache, *last))
 
@@ -54,23 +56,21 @@ class Cached:
         """The cache with more tokens, in torch in its memory."""
         if not self.torch:
             return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
-        longest = cache.longest + key.selected.shape[1]
-        lengths = cache.length + key.selected.shape[1]
-        flat = (Branches(*(x.flatten(0, 1) for x in pair)) for pair in (key, value))
-        self.api.append(cache.pages, *flat, cache.page_table, lengths)
+        count = key.selected.shape[1]
+        longest, lengths = cache.longest + count, cache.length + count
+        self.api.append(cache.pages, flat(key), flat(value), cache.page_table, lengths)
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
     def _read(self, cache) -> dict[str, Any]:
         """What the branches read: as many tokens, raw and compressed, as there are, by name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
-        for branch in Branches._fields:
+        for branch, kind in itertools.product(Branches._fields, ("key", "value")):
             cut = slice(0, self.tokens)
             if branch == "compressed":
                 cut = slice(first, first + self.config.num_compressed(self.tokens))
-            for kind in ("key", "value"):
-                x = getattr(cache, f"{branch}_{kind}")[:, cut]
-                found[f"{branch}_{kind}"] = x.clone() if self.torch else x
+            x = getattr(cache, f"{branch}_{kind}")[:, cut]
+            found[f"{branch}_{kind}"] = x.clone() if self.torch else x
         return found
 
     def step(self, branch: str) -> "Step":
@@ -83,28 +83,22 @@ class Cached:
     def _branch(self, branch: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """`{"out", "lse"}` of one branch on the cache, of `scores` `{"indices"}`."""
         query, cache = given["query"], given["cache"]
-        name = getattr(self.choices, branch).implementation
-        # The buffers end with the last token, so the length is a number: with one a row, on the
-        # device, these functions zero copies of all values, which the whole step does not.
-        keys = cache["compressed_key"], cache["compressed_value"]
-        where = {"config": self.config, "kv_len": self.tokens}
-        if branch == "compressed":
-            return _named(
-                self.api.compressed_attention(query, *keys, **where, implementation=name)
-            )
-        if branch == "sliding":
-            pair = cache["sliding_key"], cache["sliding_value"]
-            return _named(
-                self.api.sliding_attention(query, *pair, **where, implementation=name)
-            )
-        indices = given.get("block_indices")
-        if indices is None:
-            scores = self.choices.scores.implementation
-            indices = self.api.select_blocks(query, keys[0], **where, implementation=scores)
+
+        def how(step):
+            # The buffers end with the last token, so the length is a number: with one a row, on the
+            # device, these functions zero copies of all values, which the whole step does not.
+            name = getattr(self.choices, step).implementation
+            return {"config": self.config, "kv_len": self.tokens, "implementation": name}
+
+        indices = [given["block_indices"]] if "block_indices" in given else []
+        if branch in ("scores", "selected") and not indices:
+            indices = [self.api.select_blocks(query, cache["compressed_key"], **how("scores"))]
         if branch == "scores":
-            return {"indices": indices}
-        pair = cache["selected_key"], cache["selected_value"], indices
-        return _named(self.api.selected_attention(query, *pair, **where, implementation=name))
+            return {"indices": indices[0]}
+        pair = cache[f"{branch}_key"], cache[f"{branch}_value"]
+        attend = getattr(self.api, f"{branch}_attention")
+        out, lse = attend(query, *pair, *indices, **how(branch))
+        return {"out": out, "lse": lse}
 
     def _whole(self) -> "Step":
         options = {"config": self.config, "implementation": self.names}
@@ -119,23 +113,11 @@ class Cached:
 
             return Step(self.runner, run)
 
-        @functools.partial(jax.jit, donate_argnums=0)
         def step(cache, query, key, value, gates):
             out, after = self.api.cached_attention(query, key, value, gates, cache, **options)
             return {"out": out}, after._replace(length=cache.length)
 
-        held = rotated(jax.tree.map(jnp.copy, self.cache))
-
-        def run_donating(index):
-            place = index % len(held)
-            out, held[place] = step(held[place], *last)
-            return out
-
-        return Step(self.runner, run_donating)
-
-    def paged(self, implementation: str | None, fp8: bool = False) -> "Paged":
-        """The step on a paged cache of the same tokens, perhaps in fp8."""
-        return Paged(self, implementation, fp8)
+        return donated(self.runner, step, self.cache, last)
 
     def chosen(self) -> jax.Array:
         """The blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
@@ -151,8 +133,7 @@ class Cached:
             given["block_indices"] = self.step("scores")()["indices"]
         step = Step(self.runner, lambda _: self._branch(branch, given))
         lse = self.runner.numpy(step()["lse"])[:, -1]  # [B, H]
-        groups = self.full["selected_key"].shape[2]
-        counts = np.exp(lse.astype(np.float64)).reshape(lse.shape[0], groups, -1)
+        counts = np.exp(lse.astype(np.float64)).reshape(self.batch, self.sizes[0], -1)
         return np.rint(counts.mean(axis=-1)).astype(np.int64)
 
 
@@ -161,30 +142,20 @@ class Paged:
 
     def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
         self.cached, self.implementation = cached, implementation
-        self.runner, self.api, page = cached.runner, cached.api, cached.config.select_block
-        full, batch = cached.full, cached.query.shape[0]
-        pages = -(-cached.tokens // page)
+        self.runner, self.api, batch = cached.runner, cached.api, cached.batch
+        pages = -(-cached.tokens // cached.config.select_block)
         table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
-        at = {"table": table, "lengths": np.full(batch, cached.tokens)}
-        found = self.runner.load({k: jnp.asarray(x, jnp.int32) for k, x in at.items()})
-        self.at = found["table"], found["lengths"]
-        options: dict[str, Any] = {"config": cached.config, "dtype": cached.query.dtype}
-        if cached.torch:
-            options["device"] = cached.query.device
+        at = table, np.full(batch, cached.tokens)
+        self.at = tuple(self.runner.load(jnp.asarray(x, jnp.int32)) for x in at)
+        options = dict(cached.options)
         if fp8:
             options |= {"compressed_dtype": options["dtype"], "max_rows": batch}
             options["dtype"] = (cached.runner.torch if cached.torch else jnp).float8_e4m3fn
-        sizes = *full["selected_key"].shape[2:], full["selected_value"].shape[3]
-        self.cache = self.api.PagedCache(batch * pages, *sizes, separate=True, **options)
-        key, value = cached.all_tokens
-        self.cache = self._append(self.cache, key, value)
-
-    @staticmethod
-    def _flat(pair):
-        return Branches(*(x.reshape(-1, *x.shape[2:]) for x in pair))
+        self.cache = self.api.PagedCache(batch * pages, *cached.sizes, separate=True, **options)
+        self.cache = self._append(self.cache, *cached.all_tokens)
 
     def _append(self, cache, key, value):
-        after = self.api.append(cache, self._flat(key), self._flat(value), *self.at)
+        after = self.api.append(cache, flat(key), flat(value), *self.at)
         return cache if self.cached.torch else after
 
     def stored(self) -> dict[str, Any]:
@@ -239,24 +210,23 @@ class Paged:
         return jnp.asarray(self.runner.numpy(self._by_row(found)))
 
     def _arguments(self):
-        return *self._queries(), self.cache, *self.at
-
-    def _queries(self):
-        cached = self.cached
-        return [x.reshape(-1, *x.shape[2:]) for x in (cached.query, cached.gates)]
+        query, gates = (
+            x.reshape(-1, *x.shape[2:]) for x in (self.cached.query, self.cached.gates)
+        )
+        return query, gates, self.cache, *self.at
 
     def _by_row(self, x):
         return x.reshape(-1, self.cached.new, *x.shape[1:])
 
     def step(self) -> "Step":
         """The tokens are appended, then attend."""
-        query, gates = self._queries()
+        query, gates, *_ = self._arguments()
         options: dict[str, Any] = {"implementation": self.implementation}
 
         if self.cached.torch:
             for kind, pair in zip(("key", "value"), self.cached.last, strict=True):
                 # As projections give them: a step would copy slices of the whole rows.
-                options[kind] = Branches(*(x.contiguous() for x in self._flat(pair)))
+                options[kind] = Branches(*(x.contiguous() for x in flat(pair)))
 
             def run(_):
                 out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
@@ -264,20 +234,12 @@ class Paged:
 
             return Step(self.runner, run)
 
-        @functools.partial(jax.jit, donate_argnums=0)
         def step(cache, key, value):
             cache = self._append(cache, key, value)
             out = self.api.paged_attention(query, gates, cache, *self.at, **options)
             return {"out": self._by_row(out)}, cache
 
-        held = rotated(jax.tree.map(jnp.copy, self.cache))
-
-        def run_donating(index):
-            place = index % len(held)
-            out, held[place] = step(held[place], *self.cached.last)
-            return out
-
-        return Step(self.runner, run_donating)
+        return donated(self.runner, step, self.cache, self.cached.last)
 
 
 class Step:
@@ -315,7 +277,7 @@ class Step:
         """What an eager call takes of the host; None where no call is eager on a GPU."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
-        return timing.host_ms(lambda: self.at(0))
+        return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))
 
 
 def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
@@ -326,5 +288,18 @@ def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
     return Step(runner, lambda index: step(copies[index % len(copies)]))
 
 
-def _named(pair) -> dict[str, Any]:
-    return dict(zip(("out", "lse"), pair, strict=True))
+def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:
+    """A step of JAX whose cache is given away, and comes back."""
+    step, held = jax.jit(function, donate_argnums=0), rotated(jax.tree.map(jnp.copy, cache))
+
+    def run(index):
+        place = index % len(held)
+        out, held[place] = step(held[place], *last)
+        return out
+
+    return Step(runner, run)
+
+
+def flat(arrays: Iterable[Any]) -> Any:
+    """`[B T, ..]` of each `[B, T, ..]`."""
+    return Branches(*(x.reshape(-1, *x.shape[2:]) for x in arrays))

@@ -9,6 +9,7 @@ import jax
 from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
+from .cost import Cost
 from .runners import forward
 
 
@@ -25,6 +26,8 @@ class Job:
     # Else one row of the branch is enough.
     asked: bool | None = False
     function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs in its place
+    timed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # if other than judged
+    work: Cost | None = None  # of a call that is timed, if other than the branch's
     # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
     own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     judged: bool = True  # False: it computes something else than the oracle, as `note` says
@@ -105,39 +108,21 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
         yield Job("all", label(automatic), None, refusals(automatic))
 
 
-def recomputed(runner, job: Job, config) -> Job | None:
-    """The whole of `job`, keeping no branch's output for the backward pass; None of others."""
-    if job.branch != "all" or job.unsupported:
-        return None
-
-    def function(arguments):
-        arguments = {**arguments, "recompute": True}
-        return forward(runner.api, "all", config, job.implementation, arguments)
-
-    return _in_form(job, "recompute", function)
-
-
-def packed(runner, job: Job, settings) -> Job | None:
-    """The whole of `job` on one packed row of all rows, whose metadata is made before; None of
-    others.
-    """
-    if job.branch != "all" or job.unsupported:
-        return None
+def in_form(form: str, runner, job: Job, settings) -> Job:
+    """The whole of `job`: `recompute` keeps no branch's output for the backward pass; `packed` is
+    on one packed row of all rows, whose metadata is made before."""
     run, config = settings.runtime, settings.nsa
-    meta = runner.metadata(run.batch, run.seq_len, config)
+    meta = runner.metadata(run.batch, run.seq_len, config) if form == "packed" else None
 
     def function(arguments):
-        rows = arguments["query"].shape[:2]
-        flat = lambda x: x.reshape(1, -1, *x.shape[2:])
-        given = {name: jax.tree.map(flat, x) for name, x in arguments.items()}
-        given["varlen"] = meta
+        given, rows = {**arguments, "recompute": True}, arguments["query"].shape[:2]
+        if form == "packed":
+            flat = lambda x: x.reshape(1, -1, *x.shape[2:])
+            given = {name: jax.tree.map(flat, x) for name, x in arguments.items()}
+            given["varlen"] = meta
         out = forward(runner.api, "all", config, job.implementation, given)["out"]
         return {"out": out.reshape(*rows, *out.shape[2:])}
 
-    return _in_form(job, "packed", function)
-
-
-def _in_form(job: Job, form: str, function) -> Job:
     return dataclasses.replace(job, label=f"{job.label} {form}", function=function, form=form)
 
 

@@ -1,6 +1,7 @@
-"""One row: parity first, then time; what is wrong is not timed, what fails says why."""
+"""One row: parity first, then time. Wrong rows are not timed; failed rows have a reason."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> dict[str, Any]:
-    """What `take` measures, or status and reason of what it raised.
+    """The fields from `take`, or status and reason of its exception.
 
     `library`: the code measured is not ours and may refuse in its own ways.
     """
@@ -36,7 +37,7 @@ def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A row after its parity: what was found, and what times it unless that ends the row."""
+    """A row after its parity: the fields so far, and a function that times it if they are right."""
 
     name: str
     library: bool
@@ -51,11 +52,19 @@ class Judged:
         return self.found | guarded(self.name, lambda: time(**how), library=self.library)
 
 
-def measure(
-    job: Job, runner, settings, inputs, checker: Checker, mode: str, **how: Any
-) -> dict[str, Any]:
-    """The fields of the record that measuring `job` gives; `how`: as `timing` takes it."""
-    return judge(job, runner, settings, inputs, checker, mode).timed(**how)
+def judged_row(
+    name: str, take: Callable[[], tuple[dict[str, Any], Any]], *, library: bool = False
+) -> Judged:
+    """A row from `take`, which returns the fields of parity and a function that times it."""
+    time = None
+
+    def first():
+        nonlocal time
+        found, time = take()
+        return found
+
+    found = guarded(name, first, library=library)
+    return Judged(name, library, found, None if "status" in found else time)
 
 
 def judge(
@@ -64,29 +73,19 @@ def judge(
     settings,
     inputs,
     checker: Checker,
-    mode: str,
+    mode: str = "forward",
     load: Callable | None = None,
 ) -> Judged:
     """Compiles `job` and compares it with the oracle; `load`: `runner.load`, or `once` of it."""
-    name, library = f"{runner.framework} {job.branch} {job.label}", job.library
+    name = f"{runner.framework} {job.branch} {job.label}"
     if job.unsupported:
-        return Judged(name, library, {"status": "unsupported", "reason": job.unsupported})
-    library = library or job.branch == "dense"
-    step = None
+        return Judged(name, job.library, {"status": "unsupported", "reason": job.unsupported})
 
     def take():
-        nonlocal step
         found, step = _judge(job, runner, settings, inputs, checker, mode, load or runner.load)
-        return found
+        return found, functools.partial(_time, step, job, runner, settings, inputs, mode)
 
-    found = guarded(name, take, library=library)
-    if step is None or "status" in found:
-        return Judged(name, library, found)
-
-    def time(**how):
-        return _time(step, job, runner, settings, inputs, mode, **how)
-
-    return Judged(name, library, found, time)
+    return judged_row(name, take, library=job.library or job.branch == "dense")
 
 
 def once(load: Callable) -> Callable:
@@ -102,7 +101,7 @@ def once(load: Callable) -> Callable:
 
 
 def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str, Any], Any]:
-    """What parity says, and the step to time."""
+    """The fields of parity, and the step to time."""
     config = settings.nsa
 
     def function(arguments):
@@ -124,15 +123,18 @@ def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str
         parity = checker.check_whole(runner, step, frozen, arguments, own)
     else:
         parity = checker.check(runner, step, job.branch, arguments)
+    if job.timed is not None:
+        step = runner.prepare(job.timed, arguments, cotangent)
     return judged(parity, len(checker.rows)), step
 
 
 def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
     timing = step.time(**how)
     shape = shape_of(settings, inputs)
-    work = cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
+    work = job.work or cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
     found = timed(timing, work, runner.device, shape.itemsize)
-    found["extra_peak_bytes"] = runner.extra_peak_bytes(step, job.label)
+    if "jax" not in job.label.split("/"):  # else JAX allocates what torch does not see
+        found["extra_peak_bytes"] = step.extra_peak_bytes
     if "reason" not in found:
         asked = problem(settings, "", "")
         found["reason"] = job.note or runner.note(job.branch, job.label, asked)
@@ -140,32 +142,26 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
 
 
 def judged(parity, rows: int) -> dict[str, Any]:
-    """What a record says of its parity on so many rows; `status` is among it only where that
-    is broken.
-    """
-    values = {
-        "error_max": parity.error_max,
-        "error_mean": parity.error_mean,
-        "error_bound": parity.bound_max,
-        "error_mean_bound": parity.bound_mean,
-        "error_rms": parity.error_rms,
-        "error_rms_bound": parity.bound_rms,
-        "slope": parity.slope,
+    """The fields of parity, checked on a number of rows; `status` is included if it is broken."""
+    names = {
+        "error_max": "error_max",
+        "error_mean": "error_mean",
+        "error_bound": "bound_max",
+        "error_mean_bound": "bound_mean",
+        "error_rms": "error_rms",
+        "error_rms_bound": "bound_rms",
+        "slope": "slope",
     }
-    finite = {
-        name: None if x is None or not math.isfinite(x) else x for name, x in values.items()
-    }
+    values = {field: getattr(parity, name) for field, name in names.items()}
     found = {
-        "rows_checked": rows,
-        "rows_differ": parity.rows_differ,
-        "error_of": parity.name,
-        **finite,
+        name: x if x is not None and math.isfinite(x) else None for name, x in values.items()
     }
+    found |= {"rows_checked": rows, "rows_differ": parity.rows_differ, "error_of": parity.name}
     return found if parity.ok else found | {"status": "wrong", "reason": parity.reason}
 
 
 def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]:
-    """What a record says of its time; a time that cannot be true is an error."""
+    """The fields of a time; an impossible time is an error."""
     found = dataclasses.asdict(timing) | {
         "useful_flops": work.flops,
         "bytes": work.bytes,
@@ -192,19 +188,12 @@ def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
     return result["key"], result["blocks"]
 
 
-def shape_of(settings, inputs) -> cost.Shape:
-    """The sizes of a problem."""
-    batch, queries = inputs.query.shape[:2]
-    return _shape(settings, batch, queries, inputs.num_keys)
-
-
-def shape_without_inputs(settings, queries: int | None = None) -> cost.Shape:
-    """The sizes of a problem that was not made; `queries`: the last of its tokens, None: all."""
-    run = settings.runtime
-    return _shape(settings, run.batch, queries or run.seq_len, run.seq_len)
-
-
-def _shape(settings, batch: int, queries: int, keys: int) -> cost.Shape:
-    model = settings.model
+def shape_of(settings, inputs=None, queries: int | None = None) -> cost.Shape:
+    """The sizes of a problem, with or without its inputs. `queries` counts the last tokens, all by
+    default."""
+    run, model = settings.runtime, settings.model
+    batch, queries, keys = run.batch, queries or run.seq_len, run.seq_len
+    if inputs is not None:
+        (batch, queries), keys = inputs.query.shape[:2], inputs.num_keys
     sizes = (model.n_heads, model.n_kv_groups, model.d_k, model.d_v)
-    return cost.Shape(batch, queries, keys, *sizes, settings.runtime.dtype.itemsize)
+    return cost.Shape(batch, queries, keys, *sizes, run.dtype.itemsize)

@@ -7,24 +7,26 @@ twice, one after the other, and the least time of each call counts: what slows t
 moment is not there at both.
 """
 
+import dataclasses
 import faulthandler
 import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from absl import flags
 
-from . import records, turns
+from ..judge.checks import Checker
+from . import command, problems, records, turns
+from .jobs import Job
+from .measure import Judged, guarded, judge
 from .records import Record
 
 ROW_S = 120
 STDERR = 2  # as a file, whatever Python has made of it
 ROUNDS = 4  # of processes for what is left
-# Where JAX only makes inputs and oracles, it gives back what it does not use.
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.MULTILINE)
 
 
@@ -40,64 +42,111 @@ class Row(Protocol):
         ...
 
 
-class Parts:
-    """The flags that a command has for it, and its rows as they ask."""
+class Problem:
+    """A row whose records are of jobs on one problem.
 
-    def __init__(self, own: flags.FlagValues):
-        at = {"flag_values": own}
-        self._processes = flags.DEFINE_integer(
-            "processes",
-            1,
-            "Processes that get ready side by side, each with some of the rows; 1: none but "
-            "this one.",
-            lower_bound=1,
-            **at,
+    Attributes:
+      calls: fields of each record.
+      how: as `timing` takes it.
+      refusal: why there is no such problem, or nothing.
+    """
+
+    bench = ""
+
+    def __init__(
+        self, runner, settings: problems.Settings, own: flags.FlagValues, **about: Any
+    ):
+        self.runner, self.settings, self.own = runner, settings, own
+        self.about = about | {"overlap": None}
+        self.calls: list[dict[str, Any]] = []
+        self.how: dict[str, Any] = {}
+        self.refusal = ""
+
+    def inputs(self) -> problems.Inputs:
+        raise NotImplementedError
+
+    def jobs(self, inputs: problems.Inputs) -> Iterator[Job]:
+        """One for each of `calls`."""
+        raise NotImplementedError
+
+    def judge(self) -> Callable[[], list[Record]]:
+        judged: list[Judged] = []
+
+        def make():
+            inputs = self.inputs()
+            self.about["overlap"] = inputs.overlap
+            checker = Checker(self.settings, inputs, backward=False)
+            for job in self.jobs(inputs):
+                found = judge(job, self.runner, self.settings, inputs, checker)
+                about = {"implementation": job.label, "refused": job.refused}
+                judged.append(dataclasses.replace(found, found=about | found.found))
+            return {}
+
+        failed = {"status": "unsupported", "reason": self.refusal}
+        if self.refusal or (failed := guarded("inputs", make, library=False)):
+            judged = [Judged("", False, failed)] * len(self.calls)
+        return lambda: self._records([each.timed(**self.how) for each in judged])
+
+    def lost(self, reason: str) -> list[Record]:
+        return self._records([{"status": "error", "reason": reason}] * len(self.calls))
+
+    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
+        about = (
+            command.about(self.runner, self.settings, queries=self.about.get("T")) | self.about
         )
-        self._rows = flags.DEFINE_list("rows", None, "Only these rows, by number from 0.", **at)
-        self._turn = flags.DEFINE_string(
-            "turn", None, "Folder of the rows: what several processes start.", **at
-        )
+        pairs = zip(self.calls, found, strict=True)
+        made = (about | call | each for call, each in pairs)
+        return [records.record(self.bench, self.own.commit, **fields) for fields in made]
 
-    @property
-    def is_child(self) -> bool:
-        """Whether another process keeps what this one measures: it calls `child` alone."""
-        return self._turn.value is not None
 
-    def child(self, rows: Sequence[Row]) -> int:
-        """Measures for another process."""
-        measure_for_parent(self._asked(rows), Path(self._turn.value or ""))
-        return 0
+FLAGS = {
+    "processes": (
+        1,
+        "Processes that get ready side by side, each with some of the rows; 1: none but this one.",
+    ),
+    "rows": (list, "Only these rows, by number from 0."),
+    "turn": (str, "Folder of the rows: what several processes start."),
+}  # as `cli.define` takes them
 
-    def measure(self, name: str, rows: Sequence[Row], folder: Path) -> Iterator[list[Record]]:
-        """The records of each of the rows of the command `bench.<name>`, as they come; what
-        processes write goes to `folder`.
 
-        Raises:
-          ValueError: `--rows` names one that is not there.
-        """
-        wanted = self._asked(rows)
-        if self._processes.value > 1:
-            words = [f"bench.{name}", *sys.argv[1:]]
-            yield from by_processes(words, wanted, self._processes.value, folder / "parts")
-            return
-        for row in wanted.values():
-            yield row.judge()()
+def child(own: flags.FlagValues, rows: Sequence[Row]) -> int:
+    """Measures for another process, which keeps what this one measures: where there is `--turn`."""
+    measure_for_parent(_asked(own, rows), Path(own.turn))
+    return 0
 
-    def _asked(self, rows: Sequence[Row]) -> dict[int, Row]:
-        if self._rows.value is None:
-            return dict(enumerate(rows))
-        numbers = [x.strip() for x in self._rows.value]
-        for x in numbers:
-            if not x.isdecimal() or int(x) >= len(rows):
-                raise ValueError(f"rows must be of 0..{len(rows) - 1}, got {x!r}")
-        return {int(x): rows[int(x)] for x in numbers}
+
+def measure(
+    own: flags.FlagValues, name: str, rows: Sequence[Row], folder: Path
+) -> Iterator[list[Record]]:
+    """The records of each of the rows of the command `bench.<name>`, as they come; what
+    processes write goes to `folder`.
+
+    Raises:
+      ValueError: `--rows` names one that is not there.
+    """
+    wanted = _asked(own, rows)
+    if own.processes > 1:
+        words = [f"bench.{name}", *sys.argv[1:]]
+        yield from by_processes(words, wanted, own.processes, folder / "parts")
+        return
+    for row in wanted.values():
+        yield row.judge()()
+
+
+def _asked(own: flags.FlagValues, rows: Sequence[Row]) -> dict[int, Row]:
+    if own.rows is None:
+        return dict(enumerate(rows))
+    numbers = [x.strip() for x in own.rows]
+    for x in numbers:
+        if not x.isdecimal() or int(x) >= len(rows):
+            raise ValueError(f"rows must be of 0..{len(rows) - 1}, got {x!r}")
+    return {int(x): rows[int(x)] for x in numbers}
 
 
 def by_processes(
     words: Sequence[str], rows: Mapping[int, Row], processes: int, folder: Path
 ) -> Iterator[list[Record]]:
     """The records of each of `rows`, measured by processes of `python -m <words>`."""
-    folder.mkdir(parents=True, exist_ok=True)
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
         parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
@@ -107,7 +156,7 @@ def by_processes(
             for name, part in parts.items()
         }
         left = []
-        for name, status in turns.of_names(commands, folder, ENVIRONMENT):
+        for name, status in turns.of_names(commands, folder, turns.ALONE):
             reason = _ended(status, folder / f"{name}.log")
             for number in parts[name]:
                 made, begun = (folder / f"{number}.{end}" for end in ("jsonl", "begun"))

@@ -18,7 +18,15 @@ from nsa_core.types import Branches
 
 from . import heartbeat, text
 
-BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
+ARGUMENTS = {
+    "compressed": ("query", "compressed_key", "compressed_value"),
+    "scores": ("query", "compressed_key"),
+    "selected": ("query", "key", "value", "block_indices"),
+    "sliding": ("query", "key", "value"),
+    "all": ("query", "key", "value", "gates"),
+    "dense": ("query", "key", "value"),
+}  # attributes of `Inputs`, of keys and values those of one branch
+BRANCHES = tuple(ARGUMENTS)
 KINDS = ("random", "text", "alike")  # of inputs
 ALIKE = 0.95  # correlation of neighbouring queries of the last kind
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
@@ -90,33 +98,13 @@ class Inputs:
 
     def arguments(self, branch: str) -> dict[str, Any]:
         """The arrays that a branch takes, by the names of its arguments."""
-        match branch:
-            case "compressed":
-                return {
-                    "query": self.query,
-                    "compressed_key": self.compressed_key,
-                    "compressed_value": self.compressed_value,
-                }
-            case "scores":
-                return {"query": self.query, "compressed_key": self.compressed_key}
-            case "selected":
-                return {
-                    "query": self.query,
-                    "key": self.key.selected,
-                    "value": self.value.selected,
-                    "block_indices": self.block_indices,
-                }
-            case "sliding" | "dense":
-                key, value = self.key.sliding, self.value.sliding
-                return {"query": self.query, "key": key, "value": value}
-            case "all":
-                return {
-                    "query": self.query,
-                    "key": self.key,
-                    "value": self.value,
-                    "gates": self.gates,
-                }
-        raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
+        if branch not in ARGUMENTS:
+            raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
+        found = {name: getattr(self, name) for name in ARGUMENTS[branch]}
+        if branch != "all" and "key" in found:
+            own = "selected" if branch == "selected" else "sliding"
+            found |= {name: getattr(found[name], own) for name in ("key", "value")}
+        return found
 
 
 def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:

@@ -107,10 +107,6 @@ class JaxRunner:
         """What a row should say about what ran, besides its name."""
         return PADDED if branch == "dense" and problem.Dv < problem.D else ""
 
-    def extra_peak_bytes(self, step: "JaxStep", implementation: str) -> int | None:
-        """Temporaries and results of one call, as the compiler lays them out."""
-        return step.extra_peak_bytes
-
     def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "JaxStep":
         return JaxStep(function, dict(arguments), cotangent)
 
@@ -232,10 +228,6 @@ class TorchRunner:
 
             return f"FA-2 of {fa2.library()}"
         return ""
-
-    def extra_peak_bytes(self, step: "TorchStep", implementation: str) -> int | None:
-        """What torch's allocator saw; None where JAX allocates beside it, and on the CPU."""
-        return None if "jax" in implementation.split("/") else step.extra_peak_bytes
 
     def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "TorchStep":
         return TorchStep(self, function, dict(arguments), cotangent)

@@ -50,12 +50,11 @@ class Model:
 
         A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
         """
-        alone = [x for x in rows if x["devices"] == 1 and x["ms"]]
+        compute = alone(rows)
         several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
-        if not alone or not several:
+        if compute is None or not several:
             return None
         last = max(several, key=lambda x: x["devices"])
-        compute = alone[-1]["ms"]
         balance = last["compute_ms"] * last["devices"] / compute
         seconds = last["transport_ms"] / 1e3
         return cls(last, compute, balance, moved_bytes(last, last["devices"]) / seconds)
@@ -83,7 +82,12 @@ def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
     return found
 
 
+def alone(rows: Iterable[dict[str, Any]]) -> float | None:
+    """Time on one device; None where there is none."""
+    return next((x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")), None)
+
+
 def efficiency(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> float | None:
-    """`time(1) / (R time(R))`; None where the problem has no time on one device."""
-    alone = [x["ms"] for x in rows if x["devices"] == 1 and x["ms"]]
-    return alone[-1] / (row["devices"] * row["ms"]) if alone and row["ms"] else None
+    """`time(1) / (R time(R))`, of rows of one problem."""
+    one = alone(rows)
+    return one / (row["devices"] * row["ms"]) if one and row["ms"] else None

@@ -66,44 +66,34 @@ FLOAT32_SUMS = 1e-5  # relative error of long sums in float32
 
 
 def judged(
-    problem: Problem, errors: Mapping[str, float], alone: Mapping[str, float]
+    problem: Problem,
+    errors: Mapping[str, float],
+    alone: Mapping[str, float] | None = None,
+    stray: bool = False,
 ) -> dict[str, Any]:
     """Fields of a row: whether several devices are as near to the oracle as one.
 
-    The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result.
+    The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result; of a
+    few tokens, at most one rounding each.
 
     Args:
       errors, alone: by result, root mean square of the difference from a float32 oracle over
-        that of the oracle: of several devices, and of one.
+        that of the oracle: on several devices, and on one. None means that only a few tokens are
+        judged.
+      stray: whether other tokens than these have gradients of their queries or gates.
     """
-    floor = ROUNDINGS * float(ml_dtypes.finfo(problem.dtype).eps)
-    bad = {n: x for n, x in errors.items() if not x <= TIMES_ALONE * alone[n] + floor}
-    found = {"errors": dict(errors), "errors_of_one": dict(alone)}
-    if bad:
-        found |= {
-            "status": "wrong",
-            "reason": f"farther from the oracle than one device: {bad}",
-        }
-    return found
-
-
-def judged_rows(problem: Problem, errors: Mapping[str, float], stray: bool) -> dict[str, Any]:
-    """Fields of a row of which `errors` are those of a few tokens: at most one rounding each.
-
-    Args:
-      stray: whether other tokens have gradients of their queries or gates.
-    """
-    eps = max(float(ml_dtypes.finfo(problem.dtype).eps), FLOAT32_SUMS)
-    bad = {n: x for n, x in errors.items() if not x <= eps}
-    found: dict[str, Any] = {"errors": dict(errors), "on_some_rows": True}
-    if bad:
-        found |= {"status": "wrong", "reason": f"farther than {eps:.2g} from the oracle: {bad}"}
-    if stray:
-        found |= {
-            "status": "wrong",
-            "reason": "queries whose outputs have no gradient have one",
-        }
-    return found
+    eps = float(ml_dtypes.finfo(problem.dtype).eps)
+    found: dict[str, Any] = {"errors": dict(errors)}
+    if alone is None:
+        most, than = dict.fromkeys(errors, max(eps, FLOAT32_SUMS)), "by one rounding"
+        found["on_some_rows"] = True
+    else:
+        most = {n: TIMES_ALONE * x + ROUNDINGS * eps for n, x in alone.items()}
+        than, found["errors_of_one"] = "than one device", dict(alone)
+    bad = {n: x for n, x in errors.items() if not x <= most[n]}
+    reason = "queries whose outputs have no gradient have one" if stray else ""
+    reason = f"farther from the oracle {than}: {bad}" if bad else reason
+    return found | ({"status": "wrong", "reason": reason} if reason else {})
 
 
 def spread(ms: Sequence[float]) -> dict[str, float]:

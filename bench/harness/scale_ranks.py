@@ -20,14 +20,14 @@ import nsa_torch
 from nsa_torch import context, context_ranks
 
 from . import scale_rows
-from .scale_problem import RESULTS, Problem, judged, judged_rows, spread
+from .scale_problem import RESULTS, Problem, judged, spread
 
 
-def run(problems: list[Problem], samples: int) -> None:
+def run(problems: list[Problem], size: int, samples: int) -> None:
     """Measures every problem on all ranks."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     mesh = init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
@@ -210,7 +210,7 @@ class Measured:
             half = 2 + len(rows)
             expected += [of_own(grads[2:half]), *of_pair, of_own(grads[half:])]
         stray = any(self.everyone(stray))
-        return judged_rows(problem, self.errors(found, expected), stray)
+        return judged(problem, self.errors(found, expected), stray=stray)
 
     def errors(self, results, expected) -> dict[str, float]:
         """Relative to the root mean square of what was expected, of all ranks together."""

@@ -1,4 +1,4 @@
-"""The seed system's environment variables: what each comes to here, in one table.
+"""The seed system's environment variables: what each comes to here, by `seed_env.yaml`.
 
 Nothing here is configured by the environment. A variable of the seed system that is still set
 gives one line on stderr: which flag says it now, or why nothing does. Where the flag means the
@@ -12,7 +12,9 @@ import difflib
 import fnmatch
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
+import yaml
 from absl import flags
 
 from nsa_core import policy
@@ -37,10 +39,6 @@ class Meaning:
     # the only value that is not an error.
     only: str | None = None
     required: bool = False  # not to be ignored by another command that measures
-
-
-def _flag(command: str = "", **values: str | None) -> Meaning:
-    return Meaning(values, command=command)
 
 
 def truthy(text: str) -> bool:
@@ -72,115 +70,25 @@ def _seconds(text: str) -> str:
         raise ValueError(f"expected minutes, got {text!r}") from None
 
 
-# By reason. Results and what is measured are the same without them.
-_MEANINGLESS: dict[str, str] = {
-    "dead in the seed system already: nothing reads it. Its runbook means v1 below 1024 tokens, "
-    "v2 from there on: bench.train --ranges adaptive": "NSA_SEL_RANGES_V2_MIN_S",
-    "prefill is always one batched call, chunks of any size are nsa_jax.cached_attention": (
-        "NSA_PREFILL_BATCHED NSA_PREFILL_TILE"
-    ),
-    "a kernel that is named runs, whatever a device's file says; no dtype is cast and no limit "
-    "lifted, a refusal is shown by --explain": (
-        "NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_FA2_PREF_FP16 NSA_SEL_TRITON_REQUIRE_ALIGN"
-    ),
-    "tiles follow from sizes and the GPU": (
-        "NSA_SEL_TRITON_GROUP NSA_SEL_TRITON_BLOCK_L NSA_SEL_TRITON_BLOCK_D"
-        " NSA_SEL_TRITON_BLOCK_DV NSA_SEL_TRITON_BLOCK_H NSA_SEL_TRITON_PACK_CACHE_MAX_ENTRIES"
-        " NSA_SEL_TRITON_PACK_CACHE_MAX_MB"
-    ),
-    "every implementation has gradients": "NSA_SEL_TRITON_ALLOW_GRAD NSA_TRAIN_SAFE_PACK",
-    "nothing of it is cached, compiled or built apart": (
-        "NSA_ENV_STATIC NSA_GATE_COMPILE NSA_DEBUG_BUILD"
-    ),
-    "python -m bench.compare --explain says which kernel runs": "NSA_FA2_AUDIT NSA_SDPA_AUDIT",
-    "checked by the tests, python -m pytest": (
-        "NSA_STRICT_ASSERTS NSA_VERIFY_EQ9_MAPPING NSA_VALIDATE_SELECTION_DETERMINISM"
-    ),
-    "use the profiler's own ranges": "NSA_NVTX",
-    "tests are chosen by -m gpu and -k, none is behind a variable": (
-        "NSA_TEST_FA2 NSA_TEST_TRAIN NSA_TEST_TRITON_SEL NSA_TEST_MASKED NSA_TEST_SEL_PACK"
-        " NSA_TEST_SEL_MASK NSA_TEST_SEED NSA_INTEGRATION_TESTS NSA_REQUIRE_VARLEN_SEMANTIC"
-    ),
-    "bench.train has no gradient checkpointing, no loss scaling and no loader of its own, and "
-    "watches by --watch_every and --hang_s": (
-        "NSA_NO_GC NSA_GC_RANGE NSA_GC_REENTRANT NSA_DETECT_ANOMALY NSA_OPT_FUSED NSA_SCALER_*"
-        " NSA_LOG_GRAD_NORM NSA_MEM_DUMP_EVERY NSA_DISABLE_AUX_STATS NSA_TB_DISABLE"
-        " NSA_TRACE_GRADS NSA_TRACE_MODULE_BWD NSA_TRACE_DDP_BUCKETS NSA_FWE_REPORT_DOCS"
-        " NSA_FWE_DOC_BATCH NSA_FWE_PREFETCH NSA_FWE_Q NSA_FWE_WARMUP_BATCHES"
-        " NSA_FWE_WARMUP_TIMEOUT NSA_WATCH_INTERVAL_S NSA_WATCH_HALT NSA_WATCH_FLATLINE_N"
-        " NSA_WATCH_GATE_COLLAPSE_N NSA_WATCH_GATE_ENTROPY_MIN NSA_WATCH_GATE_MAX_THRESHOLD"
-    ),
-    "gradients are added up as they are, by --parallel ddp or fsdp of bench.train": (
-        "NSA_DDP_COMPRESS NSA_DDP_BUCKET_MB NSA_DDP_STATIC_GRAPH NSA_DDP_FIND_UNUSED"
-        " NSA_DDP_BROADCAST_BUFFERS NSA_DDP_GRAD_AS_BUCKET_VIEW NSA_DDP_DISABLE_GC"
-        " NSA_DDP_SAFE_GC_LAYERS NSA_ALLOW_SINGLE_RANK NSA_FSDP_*"
-    ),
+_CONVERT: Mapping[str, Callable[[str], str]] = {
+    "length": _length,
+    "minutes": _seconds,
+    "version": lambda text: "v2" if truthy(text) else "v1",
 }
-# By reason, with the seed system's default. Any other value asks for what is not here.
-_REFUSED: dict[str, str] = {
-    "its paths are not here: name implementations, --kernels or --<branch>_kernel": (
-        "NSA_USE_WIN_MASK=1 NSA_USE_CMP_MASK=1 NSA_USE_SEL_PACK=1 NSA_USE_SEL_MASK=0"
-        " NSA_FORCE_SEL_MASK=0 NSA_USE_SEL_VARLEN=0 NSA_SEL_VARLEN_V2=1 NSA_SEL_VARLEN_MIN_L=0"
-        " NSA_SEL_VARLEN_FORCE_PARITY=0 NSA_SDPA_NO_FLASH=0 NSA_SDPA_FLASH_ONLY=0"
-        " NSA_SEL_TRITON_FORCE_PATH=auto"
-    ),
-    "no limit is lifted: a refusal is shown by --explain": (
-        "NSA_FA2_ALLOW_FP32=0 NSA_FA2_ALLOW_D_GT_128=0 NSA_FA2_ALLOW_LARGE_BATCH=0"
-    ),
-    "there is no CUDA extension: --selected_kernel mosaic or triton": (
-        "NSA_SEL_CUDA=0 NSA_SEL_CUDA_BUILD=0"
-    ),
-    "one branch is timed by itself, bench.compare --branch": (
-        "NSA_FORCE_BRANCH= NSA_FORCE_UNIFORM_GATE=0"
-    ),
-    "an argument of the module, rope_scale": "NSA_ROPE_SCALE=1.0",
-    "nothing cuts the gates' gradient; to do it, pass gates through stop_gradient (JAX) or "
-    "detach (torch) to attention(query, key, value, gates)": "NSA_STOPGRAD_GATES=0",
-    "scores are float32 always": "NSA_P_CMP_MIXED=0",
-}
-
+_FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 TABLE: dict[str, Meaning] = {
-    "NSA_USE_FA2": _flag(compressed_kernel="fa2", sliding_kernel="fa2"),
-    "NSA_USE_FA2_CMP": _flag(compressed_kernel="fa2"),
-    "NSA_USE_FA2_WIN": _flag(sliding_kernel="fa2"),
-    "NSA_USE_TRITON_SEL": _flag(selected_kernel="triton"),
-    "NSA_TRITON_SEL_FORCE": _flag(selected_kernel="triton"),
-    "NSA_FA2_FORCE_DENSE": Meaning({"path": "dense"}, command="fa2", required=True),
-    "NSA_WIN_FORCE_DENSE": Meaning({"path": "dense"}, command="fa2", required=True),
-    "NSA_FA2_FORCE_VARLEN": _flag("fa2", path="varlen"),
-    "NSA_FA2_MIN_LEN_WIN": Meaning({"fa2_min_len_win": None}, convert=_length),
-    "NSA_FA2_MIN_LEN_CMP": Meaning({"fa2_min_len_cmp": None}, convert=_length),
-    "NSA_SEL_TRITON_MIN_L": Meaning({"sel_triton_min_L": None}, convert=_length),
-    "CONFIG": _flag(config=None),
-    "NSA_FORCE_PARITY": _flag(kernels="reference"),
-    "NSA_DEBUG_LOG": _flag(log="routing"),
-    "NSA_DEBUG_SHAPES": _flag(log="shapes"),
-    "NSA_DEBUG_TIMING": _flag(log="timing"),
-    "NSA_DEBUG_COMPARE": _flag(log="compare"),
-    "NSA_LOG_LIMIT": _flag(log_limit=None),
-    "NSA_SEQ_LEN": _flag("train", seq_len=None),
-    "NSA_BATCH_SIZE": Meaning({"batch_size": None}, command="train", instead="batch"),
-    "NSA_LR": _flag("train", lr=None),
-    "NSA_ACCUM": _flag("train", accumulate=None),
-    "NSA_DDP_SAFE_MODE": _flag("train", ddp_safe="true"),
-    "DDP_SAFE": _flag("train", ddp_safe="true"),
-    "NSA_HEARTBEAT_EVERY": _flag("train", watch_every=None),
-    "NSA_WATCH_HEARTBEAT_STALL_S": _flag("train", hang_s=None),
-    "NSA_PG_TIMEOUT_MIN": Meaning({"timeout_s": None}, command="train", convert=_seconds),
-    "NSA_DISABLE_CSV_LOGS": _flag("train", csv="false"),
-    "NSA_SEL_RANGES_V2": Meaning(
-        {"ranges": None}, command="train", convert=lambda x: "v2" if truthy(x) else "v1"
-    ),
-    **{
-        name: Meaning(reason=reason)
-        for reason, names in _MEANINGLESS.items()
-        for name in names.split()
-    },
-    **{
-        name: Meaning(reason=reason, only=default)
-        for reason, names in _REFUSED.items()
-        for name, _, default in (each.partition("=") for each in names.split())
-    },
+    name: Meaning(**about | {"convert": _CONVERT.get(about.get("convert"), str)})
+    for name, about in _FOUND["flags"].items()
+}
+TABLE |= {
+    name: Meaning(reason=reason)
+    for reason, names in _FOUND["meaningless"].items()
+    for name in names
+}
+TABLE |= {
+    name: Meaning(reason=reason, only=default)
+    for reason, names in _FOUND["refused"].items()
+    for name, default in names.items()
 }
 
 
@@ -301,7 +209,11 @@ def markdown() -> str:
             where = f"`bench.{meaning.command}`" if meaning.command else ""
             lost = "; another command that measures: an error" if meaning.required else ""
             rows.append((f"`{name}`", f"`{said}`", where + lost))
-    for found, what in ((_MEANINGLESS, "meaningless"), (_REFUSED, "another value is an error")):
-        for reason, names in found.items():
-            rows.append((", ".join(f"`{name}`" for name in names.split()), what, reason))
+    for kind, what in (
+        ("meaningless", "meaningless"),
+        ("refused", "another value is an error"),
+    ):
+        for reason, names in _FOUND[kind].items():
+            shown = names if kind == "meaningless" else map("=".join, names.items())
+            rows.append((", ".join(f"`{name}`" for name in shown), what, reason))
     return table(("variable", "here", ""), rows)

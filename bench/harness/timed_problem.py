@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+from typing import Any
 
 SAMPLE_S = 0.25  # of calls in a row
 
@@ -30,6 +31,7 @@ class Problem:
     framework: str = "torch"
     alike: float = 0.0  # correlation of neighbouring queries
     graph: bool = False  # captured in a CUDA graph
+    implementation: str = "mosaic"
 
 
 def main() -> None:
@@ -81,13 +83,14 @@ def torch_calls(problem: Problem):
     import nsa_torch
 
     *inputs, cotangent = torch_inputs(problem)
+    how: dict[str, Any] = {"implementation": problem.implementation}
     wanting = [x.clone().requires_grad_() for x in inputs]
 
     def forward():
-        return (nsa_torch.attention(*inputs, implementation="mosaic"),)
+        return (nsa_torch.attention(*inputs, **how),)
 
     def both():
-        out = nsa_torch.attention(*wanting, implementation="mosaic")
+        out = nsa_torch.attention(*wanting, **how)
         return torch.autograd.grad(out, wanting, cotangent)
 
     return {"forward": forward, "fwdbwd": both}, lambda _: torch.cuda.synchronize()
@@ -109,10 +112,12 @@ def jax_calls(problem: Problem):
         normal(p.B, p.T, p.Hkv, p.Dv),
         jax.nn.sigmoid(normal(p.B, p.T, p.H, 3)),
     )
-    cotangent = normal(p.B, p.T, p.H, p.Dv)
+    cotangent = jax.block_until_ready(normal(p.B, p.T, p.H, p.Dv))
+
+    how: dict[str, Any] = {"implementation": p.implementation}
 
     def attention(*arrays):
-        return nsa_jax.attention(*arrays, implementation="mosaic")
+        return nsa_jax.attention(*arrays, **how)
 
     forward = jax.jit(lambda *arrays: (attention(*arrays),))
     both = jax.jit(lambda arrays, cotangent: jax.vjp(attention, *arrays)[1](cotangent))

@@ -123,19 +123,37 @@ def time_cuda_events(
     return Timing.of(samples_ms, timer)
 
 
-def host_ms(call: Callable[[], Any], calls: int = 100) -> float:
-    """Until `call` returns, where calls follow each other and none waits for torch's device."""
-    import torch
+def in_a_row(
+    call: Callable[[], Any],
+    calls: int = 1,
+    samples: int = 20,
+    *,
+    wait: Callable[[Any], Any] | None = None,
+    done: bool = False,
+    warmup: int = 0,
+) -> list[float]:
+    """Milliseconds per call, for `calls` calls in a row on an idle device.
 
-    found = []
-    for _ in range(WARMUP + MIN_SAMPLES):
-        torch.cuda.synchronize()
+    Args:
+      wait: Waits for the device, given a result. Defaults to torch's device.
+      done: Whether the wait counts. If not, the times are those of the host.
+      warmup: Samples that are dropped first.
+    """
+    if wait is None:
+        import torch
+
+        wait = lambda _: torch.cuda.synchronize()
+    found, last = [], None
+    for _ in range(warmup + samples):
+        wait(last)
         start = time.perf_counter()
         for _ in range(calls):
-            call()
+            last = call()
+        if done:
+            wait(last)
         found.append((time.perf_counter() - start) * 1e3 / calls)
-    torch.cuda.synchronize()
-    return float(np.median(found[WARMUP:]))
+    wait(last)
+    return found[warmup:]
 
 
 def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from . import heartbeat, process
 
 READY, GO = "ready\n", "go\n"
+# Where JAX only makes inputs and oracles, it gives back what it does not use.
+ALONE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
 def wait() -> None:
@@ -70,8 +72,8 @@ def of_lengths(
     Yields:
       the number and the exit status, as each ends; what it printed is printed.
     """
-    longest_first = sorted(commands, reverse=True)  # it has the most to do
-    named = {str(length): commands[length] for length in longest_first}
+    # The longest first: it has the most to do.
+    named = {str(length): commands[length] for length in sorted(commands, reverse=True)}
     for name, status in of_names(named, folder, environment, " tokens"):
         yield int(name), status
 
@@ -89,6 +91,7 @@ def of_names(
       the name and the exit status, as each ends; what it printed is printed, with `unit` behind
       the name.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ends:
         children = {}
         for name, words in commands.items():

@@ -202,6 +202,24 @@ def assert_parity(name, actual, oracle, yardstick, **how) -> None:
         raise AssertionError(result.reason)
 
 
+def rules(indices: np.ndarray, own: np.ndarray, config) -> Iterator[tuple[str, np.ndarray]]:
+    """The rules of Eq. 11 that do not depend on scores, and which rows follow them.
+
+    Args:
+      indices: `[.., n]`.
+      own: the block of the query, `[.., 1]`.
+    """
+    filled = np.arange(config.num_selected) < np.minimum(config.num_selected, own + 1)
+    yield "empty slots must be -1 and stand at the end", ((indices >= 0) == filled).all(axis=-1)
+    ascends = (np.diff(indices) > 0) | ~filled[..., 1:]
+    yield "blocks must ascend without duplicates", ascends.all(axis=-1)
+    yield "no block after the query's own", (indices <= own).all(axis=-1)
+    there = np.ones(indices.shape[:-1], bool)
+    for block in (*range(config.num_initial), *(own - i for i in range(config.num_local))):
+        there &= ((indices == block) | (block < 0) | (block > own)).any(axis=-1)
+    yield "forced blocks must be there", there
+
+
 def check_indices(
     indices: np.ndarray,
     scores: np.ndarray,
@@ -212,47 +230,26 @@ def check_indices(
 ) -> Parity:
     """Checks a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
-    Exactly: `min(n, candidates)` blocks, ascending, no duplicates, `-1` only at the end, no
-    block after the query's own, every forced block. Every scored block must reach
-    `(1 - 2**-10)` times the score of the last one that the oracle takes; `error_max` and
-    `error_mean` are the relative shortfalls. `rows_differ` counts the rows that are not the
-    oracle's own selection (equal scores: lower index).
+    Exactly: `rules`. Every scored block must reach `(1 - 2**-10)` times the score of the last one
+    that the oracle takes; `error_max` and `error_mean` are the relative shortfalls. `rows_differ`
+    counts the rows that are not the oracle's own selection (equal scores: lower index).
 
     Args:
       positions: `[T]`, where each query stands in its sequence.
     """
-    num_blocks, size = scores.shape[-1], config.select_block
     if indices.shape != (*scores.shape[:3], config.num_selected):
         expected = (*scores.shape[:3], config.num_selected)
         raise ValueError(f"{name}: shape must be {expected}, got {indices.shape}")
-    own = (np.asarray(positions) // size)[None, :, None, None]
-    slots = np.arange(config.num_selected)
-    count = np.minimum(config.num_selected, own + 1)
-    filled = slots < count
-    block = np.arange(num_blocks)
-    chosen = np.zeros(scores.shape, bool)
-    inside = (indices >= 0) & (indices <= own) & (indices < num_blocks)
-    np.put_along_axis(chosen, np.where(inside, indices, 0), True, axis=-1)
-    zero = (inside & (indices == 0)).any(axis=-1)
-    chosen[..., 0] = zero
-    forced = ((block < config.num_initial) | (block > own - config.num_local)) & (block <= own)
-    rules = (
-        ("empty slots must be -1 and stand at the end", (indices >= 0) == filled),
-        ("blocks must ascend without duplicates", np.diff(indices) > 0),
-        ("no block after the query's own", indices <= own),
-        ("forced blocks must be there", chosen | ~forced),
-    )
-    for rule, holds in rules:
-        if rule.startswith("blocks"):
-            holds = holds | ~filled[..., 1:]
+    own, forced, ranked = _ranked(scores, positions, config)
+    for rule, holds in rules(indices, np.broadcast_to(own, (*scores.shape[:3], 1)), config):
         if not holds.all():
-            return _broken(name, f"{rule} ({(~holds).any(axis=-1).sum()} rows break it)")
-    scores = scores.astype(np.float64)
-    ranked = np.where(block <= own, np.where(forced, np.inf, scores), -np.inf)
+            return _broken(name, f"{rule} ({(~holds).sum()} rows break it)")
+    chosen, best = np.zeros((2, *scores.shape), bool)
+    np.put_along_axis(chosen, np.where(indices < 0, indices[..., :1], indices), True, axis=-1)
     order = np.argsort(-ranked, axis=-1, kind="stable")
-    best = np.zeros_like(chosen)
     np.put_along_axis(best, order[..., : config.num_selected], True, axis=-1)
-    best &= block <= own
+    best &= ranked > -np.inf
+    scores = scores.astype(np.float64)
     bar = np.where(best & ~forced, scores, np.inf).min(axis=-1, keepdims=True)
     scored = chosen & ~forced
     below = 1 - scores / np.where(bar > 0, bar, 1)
@@ -265,14 +262,21 @@ def check_indices(
     return Parity(worst, mean, SCORE_SLACK, SCORE_SLACK, ok, reason, differ, name)
 
 
+def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The block of each query, which blocks are forced, and scores by which blocks rank: those
+    forced first, and none that a query may not see."""
+    own = (np.asarray(positions) // config.select_block)[None, :, None, None]
+    block = np.arange(scores.shape[-1])
+    forced = ((block < config.num_initial) | (block > own - config.num_local)) & (block <= own)
+    ranked = np.where(forced, np.inf, scores.astype(np.float64))
+    return own, forced, np.where(block <= own, ranked, -np.inf)
+
+
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
     """Rows `[B, T, Hkv]` with one admissible selection: the first block left out scores too
     little to take the place of the last one taken."""
-    own = (np.asarray(positions) // config.select_block)[None, :, None, None]
-    block = np.arange(scores.shape[-1])
-    forced = (block < config.num_initial) | (block > own - config.num_local)
-    ranked = np.where(forced, np.inf, scores.astype(np.float64))
-    ranked = np.sort(np.where(block <= own, ranked, -np.inf), axis=-1)[..., ::-1]
+    *_, ranked = _ranked(scores, positions, config)
+    ranked = np.sort(ranked, axis=-1)[..., ::-1]
     if scores.shape[-1] <= config.num_selected:
         return np.ones(scores.shape[:3], bool)
     taken, left = ranked[..., config.num_selected - 1], ranked[..., config.num_selected]

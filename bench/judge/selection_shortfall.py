@@ -8,9 +8,7 @@ worst that it took in place of it by no more than float32 resolves (`resolution`
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ from nsa_core.config import NSAConfig
 from nsa_jax import reference
 
 from ..harness import heartbeat
-from . import oracle
+from . import oracle, parity
 
 ROUNDOFF = 2.0**-24  # of one float32 operation, relative
 SMALLEST = 2.0**-126  # what is smaller may count as zero
@@ -212,31 +210,32 @@ def compare(
     if chosen.shape != wanted.shape:
         raise ValueError(f"chosen must have shape {wanted.shape}, got {chosen.shape}")
     differ = np.argwhere((chosen != wanted).any(axis=-1))
-    rows = math.prod(chosen.shape[:-1])
+    count_of_rows = math.prod(chosen.shape[:-1])
     judged = differ[:MAX_ROWS]
     if not len(judged):
-        return Comparison(rows, 0, ())
+        return Comparison(count_of_rows, 0, ())
     scores, reach = exact_scores(query, compressed_key, judged, config)
     count, kv_heads, width = compressed_key.shape[1:]
     shape = query.shape[2] // kv_heads, count, width
-    found = (
-        _judge(
-            tuple(map(int, row)), chosen[*row], wanted[*row], line, float(far), shape, config
-        )
-        for row, line, far in zip(judged, scores, reach, strict=True)
+    at = tuple(judged.T)
+    broken = np.full(len(judged), "", object)
+    own = judged[:, 1:2] // config.select_block
+    for rule, holds in parity.rules(chosen[at], own, config):
+        broken[~holds & (broken == "")] = rule
+    rows = (tuple(map(int, row)) for row in judged)
+    pairs = zip(rows, chosen[at], wanted[at], scores, reach, broken, strict=True)
+    return Comparison(
+        count_of_rows, len(differ), tuple(_judge(shape, config, *x) for x in pairs)
     )
-    return Comparison(rows, len(differ), tuple(found))
 
 
-def _judge(row, chosen, wanted, scores, reach, shape, config) -> Row:
-    own = row[1] // config.select_block
-    broken = next(_broken(chosen, own, config), "")
-    known = range(own + 1)
+def _judge(shape, config, row, chosen, wanted, scores, reach, broken) -> Row:
+    known = range(row[1] // config.select_block + 1)
     mine, theirs = ({int(x) for x in each if int(x) in known} for each in (chosen, wanted))
     taken = {block: float(scores[block]) for block in sorted(mine - theirs)}
     left = {block: float(scores[block]) for block in sorted(theirs - mine)}
     largest = max(0.0, *taken.values(), *left.values())
-    bound = resolution(largest, reach, shape, config)
+    bound = resolution(largest, float(reach), shape, config)
     shortfall, reason = None, broken
     if not broken:
         shortfall = max(0.0, max(left.values()) - min(taken.values()))
@@ -245,19 +244,3 @@ def _judge(row, chosen, wanted, scores, reach, shape, config) -> Row:
     batch, token, head = row
     chosen, wanted = (tuple(map(int, each)) for each in (chosen, wanted))
     return Row(batch, token, head, chosen, wanted, taken, left, shortfall, bound, reason)
-
-
-def _broken(chosen: Sequence[int], own: int, config: NSAConfig) -> Iterator[str]:
-    """The rules that a row breaks, whatever the scores."""
-    count = min(config.num_selected, own + 1)
-    blocks = [int(x) for x in chosen[:count]]
-    if any(x < 0 for x in blocks) or any(int(x) != -1 for x in chosen[count:]):
-        yield f"must hold {count} blocks, then -1"
-    if any(x > own for x in blocks):
-        yield f"no block after the query's own, {own}"
-    if any(b <= a for a, b in itertools.pairwise(blocks)):
-        yield "blocks must ascend without duplicates"
-    forced = {*range(config.num_initial), *range(own - config.num_local + 1, own + 1)}
-    missing = sorted(x for x in forced if 0 <= x <= own and x not in blocks)
-    if missing:
-        yield f"forced blocks {missing} are missing"
