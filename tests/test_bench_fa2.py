@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 import nsa_torch
 from bench import fa2
-from bench.harness import exit_status, records
+from bench.harness import exit_status
 from nsa_core.config import NSAConfig
 from tests.commands import run
+from tests.measured import record
 
 SMALL = ("--S_list=40,63", "--w_list=12", "--heads=2", "--dk=8", "--dv=8", "--l=8", "--d=4")
 SMALL = (*SMALL, "--iters=2", "--device=cpu")
@@ -23,11 +24,11 @@ def test_without_a_gpu_only_fa2_is_not_timed(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert status == exit_status.NOT_MEASURED and len(found) == 12
     assert list(table[0])[:8] == "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device".split(",")
-    for record in found:
-        portable = record.implementation in ("masked", "sdpa")
-        assert record.status == ("ok" if portable else "unsupported")
-        assert portable or ("needs CUDA" in record.reason and record.time_ms is None)
-        assert (record.bench, record.device, record.samples) == ("fa2", "cpu", 2 * portable)
+    for r in found:
+        portable = r.implementation in ("masked", "sdpa")
+        assert r.status == ("ok" if portable else "unsupported")
+        assert portable or ("needs CUDA" in r.reason and r.time_ms is None)
+        assert (r.bench, r.device, r.samples) == ("fa2", "cpu", 2 * portable)
     assert [(row["branch"], row["S"], row["w"]) for row in table] == [
         ("sliding", "40", "12"),
         ("sliding", "63", "12"),
@@ -49,7 +50,7 @@ def test_it_is_fa2_that_is_measured(tmp_path, capsys):
         run(fa2, tmp_path, *SMALL, "--sliding_kernel=sdpa")
     lengths = "--S_list=40", "--rows=0", "--fa2_min_len_win=64", "--kernels=fa2"
     _, found, _ = run(fa2, tmp_path, *SMALL, *lengths)
-    assert [record.implementation for record in found] == list(fa2.IMPLEMENTATIONS)
+    assert [r.implementation for r in found] == list(fa2.IMPLEMENTATIONS)
     assert "note: --fa2_min_len_win leaves out no row" in capsys.readouterr().err
 
 
@@ -108,15 +109,9 @@ def test_a_wrong_call_prints_no_speed_up(wrong, status, tmp_path, capsys, monkey
 
 
 def test_a_speed_up_needs_two_rows_that_count():
-    rows = [
-        records.Record(
-            bench="fa2", framework="torch", branch="sliding", implementation=name,
-            mode="forward", B=1, T=8, S=8, H=1, Hkv=1, D=8, Dv=8, dtype="float16",
-            config={"window": 4}, input="random", time_ms=ms, p20_ms=ms, p80_ms=ms, samples=1,
-            extra={"path": "varlen", "kernel": "FA"},
-        )
-        for name, ms in (("masked", 3.0), ("fa2", 2.0), ("sdpa", 4.0))
-    ]  # fmt: skip
+    about = {"S": 8, "config": NSAConfig(window=4), "extra": {"path": "varlen", "kernel": "FA"}}
+    times = {"masked": 3.0, "fa2": 2.0, "sdpa": 4.0}
+    rows = [record("sliding", name, ms, **about) for name, ms in times.items()]
     text = "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50  sdpa 4.000 ms"
     assert fa2.line(*rows) == text
     assert fa2.row(*rows, (9, 0))["sm"] == "90" and fa2.row(*rows, None)["speedup"] == 1.5

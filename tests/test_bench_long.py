@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from bench import needle, prefill, ranges
-from bench.harness import exit_status, records
+from bench.harness import exit_status
 from nsa_core.config import NSAConfig
 from nsa_jax import ranges as library
 from nsa_jax import select
 from tests.commands import break_sliding, run
+from tests.measured import record
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
 SMALL = (*SIZES, "--iters=2", "--device=cpu")
@@ -21,20 +22,20 @@ CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
 
 def test_prefill(tmp_path, capsys):
     given = ("--framework=jax", "--S_list=31", "--B=2", "--input=random")
-    status, (record,), (row,) = run(prefill, tmp_path, *SMALL, *given)
+    status, (found,), (row,) = run(prefill, tmp_path, *SMALL, *given)
     assert status == 0
-    assert (record.S, record.T, record.B, record.branch) == (31, 31, 2, "all")
-    assert (record.implementation, record.status, record.device) == ("xla", "ok", "cpu")
-    assert float(row["tokens_per_s"]) == pytest.approx(2 * 31 / record.time_ms * 1e3)
-    assert float(row["ms"]) == record.time_ms and row["scaling"] == row["exponent"] == ""
-    assert f"S=31 {record.time_ms:.3f} ms (p20 " in capsys.readouterr().out
-    longer = dataclasses.replace(record, S=124, time_ms=8 * record.time_ms)
-    cells = prefill.row(longer, record)
+    assert (found.S, found.T, found.B, found.branch) == (31, 31, 2, "all")
+    assert (found.implementation, found.status, found.device) == ("xla", "ok", "cpu")
+    assert float(row["tokens_per_s"]) == pytest.approx(2 * 31 / found.time_ms * 1e3)
+    assert float(row["ms"]) == found.time_ms and row["scaling"] == row["exponent"] == ""
+    assert f"S=31 {found.time_ms:.3f} ms (p20 " in capsys.readouterr().out
+    longer = dataclasses.replace(found, S=124, time_ms=8 * found.time_ms)
+    cells = prefill.row(longer, found)
     assert (cells["scaling"], cells["exponent"]) == (pytest.approx(8), pytest.approx(1.5))
-    assert "31->124: 8.00x" in prefill.line(cells, record)
+    assert "31->124: 8.00x" in prefill.line(cells, found)
     failed = dataclasses.replace(longer, status="oom", reason="no room")
-    cells = prefill.row(failed, record)
-    assert cells["scaling"] is None and "oom: no room" in prefill.line(cells, record)
+    cells = prefill.row(failed, found)
+    assert cells["scaling"] is None and "oom: no room" in prefill.line(cells, found)
 
 
 def test_a_wrong_prefill_has_no_time(tmp_path, capsys, monkeypatch):
@@ -95,15 +96,9 @@ def test_ranges_that_differ_are_not_timed(tmp_path, capsys, monkeypatch):
     assert "differ in 1 of 126 rows" in printed and "v2 never" in printed
 
 
-def pair(length, slow, fast):
-    def row(name, ms):
-        return records.Record(
-            bench="ranges", framework="jax", branch="scores", implementation=name,
-            mode="forward", B=1, T=length, S=length, H=1, Hkv=1, D=8, Dv=8, dtype="float32",
-            config={}, input="random", time_ms=ms, p20_ms=ms, p80_ms=ms, samples=1,
-        )  # fmt: skip
-
-    return row("ranges_v1", slow), row("ranges_v2", fast)
+def pair(length, *times):
+    names = "ranges_v1", "ranges_v2"
+    return [record("scores", x, ms, S=length) for x, ms in zip(names, times, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +119,11 @@ NEEDLE = ("--framework=jax", "--S=128", "--dtype=f32")
 
 
 def test_the_needle_is_found(tmp_path, capsys):
-    status, (record,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
-    assert status == 0 and record.status == "ok", record.reason
+    status, (found,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
+    assert status == 0 and found.status == "ok", found.reason
     assert (row["block"], row["selected"], row["forced"]) == ("6", "[True, True]", "False")
     assert float(row["weight"]) > 0.99 and float(row["cos"]) > 0.8
-    assert 0 < float(row["mae"]) < 1e-6 and float(row["time_ms"]) == record.time_ms
+    assert 0 < float(row["mae"]) < 1e-6 and float(row["time_ms"]) == found.time_ms
     assert re.match(
         r"\{'S': 128, 'pos': 53, 'cos': 0\.\d+, 'mae': \S+, 'time_ms': \d",
         capsys.readouterr().out,
@@ -151,9 +146,9 @@ def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
         return found.at[:, -1, 1].set(row) if query.shape[1] == 128 else found
 
     monkeypatch.setattr(select, "select_blocks", blind)
-    status, (record,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
-    assert status == 1 and record.status == "wrong"
-    assert "block 6 is not among the selected of kv heads [1]" in record.reason
+    status, (found,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
+    assert status == 1 and found.status == "wrong"
+    assert "block 6 is not among the selected of kv heads [1]" in found.reason
     assert row["selected"] == "[True, False]" and row["time_ms"] == ""
     assert "'time_ms': None" in capsys.readouterr().out
 

@@ -3,19 +3,7 @@
 import torch
 
 from bench import packed
-from bench.harness.records import Record
-
-
-def record(**fields):
-    common = {
-        "bench": "packed",
-        "framework": "torch",
-        "branch": "all",
-        "implementation": "mosaic",
-    }
-    sizes = dict.fromkeys(("B", "T", "S", "H", "Hkv", "D", "Dv"), 1)
-    fixed = {"mode": "forward", "dtype": "bfloat16", "config": {}, "input": "random"}
-    return Record(**common, **sizes, **fixed, **fields)
+from tests.measured import record
 
 
 def test_lengths_of_documents():
@@ -34,8 +22,7 @@ def test_the_array_that_is_farthest_counts():
 
 def test_a_line():
     extra = {"form": "varlen", "farthest": 2e-3, "host_ms": 0.5, "metadata_ms": 0.02}
-    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 5}
-    cells = packed.line("16 x 2048", record(extra=extra, **times)).split(" | ")
+    cells = packed.line("16 x 2048", record("all", "mosaic", 1.0, extra=extra)).split(" | ")
     assert cells[1:] == [
         "forward",
         "varlen",
@@ -45,5 +32,5 @@ def test_a_line():
         "0.020",
         "-",
     ] + ["2.00e-03 |"]
-    wrong = record(extra=extra, status="wrong", reason="2 % off")
+    wrong = record("all", "mosaic", None, extra=extra, reason="2 % off")
     assert "| wrong: 2 % off |" in packed.line("16 x 2048", wrong)

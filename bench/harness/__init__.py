@@ -9,7 +9,8 @@
 | `peers`, `peer_nsa_triton` | rows of other people's kernels |
 | `measure`, `timing`, `cost` | one row: parity, then time, FLOPs and bytes |
 | `decode_steps` | the steps of decoding one token on a filled cache |
-| `selection_rows`, `selection_case` | what `bench.selection` measures; one problem of it |
+| `parts`, `turns` | rows by several processes, ready together and timed in turn |
+| `selection_rows` | the problems of `bench.selection` |
 | `records` | one JSON line a measurement |
 | `process` | a command as a step of `bench.oneshot` |
 """
