@@ -29,6 +29,7 @@ from nsa_core.config import NSAConfig
 
 from .harness import cli, exit_status, markdown, records, timing
 from .harness.records import Record
+from .harness.timed_problem import Problem, torch_inputs
 
 FLAGS = cli.define(
     only=((), "Shapes whose names begin so (repeatable)."),
@@ -88,14 +89,9 @@ class Packed:
 
     @classmethod
     def of(cls, shape: Shape, implementation: str) -> "Packed":
-        make = torch.Generator("cuda").manual_seed(0)
-        heads, kv_heads, width = shape.heads, shape.kv_heads, shape.width
-        columns = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
-        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        tensors = [
-            torch.randn(1, shape.total, *x, generator=make, **options).requires_grad_()
-            for x in columns
-        ]
+        sizes = {"H": shape.heads, "Hkv": shape.kv_heads, "D": shape.width, "Dv": shape.width}
+        *tensors, _ = torch_inputs(Problem(name="", T=shape.total, **sizes))
+        tensors = [x.requires_grad_() for x in tensors]
         borders = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32)
         return cls(shape, tensors, borders.cuda(), implementation)
 
@@ -208,18 +204,13 @@ def main(argv: Sequence[str]) -> int:
         shape = SHAPES[name]
         total, width = shape.total, shape.width
         common: dict[str, Any] = {
-            "bench": "packed",
-            "framework": "torch",
-            "branch": "all",
-            "implementation": FLAGS.implementation,
+            **{"framework": "torch", "branch": "all", "implementation": FLAGS.implementation},
             **{"B": 1, "T": total, "S": total, "H": shape.heads, "Hkv": shape.kv_heads},
             **{"D": width, "Dv": width, "dtype": "bfloat16", "input": "random"},
-            "config": CONFIG.as_dict(),
-            "device": device,
-            **records.environment(FLAGS.commit),
+            **{"config": CONFIG.as_dict(), "device": device},
         }
         for fields in measure(shape, FLAGS.implementation, FLAGS.row_seconds):
-            record = Record(**common, **fields, time=records.utc_now())
+            record = records.record("packed", FLAGS.commit, **common, **fields)
             done.append(record)
             print(line(name, record), flush=True)
             if FLAGS.out:  # at once: what follows may be ended from outside

@@ -284,7 +284,7 @@ def test_what_is_said_of_a_layer(kernels, tiles, found, fault, monkeypatch, caps
     layer = dataclasses.replace(LAYERS[LAYER], kernels=("gathered_merge",))
     monkeypatch.setattr(checked_layer, "LAYERS", {"a layer": layer})
     monkeypatch.setattr(checked_layer, "Watch", Pretended)
-    monkeypatch.setattr(checked_layer, "inputs", lambda _: ((), None))
+    monkeypatch.setattr(checked_layer, "torch_inputs", lambda _: [None])
     monkeypatch.setattr(checked_layer, "results", lambda *_: next(calls))
     checked_layer.FLAGS.unparse_flags()
     checked_layer.FLAGS([""])

@@ -27,7 +27,7 @@ from nsa_torch import plans
 from nsa_torch.torch_ops import TorchOps
 
 from . import cli, exit_status
-from .timed_problem import digest
+from .timed_problem import Problem, digest, torch_inputs
 
 CALLS = 3
 PAPER = NSAConfig()
@@ -39,20 +39,15 @@ GATHERED = "gathered_forward", "gathered_merge", "gathered_dq", "gathered_merge_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Sizes as in `nsa_core.types`.
+class Layer(Problem):
+    """A problem with a config.
 
     Attributes:
       cu_seqlens: of packed rows; tokens after the last sequence are padding.
       kernels: those that have to run; where `gathered_merge` is one, tiles must be gathered.
     """
 
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    T: int
-    B: int = 1
+    name: str = ""
     config: NSAConfig = PAPER
     cu_seqlens: tuple[int, ...] | None = None
     kernels: tuple[str, ...] = ("interval_forward", "selected_forward", "dkv_partials")
@@ -156,19 +151,6 @@ def gathered_tiles(spec: GatheredAttention, counts: torch.Tensor) -> int:
     return int((before > spec.gather_limit).sum())
 
 
-def inputs(layer: Layer) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Query, key, value and gates, and the output's cotangent; random, always the same."""
-    random = torch.Generator("cuda").manual_seed(1)
-
-    def normal(heads: int, width: int) -> torch.Tensor:
-        shape = layer.B, layer.T, heads, width
-        return torch.randn(shape, generator=random, device="cuda", dtype=torch.bfloat16)
-
-    tensors = [normal(layer.H, layer.D), normal(layer.Hkv, layer.D)]
-    tensors += [normal(layer.Hkv, layer.Dv), normal(layer.H, 3)]
-    return [x.requires_grad_() for x in tensors], normal(layer.H, layer.Dv)
-
-
 def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
     """Outputs of a call without gradients and of one with them, then the gradients; of the
     tokens that are not padding."""
@@ -187,7 +169,8 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 def check(layer: Layer) -> dict[str, Any]:
     """What ran, and `fault`: what is wrong with it, or None."""
-    tensors, do = inputs(layer)
+    *tensors, do = torch_inputs(layer)
+    tensors = [x.requires_grad_() for x in tensors]
     watch = Watch()
     with plans.unplanned(watch):
         found = [results(layer, tensors, do)]
