@@ -412,44 +412,29 @@ def test_gradients_are_compared_too(run, only):
     assert [(r.status, r.mode) for r in found] == [("ok", "fwdbwd")]
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_branches_computed_again(run, framework, monkeypatch):
-    name = {"jax": "xla", "torch": "sdpa"}[framework]
-    api = {"jax": nsa_jax, "torch": nsa_torch}[framework]
-    attention, asked = api.attention, []
-
-    def noted(*args, recompute=False, **options):
-        asked.append(recompute)
-        return attention(*args, recompute=recompute, **options)
-
-    monkeypatch.setattr(api, "attention", noted)
-    kernels = [f"--{step}_kernel={name}" for step in Branches._fields]
-    only = (f"--framework={framework}", "--branch=all", "--input=random", *kernels)
-    code, _, (kept, again) = run("--mode=fwdbwd", "--recompute", *only)
-    assert code == 0 and kept.status == again.status == "ok"
-    assert (kept.implementation, again.implementation) == (name, f"{name} recompute")
-    assert not asked[0] and asked[-1] and asked == sorted(asked)
-    with pytest.raises(ValueError, match="give --mode fwdbwd"):
-        run("--recompute", *only, folder="forward")
-
-
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_rows_as_one_packed_row(run, framework, monkeypatch):
-    name = {"jax": "xla", "torch": "sdpa"}[framework]
+@pytest.mark.parametrize("form", ["recompute", "packed"])
+@pytest.mark.parametrize(("framework", "kernel"), [("jax", "xla"), ("torch", "sdpa")])
+def test_forms_of_the_whole(run, framework, kernel, form, monkeypatch):
+    """Rows as one packed row; branches computed again."""
     api = {"jax": nsa_jax, "torch": nsa_torch}[framework]
     attention, asked = api.attention, []
 
     def noted(query, *args, **options):
-        asked.append((query.shape[0], options.get("varlen") is not None))
+        given = options.get("recompute", False), options.get("varlen") is not None
+        asked.append((query.shape[0], *given))
         return attention(query, *args, **options)
 
     monkeypatch.setattr(api, "attention", noted)
-    kernels = [f"--{step}_kernel={name}" for step in Branches._fields]
-    only = (f"--framework={framework}", "--branch=all", "--input=random", "--batch=2")
-    code, _, (rows, packed) = run("--mode=fwdbwd", "--packed", *only, *kernels)
-    assert code == 0 and rows.status == packed.status == "ok"
-    assert (rows.implementation, packed.implementation) == (name, f"{name} packed")
-    assert {*asked} == {(2, False), (1, True)}
+    only = f"--framework={framework}", "--branch=all", "--input=random", "--batch=2"
+    only = *only, *(f"--{step}_kernel={kernel}" for step in Branches._fields)
+    code, _, (plain, other) = run("--mode=fwdbwd", f"--{form}", *only)
+    assert code == 0 and plain.status == other.status == "ok"
+    assert (plain.implementation, other.implementation) == (kernel, f"{kernel} {form}")
+    expected = {"recompute": (2, True, False), "packed": (1, False, True)}[form]
+    assert {*asked} == {(2, False, False), expected} and asked[-1] == expected
+    if form == "recompute":
+        with pytest.raises(ValueError, match="give --mode fwdbwd"):
+            run("--recompute", *only, folder="forward")
 
 
 @jax.custom_vjp
