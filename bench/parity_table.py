@@ -7,14 +7,14 @@ python -m bench.parity_table --write    # and write bench/records/README.md
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import flags
+
 from .harness import cli, markdown, records
 from .harness.records import Record
 from .reports import render
 
 FOLDER = Path(__file__).parent / "records"
-FLAGS = cli.define(
-    write=(False, "Write bench/records/README.md."),
-)
+WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
 
 HEAD = """# Records
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     found = load()
     text = table(found)
     print(text)
-    if FLAGS.write:
+    if WRITE.value:
         (FOLDER / "README.md").write_text(HEAD + text)
     return int(any(r.status in ("wrong", "error") for r in found))
 
