@@ -435,6 +435,18 @@ def test_a_prompt_that_its_cache_has_seen(cache):
     assert made.generate(ids, cache=kept, max_new_tokens=1).shape == (2, WIDTH + 1)
 
 
+def interrupt(made, place, ids, cache):
+    """A call that ends with an error before the module `place`."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    hook = made.model.get_submodule(place).register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(ids, cache=cache)
+    hook.remove()
+
+
 @pytest.mark.parametrize("place", ["layers.1", "layers.1.mlp"])
 @torch.no_grad()
 def test_a_cache_in_which_a_call_did_not_end(place):
@@ -447,14 +459,7 @@ def test_a_cache_in_which_a_call_did_not_end(place):
     with pytest.raises(ValueError, match="cache capacity"):
         made(ids, cache=cache)
     made(ids[:, 20:30], cache=cache)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    hook = made.model.get_submodule(place).register_forward_pre_hook(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made(ids[:, 30:35], cache=cache)
-    hook.remove()
+    interrupt(made, place, ids[:, 30:35], cache)
     message = r"same tokens in all layers, of calls that ended, got \[35\] columns"
     with pytest.raises(ValueError, match=message):
         made(ids[:, 30:35], cache=cache)
@@ -495,14 +500,7 @@ def test_a_first_call_that_failed_leaves_nothing(kinds, first):
     """A second one may have other rows."""
     made, ids = copy.deepcopy(model(attention=kinds)), tokens(3)
     kept = NSAModelCache(made.config)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    hook = made.model.layers[first].mlp.register_forward_pre_hook(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made(ids[:1, :7].expand(2, -1), cache=kept)
-    hook.remove()
+    interrupt(made, f"layers.{first}.mlp", ids[:2, :7], kept)
     assert kept.lengths is None and kept.batch_size == -1
     same_rows(steps(made, ids, None, [20, 21], kept), alone(made, ids, (0, 0, 0)))
 

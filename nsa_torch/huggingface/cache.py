@@ -330,9 +330,6 @@ class NSAModelCache(Cache):
         """Row `i` becomes what row `beam_idx[i]` is."""
         self.batch_select_indices(beam_idx)
 
-    def activate_past_recording(self) -> None:
-        """Nothing: tokens can be taken back in any case."""
-
 
 class NSAPagedModelCache(NSAModelCache):
     """The past of a batch, for `NSAForCausalLM`: `generate(.., cache=this)`.
