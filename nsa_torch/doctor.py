@@ -54,20 +54,20 @@ def gpu() -> Finding:
     """The GPU, and the kernels that it runs."""
     if torch.version.cuda is None:
         words = (
-            "this torch is a CPU build, attention runs on the CPU: install one of CUDA (pip "
+            "this torch is a CPU build, attention runs on the CPU: install a CUDA build (pip "
         )
         return "gpu", "note", f"{words}install torch on Linux)"
     if not torch.cuda.is_available():
         words = (
-            f"torch of CUDA {torch.version.cuda} finds none: nvidia-smi must show one, and a "
+            f"torch (CUDA {torch.version.cuda}) finds no GPU: check that nvidia-smi shows one, "
         )
-        return "gpu", "note", f"{words}driver that is as new as this CUDA"
+        return "gpu", "note", f"{words}with a driver for this CUDA version"
     name, found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     shown = f"{name}, compute capability {found[0]}.{found[1]}"
     if found == HOPPER:
         return "gpu", "ok", f"{shown}: Mosaic and Triton kernels"
     if found >= AMPERE:
-        words = f"Triton kernels; those of the wheel are {cubin.ARCHITECTURE}, for Hopper alone"
+        words = f"Triton kernels; those of the wheel are {cubin.ARCHITECTURE}, only for Hopper"
         return "gpu", "note", f"{shown}: {words}"
     return "gpu", "note", f"{shown}: torch's own attention; Triton needs 8.0 or more"
 
@@ -78,11 +78,11 @@ def cuda() -> Iterator[Finding]:
     for major in ("13", "12"):
         if release and version(f"jax-cuda{major}-plugin") is not None:
             mine = release.partition(".")[0]
-            words = f"JAX's plugin is of CUDA {major}, torch of CUDA {release}"
+            words = f"JAX's plugin uses CUDA {major}, torch uses CUDA {release}"
             if mine == major:
                 yield "cuda", "ok", words
             else:
-                words += f": pip install '{LIBRARY}[cuda{mine}]' in an environment of its own"
+                words += f": pip install '{LIBRARY}[cuda{mine}]' in a separate environment"
                 yield "cuda", "broken", words
 
 
@@ -92,7 +92,7 @@ def kernels() -> Finding:
     if not entries:
         reason = build.why_not()
         state = "note" if reason or not torch.cuda.is_available() else "ok"
-        words = reason or "they are built at the first call: python -m nsa_interop.build"
+        words = reason or "they are built at the first call, or by python -m nsa_interop.build"
         return "kernels", state, f"none on disk; {words}"
     shown = "; ".join(
         f"H={x['heads']} Hkv={x['kv_heads']} D={x['key_width']}/{x['value_width']} {x['dtype']}"
@@ -111,8 +111,10 @@ def folder() -> Finding:
         there = there.parent
     if os.access(there, os.W_OK | os.X_OK):
         return "folder", "ok", str(place)
-    words = f"{place} cannot be written, {store.IN_MEMORY}: set XDG_CACHE_HOME to a folder of "
-    return "folder", "note", f"{words}your own"
+    words = (
+        f"{place} cannot be written, {store.IN_MEMORY}: set XDG_CACHE_HOME to another folder"
+    )
+    return "folder", "note", words
 
 
 def compilers() -> Finding:

@@ -57,7 +57,7 @@ def test_a_torch_without_cuda(monkeypatch):
 @pytest.mark.parametrize(
     "capability, state, words",
     [
-        (None, "note", "torch of CUDA 13.0 finds none: nvidia-smi must show one"),
+        (None, "note", "torch (CUDA 13.0) finds no GPU: check that nvidia-smi shows one"),
         ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels"),
         ((8, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
         ((10, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
@@ -92,7 +92,7 @@ def test_two_cudas_in_one_environment(monkeypatch, device):
     versions(monkeypatch, jax_cuda12_plugin="0.11.2")
     ((_, state, words),) = doctor.cuda()
     assert state == "broken"
-    assert words.startswith("JAX's plugin is of CUDA 12, torch of CUDA 13.0: pip install")
+    assert words.startswith("JAX's plugin uses CUDA 12, torch uses CUDA 13.0: pip install")
     versions(monkeypatch, jax_cuda13_plugin="0.11.2")
     assert [state for _, state, _ in doctor.cuda()] == ["ok"]
 
