@@ -6,6 +6,7 @@
 # little. On a GPU it trains 25 million weights on rows of 8192 tokens.
 
 # %%
+import json
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -135,11 +136,13 @@ print(tokenizer.decode(output[0]))
 
 # %% [markdown]
 # ## Serve
-# The folder is a checkpoint for every engine in [Serving](../serving.md). This command starts a
-# server with OpenAI's API (`pip install 'transformers[serving]'`):
-# ```bash
-# python -m nsa_torch.huggingface.serve pretrained --port 8000
-# curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
-#   -d '{"model": "pretrained", "messages": [{"role": "user", "content": "def main("}]}'
-# ```
-# Add `--continuous-batching` if you have transformers 5.19 or newer. Requests then share pages.
+# The folder is a checkpoint for every engine in [Serving](../serving.md). These commands start a
+# server with OpenAI's API and send a request. They need
+# `pip install 'transformers[serving]' requests`. Add `--continuous-batching` if you have
+# transformers 5.19 or newer. Requests then share pages.
+
+# %%
+print(f"python -m nsa_torch.huggingface.serve {folder} --port 8000")
+request = {"model": str(folder), "messages": [{"role": "user", "content": "def main("}]}
+print("curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\")
+print(f"  -d '{json.dumps(request)}'")

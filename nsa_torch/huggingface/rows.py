@@ -24,8 +24,9 @@ FIXED = {
     "output_attentions": (False, "no layer computes attention weights"),
     "output_router_logits": (False, "there are no experts"),
 }
-# Tokenizers return `token_type_ids`, which Llama does not read either.
-READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", "token_type_ids"}
+# Tokenizers return `token_type_ids`, and `generate` passes tokenizers on. Llama ignores them too.
+IGNORED = "token_type_ids", "tokenizer", "assistant_tokenizer"
+READ = {*BORDERS, INDEX, *LONGEST, *FIXED, "output_hidden_states", *IGNORED}
 MASK = "attention_mask must"
 COMPARED: set[tuple[Any, ...]] = set()  # device, keywords of a packed row that agreed once
 LOSS = "ignore_index", "num_items_in_batch", "shift_labels"  # read by transformers' loss
