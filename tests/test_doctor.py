@@ -59,8 +59,8 @@ def test_a_torch_without_cuda(monkeypatch):
     [
         (None, "note", "torch (CUDA 13.0) finds no GPU: check that nvidia-smi shows one"),
         ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels"),
-        ((8, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
-        ((10, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
+        ((8, 0), "note", "Triton kernels; those of the wheel are sm_90a, only for Hopper"),
+        ((10, 0), "note", "Triton kernels; those of the wheel are sm_90a, only for Hopper"),
         ((7, 5), "note", "torch's own attention; Triton needs 8.0 or more"),
     ],
 )
