@@ -19,7 +19,6 @@ class Rows(NamedTuple):
     """The tokens of a call, and the operations on their arrays."""
 
     ops: ArrayOps
-    nn: Any  # has softmax and logsumexp
     sequence: Any  # of each key, [B, S]; -1: none
     position: Any  # of each key in its sequence, [B, S]
     query: Any  # the key that each query is, [B, T]; below 0: none
@@ -93,7 +92,7 @@ def _attend(rows: Rows, query, key, value, mask, scale, dtype=None, in_float8=Fa
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities, their
     logarithms.
     """
-    xp, cast, nn = rows.ops.xp, rows.ops.cast, rows.nn
+    xp, cast, nn = rows.ops.xp, rows.ops.cast, rows.ops.nn
     out_dtype = dtype or query.dtype
     in_float8 = in_float8 and dtype is not None
     if dtype is None or in_float8:
@@ -156,7 +155,7 @@ def _scores(rows: Rows, query, key, config, scale):
     """Scores `[B, Hkv, T, N]` (Eqs. 8-10), and their logarithms."""
     xp, arange = rows.ops.xp, rows.ops.arange
     *_, probs, logs, before = _compressed(rows, query, key, key[..., :0], config, scale)
-    probs, logs = probs.sum(axis=2), rows.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
+    probs, logs = probs.sum(axis=2), rows.ops.nn.logsumexp(logs, axis=2)  # [B, Hkv, T, C]
     # Eq. 9: of the tokens that overlap a block, those at its ends share less strides with it.
     ratio = config.select_block // config.compress_stride
     cover = config.compress_block // config.compress_stride
@@ -175,7 +174,7 @@ def _scores(rows: Rows, query, key, config, scale):
     probs, logs = rows.ops.pad_end(probs, 3, 1, 0), rows.ops.pad_end(logs, 3, 1, -xp.inf)
     weights = rows.ops.cast(weights, probs.dtype)
     scores = (probs[*at, slot] * weights).sum(axis=-1)
-    return scores, rows.nn.logsumexp(logs[*at, slot] + xp.log(weights), axis=-1)
+    return scores, rows.ops.nn.logsumexp(logs[*at, slot] + xp.log(weights), axis=-1)
 
 
 def block_scores(rows: Rows, query, key, *, config, scale=None):

@@ -11,7 +11,7 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, Rope
 from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.numerics import precision_of, put, wide
+from nsa_jax.numerics import precision_of, put, rotated, wide
 
 
 def apply_phi(
@@ -29,19 +29,12 @@ def apply_phi(
         out = jnp.sum(windows.astype(dtype) * params.weight.astype(dtype)[:, None], axis=2)
     elif isinstance(params, RopeMLPParams):
         middle = first.astype(jnp.float32) + (windows.shape[2] - 1) / 2
-        out = _turned(_mlp(windows, MLPParams(*params[:-1])), middle, params.rates)
+        out = _mlp(windows, MLPParams(*params[:-1]))
+        angle = middle[..., None, None] * params.rates.astype(jnp.float32)
+        out = rotated(out, *(f(angle).astype(out.dtype) for f in (jnp.cos, jnp.sin)))
     else:
         out = _mlp(windows, params)
     return out.astype(windows.dtype)
-
-
-def _turned(x, position, rates):
-    """Pairs `(2i, 2i + 1)` of `x` [B, C, Hkv, D] by `position * rates`, of `[B or 1, C]`."""
-    angle = position[..., None, None] * rates.astype(jnp.float32)
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return turned.reshape(x.shape)
 
 
 def _mlp(windows, params):

@@ -21,6 +21,7 @@ from nsa_core.types import Branches
 from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
 from nsa_jax.geometry import PackedRows
+from nsa_jax.numerics import rotated
 from nsa_jax.varlen import rows_of, varlen_metadata
 
 try:
@@ -43,10 +44,8 @@ def apply_rope(
     angle = (position.astype(jnp.float32) / scale)[..., None] * rates(
         x.shape[-1], base, scaling
     )
-    cos, sin = jnp.cos(angle)[:, :, None] * factor, jnp.sin(angle)[:, :, None] * factor
-    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    cos, sin = (f(angle)[:, :, None] * factor for f in (jnp.cos, jnp.sin))
+    return rotated(x.astype(jnp.float32), cos, sin).astype(x.dtype)
 
 
 def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:

@@ -54,6 +54,13 @@ def _weighted_backward(subscripts, saved, grad):
 weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
+def rotated(x, cos, sin):
+    """The pairs `(2i, 2i + 1)` of the last axis of `x`, rotated by an angle."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    pairs = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return pairs.reshape(x.shape)
+
+
 def put(x, index, values):
     """`x` with `values` at `index`, an array or a tuple of arrays. Indices beyond the end are
     dropped.

@@ -21,7 +21,7 @@ def _rows(batch, num_keys, num_queries, kv_len, segment_ids) -> Rows:
     border = jnp.pad(sequence[:, 1:] != sequence[:, :-1], ((0, 0), (1, 0)))
     position = index - lax.cummax(jnp.where(border, index, 0), axis=1)
     query = jnp.arange(num_queries, dtype=jnp.int32) + lengths - num_queries
-    return Rows(JAX_OPS, jax.nn, sequence, position, query)
+    return Rows(JAX_OPS, sequence, position, query)
 
 
 def _target(name: str, of_tokens: bool):

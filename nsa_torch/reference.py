@@ -19,7 +19,7 @@ def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
         sequence = torch.where(index[0] < bounds[-1], begun, -1)[None]
         position = (index[0] - bounds[:-1][begun])[None]
     query = torch.arange(num_queries, device=device) + lengths - num_queries
-    return Rows(TORCH_OPS, torch, sequence, position, query)
+    return Rows(TORCH_OPS, sequence, position, query)
 
 
 def _target(name: str, of_tokens: bool):
