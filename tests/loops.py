@@ -2,8 +2,7 @@
 
 One token, one head, one key at a time, from arXiv 2502.11089 v2, Eqs. 5-12, sharing no code
 with `nsa_jax`. One batch row: query [T, H, D], key [S, Hkv, D], value [S, Hkv, Dv]. What is
-easily got wrong is a method of `Rules`, so that a test can override it and prove that the
-error would be seen.
+easily got wrong is a method of `Rules`.
 """
 
 import math

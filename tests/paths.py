@@ -13,10 +13,12 @@ import torch
 import nsa_jax
 import nsa_torch
 from nsa_torch import fa2
-from tests import interpreted_triton
+from tests import interpreted_triton, problems
 from tests.devices import needs_gpu
 from tests.oracles.nsa import BRANCHES
 from tests.problems import CASES, STEP_NAMES, Problem, array, moved
+
+ALL_STEPS = *BRANCHES, "scores"
 
 
 def same(x):
@@ -28,11 +30,13 @@ def negated(x: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(-x)
 
 
-def of_torch(p: Problem, implementation, device="cpu", bit=same, **options) -> dict:
+def of_torch(
+    p: Problem, implementation, device="cpu", bit=same, metadata=False, **options
+) -> dict:
     leaves = [x.to(device).detach().requires_grad_() for x in p.leaves]
     out = nsa_torch.attention(
         *p.of(map(bit, leaves), nsa_torch.Branches),
-        **in_torch(p, device),
+        **in_torch(p, device, metadata),
         block_indices=None if p.block_indices is None else p.block_indices.to(device),
         implementation=implementation,
         **options,
@@ -41,14 +45,14 @@ def of_torch(p: Problem, implementation, device="cpu", bit=same, **options) -> d
     return dict(zip(p.names, (out, *grads), strict=True))
 
 
-def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
+def of_jax(p: Problem, implementation, gradients=True, metadata=False, **options) -> dict:
     blocks = None if p.block_indices is None else jnp.asarray(p.block_indices.numpy())
     attend = functools.partial(
         nsa_jax.attention, block_indices=blocks, implementation=implementation
     )
 
     def both(weight, *leaves):
-        given = lambda *x: attend(*p.of(x, nsa_jax.Branches), **in_jax(p), **options)
+        given = lambda *x: attend(*p.of(x, nsa_jax.Branches), **in_jax(p, metadata), **options)
         if not gradients:  # nothing is kept for them
             return (given(*leaves),)
         out, pull = jax.vjp(given, *leaves)
@@ -59,12 +63,12 @@ def of_jax(p: Problem, implementation, gradients=True, **options) -> dict:
 
 
 def steps_of_torch(
-    p, implementation, device="cpu", of_lse=True, only=(*BRANCHES, "scores")
+    p, implementation, device="cpu", of_lse=True, only=ALL_STEPS, metadata=False
 ) -> dict:
     """Of a `Problem` or of `Ragged` rows. On a CPU FA-2 is its index work alone, since the public
     functions refuse it there.
     """
-    where, found = in_torch(p, device) | {"kv_len": moved(p.kv_len, device)}, {}
+    where, found = in_torch(p, device, metadata) | {"kv_len": moved(p.kv_len, device)}, {}
     api, index_work = nsa_torch, implementation == "fa2" and device == "cpu"
     if index_work:
         api, only = fa2, BRANCHES
@@ -88,9 +92,9 @@ def steps_of_torch(
     return found
 
 
-def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) -> dict:
+def steps_of_jax(p, implementation, gradients=True, only=ALL_STEPS, metadata=False) -> dict:
     def all_steps(steps, weights, kv_len):
-        where = in_jax(p) | {"implementation": implementation, "kv_len": kv_len}
+        where = in_jax(p, metadata) | {"implementation": implementation, "kv_len": kv_len}
         query, key, _ = steps["compressed"]
         found = {}
         if "scores" in only:
@@ -114,18 +118,28 @@ def steps_of_jax(p, implementation, gradients=True, only=(*BRANCHES, "scores")) 
     return jax.jit(all_steps)(arrays, weights, lengths)
 
 
-def in_torch(p: Problem, device) -> dict:
-    bounds = None
-    if p.case.documents is not None:
-        bounds = torch.tensor(np.cumsum([0, *p.case.documents]), device=device)
-    return {"config": p.case.config, "scale": p.case.scale, "cu_seqlens": bounds}
+def in_torch(p: Problem, device, metadata=False) -> dict:
+    """How a call is told of the configuration and of documents."""
+    where, config = {"config": p.case.config, "scale": p.case.scale}, p.case.config
+    if p.case.documents is None:
+        return where
+    bounds = torch.tensor(np.cumsum([0, *p.case.documents]), device=device)
+    if metadata:
+        return where | {
+            "varlen": nsa_torch.varlen_metadata(bounds, total=p.case.S, config=config)
+        }
+    return where | {"cu_seqlens": bounds}
 
 
-def in_jax(p: Problem) -> dict:
-    ids = None
-    if p.case.documents is not None:
-        ids = jnp.asarray(p.rows.tokens()[0][None].numpy(), jnp.int32)
-    return {"config": p.case.config, "scale": p.case.scale, "segment_ids": ids}
+def in_jax(p: Problem, metadata=False) -> dict:
+    where, config = {"config": p.case.config, "scale": p.case.scale}, p.case.config
+    if p.case.documents is None:
+        return where
+    ids = jnp.asarray(p.rows.tokens()[0][None].numpy(), jnp.int32)
+    if metadata:
+        most = {"max_segments": len(p.case.documents), "max_seqlen": max(p.case.documents)}
+        return where | {"varlen": nsa_jax.varlen_metadata(ids, config=config, **most)}
+    return where | {"segment_ids": ids}
 
 
 def to_jax(x: torch.Tensor) -> jax.Array:
@@ -148,9 +162,15 @@ class Path:
 
 
 def torch_path(
-    implementation, cases, cases_of_steps=None, how=None, device="cpu", **options
+    implementation,
+    cases,
+    cases_of_steps=None,
+    how=None,
+    device="cpu",
+    metadata=False,
+    **options,
 ) -> Path:
-    where = {"implementation": implementation, "device": device}
+    where = {"implementation": implementation, "device": device, "metadata": metadata}
     whole = functools.partial(of_torch, **where, **how or {})
     of_lse = options.get("of_lse", True)
     steps = functools.partial(steps_of_torch, **where, of_lse=of_lse)
@@ -158,9 +178,18 @@ def torch_path(
     return Path(whole, cases, steps, alone, **options)
 
 
-def jax_path(implementation, cases, cases_of_steps=None, gradients=True, **options) -> Path:
-    how = {"implementation": implementation, "gradients": gradients}
-    whole, steps = functools.partial(of_jax, **how), functools.partial(steps_of_jax, **how)
+def jax_path(
+    implementation,
+    cases,
+    cases_of_steps=None,
+    gradients=True,
+    only=ALL_STEPS,
+    metadata=False,
+    **options,
+) -> Path:
+    how = {"implementation": implementation, "gradients": gradients, "metadata": metadata}
+    whole = functools.partial(of_jax, **how)
+    steps = functools.partial(steps_of_jax, **how, only=only)
     alone = cases if cases_of_steps is None else cases_of_steps
     return Path(whole, cases, steps, alone, **options)
 
@@ -185,18 +214,28 @@ for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax
     PATHS[f"torch {name} negated"] = torch_path(
         implementation, ("one output",), (), how={"bit": negated}
     )
+# What follows from the borders of documents is made once a batch.
+PACKED = "documents", "short documents", "empty documents", "no document"
+METADATA = {"metadata": True}
+PATHS |= {
+    "torch sdpa with metadata": torch_path("sdpa", PACKED, **METADATA),
+    "torch reference with metadata": torch_path("reference", PACKED[2:], **METADATA),
+    "torch jax with metadata": torch_path("jax", PACKED[2:3], (), **METADATA),
+    "jax xla with metadata": jax_path("xla", PACKED, **METADATA),
+    "jax reference with metadata": jax_path("reference", PACKED[2:3], **METADATA),
+}
 MOSAIC = (
     "kernel: three heads a group",
     "kernel: four heads a group",
     "kernel: documents",
     "kernel: query tiles with rows of no token",
     "kernel: wide",
+    "kernel: any blocks",
     "kernel: no compressed token",
     "kernel: blocks in three tiles",
-    "kernel: any blocks",
+    "kernel: documents before queries",
 )
 WITHOUT_GRADIENTS = (
-    "kernel: documents before queries",
     "kernel: more slots than blocks",
     "kernel: no compressed token",
 )
@@ -208,6 +247,17 @@ STEPS_OF_MOSAIC = (
 )
 IN_PIECES = "kernel: documents", "kernel: blocks or nothing"
 INTERPRETED = {"fixtures": ("interpreted",)}
+PLANNED = {"fixtures": ("planned_kernels",)}
+
+
+def of_kind(kind):
+    """Names of `problems.CASES`."""
+    return tuple(x for x in CASES if x.startswith(f"{kind}: "))
+
+
+SCORES, SELECTED = {"only": ("scores",), "gradients": False}, {"only": ("selected",)}
+GATHERED = {"fixtures": ("interpreted", "gathered_tiles")}
+STORED = {"fixtures": ("interpreted", "stored_ds")}
 PATHS |= {
     "jax mosaic": jax_path("mosaic", MOSAIC, (), **INTERPRETED),
     "jax mosaic without gradients": jax_path(
@@ -216,13 +266,65 @@ PATHS |= {
     "jax mosaic in pieces": jax_path(
         "mosaic", ("kernel: one output",), IN_PIECES, fixtures=("interpreted", "in_pieces")
     ),
+    "jax mosaic scores": jax_path("mosaic", (), of_kind("scores"), **SCORES, **INTERPRETED),
+    "jax mosaic scores in parts": jax_path(
+        "mosaic",
+        (),
+        of_kind("scores in parts"),
+        **SCORES,
+        fixtures=("interpreted", "few_scores"),
+    ),
+    "jax mosaic gathered": jax_path(
+        "mosaic",
+        ("gathered: whole",),
+        ("gathered: slabs", "gathered: dq of long blocks"),
+        **SELECTED,
+        **GATHERED,
+    ),
+    "jax mosaic gathered without gradients": jax_path(
+        "mosaic",
+        ("gathered: two tiles",),
+        tuple(
+            f"gathered: {x}" for x in ("four heads", "three heads", "long blocks", "any blocks")
+        ),
+        gradients=False,
+        **SELECTED,
+        **GATHERED,
+    ),
+    "jax mosaic stored dS": jax_path(
+        "mosaic",
+        tuple(f"stored dS: {x}" for x in ("eight heads", "sixteen heads", "64 heads")),
+        ("stored dS: any blocks", "stored dS: ten heads"),
+        **SELECTED,
+        **STORED,
+    ),
+    "torch mosaic stored dS in chunks": torch_path(
+        "mosaic", ("stored dS: ten heads",), (), fixtures=("ds_chunks",)
+    ),
 }
-PATHS["torch mosaic"] = torch_path(
-    "mosaic",
-    ("kernel: tiny", "kernel: three heads a group", "kernel: no compressed token"),
-    ("kernel: fewer queries than keys", "kernel: empty documents"),
-    fixtures=("planned_kernels",),
-)
+PATHS |= {
+    "torch mosaic": torch_path(
+        "mosaic",
+        (
+            "kernel: tiny",
+            "kernel: three heads a group",
+            "kernel: no compressed token",
+            "kernel: documents without a compressed token",
+        ),
+        ("kernel: fewer queries than keys", "kernel: empty documents"),
+        **PLANNED,
+    ),
+    "torch mosaic with metadata": torch_path(
+        "mosaic",
+        ("kernel: places of 16 heads", "kernel: places of three heads"),
+        (),
+        **METADATA,
+        **PLANNED,
+    ),
+    "jax mosaic with metadata": jax_path(
+        "mosaic", ("kernel: places of tokens",), (), **METADATA, **INTERPRETED
+    ),
+}
 OF_TRITON = [x for x in CASES if x.startswith("triton: ")]
 ON_TRITON = {"device": interpreted_triton.DEVICE, "marks": interpreted_triton.MARKS}
 PATHS |= {
@@ -255,6 +357,78 @@ PATHS |= {
         "triton", (*WHOLE_ON_GPU, *KERNELS_ON_GPU), (*ON_GPU, "fewer queries than keys"), **GPU
     ),
     "cuda torch mosaic": torch_path(
-        "mosaic", (*WHOLE_ON_GPU, "gpu: wide"), ANY_ON_GPU, **HOPPER
+        "mosaic",
+        (*WHOLE_ON_GPU, "gpu: wide"),
+        (*ON_GPU, *of_kind("gpu kernel")),
+        **HOPPER,
+    ),
+    "cuda torch mosaic with metadata": torch_path(
+        "mosaic", WHOLE_ON_GPU[1:], WHOLE_ON_GPU[1:], **METADATA, **HOPPER
+    ),
+    "cuda torch triton with metadata": torch_path(
+        "triton", WHOLE_ON_GPU[1:], WHOLE_ON_GPU[1:], **METADATA, **GPU
+    ),
+    "cuda torch mosaic gathered": torch_path(
+        "mosaic",
+        ("gpu gathered: 4 heads a group", "gpu gathered: rows"),
+        (),
+        **HOPPER | {"fixtures": ("gathered_parts",)},
+    ),
+}
+IN_JAX = {"marks": HOPPER["marks"]}
+JAX_ON_GPU = (
+    *(f"gpu jax: {x}" for x in problems.JAX_ON_A_GPU),
+    *of_kind("gpu kernel"),
+    "gpu: wide",
+    *MOSAIC[-3:],
+)
+GROUPED = tuple(f"gpu jax: {x} heads a group" for x in (3, 16))
+SCORES_ON_GPU = of_kind("gpu scores")
+GATHERED_ON_GPU = of_kind("gpu gathered")
+PATHS |= {
+    "cuda jax mosaic with metadata": jax_path(
+        "mosaic", ("gpu jax: documents",), (), **METADATA, **IN_JAX
+    ),
+    "cuda jax mosaic": jax_path(
+        "mosaic", JAX_ON_GPU, (*GROUPED, "gpu jax: 48 and 80", "gpu jax: 96 and 80"), **IN_JAX
+    ),
+    "cuda jax mosaic without gradients": jax_path(
+        "mosaic",
+        tuple(f"gpu jax: {x}" for x in problems.JAX_FORWARD_ON_A_GPU),
+        of_kind("gpu jax"),
+        gradients=False,
+        **IN_JAX,
+    ),
+    "cuda jax mosaic, any blocks": jax_path(
+        "mosaic", (), of_kind("gpu jax any"), gradients=False, **SELECTED, **IN_JAX
+    ),
+    "cuda jax mosaic scores": jax_path(
+        "mosaic", (), (*SCORES_ON_GPU, *of_kind("gpu other scores")), **SCORES, **IN_JAX
+    ),
+    "cuda jax mosaic scores in parts": jax_path(
+        "mosaic", (), SCORES_ON_GPU, **SCORES, **IN_JAX, fixtures=("few_scores",)
+    ),
+    "cuda jax mosaic gathered": jax_path(
+        "mosaic",
+        tuple(
+            f"gpu gathered: {x}"
+            for x in problems.GATHERED_ON_A_GPU
+            if not x.startswith(("2 ", "3 ", "5 ", "6 ", "7 ", "any"))
+        ),
+        (),
+        **IN_JAX,
+        fixtures=("gathered_parts",),
+    ),
+    "cuda jax mosaic gathered without gradients": jax_path(
+        "mosaic",
+        tuple(x for x in GATHERED_ON_GPU if "any blocks" not in x),
+        GATHERED_ON_GPU,
+        gradients=False,
+        **SELECTED,
+        **IN_JAX,
+        fixtures=("gathered_parts",),
+    ),
+    "cuda jax mosaic stored dS": jax_path(
+        "mosaic", of_kind("gpu stored dS"), (), **IN_JAX, fixtures=("stored_ds",)
     ),
 }

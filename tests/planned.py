@@ -71,8 +71,9 @@ class Eager(TorchOps):
 
 def _write(place, found, kernel):
     """Puts an output in its place; the interpreter has NaN where a kernel wrote nothing."""
-    found = found.reshape(place.shape)
-    if getattr(kernel.spec, "stays", False):
+    found, spec = found.reshape(place.shape), kernel.spec
+    of_some_rows = "before" in kernel.names or getattr(spec, "stored_rows", 0)
+    if getattr(spec, "stays", False) or (kernel.in_place and of_some_rows):
         found = torch.where(found.isnan(), place, found)
     return place.copy_(found)
 

@@ -5,6 +5,7 @@ Every call here has its gradients compared, bit by bit, with those of copies of 
 the CPU kernels are stand-ins, whose outputs tell any two of their inputs apart.
 """
 
+import contextlib
 import random
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import nsa_torch
 from nsa_torch import Branches, call, plans
+from tests.paths import negated, same
 from tests.planned import Eager
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
@@ -110,14 +112,30 @@ class Problem:
         return self.draw.choice([*own, row, turned, out, out.detach(), *some])
 
 
-def copies(tensors):
-    """The same objects in the same roles, each in memory of its own."""
-    made = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors.values()}
+def each_of(function, tensors):
+    """Of the same objects in the same roles."""
+    made = {id(x): function(x) for x in tensors.values()}
     return {role: made[id(x)] for role, x in tensors.items()}
+
+
+def copies(tensors):
+    """Each in memory of its own."""
+    copied = lambda x: x.detach().clone().requires_grad_(x.requires_grad)
+    return each_of(copied, tensors)
 
 
 def objects(tensors):
     return list({id(x): x for x in tensors.values()}.values())
+
+
+def elsewhere(x):
+    """The same numbers, between others."""
+    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
+
+
+def saved_as(back):
+    """Within: what is saved for a gradient comes back as `back` gives it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, back)
 
 
 def check_calls(problem):
@@ -125,9 +143,14 @@ def check_calls(problem):
     plans.forget()
     for _ in range(CALLS):
         inputs, integers = problem.inputs()
-        with torch.no_grad():
+        plain_mode = problem.draw.choice([torch.no_grad, torch.inference_mode])
+        with plain_mode():
             plain = problem.call(inputs, integers)
-        out = problem.call(inputs, integers)
+        assert plain.is_inference() == (plain_mode is torch.inference_mode)
+        inside = problem.draw.choice([*5 * [contextlib.nullcontext], *WITHIN])
+        moved = problem.draw.choice([*5 * [same], negated])
+        with inside():
+            out = problem.call(each_of(moved, inputs), integers)
         do = problem.cotangent(inputs, out)
         do_copy = do.detach().clone()
         got = torch.autograd.grad(out, objects(inputs), do)
@@ -141,6 +164,12 @@ def check_calls(problem):
             assert torch.equal(x, y)
 
 
+# What else is in force as a call runs.
+WITHIN = (
+    lambda: torch.autocast("cpu", dtype=torch.float16),
+    lambda: saved_as(torch.clone),
+    lambda: saved_as(elsewhere),
+)
 KINDS = "shared", "apart", "compressed", "indices", "packed"
 
 
@@ -165,25 +194,6 @@ def test_arguments_in_the_same_memory_on_gpu(kind, implementation):
     for _ in range(5):
         config = nsa_torch.NSAConfig()
         check_calls(Problem(kind, draw, "cuda", config, 300, 64, implementation))
-
-
-def test_numbers_by_identity_are_found(monkeypatch):
-    """A planner that takes two arguments for one where they are one tensor."""
-    plan = plans.Planned.plan
-
-    def by_identity(planned, arguments, device):
-        first = {id(x): i for i, x in reversed([*enumerate(arguments)])}
-        function = lambda ops, *views: planned.function(
-            ops, *(views[first[id(x)]] for x in arguments)
-        )
-        return plan(planned._replace(function=function), arguments, device)
-
-    draw = random.Random(1)
-    with stand_ins(monkeypatch):
-        monkeypatch.setattr(plans.Planned, "plan", by_identity)
-        with pytest.raises(AssertionError):
-            for _ in range(8):
-                check_calls(small("shared", draw))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""How far it is from a public call to a launch, and through which packages."""
+"""How many frames of Python a known call takes."""
 
 import sys
 from pathlib import Path
@@ -8,73 +8,16 @@ import torch
 
 import nsa_torch
 from nsa_torch import batch_tables
-from tests.inputs import SMALL
-from tests.stand_in_kernels import stand_in, stand_ins
+from tests.problems import SMALL
+from tests.stand_in_kernels import stand_ins
 
-ROOT, TORCH = Path(nsa_torch.__file__).parents[1], Path(torch.__file__).parent
-PACKAGES = ["nsa_torch", "interop", "nsa_jax", "nsa_core", "kernels_pallas"]  # from the top
-DEEPEST = 8  # frames to the launch of a kernel, which calls the driver; torch's do not count
+ROOT = Path(nsa_torch.__file__).parents[1]
+PACKAGES = "nsa_torch", "interop", "nsa_jax", "nsa_core", "kernels_pallas"
 
 
-def package(frame):
-    """Of the library, or None."""
+def of_library(frame):
     path = Path(frame.f_code.co_filename)
-    name = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else None
-    return name if name in PACKAGES else None
-
-
-class Walk:
-    """Within: which functions call which, across packages, and how deep launches are."""
-
-    def __init__(self):
-        self.depths, self.packages, self.climbs = [], set(), set()
-
-    def __enter__(self):
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def _note(self, frame, event, _):
-        if event == "call" and (callee := package(frame)):
-            self.packages.add(callee)
-            caller = package(frame.f_back)
-            if caller and PACKAGES.index(caller) > PACKAGES.index(callee):
-                self.climbs.add(f"{caller} -> {Path(frame.f_code.co_filename).name}")
-
-    def launched(self, kernel, *tensors):
-        """A kernel in whose place nothing runs."""
-        frame, depth = sys._getframe(1), 0  # of what stands for the launch of a kernel
-        while frame.f_code is not a_call.__code__:
-            depth += TORCH not in Path(frame.f_code.co_filename).parents
-            frame = frame.f_back
-        self.depths.append(depth)
-        return stand_in(kernel, *tensors)
-
-
-def a_call(gradients):
-    make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16).requires_grad_(gradients)
-    given = make(1, 40, 4, 16), make(1, 40, 2, 16), make(1, 40, 2, 16), make(1, 40, 4, 3)
-    out = nsa_torch.attention(*given, config=SMALL, implementation="mosaic")
-    if gradients:
-        torch.autograd.grad(out, given, out)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_from_a_call_to_a_launch(gradients, monkeypatch):
-    """The first call of a signature and its gradient are as deep as later ones. These call up for
-    nothing but what torch computes.
-    """
-    walk = Walk()
-    with stand_ins(monkeypatch, walk.launched):
-        for _ in range(2):
-            walk.climbs.clear()
-            with walk:
-                a_call(gradients)
-    assert len(walk.depths) > 10 and max(walk.depths) <= DEEPEST
-    assert walk.packages == {"nsa_torch", "nsa_core", "kernels_pallas"}
-    assert walk.climbs == {"nsa_core -> torch_ops.py"}
+    return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
 
 
 @pytest.mark.parametrize(
@@ -103,7 +46,7 @@ def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
     def note(frame, event, _):
         # What stands for the launch of a kernel calls the library too.
         stand = "tests" in Path(frame.f_back.f_code.co_filename).parts and found
-        if event == "call" and package(frame) and not stand:
+        if event == "call" and of_library(frame) and not stand:
             found.append(frame.f_code.co_filename)
 
     def frames(function):

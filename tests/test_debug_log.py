@@ -16,8 +16,8 @@ import nsa_torch
 from bench.harness.process import ROOT
 from nsa_core import debug
 from nsa_jax import jax_debug
-from tests.inputs import SMALL
 from tests.limits import set_limits
+from tests.problems import SMALL
 
 T, H, HKV, D = 24, 4, 2, 8
 STEPS = ("scores", "compressed", "selected", "sliding")

@@ -30,7 +30,7 @@ def arguments(kind, pick):
     """Of a call of any size, without memory."""
     kv_heads, D, Dv = (pick.choice(x) for x in ([1, 2, 4], [16, 64, 128], [32, 64, 128]))
     heads, config = kv_heads * pick.choice([1, 4, 8, 16]), pick.choice(CONFIGS)
-    S, packed = pick.randint(1, 3000), pick.random() < 0.3
+    S, packed = pick.randint(1, pick.choice([30, 3000])), pick.random() < 0.3
     B, T = (1, S) if packed else (pick.randint(1, 3), pick.choice([S, pick.randint(1, S)]))
     C, dtype = config.num_compressed(S), pick.choice([torch.bfloat16, torch.float16])
     gate_dtype = pick.choice([dtype, torch.float32])

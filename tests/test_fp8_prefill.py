@@ -9,12 +9,10 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh, PartitionSpec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,18 +25,19 @@ from nsa_core.config import FLOAT8
 from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
-from nsa_jax import mosaic
 from nsa_torch import Branches, NSAConfig, reference
-from tests import problems
+from tests import paths
 from tests.devices import needs_gpu
+from tests.jaxprs import equations
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
 from tests.paths import to_jax
-from tests.problems import array
+from tests.problems import Case, array, problem
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
 MIDDLE = NSAConfig(num_selected=6, window=200, compute_dtype=FLOAT8)
+CASE = Case(300, 300, 16, 1, 32, 32, config=PAPER, dtype="bfloat16", blocks="given")
 NUMBER = [8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(16)]  # at each place
 
 
@@ -121,17 +120,15 @@ def test_infinite_tokens_become_nan():
 # What it is for, and what refuses it
 
 
-def tensors(T=130, H=16, D=32, Dv=32, device="cpu", dtype=torch.bfloat16, B=1, S=None, Hkv=1):
-    make = torch.Generator(device).manual_seed(T + D)
-    normal = functools.partial(torch.randn, generator=make, device=device, dtype=dtype)
-    S = T if S is None else S
-    tokens = normal(B, T, H, D), normal(B, S, Hkv, D) + 2, normal(B, S, Hkv, Dv)
-    return *tokens, normal(B, T, H, 3).sigmoid()
+def tensors():
+    """Query, key, value and gates, of a head of keys."""
+    p = problem(CASE)
+    return [p.query, *p.keys, *p.values, p.gates]
 
 
-def arrays(**sizes):
+def arrays():
     """`tensors` of JAX."""
-    return [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in tensors(**sizes)]
+    return [*map(to_jax, tensors())]
 
 
 FRAMEWORKS = {"torch": (nsa_torch, tensors, "sdpa"), "jax": (nsa_jax, arrays, "xla")}
@@ -154,7 +151,7 @@ def on_ranks():
 
 
 def on_a_cache():
-    query, key, value, gates = tensors(T=3)
+    query, key, value, gates = (x[:, :3] for x in tensors())
     options = {"config": PAPER.of_sizes, "dtype": torch.bfloat16}
     cache = nsa_torch.init_cache(1, 64, 1, 32, 32, **options)
     nsa_torch.cached_attention(query, key, value, gates, cache, config=PAPER)
@@ -244,24 +241,6 @@ def test_explain_says_it():
     ]
 
 
-def test_shard_map_over_batch_and_heads():
-    """Traced and lowered for GPUs: the interpreter knows one device."""
-    config = dataclasses.replace(SMALL, num_selected=4)
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
-
-    def attend(query, key, value, gates):
-        each = Branches.each
-        compressed = [nsa_jax.compress(x, config=config) for x in (key, value)]
-        gates = Branches(*(gates[..., i] for i in range(3)))
-        rest = {"config": config, "kv_len": 40}
-        return mosaic.attention(query, each(key), each(value), gates, compressed, None, **rest)
-
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
-    traced = jax.jit(sharded).trace(*arrays(T=40, B=2, H=4, Hkv=2))
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_kernels_are_prepared_without_gradients():
     found = {x.name for x in kernels_of_layer([4096], gradients=False, **KERNELS)}
     assert found >= {"fp8_sums", "fp8_round", "selected_forward", "interval_forward"}
@@ -281,23 +260,11 @@ def test_layers_take_it():
 # In the interpreter
 
 
-def outputs_of(jaxpr):
-    """The shapes and dtypes that steps give, those within kernels left out."""
-    for step in jaxpr.eqns:
-        inner = [x for x in step.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-        if step.primitive.name == "pallas_call" or not inner:
-            yield from (x.aval for x in step.outvars)
-        else:
-            for x in inner:
-                yield from outputs_of(getattr(x, "jaxpr", x))
-
-
 @pytest.mark.parametrize("branch", ["selected", "sliding"])
 @pytest.mark.usefixtures("interpreted")
 def test_a_branch(branch):
     """A chunk of a longer row; keys have a mean."""
-    sizes = {"config": SMALL, "dtype": "bfloat16", "blocks": "given"}
-    p = problems.problem(problems.Case(7, 75, 16, 1, 32, **sizes))
+    p = problem(CASE.but(T=7, S=75, Dv=16, config=SMALL))
     query, key, value = p.query, p.keys[0] + 3, p.values[0]
     indices, where = [], {"config": SMALL, "kv_len": 75}
     if branch == "selected":
@@ -305,8 +272,11 @@ def test_a_branch(branch):
         indices = [reference.select_blocks(query, compressed, **where)]
     given, name = [*map(to_jax, (query, key, value, *indices))], f"{branch}_attention"
     function = functools.partial(getattr(nsa_jax, name), implementation="mosaic", **where)
-    is_query = lambda x: x.dtype == "float32" and x.size == query.numel()
-    assert not any(map(is_query, outputs_of(jax.make_jaxpr(function)(*given).jaxpr)))
+    made = (
+        x.aval for e in equations(jax.make_jaxpr(function)(*given).jaxpr) for x in e.outvars
+    )
+    sizes = {(str(x.dtype), x.size) for x in made if hasattr(x, "size")}
+    assert ("float32", query.numel()) not in sizes  # the query is rounded within kernels
     judge, low = getattr(reference, name), {"compute_dtype": torch.bfloat16}
     exact = map(array, judge(*(x.double() for x in (query, key, value)), *indices, **where))
     rough = map(array, judge(query, key, value, *indices, **where, **low))
@@ -332,35 +302,12 @@ def test_the_slope_of_errors_follows_the_yardsticks():
 # On a GPU: errors of a branch
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    T: int
-    S: int
-    H: int = 16
-    Hkv: int = 1
-    D: int = 128
-    Dv: int = 128
-    B: int = 1
-    config: NSAConfig = MIDDLE
-    dtype: torch.dtype = torch.bfloat16
-    segments: tuple[int, ...] = ()  # lengths of packed sequences; the rest is padding, NaN
-    own: bool = False  # each branch has keys and values of its own
-
-    def __str__(self):
-        return f"T{self.T}-S{self.S}-G{self.H // self.Hkv}-D{self.D}x{self.Dv}" + (
-            "-packed" * bool(self.segments) + "-own" * self.own
-        )
-
-    def draw(self):
-        """Query, key, value, gates, and `cu_seqlens` or None."""
-        sizes = {x: getattr(self, x) for x in ("T", "S", "H", "Hkv", "D", "Dv", "B", "dtype")}
-        found = tensors(**sizes, device="cuda")
-        if not self.segments:
-            return found, None
-        borders = np.cumsum([0, *self.segments])
-        for x in found:
-            x[:, borders[-1] :] = torch.nan
-        return found, torch.tensor(borders, device="cuda")
+def drawn(case):
+    """A problem on the GPU, whose keys have a mean: its arguments, where they stand, and those."""
+    p = problem(case)
+    p = dataclasses.replace(p, keys=tuple(x + 2 for x in p.keys))
+    where = paths.in_torch(p, "cuda")
+    return p.of([x.cuda() for x in p.leaves], Branches), where
 
 
 def error(x, exact):
@@ -372,7 +319,7 @@ def error(x, exact):
 def check_branch(case, branch, got, given, indices):
     """`got` beside float64, where the model of the kernel has some error too."""
     query, key, value = (getattr(x, branch, x) for x in given[:3])
-    documents = case.segments or (case.S,)
+    documents = case.documents or (case.S,)
     rows = nsa.Rows(case.T, case.S, documents, "cuda")
     if branch == "selected":
         mask = nsa.selected_mask(indices, case.config, rows)
@@ -380,7 +327,7 @@ def check_branch(case, branch, got, given, indices):
         mask = nsa.sliding_mask(case.config, rows)
     mask = mask.expand(case.B, case.Hkv, -1, -1)
     end = torch.full((case.B,), sum(documents), device="cuda")
-    real = slice(0, sum(case.segments) or case.T)
+    real = slice(0, sum(documents) if case.documents else case.T)
     exact, rough = (
         model.attention(query, key, value, mask, end, in_fp8=in_fp8)[:, real]
         for in_fp8 in (False, True)
@@ -391,49 +338,52 @@ def check_branch(case, branch, got, given, indices):
     tokens = max(64 // (case.H // case.Hkv), 1)
     keys = case.config.num_selected * case.config.select_block * tokens
     keys = min(case.S, keys if branch == "selected" else case.config.window + 2 * tokens)
-    lost = keys / 32 * 2.0**-14 + torch.finfo(case.dtype).eps
+    lost = keys / 32 * 2.0**-14 + torch.finfo(query.dtype).eps
     mine, models = error(got[:, real], exact), error(rough, exact)
     for x, y, size in zip(mine, models, error(exact, 0), strict=True):
         assert x <= 1.25 * y + lost * size, (branch, mine, models, size)
     assert mine[0] > 0.3 * models[0] > 0  # it was in 8 bits
 
 
-ON_GPU = (
-    Case(1337, 1337, 32, 2, config=PAPER),
-    Case(301, 2049, 32, 2, B=2, config=PAPER, dtype=torch.float16),  # a chunk
-    Case(1337, 1337, 32, 2, D=192, config=PAPER),
-    Case(777, 777, 8, 2, D=64, Dv=96, B=2),
-    Case(500, 500, 8, 1, D=256, Dv=256),
-    Case(300, 300, 3, 1, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)),
-    Case(200, 200, 2, 2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)),
-    Case(1, 1),
-    Case(333, 333, D=64, Dv=64, own=True),
-    Case(1500, 1500, 32, 2, segments=(700, 1, 33, 1, 500, 200)),
-)
+LARGE = CASE.but(D=128, Dv=128, config=MIDDLE)
+ON_GPU = {
+    "paper": LARGE.but(T=1337, S=1337, H=32, Hkv=2, config=PAPER),
+    "a chunk": LARGE.but(T=301, S=2049, H=32, Hkv=2, B=2, config=PAPER, dtype="float16"),
+    "wide": LARGE.but(T=1337, S=1337, H=32, Hkv=2, D=192, config=PAPER),
+    "four heads a group": LARGE.but(T=777, S=777, H=8, Hkv=2, D=64, Dv=96, B=2),
+    "widest": LARGE.but(T=500, S=500, H=8, D=256, Dv=256),
+    "long blocks": LARGE.but(
+        H=3, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)
+    ),
+    "short blocks": LARGE.but(
+        H=2, Hkv=2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)
+    ),
+    "one token": LARGE.but(T=1, S=1),
+    "keys of each branch": LARGE.but(D=64, Dv=64, own=True),
+    "documents": LARGE.but(T=1500, S=1500, H=32, Hkv=2, documents=(700, 1, 33, 1, 500, 200)),
+}
 
 
-@pytest.mark.gpu
-@needs_gpu
+def gpu(function):
+    return pytest.mark.gpu(needs_gpu(function))
+
+
+@gpu
 @torch.no_grad()
-@pytest.mark.parametrize("case", ON_GPU, ids=str)
-def test_gpu_branches_and_blocks(case):
+@pytest.mark.parametrize("name", ON_GPU)
+def test_gpu_branches_and_blocks(name):
     """Both branches, and that the whole takes the blocks that 16 bits choose."""
-    given, borders = case.draw()
+    case = ON_GPU[name]
+    given, where = drawn(case)
     query, key, value, gates = given
-    where, exact = {"cu_seqlens": borders}, {"config": case.config.of_sizes}
-    tokens = key
-    if case.own:
-        key, value = (
-            Branches(key, key.flip(1), key.roll(7, 1)),
-            Branches(value, value.flip(1), value),
-        )
-        given = query, key, value
-    compressed = nsa_torch.compress(tokens, **exact, **where)
-    place = where if borders is not None else {"kv_len": case.S}
+    exact = where | {"config": case.config.of_sizes}
+    packed = {x: exact[x] for x in ("config", "cu_seqlens")}
+    compressed = nsa_torch.compress(getattr(key, "compressed", key), **packed)
+    place = {} if case.documents else {"kv_len": case.S}
     indices = nsa_torch.select_blocks(
         query, compressed, **exact, **place, implementation="mosaic"
     )
-    run = functools.partial(nsa_torch.attention, query, key, value, config=case.config, **where)
+    run = functools.partial(nsa_torch.attention, query, key, value, **where)
     for i, branch in ((1, "selected"), (2, "sliding")):
         alone = torch.zeros_like(gates)
         alone[..., i] = torch.where(gates[..., i].isnan(), torch.nan, 1.0)
@@ -441,10 +391,9 @@ def test_gpu_branches_and_blocks(case):
     assert torch.equal(run(gates), run(gates, block_indices=indices))
 
 
-@pytest.mark.gpu
-@needs_gpu
+@gpu
 def test_gpu_log_sum_exp_has_the_mean_of_keys():
-    query, key, value, _ = tensors(T=300, D=64, Dv=64, device="cuda")
+    (query, key, value, _), _ = drawn(LARGE.but(D=64, Dv=64))
     found, exact = (
         nsa_torch.sliding_attention(query, key, value, config=x, implementation="mosaic")[1]
         for x in (MIDDLE, MIDDLE.of_sizes)
@@ -453,10 +402,9 @@ def test_gpu_log_sum_exp_has_the_mean_of_keys():
     assert (found - exact).abs().max() < 0.5 and (found - exact).abs().mean() < 0.05
 
 
-@pytest.mark.gpu
-@needs_gpu
+@gpu
 def test_gpu_refuses_gradients():
-    given = [x.requires_grad_() for x in tensors(device="cuda")]
+    given = [x.requires_grad_() for x in drawn(LARGE)[0]]
     with pytest.raises(NotImplementedError, match=f"compute_dtype='{FLOAT8}' has no gradient"):
         nsa_torch.attention(*given, config=MIDDLE, implementation="mosaic")
     with torch.no_grad():  # automatic choice
@@ -464,22 +412,18 @@ def test_gpu_refuses_gradients():
     assert torch.equal(out, nsa_torch.attention(*(x.detach() for x in given), config=MIDDLE))
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("segments", [(), (150, 1, 140)], ids=["rows", "packed"])
-def test_gpu_jax_is_torch(segments):
+@gpu
+@pytest.mark.parametrize("documents", [None, (150, 1, 129)], ids=["rows", "packed"])
+def test_gpu_jax_is_torch(documents):
     """The same kernels, so the same bits."""
-    given, borders = Case(300, 300, 32, 2, segments=segments).draw()
+    p = problem(LARGE.but(H=32, Hkv=2, documents=documents))
+    given = [x.cuda() for x in p.leaves]
     with torch.no_grad():
-        wanted = nsa_torch.attention(*given, config=MIDDLE, cu_seqlens=borders)
-    mine, packed = [jax.dlpack.from_dlpack(x.contiguous()) for x in given], {}
-    if segments:
-        ids = np.repeat([*range(len(segments)), -1], [*segments, 300 - sum(segments)])
-        ids = jnp.asarray(ids[None], jnp.int32)
-        packed["varlen"] = nsa_jax.varlen_metadata(ids, config=MIDDLE, max_segments=4)
-    options = {"config": MIDDLE, "implementation": "mosaic"} | packed
-    out = jax.jit(functools.partial(nsa_jax.attention, **options))(*mine)
-    assert torch.equal(torch.from_dlpack(out), wanted)
-    loss = lambda q: nsa_jax.attention(q, *mine[1:], **options).astype("float32").sum()
+        wanted = nsa_torch.attention(*given, **paths.in_torch(p, "cuda"))
+    options = paths.in_jax(p) | {"implementation": "mosaic"}
+    attend = jax.jit(functools.partial(nsa_jax.attention, **options))
+    mine = [jax.dlpack.from_dlpack(x) for x in given]
+    assert torch.equal(torch.from_dlpack(attend(*mine)), wanted)
+    loss = lambda q: attend(q, *mine[1:]).astype("float32").sum()
     with pytest.raises(NotImplementedError, match="has no gradient"):
         jax.grad(loss)(mine[0])

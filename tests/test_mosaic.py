@@ -17,51 +17,20 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from kernels_pallas.mosaic import capability, mainloop, operands
-from kernels_pallas.specs import scores
 from kernels_pallas.specs import selected as selected_spec
-from nsa_core.config import NSAConfig
+from nsa_core.config import FLOAT8, NSAConfig
 from nsa_core.dispatch import Problem
+from nsa_core.plan.kernels import kernels_of
+from nsa_core.steps import mosaic_gather
 from nsa_jax import mosaic
 from nsa_jax.jax_ops import JaxOps
+from tests import pretend, problems
+from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.limits import set_limits
-from tests.paths import steps_of_jax, to_jax
-from tests.problems import PAPER, SMALL, TINY, Case, check, check_selection, problem
+from tests.paths import of_jax, steps_of_jax, to_jax
+from tests.problems import PAPER, SMALL, TINY, check, problem
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
-
-# A block of every 16 keys: many candidates.
-FINE = NSAConfig(16, 16, 16, num_selected=6, window=10)
-SIX = dataclasses.replace(SMALL, num_selected=6)
-SELECTIONS = {
-    f"{name}-{group}": Case(30, 110, group, 1, config=config, dtype="bfloat16", blocks="given")
-    for name, config in {
-        "none forced": NSAConfig(16, 4, 16, num_selected=3, num_initial=0, num_local=0),
-        "all forced": NSAConfig(4, 4, 32, num_selected=3),
-    }.items()
-    for group in (2, 20)  # of `scores_qk` and `scores_kq`
-}
-SELECTIONS |= {
-    f"ties-{group}": Case(30, 100, group, 1, dtype="float16", config=SIX, ties=True)
-    for group in (2, 20)
-}
-IN_PARTS = {
-    "many parts": Case(18, 4500, 3, 1, config=FINE, dtype="bfloat16", blocks="given"),
-    # A tile with tokens of both documents, the second from block 132 on.
-    "documents": Case(
-        40, 2140, 3, 1, config=FINE, dtype="float16", documents=(2105, 35), blocks="given"
-    ),
-    "forced": Case(
-        18,
-        2200,
-        3,
-        1,
-        config=dataclasses.replace(FINE, num_selected=3),
-        dtype="float16",
-        blocks="given",
-    ),
-    "a large group": Case(6, 2200, 20, 1, config=FINE, dtype="float16", blocks="given"),
-    "ties": Case(18, 2200, 3, 1, dtype="float16", config=FINE, ties=True),
-}
 
 
 def run(step, *arrays, **options):
@@ -81,51 +50,6 @@ def test_selected_with_other_stages(stages, interpreted, monkeypatch):
     p = problem(TINY)
     found = steps_of_jax(p, "mosaic", gradients=False, only=["selected"])
     check(p, found, p.expected_steps())
-
-
-def check_choice(p):
-    query, key, _ = map(to_jax, p.steps["compressed"])
-    ids = None
-    if p.case.documents is not None:
-        ids = jnp.asarray(p.rows.tokens()[0][None].numpy(), jnp.int32)
-    where = {"config": p.case.config, "kv_len": p.kv_len, "segment_ids": ids}
-    check_selection(p, run("select_blocks", query, key, **where))
-
-
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_selection(name, interpreted):
-    check_choice(problem(SELECTIONS[name]))
-
-
-@pytest.fixture
-def in_parts(interpreted, monkeypatch):
-    """As few scores as can be are held at a time, which are not all."""
-    specs, build = [], scores.best_blocks
-
-    def few(spec):
-        specs.append(dataclasses.replace(spec, held=scores.KEYS))
-        return build(specs[-1])
-
-    monkeypatch.setattr(scores, "best_blocks", few)
-    yield
-    assert all(spec.chunks > 1 for spec in specs) and specs
-
-
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_scores_in_parts(name, in_parts):
-    check_choice(problem(IN_PARTS[name]))
-
-
-@pytest.mark.parametrize("group", [3, 20])  # of `scores_qk` and `scores_kq`
-def test_scores_are_carried_from_one_part_to_the_next(group, in_parts):
-    """A compressed token that lies in two blocks counts in both, wherever a part ends."""
-    config = NSAConfig(16, 8, 16, num_selected=8)
-    query = jnp.ones((1, 4, group, 16), jnp.float16)
-    key = jnp.zeros((1, config.num_compressed(2200), 1, 16), jnp.float16)
-    key = key.at[:, [127, 255]].set(1)  # in the blocks 63 and 64, 127 and 128
-    indices = np.asarray(run("select_blocks", query, key, config=config, kv_len=2200))
-    for chosen in indices.reshape(-1, 8):
-        assert {63, 64, 127, 128} <= {*chosen.tolist()}
 
 
 @pytest.mark.parametrize("heads", [2, 20])
@@ -172,6 +96,8 @@ SHARDED = {  # heads, key/value heads, tokens, width; a kernel that must be ther
     "segment_ids": ((4, 2, 20, 16), SMALL, "selected_dq"),
     "gathered": ((8, 4, 256, 64), NSAConfig(32, 32, 64, 3, 1, 1, 20), "gathered_dq"),
     "stored dS": ((32, 2, 128, 64), NSAConfig(16, 8, 64, 3, 1, 1, 50), "stored_ds_dq"),
+    # Which has no gradient.
+    "e4m3": ((4, 2, 40, 32), NSAConfig(16, 16, 32, 4, compute_dtype=FLOAT8), "fp8_round"),
 }
 
 
@@ -208,7 +134,8 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
     shapes = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
     arrays = [jax.ShapeDtypeStruct((2, length, *x), jnp.bfloat16) for x in shapes]
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*arrays, option)
+    gradients = loss if name == "e4m3" else jax.grad(loss, (0, 1, 2, 3))
+    traced = jax.jit(gradients).trace(*arrays, option)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert kernel in ran
 
@@ -241,6 +168,66 @@ def test_nothing_is_larger_than_the_output():
     sizes = [v.aval.size for e in found for v in e.outvars if hasattr(v.aval, "size")]
     assert max(sizes) <= length * 16 * 64
     assert not [e for e in found if "callback" in e.primitive.name]
+
+
+# Tokens that leave the union of their tile
+
+
+def test_later_tokens_change_nothing(interpreted, monkeypatch):
+    """Not a bit, though with one block more the tiles after theirs leave."""
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1)
+    p = problem(problems.OF_FOUR.but(T=50, S=306))
+    given, where = [*map(to_jax, p.steps["selected"][:3])], {"config": problems.FAR}
+    attend = lambda: run("selected_attention", *given, jnp.array(indices), **where)
+    own = np.arange(256, 306) // 64
+    indices = np.stack([0 * own + 1, own, 0 * own - 1], axis=-1)  # far and near
+    indices = indices[None, :, None].astype(np.int32)
+    first = attend()
+    token = 31  # the last of its tile
+    indices[0, token, 0] = 0, 1, own[token]
+    for x, y in zip(attend(), first, strict=True):
+        np.testing.assert_array_equal(x[:, :token], y[:, :token])
+        assert (np.asarray(x[:, token + 1 : 48]) != np.asarray(y[:, token + 1 : 48])).any()
+
+
+PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "packed", "limit"),
+    [
+        ({}, False, 64),
+        ({}, True, 0),  # blocks may begin anywhere
+        ({"key": (2, 64 * 64, 2, 64)}, False, 0),  # no union of more blocks
+        ({"key": (2, 6400, 8, 64), "indices": (2, 64, 8, 16)}, False, 64),  # G=1
+        ({"key": (2, 6400, 1, 64), "indices": (2, 64, 1, 16)}, False, 64),  # G=8
+        ({"query": (2, 64, 32, 64)}, False, 0),  # G=16
+        ({"query": (2, 15, 8, 64)}, False, 0),  # no whole tile
+        ({"query": (2, 64, 8, 32)}, False, 0),  # narrower than what is copied at a time
+        ({"indices": (2, 64, 2, 32)}, False, 0),  # more slots than bits
+        ({"indices": (2**10, 2**17, 2, 16)}, False, 0),  # more entries than an int32 counts
+    ],
+)
+def test_where_tokens_may_leave(change, packed, limit):
+    empty = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}
+    value, config = arrays["key"], NSAConfig()
+    given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
+    assert mosaic_gather.gather_limit(*given) == limit
+    other = dataclasses.replace(config, select_block=128)  # walked over in halves
+    limit = 64 if arrays["query"].shape[2] == 32 else limit
+    assert mosaic_gather.gather_limit(*given[:4], other, packed) == limit
+
+
+def test_partials_are_at_most_half_an_output(monkeypatch):
+    """Where an output is larger than what partials may take in any case."""
+    set_limits(monkeypatch, gathered_bytes=1)
+    layer = {"heads": 16, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    how = {"dtype": "bfloat16", "config": PAPER, "gradients": True}
+    kernels = kernels_of(length=8192, **layer, **how, compresses=True, shared=True)
+    names = "gathered_forward", "gathered_dq"
+    made = {x.name: x.outputs[0].size for x in kernels if x.name in names}
+    assert {*made} == {*names} and 2 * max(made.values()) <= 8192 * 16 * 128
 
 
 # Refusals
@@ -323,3 +310,84 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         run("sliding_attention", *tokens_of(problem(TINY))[:3], config=SMALL)
     assert any(detector.races_found for detector in mutant)
+
+
+# On a GPU
+
+
+def gpu(function):
+    return pytest.mark.gpu(needs_gpu(function))
+
+
+@gpu
+def test_automatic_choice_takes_the_kernels():
+    query, key, value, gates = tokens_of(problem(problems.OF_PAPER))
+    plan = nsa_jax.explain(query, key, value)
+    assert [choice.implementation for choice in plan] == ["mosaic"] * 4
+    attend = lambda name: nsa_jax.attention(query, key, value, gates, implementation=name)
+    np.testing.assert_array_equal(*(np.asarray(attend(name)) for name in (None, "mosaic")))
+
+
+@gpu
+def test_vmap_and_shard_map_change_nothing_on_a_gpu():
+    case = problems.OF_MIDDLE.but(B=2, T=300, S=300, H=12, Hkv=2)
+    arrays = tokens_of(problem(case))
+    whole = functools.partial(nsa_jax.attention, config=case.config, implementation="mosaic")
+    spec, devices = PartitionSpec("batch", None, "heads"), np.array(jax.devices()[:1])
+    mesh = Mesh(devices.reshape(1, 1), ("batch", "heads"))
+    sharded = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec)
+    want = np.asarray(jax.jit(whole)(*arrays))
+    np.testing.assert_array_equal(np.asarray(jax.jit(sharded)(*arrays)), want)
+    mapped = jax.jit(jax.vmap(whole))(*(x[:, None] for x in arrays))
+    np.testing.assert_array_equal(np.asarray(mapped)[:, 0], want)
+
+
+@gpu
+def test_offsets_above_31_bits():
+    """The last of more than 2**31 elements of the query are those of a small problem."""
+    length, few = 131072 + 64, 100
+    key = jax.random.key(0)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def normal(seed, tokens, heads):
+        return jax.random.normal(
+            jax.random.fold_in(key, seed), (1, tokens, heads, 128), jnp.bfloat16
+        )
+
+    query, keys, values = (normal(i, length, heads) for i, heads in enumerate((128, 8, 8)))
+    assert query.size > 2**31
+    where = {"config": PAPER, "kv_len": length}
+    compressed = [jax.jit(nsa_jax.compress)(x) for x in (keys, values)]
+    tail = query[:, -few:]
+    indices = run("select_blocks", query, compressed[0], **where)
+    steps = {
+        "select_blocks": compressed[:1],
+        "compressed_attention": compressed,
+        "selected_attention": [keys, values, indices],
+        "sliding_attention": [keys, values],
+    }
+    for name, arrays in steps.items():
+        large = run(name, query, *arrays, **where)
+        large = [np.asarray(x[:, -few:]) for x in jax.tree.leaves(large)]
+        if name == "selected_attention":
+            arrays[2] = indices[:, -few:]
+        plain = functools.partial(getattr(nsa_jax, name), implementation="xla", **where)
+        for got, want in zip(
+            large, jax.tree.leaves(jax.jit(plain)(tail, *arrays)), strict=True
+        ):
+            if got.dtype == np.int32:
+                np.testing.assert_array_equal(got, np.asarray(want))
+                continue
+            got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+            np.testing.assert_allclose(got, want, atol=4 * 2.0**-8 * abs(want).max())
+
+
+@gpu
+@pytest.mark.parametrize("documents", [None, (300, 1, 399)], ids=["", "packed"])
+def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(documents, monkeypatch):
+    case = problems.OF_MIDDLE.but(H=12, Hkv=2, documents=documents, B=1 if documents else 2)
+    p = problem(case)
+    once = of_jax(p, "mosaic")
+    pretend.machine(monkeypatch, ffi_serves=False)
+    for x, y in zip(once.values(), of_jax(p, "mosaic").values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

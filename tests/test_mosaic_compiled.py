@@ -19,19 +19,19 @@ from nsa_core.types import Branches
 from nsa_jax import mosaic
 from nsa_jax.jax_ops import JaxOps
 from tests.cross_compile import compile_report
-from tests.inputs import PAPER, Case
+from tests.problems import PAPER, Case
 
 PAPER_SHAPE = Case(65536, 65536, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16")
 SHAPES = {
     "paper": PAPER_SHAPE,
-    "wide": dataclasses.replace(PAPER_SHAPE, D=192),
+    "wide": PAPER_SHAPE.but(D=192),
     "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
     "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="float16"),
     "small": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="bfloat16"),
     # More blocks than scores are held at a time.
-    "long": dataclasses.replace(PAPER_SHAPE, T=131072, S=131072, H=32, Hkv=2),
+    "long": PAPER_SHAPE.but(T=131072, S=131072, H=32, Hkv=2),
     # dS of a row of [B, Hkv] would be many outputs.
-    "one row": dataclasses.replace(PAPER_SHAPE, H=16, Hkv=1),
+    "one row": PAPER_SHAPE.but(H=16, Hkv=1),
 }
 # As far as `capability.why_not` goes.
 EDGES = {
@@ -44,10 +44,10 @@ EDGES = {
     "widest groups": dataclasses.replace(
         PAPER_SHAPE, D=256, Dv=256, config=NSAConfig(num_selected=32)
     ),
-    "narrowest": dataclasses.replace(PAPER_SHAPE, D=16, Dv=16, config=NSAConfig(1, 1, 16)),
-    "G64": dataclasses.replace(PAPER_SHAPE, H=64, Hkv=1, T=1000),
-    "all forced": dataclasses.replace(PAPER_SHAPE, config=NSAConfig(num_selected=3)),
-    "one token": dataclasses.replace(PAPER_SHAPE, T=1),
+    "narrowest": PAPER_SHAPE.but(D=16, Dv=16, config=NSAConfig(1, 1, 16)),
+    "G64": PAPER_SHAPE.but(H=64, Hkv=1, T=1000),
+    "all forced": PAPER_SHAPE.but(config=NSAConfig(num_selected=3)),
+    "one token": PAPER_SHAPE.but(T=1),
 }
 # Products in e4m3, which have no backward pass.
 FP8 = {

@@ -15,9 +15,11 @@ import torch
 import kernels_pallas
 import nsa_jax
 import nsa_torch
-from nsa_core.steps import mosaic_backward
+from kernels_pallas.specs import gathered, scores
+from kernels_pallas.specs.stored_ds import array as stored_array
+from nsa_core.steps import mosaic_backward, mosaic_stored_ds
 from nsa_torch import sdpa
-from tests import interpreted_triton, planned, problems
+from tests import interpreted_triton, planned, pretend, problems
 from tests.limits import set_limits
 from tests.oracles import fa2, nsa
 from tests.paths import PATHS, to_jax
@@ -58,10 +60,58 @@ def in_pieces(monkeypatch):
 
 
 @pytest.fixture
+def few_scores(monkeypatch):
+    """As few scores as can be are held at a time, which are not all."""
+    specs, build = [], scores.best_blocks
+
+    @functools.wraps(build)
+    def few(spec):
+        specs.append(dataclasses.replace(spec, held=scores.KEYS))
+        return build(specs[-1])
+
+    monkeypatch.setattr(scores, "best_blocks", few)
+    yield
+    assert all(spec.chunks > 1 for spec in specs) and specs
+
+
+@pytest.fixture
+def gathered_parts(monkeypatch):
+    """Tiles gather tokens after one with more than two blocks, a thousand or so at a time."""
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=2**24)
+    built = pretend.calls_of(monkeypatch, gathered, "partials")
+    yield
+    assert built
+
+
+@pytest.fixture
+def gathered_tiles(gathered_parts, monkeypatch):
+    """The same, in segments of few tokens."""
+    set_limits(monkeypatch, gathered_bytes=1)
+
+
+@pytest.fixture
+def stored_ds(monkeypatch):
+    """Every dq is of dS that is stored."""
+    made = pretend.calls_of(monkeypatch, mosaic_stored_ds, "gradients")
+    yield
+    assert made
+
+
+@pytest.fixture
 def planned_kernels(monkeypatch):
     """Kernels of torch's plans are interpreted."""
-    with planned.interpreted(monkeypatch):
-        yield
+    with planned.interpreted(monkeypatch) as ran:
+        yield ran
+
+
+@pytest.fixture
+def ds_chunks(planned_kernels, monkeypatch):
+    """dS of two of five rows of `[B, Hkv]` at a time, where there is room for twice as many."""
+    row = stored_array(1, 11, 3, 16, "float16").size * 2
+    set_limits(monkeypatch, ds_chunk_bytes=4 * row)
+    yield
+    rows = [x.spec.stored_rows for x in planned_kernels if x.name == "stored_ds_dq"]
+    assert rows == [2, 2, 1]
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import ctypes
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
 
 import nsa_interop.launch
 import pytest
@@ -32,9 +30,9 @@ from nsa_torch import (
     triton_ops,
 )
 from tests import pretend
-from tests.inputs import SMALL
 from tests.limits import set_limits
 from tests.planned import Eager
+from tests.problems import SMALL
 from tests.stand_in_kernels import stand_in, stand_ins
 
 LEFT = []  # launches until one fails; empty: none does
@@ -119,11 +117,18 @@ def no_autocast(monkeypatch):
     monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: int(on("cpu")))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((x, "mosaic") for x in VARIANTS), ("plain", "triton"), ("branches", "triton")],
+)
 @torch.no_grad()
-def test_the_second_call_is_known(name, checked, no_autocast):
+def test_the_second_call_is_known(name, implementation, checked, no_autocast, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setattr(kernels_pallas, "why_not", lambda *_: None)
+        # The interpreter needs another process.
+        monkeypatch.setattr(triton_ops, "launch", stand_in)
     for i in range(4):
-        arguments = variant(name)
+        arguments = variant(name) | {"implementation": implementation}
         want = by_steps(**arguments)
         checked.clear()
         with torch.autocast("cpu", dtype=torch.float16, enabled=i == 3):
@@ -132,20 +137,6 @@ def test_the_second_call_is_known(name, checked, no_autocast):
         assert bool(checked) == (i == 0)
     again = nsa_torch.attention(**arguments)
     assert again.data_ptr() != got.data_ptr() and not again._is_view()
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@torch.no_grad()
-def test_a_known_call_on_triton_kernels(shared, checked, monkeypatch):
-    monkeypatch.setattr(kernels_pallas, "why_not", lambda *_: None)
-    monkeypatch.setattr(triton_ops, "launch", stand_in)  # the interpreter needs another process
-    kv = {} if shared else {"key": Branches(*[good()["key"]] * 3)}
-    arguments = good(implementation="triton", **kv)
-    want = by_steps(**arguments)
-    for i in range(2):
-        checked.clear()
-        assert torch.equal(nsa_torch.attention(**arguments), want)
-        assert bool(checked) == (i == 0)
 
 
 def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
@@ -159,64 +150,6 @@ def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
 
 
 GIVEN = "query", "key", "value", "gates"
-same = lambda x: x
-
-
-def elsewhere(x):
-    """The same numbers, between others."""
-    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
-
-
-class Way(NamedTuple):
-    """How a call and its gradient are run; the numbers are the same in each."""
-
-    inside: Callable = contextlib.nullcontext
-    moved: Callable = same  # its tensors
-    gradient: Callable = same  # that of its output
-
-    def results(self, call, arguments):
-        given, leaves = dict(arguments), []
-        for name in GIVEN:
-            x = arguments[name]
-            each = [y.requires_grad_() for y in ([x] if isinstance(x, torch.Tensor) else x)]
-            moved = [*map(self.moved, each)]
-            given[name] = moved[0] if isinstance(x, torch.Tensor) else Branches(*moved)
-            leaves += each
-        with self.inside():
-            out = call(**given)
-        grad = self.gradient(torch.full_like(out, 0.5))
-        return out, *torch.autograd.grad(out, leaves, grad)
-
-
-negated = lambda x: torch._neg_view(-x)  # memory holds the negative
-saved = torch.autograd.graph.saved_tensors_hooks
-WAYS = {
-    "as ever": Way(),
-    "autocast": Way(lambda: torch.autocast("cpu", dtype=torch.float16)),
-    # As of another device, in any layout.
-    "what was saved is a copy": Way(lambda: saved(same, torch.clone)),
-    "what was saved comes back elsewhere": Way(lambda: saved(same, elsewhere)),
-    "the negative bit": Way(moved=negated),
-    "the negative bit of the gradient": Way(gradient=negated),
-    # It has no memory of its own.
-    "an expanded gradient": Way(gradient=lambda x: x[:1, :1, :1, :1].expand_as(x)),
-}
-AT = [("plain", name, False) for name in WAYS]
-AT += [(name, "as ever", x) for name in ("branches", "packed") for x in (False, True)]
-AT += [("plain", "as ever", True)]
-
-
-@pytest.mark.parametrize(("name", "how", "recompute"), AT)
-def test_gradients_of_calls_of_one_signature(name, how, recompute, checked, no_autocast):
-    """After calls as ever, and before them."""
-    for i, way in enumerate((how, "as ever", "as ever", how, "as ever")):
-        arguments = variant(name) | {"recompute": recompute}
-        want = Way().results(by_steps, arguments)
-        checked.clear()
-        got = WAYS[way].results(nsa_torch.attention, arguments)
-        assert checked or i
-        assert not checked or i not in (2, 4)
-        assert all(torch.equal(a, b) and a.any() for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
@@ -526,56 +459,6 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
     assert key_of(arguments) is not None
 
 
-def test_compiled_code_holds_the_operator():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    call = lambda q, k, v, g: nsa_torch.attention(
-        q, k, v, g, config=SMALL, implementation="mosaic"
-    )
-    tensors = [good()[name] for name in GIVEN]
-    for _ in range(3):
-        call(*tensors)
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
-    assert torch.equal(compiled(*tensors), call(*tensors))
-    (graph,) = graphs
-    assert any("nsa.attention" in str(node.target) for node in graph.graph.nodes)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("gradient", [False, True])
-def test_packed_rows_without_a_compressed_token(gradient, compiled):
-    """Fewer tokens than a window has."""
-    bounds = torch.tensor([0, 3, 7])
-    tensors = [good()[x][:, :7].clone().requires_grad_(gradient) for x in GIVEN]
-    how = {"config": SMALL, "implementation": "mosaic"}
-    call = lambda *tensors, bounds: nsa_torch.attention(*tensors, cu_seqlens=bounds, **how)
-    if compiled:
-        call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    out = call(*tensors, bounds=bounds)
-    if gradient:
-        grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
-        assert [x.shape for x in grads] == [x.shape for x in tensors]
-    assert out.shape == tensors[0].shape
-
-
-@pytest.mark.parametrize("recorded", [torch.inference_mode, torch.no_grad])
-def test_a_plan_serves_inference_mode_and_others(recorded):
-    for mode in (recorded, recorded, recorded, torch.no_grad, torch.inference_mode):
-        arguments = good()
-        with mode():
-            want = by_steps(**arguments)
-            got = nsa_torch.attention(**arguments)
-        assert torch.equal(got, want)
-        assert got.is_inference() == (mode is torch.inference_mode)
-    leaves = [arguments[x].requires_grad_() for x in GIVEN]
-    for _ in range(3):
-        torch.autograd.grad(nsa_torch.attention(**arguments).sum(), leaves)
-
-
 def test_events_are_told_after_calls_of_one_signature(monkeypatch):
     arguments, told = good(), []
     for _ in range(3):
@@ -628,20 +511,3 @@ def test_an_operator_is_called_without_the_dispatcher():
         operators.call("select_blocks/mosaic", query, key, *rest)
     names = [x.name for x in profile.function_events]
     assert names and "nsa::select_blocks" not in names
-
-
-def test_operators_are_few():
-    """What differs between implementations and input modes is a kind of call, no operator."""
-    from nsa_torch import autograd, fa2, sdpa  # noqa: F401
-
-    schemas = (x.name.partition("::") for x in torch._C._jit_get_all_schemas())
-    names = {name for space, _, name in schemas if space == "nsa"}
-    kinds = {kind.partition("/")[0] for kind in operators._calls}
-    assert kinds == {"attention", "branch_attention", "select_blocks"}
-    assert {x for x in names if "attention" in x or "select" in x} == {
-        "attention",
-        "attention_backward",
-        "branch_attention",
-        "branch_attention_backward",
-        "select_blocks",
-    }

@@ -1,8 +1,5 @@
-"""Gradients of the selected branch where dS is stored: in Pallas' GPU interpreter, which reports
-races, and on a GPU, against the float64 oracle.
-"""
+"""Where dS of the selected branch is stored, how much of it at a time, and what runs beside it."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -16,7 +13,6 @@ import nsa_jax
 import nsa_torch.mosaic
 from kernels_pallas.specs import dkv, stored_ds
 from kernels_pallas.specs.dkv import Dkv
-from nsa_core.config import NSAConfig
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
@@ -24,103 +20,10 @@ from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import execute, input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
-from tests import plan_checks, planned
+from tests import paths, planned
 from tests.devices import needs_gpu
-from tests.inputs import PAPER, Case, posed
 from tests.limits import set_limits
-from tests.mosaic_checks import bits, check_step, check_whole
-from tests.test_torch_mosaic import inputs
-
-FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
-G16 = Case(14, 150, H=32, Hkv=2, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
-# Rows of no head, and tiles of fewer tokens than those of the forward pass.
-G10 = Case(11, 140, H=20, Hkv=2, D=32, Dv=64, B=2, config=FEW, dtype="float16")
-# Two tokens in the rows of a warp.
-G8 = Case(14, 150, H=16, Hkv=2, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
-G64 = Case(5, 130, H=64, Hkv=1, D=16, Dv=48, B=1, config=FEW, dtype="bfloat16")
-
-
-class InPlace(JaxOps):
-    """Keeps in an output what the kernel does not write, as kernels that run on a GPU do."""
-
-    def __init__(self):
-        self.ds_chunks = []
-
-    def writes_in_place(self, kernel):
-        return kernel.in_place
-
-    def run(self, kernel, *arrays):
-        found = super().run(kernel, *arrays)
-        if kernel.name == "stored_ds_dq":
-            self.ds_chunks.append(kernel.spec.stored_rows)
-        if not kernel.in_place or kernel.name not in ("stored_ds_dq", "dkv_merge"):
-            return found
-        spec, before = kernel.spec, arrays[-1].reshape(found[0].shape)
-        ds_chunk = arrays[kernel.names.index("ds_chunk")]
-        heads = jnp.arange(before.shape[2]) * spec.Hkv // before.shape[2]
-        row = jnp.arange(spec.B)[:, None] * spec.Hkv + heads
-        first = ds_chunk[stored_ds.FIRST_ROW]
-        mine = (row >= first) & (row < first + spec.stored_rows)
-        return [jnp.where(mine[:, None, :, None], found[0], before)]
-
-
-ROWS_OF_CHUNKS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, Hkv]`
-
-
-@pytest.fixture
-def ds_chunks(request, monkeypatch):
-    """Chunks of so many rows of `[B, Hkv]`."""
-    ops = InPlace()
-    ds_of_a_row = stored_ds.array(1, G10.T, FEW.num_selected, 16, G10.dtype)
-    set_limits(monkeypatch, ds_chunk_bytes=request.param * 2 * ds_of_a_row.size)
-    monkeypatch.setattr(mosaic, "OPS", ops)
-    yield
-    assert ops.ds_chunks == ROWS_OF_CHUNKS[request.param]
-
-
-@pytest.fixture
-def stored(monkeypatch):
-    """Every dq is of stored dS."""
-    gradients = mock.Mock(side_effect=mosaic_stored_ds.gradients)
-    monkeypatch.setattr(mosaic_stored_ds, "gradients", gradients)
-    yield gradients
-    assert gradients.called
-
-
-@pytest.mark.parametrize("case", [G8, G16, G64], ids=str)
-def test_gradients(case, interpreted, stored):
-    check_whole(posed(case))
-
-
-@pytest.mark.parametrize(
-    ("ds_chunks", "name"), [(1, "whole"), (3, "branch"), (4, "branch")], indirect=["ds_chunks"]
-)
-def test_ds_chunks(name, interpreted, stored, ds_chunks):
-    """Those of the branch alone begin with nothing that they are added to."""
-    p = posed(G10)
-    check_whole(p) if name == "whole" else check_step(p, "selected")
-
-
-def test_one_ds_chunk_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
-    set_limits(monkeypatch, ds_chunk_bytes=1)
-    check_step(posed(G10), "selected")
-
-
-def test_blocks_of_the_future_and_empty_slots(interpreted, stored):
-    """The first tokens of a tile do not see the block that the others see."""
-    p = posed(dataclasses.replace(G16, T=7, S=132))  # positions 125 to 131: 3 are before 128
-    indices = np.full((1, 7, 2, 3), -1, np.int32)
-    indices[..., 1] = 2
-    indices[:, :, 1, 0] = 0
-    check_step(p, "selected", indices)
-
-
-def test_neighbours_that_select_other_blocks(interpreted, stored):
-    p = posed(dataclasses.replace(G16, T=14, S=450))
-    indices = np.full((1, 14, 2, 3), -1, np.int32)
-    token, head = np.ogrid[:14, :2]
-    indices[0, ..., 0], indices[0, ..., 1] = token % 5, 5 + (token + head) % 2
-    check_step(p, "selected", indices)
+from tests.problems import PAPER, STORED_DS_ON_A_GPU, array, problem
 
 
 def test_ds_is_written_by_the_pass_of_dk():
@@ -156,7 +59,6 @@ def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
 def test_dq_of_the_other_branches_runs_beside(monkeypatch):
     """That of a chunk's rows beside dkv of the chunk before, until it is added to."""
     plan = plan_of_backward(monkeypatch)
-    plan_checks.check(plan)
     ready, running, seen = [], {}, []
     for step in plan.steps:
         if step.name == "interval_dq":
@@ -301,82 +203,23 @@ def test_all_rows_at_once_may_be_too_large():
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
 
 
-# On a GPU, shapes that the interpreter would take minutes for.
-CASES = [
-    Case(1700, 1700, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16"),
-    Case(900, 900, 32, 4, 128, 64, 2, PAPER, dtype="bfloat16"),  # two tokens in a warp's rows
-    Case(700, 700, 40, 4, 64, 128, 2, PAPER, dtype="float16"),
-    Case(333, 3000, 64, 2, 192, 128, 2, PAPER, dtype="bfloat16"),
-    Case(500, 900, 64, 1, 128, 256, 1, PAPER, dtype="bfloat16"),
-    Case(130, 130, 128, 2, 256, 256, 1, PAPER, dtype="bfloat16"),
-]
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_on_gpu(case, stored):
-    check_whole(posed(case))
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
-    """Not a bit, and neither does a run repeated."""
-    if framework == "jax":
-        p = posed(CASES[0])
-        gradients = lambda: [*bits(p).values()]
-    else:
-        tensors = inputs(1500, 1500, 64, 4, 128, 128, device="cuda")
-
-        def gradients():
-            out = nsa_torch.attention(*tensors, implementation="mosaic")
-            return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
-
-    runs = [gradients() for _ in range(3)]
+    """Not a bit: of one chunk, and of a chunk for each row of `[B, Hkv]`."""
+    p = problem(STORED_DS_ON_A_GPU["sixteen heads"].but(own=True, blocks="given"))
+    of_torch = functools.partial(paths.of_torch, device="cuda")
+    of = {"jax": paths.of_jax, "torch": of_torch}[framework]
+    want = of(p, "mosaic")
     set_limits(monkeypatch, ds_chunk_bytes=1)
     # A description names it as of its module.
     dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
     plans.forget()
     eager.forget()
-    runs += [gradients() for _ in range(3)]
+    found = of(p, "mosaic")
     rows = [call.args[0].stored_rows for call in dq.call_args_list]
     assert rows.count(1) >= 4  # of [B, Hkv]
-    for found in runs[1:]:
-        for got, want in zip(found, runs[0], strict=True):
-            np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_what_runs_beside_changes_nothing_on_gpu(monkeypatch):
-    """Eager, on another stream, after work that is queued, and in a CUDA graph: the bits of one
-    chunk.
-    """
-    tensors = inputs(6000, 6000, 64, 4, 128, 128, device="cuda")
-
-    def gradients():
-        out = nsa_torch.attention(*tensors, implementation="mosaic")
-        return torch.autograd.grad(out, tensors, out)
-
-    want = [x.clone() for x in gradients()]
-    set_limits(monkeypatch, ds_chunk_bytes=1)
-    plans.forget()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    found = [gradients()]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        found += [gradients() for _ in range(3)]
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = gradients()
-    for _ in range(3):
-        for x in captured:
-            x.zero_()
-        graph.replay()
-        found.append([x.clone() for x in captured])
-    for each in found:
-        assert all(torch.equal(x, y) for x, y in zip(each, want, strict=True))
+    for name, x in found.items():
+        np.testing.assert_array_equal(array(x), array(want[name]))

@@ -15,9 +15,9 @@ from nsa_torch.batch_tables import PlanTables
 from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, SAVING
 from tests.devices import needs_gpu
-from tests.inputs import SMALL
 from tests.interpreted_triton import DEVICE, kernel
 from tests.planned import described
+from tests.problems import SMALL
 
 ODD = NSAConfig(8, 4, 16, num_selected=4, num_local=1, window=37)
 FAR = NSAConfig(16, 16, 128, num_selected=3, num_local=1, window=20)

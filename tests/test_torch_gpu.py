@@ -9,7 +9,7 @@ import torch
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2
-from tests.inputs import PAPER, Case, posed
+from tests.problems import PAPER, Case, problem
 from tests.reach import check_torch
 from tests.torch_inputs import (
     BRANCHES,
@@ -21,13 +21,13 @@ from tests.torch_inputs import (
 pytestmark = pytest.mark.gpu
 
 
-REACH_ON_GPU = Case(300, 300, B=1, H=8, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
+REACH_ON_GPU = Case(300, 300, 8, 2, 64, 64, config=PAPER, dtype="bfloat16", blocks="given")
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_fa2_gpu_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    check_torch(posed(REACH_ON_GPU), branch, "fa2", "cuda")
+    check_torch(problem(REACH_ON_GPU), branch, "fa2", "cuda")
 
 
 def bf16(*shape):

@@ -14,19 +14,14 @@ import pytest
 import torch
 
 import nsa_torch
-from bench.harness.checked_layer import Watch
 from nsa_core.paged_runs import plan_runs
 from nsa_core.steps import key_bounds, mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,
-    batch_tables,
     context_ranks,
     dispatch,
-    functional,
     geometry,
-    mosaic,
-    operators,
     paged_attend,
     plans,
 )
@@ -34,10 +29,8 @@ from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
 from tests import planned, pretend, stand_in_kernels
 from tests.devices import HOPPER
-from tests.inputs import PAPER, SMALL, posed
 from tests.limits import set_limits
-from tests.paths import ANY_ON_GPU, steps_of_torch
-from tests.problems import CASES, TINY, check, check_selection, problem
+from tests.problems import PAPER, SMALL, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
 from tests.torch_inputs import BRANCHES, FEW, run, steps
@@ -109,44 +102,6 @@ def test_tokens_that_are_only_compressed_may_lie_anyhow():
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ends", [[0, 96], [0, 20, 21, 70, 90]], ids=["one", "documents"])
-@pytest.mark.usefixtures("interpreted")
-def test_queries_with_a_gap(ends):
-    """Both chunks of a rank of context parallelism in one call, forward and backward: as the whole
-    row has there, whose other queries have no part in a gradient.
-    """
-    chunk, tokens = 16, 96
-    own = torch.tensor([*range(chunk), *range(tokens - chunk, tokens)])
-    whole = inputs(tokens, tokens, 4, 1, 16, 16)
-    borders = torch.tensor(ends, dtype=torch.int32)
-    packed = {"config": SMALL, "cu_seqlens": borders}
-    pair = [nsa_torch.compress(x, **packed).detach() for x in whole[1:3]]
-    indices = nsa_torch.select_blocks(whole[0], pair[0], implementation="sdpa", **packed)
-    weight = torch.zeros(1, tokens, 4, 16, dtype=torch.bfloat16)
-    weight[:, own] = normal(1, 2 * chunk, 4, 16).detach()
-    given = {"compressed": pair, "block_indices": indices}
-    want = nsa_torch.attention(*whole, implementation="sdpa", **packed, **given)
-    wants = torch.autograd.grad(want, whole, weight)
-
-    gap = tokens - 2 * chunk
-    if len(ends) == 2:
-        with_gap = batch_tables.of_one(tokens, gap, borders.device)
-    else:
-        with_gap = batch_tables.with_gap(borders, gap)
-    query, gates = (whole[i].detach()[:, own].requires_grad_() for i in (0, 3))
-    leaves = query, whole[1], whole[2], gates
-    given = query, Branches.each(whole[1]), Branches.each(whole[2]), Branches(*gates.unbind(-1))
-    given += pair, indices[:, own].contiguous(), with_gap
-    out = functional.decided(given, SMALL, None, False, "mosaic", checked=True)
-    found = torch.autograd.grad(out, leaves, weight[:, own])
-    wants = [wants[0][:, own], *wants[1:3], wants[3][:, own]]
-    for x, y in zip((out, *found), (want[:, own], *wants), strict=True):
-        torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
-    place = operators.arguments(SMALL, tokens, with_gap, None)
-    (blocks,) = operators.call("select_blocks/mosaic", query, pair[0], False, *place)
-    assert (blocks == indices[:, own]).float().mean() > 0.99
-
-
 class Rank:
     """One of two ranks of context parallelism; what the other one sends is known."""
 
@@ -167,15 +122,14 @@ class Rank:
         return lambda: x[self.rank]
 
 
-def test_two_ranks_in_one_call_each(interpreted, monkeypatch):
+@pytest.mark.parametrize("ends", [None, [0, 20, 21, 50, 60]], ids=["row", "documents"])
+def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
     """Each rank's output, and the sum of their gradients of keys and values, beside the whole row;
-    a rank's steps run once, not once a chunk.
+    a rank's steps run once, not once a chunk: there is a gap between its queries.
     """
-    tokens, borders = 64, torch.tensor([0, 20, 21, 50, 60])
-    whole, packed = (
-        inputs(tokens, tokens, 4, 1, 16, 16),
-        {"config": SMALL, "cu_seqlens": borders},
-    )
+    tokens, borders = 64, ends and torch.tensor(ends)
+    whole = inputs(tokens, tokens, 4, 1, 16, 16)
+    packed = {"config": SMALL, "cu_seqlens": borders}
     weight = normal(1, tokens, 4, 16).detach()
     pair = [nsa_torch.compress(x, **packed).detach() for x in whole[1:3]]
     indices = nsa_torch.select_blocks(whole[0], pair[0], implementation="sdpa", **packed)
@@ -243,7 +197,7 @@ def test_calls_of_ranks_are_decided_once(joined, recompute, monkeypatch):
 def test_what_nan_reaches(branch, device):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
     small = dataclasses.replace(TINY, T=24, S=24, config=FEW, blocks="given")
-    p = problem(small) if device == "cpu" else posed(REACH_ON_GPU)
+    p = problem(small) if device == "cpu" else problem(REACH_ON_GPU)
     check_torch(p, branch, "mosaic", device, NUMBERS[:: 2 if device == "cpu" else 1])
 
 
@@ -438,42 +392,8 @@ def test_recomputed(implementation, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
 
 
-# Far blocks, near ones and two segments, where a list of more than two blocks is too long.
+# Far blocks and near ones, where a list of more than two blocks is too long.
 FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
-FAR_SIZES = 34, 400, 4, 1, 64, 64
-PLANNED = {
-    "one allocation": ({}, 2**20, SIZES, FEW),
-    "packed, one each": ({"cu_seqlens": torch.tensor([0, 1, 15])}, 0, (21, *SIZES[1:]), FEW),
-    "gathered": ({}, 2**20, FAR_SIZES, FAR),
-}
-
-
-@pytest.mark.parametrize(("where", "most", "sizes", "config"), PLANNED.values(), ids=PLANNED)
-@pytest.mark.usefixtures("interpreted")
-def test_a_plan_gives_what_the_steps_give(where, most, sizes, config, monkeypatch):
-    """The same bits forward and backward."""
-    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, workspace_bytes=most)
-    leaves, watch = inputs(*sizes), Watch()
-
-    def both():
-        out = nsa_torch.attention(*leaves, config=config, implementation="mosaic", **where)
-        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    with plans.unplanned(watch):
-        want = both()
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(want, both(), strict=True))
-    assert bool(watch.gathered_tiles) == (config is FAR)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_gradients_end_where_they_should():
-    query, key, value, _ = inputs(*SIZES)
-    out, lse = mosaic.sliding_attention(query, key, value, config=FEW, kv_len=21)
-    assert out.requires_grad and lse.requires_grad
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(out.square().sum(), query, create_graph=True)
-
 
 # Without a kernel
 
@@ -528,64 +448,60 @@ def gpu(function):
 
 
 @gpu
-@pytest.mark.parametrize(
-    "case", [x for x in CASES if x.startswith("gpu") and x not in ANY_ON_GPU]
-)
-def test_sel_cuda_gpu(case):
-    """Output, log-sum-exp and gradients of each branch, and the selection."""
-    p = problem(CASES[case])
-    found = steps_of_torch(p, "mosaic", "cuda")
-    check_selection(p, found.pop("block_indices"))
-    check(p, found, p.expected_steps())
-
-
-@gpu
 def test_the_kernels_are_chosen_on_gpu():
     query, key, value, _ = inputs(20, 20, 4, 2, 16, 16, device="cuda")
     plan = nsa_torch.explain(query, key, value, config=SMALL)
     assert {choice.implementation for choice in plan} == {"mosaic"}
 
 
-def bounds_of(packed):
-    """Three sequences, one of them a token, and padding."""
-    return torch.tensor([0, 100, 101, 290], device="cuda") if packed else None
+# Heads, borders, and limits under which a call takes this way.
+WAYS = {
+    "rows": ((8, 2), None, {}),
+    "packed": ((8, 2), [0, 100, 101, 990], {}),
+    "gathered": ((8, 2), None, {"long_list": 0.7, "gathered_bytes": 2**22}),
+    "dS in chunks": ((64, 4), None, {"ds_chunk_bytes": 1}),
+}
 
 
-def attend(tensors, packed, **options):
-    """All of it on 300 tokens."""
-    if "cu_seqlens" not in options:
-        options["cu_seqlens"] = bounds_of(packed)
-    return nsa_torch.attention(*tensors, config=FEW, implementation="mosaic", **options)
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Query, key, value and gates of 1000 tokens, and borders."""
+    heads, ends, limits = WAYS[request.param]
+    set_limits(monkeypatch, **limits)
+    plans.forget()
+    tensors = inputs(1000, 1000, *heads, 64, 64, device="cuda")
+    return tensors, ends and torch.tensor(ends, device="cuda")
 
 
-packed_or_not = pytest.mark.parametrize("packed", [False, True])
+def with_gradients(tensors, bounds):
+    """On tensors that may be leaves of a graph."""
+    options = {"config": FAR, "implementation": "mosaic", "cu_seqlens": bounds}
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = nsa_torch.attention(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
 
 @gpu
-@packed_or_not
-def test_the_same_input_gives_the_same_bits(packed):
-    tensors = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
-    first, *others = (attend(tensors, packed) for _ in range(5))
-    assert torch.isfinite(first).all()
-    assert all(torch.equal(first, other) for other in others)
+def test_the_same_input_gives_the_same_bits(way):
+    first, *others = (with_gradients(*way) for _ in range(5))
+    assert all(torch.isfinite(x).all() for x in first)
+    assert all(map(torch.equal, x, first) for x in others)
 
 
 @gpu
-@packed_or_not
-def test_the_current_stream_is_followed(packed):
-    values = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
-    want = attend(values, packed)
+def test_the_current_stream_is_followed(way):
+    values, bounds = way
+    want = with_gradients(values, bounds)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        bounds = bounds_of(packed)
         tensors = [torch.zeros_like(x) for x in values]
         torch.cuda._sleep(DELAY)
         for x, value in zip(tensors, values, strict=True):
-            x.copy_(value)
-        out = attend(tensors, packed, cu_seqlens=bounds)
+            x.copy_(value.detach())
+        found = with_gradients(tensors, bounds)
         assert not stream.query(), "the host waited"
-        assert torch.equal(out, want)
+        assert all(map(torch.equal, found, want))
 
 
 @gpu
@@ -645,36 +561,24 @@ def test_the_host_never_waits(where):
 
 
 @gpu
-@packed_or_not
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_captured_call_is_replayed(packed, gradients):
-    static = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
-    static = [x.requires_grad_(gradients) for x in static]
-    bounds = bounds_of(packed)
-
-    def call():
-        out = attend(static, packed, cu_seqlens=bounds)
-        grads = torch.autograd.grad(out.square().sum(), static) if gradients else ()
-        return out.detach(), *grads
-
-    stream = torch.cuda.Stream()
+def test_a_captured_call_is_replayed(way):
+    static, bounds = way
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()
+        with_gradients(static, bounds)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = call()
-    for seed, ends in enumerate(([0, 100, 101, 290], [0, 1, 200, 300])):
+        found = with_gradients(static, bounds)
+    for seed, ends in enumerate(([0, 100, 101, 990], [0, 1, 200, 1000])):
         make = torch.Generator("cuda").manual_seed(seed)
         with torch.no_grad():
             for x in static:
                 x.copy_(torch.randn(x.shape, generator=make, device="cuda"))
-        if packed:
+        if bounds is not None:
             bounds.copy_(torch.tensor(ends))
         graph.replay()
-        for got, want in zip(found, call(), strict=True):
-            assert torch.equal(got, want)
+        assert all(map(torch.equal, found, with_gradients(static, bounds)))
 
 
 @gpu

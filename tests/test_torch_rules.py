@@ -5,7 +5,6 @@ oracle that shares nothing with it.
 """
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa, select
-from tests.inputs import SMALL
+from tests.problems import SMALL
 from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu
-
-FAST = pytest.mark.parametrize("implementation", ["sdpa", "fa2"])
 
 
 @pytest.fixture(autouse=True)
@@ -45,42 +42,6 @@ def test_selected_nan_of_a_sequence_reaches_no_other():
         found = out, lse, *torch.autograd.grad(out.sum(), tensors)
         results.append({"selected": [t[:, 25:] for t in found]})
     assert_same(*results)
-
-
-@FAST
-def test_backward_varlen(implementation):
-    """A packed row has the results and gradients of its sequences, each by itself."""
-    x, bounds = Inputs(61, 61, B=1), [0, 1, 1, 34, 42, 61]
-    leaves = x.query, x.key, x.value
-    factors = torch.randn(1, 61, 6, 6, dtype=torch.float64)
-
-    def results(name, rows, **where):
-        found = x.steps(name, *(leaf[:, rows] for leaf in leaves), **where)
-        out = sum(found[branch][0] for branch in BRANCHES)
-        return found, torch.autograd.grad((out * factors[:, rows]).sum(), leaves)
-
-    packed, gradients = results(implementation, slice(None), cu_seqlens=torch.tensor(bounds))
-    alone = []
-    for ends in itertools.pairwise(bounds):
-        if ends[0] < ends[1]:
-            want, found = results("reference", slice(*ends))
-            alone.append(found)
-            assert_same({k: [v[:, slice(*ends)] for v in packed[k]] for k in packed}, want)
-    assert_same(
-        {"gradients": gradients}, {"gradients": [sum(x) for x in zip(*alone, strict=True)]}
-    )
-
-
-def test_gradcheck_varlen():
-    """Finite differences, through a selection that is fixed."""
-    config = NSAConfig(4, 2, 4, num_selected=2, num_initial=1, num_local=1, window=3)
-    x = Inputs(15, 15, H=4, Hkv=2, D=3, Dv=2, B=1, config=config)
-    where = {"config": config, "cu_seqlens": torch.tensor([0, 8, 8, 13])}
-    compressed = nsa_torch.compress(x.key, **where)
-    where["block_indices"] = nsa_torch.select_blocks(x.query, compressed, **where)
-    call = functools.partial(nsa_torch.attention, **where, implementation="sdpa")
-    inputs = x.query, x.key, x.value, x.gates
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)  # in a direction
 
 
 class Largest(TorchDispatchMode):
