@@ -51,7 +51,7 @@ TESTS = (
     "test_launch.py",
     "test_ffi.py",
     "test_caches_mosaic.py",
-    "test_scores_qk.py",
+    "test_mosaic.py",
     "test_jax_program.py",
     "test_layers.py",
     "test_transforms.py",
