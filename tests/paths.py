@@ -137,7 +137,7 @@ def in_jax(p: Problem, metadata=False) -> dict:
         return where
     ids = jnp.asarray(p.rows.tokens()[0][None].numpy(), jnp.int32)
     if metadata:
-        most = {"max_segments": len(p.case.documents), "max_seqlen": max(p.case.documents)}
+        most = {"max_segments": len(p.case.documents), "max_seqlen": max(*p.case.documents, 1)}
         return where | {"varlen": nsa_jax.varlen_metadata(ids, config=config, **most)}
     return where | {"segment_ids": ids}
 
