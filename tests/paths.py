@@ -221,7 +221,7 @@ PATHS |= {
     "torch sdpa with metadata": torch_path("sdpa", PACKED, **METADATA),
     "torch reference with metadata": torch_path("reference", PACKED[2:], **METADATA),
     "torch jax with metadata": torch_path("jax", PACKED[2:3], (), **METADATA),
-    "jax xla with metadata": jax_path("xla", PACKED, **METADATA),
+    "jax xla with metadata": jax_path("xla", PACKED, PACKED[:3], **METADATA),
     "jax reference with metadata": jax_path("reference", PACKED[2:3], **METADATA),
 }
 MOSAIC = (

@@ -36,8 +36,8 @@ def ints(*numbers):
 class World:
     """A framework, and calls that it does not refuse."""
 
-    def __init__(self, framework, width=8):
-        self.framework, self.library, self.width = framework, LIBRARIES[framework], width
+    def __init__(self, framework):
+        self.framework, self.library = framework, LIBRARIES[framework]
         self.xp = torch if framework == "torch" else jnp
 
     def given(self, x):
@@ -58,27 +58,26 @@ class World:
     def pages(self, **options):
         """Four pages of a cache."""
         options = {"config": SMALL, "dtype": self.xp.float32} | options
-        return self.library.PagedCache(4, 2, self.width, self.width, **options)
+        return self.library.PagedCache(4, 2, 8, 8, **options)
 
     @cached_property
     def calls(self):
         """By name, the arguments that are arrays, and the others."""
-        width = self.width
-        query, key = (zeros((2, 20, heads, width)) for heads in (4, 2))
+        query, key = (zeros((2, 20, heads, 8)) for heads in (4, 2))
         gates = zeros((2, 20, 4, 3))
         tokens, config = {"query": query, "key": key, "value": key}, {"config": SMALL}
-        means = zeros((2, 4, 2, width))
+        means = zeros((2, 4, 2, 8))
         compressed = {"query": query, "compressed_key": means}
         lists = {"block_indices": np.full((2, 20, 2, 4), -1, np.int32)}
         rows = {"page_table": ints([0, 1], [2, 3]), "lengths": ints(*LENGTHS)}
         starts = {"cu_seqlens_q": ints(*STARTS)}
         one = {"page_table": ints([0, 1, 2]), "lengths": ints(37)}
-        pages, window = zeros((4, 16, 2, width)), {"block_size": 16}
+        pages, window = zeros((4, 16, 2, 8)), {"block_size": 16}
         step = {"query": query[0, :1], "key_pages": pages, "value_pages": pages, **one}
         index = {"index_query": key, "index_key": key[:, :, 0]}
         index_step = {"index_query": query[0, :1], "index_key_pages": pages[:, :, 0]}
         new = {"key": key[0, :7], "value": key[0, :7]}
-        sizes = {"kv_heads": 2, "key_width": width, "value_width": width, **config}
+        sizes = {"kv_heads": 2, "key_width": 8, "value_width": 8, **config}
         found = {
             "attention": (tokens | {"gates": gates}, config),
             "explain": (tokens | {"gates": gates}, config),
@@ -133,7 +132,7 @@ class World:
 def kept(*sizes, **options):
     """A cache of rows, in a row of a table."""
     options = {"config": SMALL} | options
-    return lambda world: world.library.init_cache(*sizes, 2, *[world.width] * 2, **options)
+    return lambda world: world.library.init_cache(*sizes, 2, 8, 8, **options)
 
 
 def dtype(name):

@@ -41,7 +41,6 @@ from tests import pretend
 from tests.limits import set_limits
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
-from tests.test_refusals import World
 
 # torch's own, of jvp, of what it compiles by, and of how it traces a Function.
 pytestmark = [
@@ -658,27 +657,91 @@ def test_a_sequence_over_an_explicit_axis(layout):
             np.testing.assert_array_equal(wrap(back)(found), x[:, :length])
 
 
-def of_jax(name, dtype=np.float32, width=8, **more):
-    """A public call of JAX as a function of its arrays by name, and these, of NumPy and random; the
-    name may have a space and more behind it.
+def drawn(dtype=np.float32, kind="rows"):
+    """Arrays of NumPy by the names of arguments: two rows of 32 tokens; `steps`: two new tokens on
+    pages; `runs`: 8 of them, 5 and 3 of a row.
     """
-    rng, world = np.random.default_rng(0), World("jax", width)
+    rng = np.random.default_rng(0)
+    floats = lambda *shape: rng.normal(size=shape).astype(dtype)
+    integers = lambda *shape: np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    tokens = {"rows": (2, 32), "steps": (2,), "runs": (8,)}[kind]
+    heads = {"query": (4, 16), "key": (2, 16), "value": (2, 16), "gates": (4, 3)}
+    heads |= {"index_query": (2, 16), "index_key": (16,)}
+    found = {name: floats(*tokens, *shape) for name, shape in heads.items()}
+    found["lse"] = np.zeros((*tokens, 4), np.float32)
+    blocks = 80 if kind == "rows" else 2  # 80: more than kernels take at once
+    found["block_indices"] = np.broadcast_to(integers(blocks), (*tokens, 1, blocks))
+    found["segment_ids"] = np.repeat([[0, 1, -1]] * 2, [12, 12, 8], axis=1).astype(np.int32)
+    found["query_seq_lengths"], found["kv_len"] = integers(2) + 5, integers(2) + 31
+    found["key_value_seq_lengths"] = found["kv_len"]
+    pages = nsa_jax.PagedCache(8, 2, 16, 16, config=SMALL, dtype=dtype)
+    names = "key_pages", "value_pages", "index_key_pages"
+    pool = [floats(8, 16, 2, 16), floats(8, 16, 2, 16), floats(8, 16, 16)]
+    found |= dict(zip(names, pool, strict=True))
+    pages = pages.replace(selected_key=pool[0], selected_value=pool[1])
+    cache = nsa_jax.init_cache(2, 40, 2, 16, 16, config=SMALL, dtype=dtype)
+    found["cache"] = jax.tree.map(np.asarray, cache if kind == "rows" else pages)
+    found |= {"page_table": integers(2, 3), "lengths": integers(2) + 40, "source": integers(1)}
+    return found | {"target": integers(1) + 7, "cu_seqlens_q": np.array([0, 5, 8], np.int32)}
 
-    def drawn(x):
-        floats = jnp.issubdtype(x.dtype, jnp.floating)
-        return rng.normal(size=x.shape).astype(dtype) if floats else np.asarray(x)
 
-    given = world.arguments(name) | more
-    arrays = {x: y for x, y in given.items() if x == "cache" or hasattr(y, "dtype")}
-    call = lambda arrays: world.function(name)(**given | arrays)
-    return call, jax.tree.map(drawn, arrays)
+BY_BLOCKS, CHOSEN = {"block_size": 16}, {"pool": 16, "num_selected": 2}
+PAGED = "paged_attention", "query gates cache page_table lengths"
+LISTED = "paged_block_attention", "query key_pages value_pages page_table lengths block_indices"
+# Calls of JAX: the function, its arrays by position / by name, what else, the kind of arrays.
+CALLED = {
+    "attention": ("attention", "query key value gates", {"config": SMALL}),
+    "by reference": ("attention", "query key value gates", dict(implementation="reference")),
+    "packed": ("attention", "query key value gates / segment_ids", {"recompute": True}),
+    "sliding": ("sliding_attention", "query key value / kv_len", {"config": SMALL}),
+    "cache": ("cached_attention", "query key value gates cache", {}),
+    "blocks": ("block_attention", "query key value block_indices", BY_BLOCKS),
+    "blocks of lengths": (
+        "block_attention",
+        "query key value block_indices / query_seq_lengths key_value_seq_lengths",
+        BY_BLOCKS,
+    ),
+    "loss": ("indexer_kl", "query key lse index_query index_key block_indices", BY_BLOCKS),
+    "loss of all keys": ("indexer_kl", "query key lse index_query index_key", {"kv_len": 32}),
+    "index": ("index_blocks", "index_query index_key", CHOSEN),
+    "append": ("append", "cache key value page_table lengths", {}, "steps"),
+    "pages": (*PAGED, {}, "steps"),
+    "pages, runs": (PAGED[0], f"{PAGED[1]} cu_seqlens_q", {}, "runs"),
+    "pages, runs made even": (
+        PAGED[0],
+        f"{PAGED[1]} cu_seqlens_q",
+        {"max_seqlen_q": 5},
+        "runs",
+    ),
+    "blocks of pages": (*LISTED, BY_BLOCKS, "steps"),
+    "blocks of pages, runs": (
+        LISTED[0],
+        f"{LISTED[1]} / cu_seqlens_q",
+        BY_BLOCKS | {"include": "tail"},
+        "runs",
+    ),
+    "index of pages": (
+        "paged_index_blocks",
+        "index_query index_key_pages page_table lengths",
+        CHOSEN,
+        "steps",
+    ),
+    "copies of pages": ("copy_pages", "cache source target", {}, "steps"),
+}
 
 
-CALLS_OF_JAX = [
-    name
-    for name, (arrays, _) in World("jax").calls.items()
-    if (arrays or name == "copy_pages") and not name.startswith("explain")
-]
+def of_row(name, dtype=np.float32, **more):
+    """A function of arrays by name, and these."""
+    function, words, options, *kind = CALLED[name]
+    first, _, rest = (x.split() for x in words.partition(" / "))
+    run = getattr(nsa_jax, function, None) or getattr(nsa_jax.PagedCache, function)
+
+    def call(given):
+        named = {x: given[x] for x in rest}
+        return run(*(given[x] for x in first), **named, **options, **more)
+
+    arrays = drawn(dtype, *kind)
+    return call, {x: arrays[x] for x in (*first, *rest)}
 
 
 def loss_of(call, given, moving):
@@ -690,38 +753,38 @@ def loss_of(call, given, moving):
     return jax.grad(loss), {x: given[x] for x in moving}
 
 
-@pytest.mark.parametrize("name", ["attention", "block_attention", "indexer_kl"])
+@pytest.mark.parametrize("name", ["attention", "blocks", "loss"])
 def test_a_scale_of_numpy(name):
     """Is a number as Python's is, whatever is differentiated: the same program under `jit`, the
     same gradient without it.
     """
     traced, eager = set(), set()
     for scale in (0.25, np.float32(0.25), np.float64(0.25), np.float16(0.25)):
-        scales = {"scale": scale} | ({"index_scale": scale} if name == "indexer_kl" else {})
-        wanted = ["index_query" if name == "indexer_kl" else "query"]
-        gradient, x = loss_of(*of_jax(name, **scales), wanted)
+        scales = {"scale": scale} | ({"index_scale": scale} if name == "loss" else {})
+        wanted = ["index_query" if name == "loss" else "query"]
+        gradient, x = loss_of(*of_row(name, **scales), wanted)
         traced.add(re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(gradient)(x))))
         eager.add(jax.tree.leaves(gradient(x))[0].tobytes())
     assert len(traced) == len(eager) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS_OF_JAX if "pag" in name])
+@pytest.mark.parametrize("name", [name for name in CALLED if "pages" in name])
 def test_arrays_of_numpy_beside_traced_ones(name):
-    call, given = of_jax(name)
+    call, given = of_row(name)
     for word in given:
         for traced in ({word}, given.keys() - {word}):
             jax.eval_shape(lambda x: call(given | x), {x: given[x] for x in traced})
 
 
-@pytest.mark.parametrize("name", CALLS_OF_JAX)
+@pytest.mark.parametrize("name", CALLED)
 def test_settings_of_jax_are_the_caller_s_own_business(name):
     """`jax_enable_x64`, where arrays of lengths and lists mix with no integers of 64 bits, and
     `jax_numpy_rank_promotion`: JAX refuses as it traces, forward and backward.
     """
-    forward = name.startswith(("select", "index_", "paged", "append", "copy", "compress "))
+    forward = "index" in name or "pages" in name or name == "append"
 
     def shapes(dtype):
-        call, given = of_jax(name, dtype)
+        call, given = of_row(name, dtype)
         found = jax.eval_shape(call, given)
         floats = [x for x in given if x in ("query", "key", "value", "index_query")]
         return found if forward else (found, jax.eval_shape(*loss_of(call, given, floats)))
@@ -737,26 +800,22 @@ def test_settings_of_jax_are_the_caller_s_own_business(name):
 
 # Of kernels on lists: the arrays that are mapped, and the launches.
 MAPPED = {
-    "index_blocks": ("index_query index_key", 1),
-    "indexer_kl": ("index_query index_key", 6),
-    "block_attention": ("query key value", 2),
-    "paged_block_attention": ("query", 2),
-    "paged_index_blocks": ("index_query", 2),
-    "paged_attention": ("query gates", 2),
+    "index": ("index_query index_key", 1),
+    "loss": ("index_query index_key", 6),
+    "blocks": ("query key value", 2),
+    "blocks of pages": ("query", 2),
+    "index of pages": ("index_query", 2),
+    "pages": ("query gates", 2),
 }
 
 
 def on_triton(name):
-    """A function of the arrays that are mapped, and these. Of more blocks than kernels take at once
-    lists are cut where nobody names the implementation.
-    """
-    more = {} if name == "block_attention" else {"implementation": "triton"}
-    if "block_indices" in World("jax").calls[name][0]:
-        tokens = (2, 20) if name != "paged_block_attention" else (1,)
-        more["block_indices"] = np.broadcast_to(np.arange(80, dtype=np.int32), (*tokens, 1, 80))
-    call, given = of_jax(name, jnp.bfloat16, 16, **more)
+    """A function of the arrays that are mapped, and these."""
+    # Lists of more than 64 blocks are cut where nobody names the implementation.
+    options = {} if name == "blocks" else {"implementation": "triton"}
+    call, given = of_row(name, jnp.bfloat16, **options)
     mapped = MAPPED[name][0].split()
-    if name == "indexer_kl":
+    if name == "loss":
         return loss_of(call, given, mapped)
     return lambda x: call(given | x), {x: given[x] for x in mapped}
 
