@@ -26,9 +26,8 @@ from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems
-from tests.inputs import PAPER, SMALL, Case, posed
+from tests.inputs import PAPER, SMALL
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
-from tests.limits import set_limits
 from tests.paths import KERNELS_ON_GPU, negated, of_torch, same, steps_of_jax, steps_of_torch
 from tests.reach import NUMBERS, check_torch
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
@@ -39,15 +38,7 @@ pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """In the interpreter no kernel refuses, and few queries are several segments."""
-    if INTERPRETED:
-        for key in dispatch.kernels_pallas.KERNELS:
-            if key[0] == "triton":
-                monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, key, lambda problem: None)
-        set_limits(monkeypatch, triton_segment=16, triton_programs=5)
-        interpreted_triton.right_bfloat16(monkeypatch)
+small = pytest.fixture(interpreted_triton.small, autouse=True)
 
 
 @kernel
@@ -55,7 +46,7 @@ def small(monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
-    p = posed(Case(24, 24, H=2, Hkv=1, B=1, D=8, Dv=8))
+    p = problems.problem(problems.Case(24, 24, 2, 1, 8, 8, blocks="given"))
     check_torch(p, branch, "triton", DEVICE, NUMBERS[::2] if INTERPRETED else NUMBERS)
 
 
@@ -271,7 +262,7 @@ def installed(monkeypatch):
     [
         ({"platform": "cpu"}, "an NVIDIA GPU"),
         ({"capability": (7, 5)}, "compute capability"),
-        ({"dtype": "float64"}, "computes in"),
+        ({"dtype": "float64"}, "bfloat16, float32, got float64"),
         ({"H": 516}, "129"),
         ({"Dv": 512}, "Dv=512"),
         ({"config": NSAConfig(select_block=256)}, "256"),

@@ -23,10 +23,8 @@ def why_not(problem: Any) -> str | None:
     """Why no Triton kernel can run `problem`, or None. What runs forward runs backward."""
     if problem.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, got {problem.platform}"
-    if problem.capability is None or problem.capability < AMPERE:
-        return f"needs compute capability {AMPERE} or more, got {problem.capability}"
-    if problem.dtype not in DTYPES:
-        return f"computes in {', '.join(DTYPES)}, got {problem.dtype}"
+    if reason := copies_why_not(problem.capability, problem.dtype, problem.framework):
+        return reason
     group, config = problem.H // problem.Hkv, problem.config
     if group > HEADS:
         return f"takes up to {HEADS} query heads a key/value head, got {group}"
@@ -50,9 +48,7 @@ def why_not(problem: Any) -> str | None:
         )
     # Of the backward pass of a packed batch, where a block counts twice.
     rows = 2 * problem.T * group * config.num_selected
-    if rows >= NUMBERED:
-        return f"takes 2 T G n < 2**31, got {rows}"
-    return _missing(problem.framework)
+    return f"takes 2 T G n < 2**31, got {rows}" if rows >= NUMBERED else None
 
 
 def decode_why_not(problem: Any) -> str | None:
@@ -71,13 +67,13 @@ def fp8_why_not(found: tuple[int, int]) -> str | None:
 
 
 def copies_why_not(
-    found: tuple[int, int], dtype: object, framework: str = "torch"
+    found: tuple[int, int] | None, dtype: object, framework: str = "torch"
 ) -> str | None:
     """Why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`, `index.py`) cannot
     run for a dtype on a GPU of this capability, or None.
     """
     name = str(dtype).removeprefix("torch.")
-    if found < AMPERE:
+    if found is None or found < AMPERE:
         return f"needs compute capability {AMPERE} or more, got {found}"
     if name not in DTYPES:
         return f"takes {', '.join(DTYPES)}, got {name}"

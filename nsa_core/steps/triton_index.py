@@ -62,15 +62,18 @@ def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None
     pool, head_rows = index.pool if on_chip else 128, power(heads, 1)
     tiles = _tiles(ops.capability(query), dtype, width, pool, best)
     tokens = max(tiles.rows // head_rows, 1)  # a tile has all heads of some tokens
-    sizes: dict[str, Any] = {
-        "HEADS": heads,
-        "HEAD_ROWS": head_rows,
-        "TOKENS": tokens,
-        "WIDTH": width,
-    }
-    sizes |= {"ROWS": tokens * head_rows, "POOL": index.pool, "ENTRY": index.entry}
-    sizes |= {"PRECISION": precision(dtype)}
-    described = functools.partial(TritonKernel.of, launch=tiles.launch, **sizes)
+    described = functools.partial(
+        TritonKernel.of,
+        launch=tiles.launch,
+        HEADS=heads,
+        HEAD_ROWS=head_rows,
+        TOKENS=tokens,
+        WIDTH=width,
+        ROWS=tokens * head_rows,
+        POOL=index.pool,
+        ENTRY=index.entry,
+        PRECISION=precision(dtype),
+    )
     if on_chip:
         kernel = described(
             "index:index_blocks",
