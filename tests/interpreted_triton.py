@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+import kernels_pallas
+from tests.limits import set_limits
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TRITON = importlib.util.find_spec("triton") is not None
@@ -28,6 +31,16 @@ MARKS = () if INTERPRETED else (pytest.mark.gpu,)
 
 def kernel(test):
     return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+def small(monkeypatch) -> None:
+    """In the interpreter no kernel refuses, and few queries are several segments."""
+    if INTERPRETED:
+        for key in kernels_pallas.KERNELS:
+            if key[0] == "triton":
+                monkeypatch.setitem(kernels_pallas.KERNELS, key, lambda problem: None)
+        set_limits(monkeypatch, triton_segment=16, triton_programs=5)
+        right_bfloat16(monkeypatch)
 
 
 def run_again(*files: str) -> None:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-import kernels_pallas
 import nsa_jax
 from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
+from nsa_jax import triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import NSAConfig, gathered_rows, paged_attend
 from tests import interpreted_triton, pretend, triton_compile
@@ -47,12 +47,11 @@ FP8 = {"fp8": True}
 def small(monkeypatch):
     """In the interpreter no kernel refuses, and short rows are several splits, chunks and tiles."""
     if INTERPRETED:
+        interpreted_triton.small(monkeypatch)
+        interpreted_triton.right_fp8(monkeypatch)
         limits = {"decode_split": 16, "decode_candidates": 16, "decode_gathered": 512}
         set_limits(monkeypatch, **limits)
-        interpreted_triton.right_bfloat16(monkeypatch)
-        interpreted_triton.right_fp8(monkeypatch)
         pretend.machine(monkeypatch, append_why_not=None)
-        monkeypatch.setitem(kernels_pallas.KERNELS, ("triton", "decode"), lambda problem: None)
 
 
 def pages(sizes, appender="torch", **options):
@@ -214,20 +213,11 @@ def test_no_length_compiles_anything():
 def test_jax_lowers_a_decode_step():
     """Of a cache in fp8, whose kernels have more arrays."""
     cache = nsa_jax.PagedCache(8, 1, 32, 32, dtype=jnp.float8_e4m3fn)
-    arrays = [
-        jax.ShapeDtypeStruct(*x)
-        for x in (((2, 16, 32), jnp.bfloat16), ((2, 16, 3), jnp.bfloat16))
-        + (((2, 4), jnp.int32), ((2,), jnp.int32))
-    ]
-
-    def step(query, gates, cache, table, lengths):
-        from nsa_jax import triton
-
-        return steps.attention(triton.OPS, query, gates, cache, table, lengths, None)
-
+    query, gates = (jnp.zeros((2, 16, width), jnp.bfloat16) for width in (32, 3))
+    given = query, gates, cache, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
+    step = jax.jit(lambda *arrays: steps.attention(triton.OPS, *arrays, None))
     with compiled_for((9, 0)):
-        traced = jax.jit(step).trace(*arrays[:2], cache, *arrays[2:])
-        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered = step.trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@triton_kernel_call") == 2
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import kernels_pallas
 import nsa_jax
 import nsa_torch
 from kernels_pallas.specs import gathered, scores
@@ -114,14 +113,7 @@ def ds_chunks(planned_kernels, monkeypatch):
     assert rows == [2, 2, 1]
 
 
-@pytest.fixture
-def small_triton(monkeypatch):
-    """In the interpreter no kernel refuses, and few queries are several segments."""
-    if interpreted_triton.INTERPRETED:
-        for step in ("compressed", "scores", "selected", "sliding", "attention"):
-            monkeypatch.setitem(kernels_pallas.KERNELS, ("triton", step), lambda problem: None)
-        set_limits(monkeypatch, triton_segment=16, triton_programs=5)
-        interpreted_triton.right_bfloat16(monkeypatch)
+small_triton = pytest.fixture(interpreted_triton.small)
 
 
 @pytest.fixture
