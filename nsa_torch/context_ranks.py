@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_core import context_layout as layouts
+from nsa_torch import plans
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -145,8 +146,8 @@ def agree(
         refuse(ranks, device)
         raise
     text = "; ".join(f"{name}={value}" for name, value in words.items())
-    known = _agreed.setdefault(ranks.group, {})
-    row = known.get((text, device))
+    known = text, device, ranks.group
+    row = plans.PROGRAMS.get(known)
     if row is not None and device.type != "cpu":
         say(ranks, row)
         return words, row
@@ -168,8 +169,7 @@ def agree(
             "arguments must have the same sizes on all ranks of context_mesh, "
             f"got {ours} on rank 0 and {theirs} on rank {rank}"
         )
-    known[text, device] = row
-    return words, row
+    return words, plans.keep(known, row)
 
 
 def refuse(ranks: Ranks, device: torch.device) -> None:
@@ -196,4 +196,3 @@ OTHERS = (
 )
 SIZES = "the arguments' sizes"
 LONGEST = 2048  # bytes of a description
-_agreed: dict[dist.ProcessGroup, dict[tuple[str, torch.device], Tensor]] = {}

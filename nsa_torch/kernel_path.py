@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from nsa_core.array_ops import derived, like, padding_zeroed
-from nsa_core.plan.buffers import Plan
 from nsa_core.steps import branch as one_branch
 from nsa_core.steps import fused
 from nsa_core.steps.branch import in_slots, of_slots
@@ -33,8 +32,6 @@ from nsa_torch.input_modes import (
     PRECOMPRESSED,
     RECOMPUTING,
     SAVING,
-    SEPARATE_KV,
-    SHARED_KV,
     InputMode,
     all_steps,
 )
@@ -256,21 +253,6 @@ class KernelPath:
             lists = self.list_shapes(query, *sizes)
             found += [query.new_empty(shape, dtype=torch.int32) for shape in lists]
         return found
-
-    def plans(
-        self, query, key, value, gates, place, gradients: bool, device, shared: bool = True
-    ) -> list[Plan]:
-        """The plans of a call and of its gradient.
-
-        Args:
-          query, key, value, gates: Tensors or `Array`s.
-          place: The result of `operators.arguments`.
-          shared: whether the branches share their tokens.
-        """
-        mode = SHARED_KV if shared else SEPARATE_KV
-        tokens = [x for x in (key, value) for _ in range(1 if shared else 3)]
-        function = self.planned[mode, SAVING if gradients else FORWARD]
-        return function.plans([query, *tokens, *gates, None, False, *place], device)
 
     def __call__(self, *tensors: Any, **options: Any) -> Tensor:
         """All steps, with the arguments of `all_steps`. Each branch's kernel adds to the gated sum.

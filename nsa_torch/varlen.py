@@ -20,6 +20,7 @@ from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, checks, operators
 from nsa_torch.batch_tables import Tables
+from nsa_torch.input_modes import FORWARD, SAVING, SEPARATE_KV, SHARED_KV
 
 NO_LIMIT = 2**31 - 1
 
@@ -99,10 +100,10 @@ class VarlenMetadata:
         self.total, self.max_seqlen, self.padded = total, max_seqlen, padded
         numbers = self._numbers(cu_seqlens)
         if numbers is not None:
-            longest = max(b - a for a, b in itertools.pairwise(numbers))
-            self.total = numbers[-1] if total is None else total
+            end, longest = numbers
+            self.total = end if total is None else total
             self.max_seqlen = self._bucket(longest) if max_seqlen is None else max_seqlen
-            self.padded = numbers[-1] < self.total if padded is None else padded
+            self.padded = end < self.total if padded is None else padded
         bucket = None if self.max_seqlen is None else self._bucket(self.max_seqlen)
         self.padded = self.padded is not False
         self._tables = Tables(bucket, self.padded)
@@ -172,10 +173,15 @@ class VarlenMetadata:
         widths = key_width, key_width if value_width is None else value_width
         tokens = [array(kv_heads, width) for width in widths]
         query, gates = array(heads, key_width), [array(heads)] * 3
-        module = importlib.import_module(f"nsa_torch.{implementation}")
-        given = query, *tokens, gates, place, gradients, self.device
-        plans = [x for shared in (True, False) for x in module.PATH.plans(*given, shared)]
-        makes = dict.fromkeys(batch_tables.of_plan(x, self.device)[0] for x in plans)
+        path, makes = (
+            importlib.import_module(f"nsa_torch.{implementation}").PATH,
+            dict[Any, None](),
+        )
+        for mode in (SHARED_KV, SEPARATE_KV):
+            each = [x for x in tokens for _ in range(1 if mode.shared else 3)]
+            function = path.planned[mode, SAVING if gradients else FORWARD]
+            plans = function.plans([query, *each, *gates, None, False, *place], self.device)
+            makes |= dict.fromkeys(batch_tables.of_plan(x, self.device)[0] for x in plans)
         found = (x for make in makes for x in self._tables.get(self.cu_seqlens, make))
         return [x for x in found if x.numel()]
 
@@ -232,8 +238,8 @@ class VarlenMetadata:
         bucket = 1 << (least - 1).bit_length()
         return bucket if self.total is None else max(min(bucket, self.total), 1)
 
-    def _numbers(self, cu_seqlens: Tensor) -> list[int] | None:
-        """The checked boundaries, if the host reads them."""
+    def _numbers(self, cu_seqlens: Tensor) -> tuple[int, int] | None:
+        """The end of the last sequence and the longest length, checked, if the host reads them."""
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
                 f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries at "
@@ -254,9 +260,9 @@ class VarlenMetadata:
                 f"cu_seqlens must end with {self.total}, the number of tokens, where padded is "
                 f"False, got {numbers[-1]}"
             )
-        return numbers
+        return numbers[-1], longest
 
-    def _write(self, given: Tensor, numbers: list[int] | None) -> None:
+    def _write(self, given: Tensor, numbers: tuple[int, int] | None) -> None:
         """Into `cu_seqlens`."""
         self._given = given
         self._version = None if given.is_inference() else given._version
