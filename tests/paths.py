@@ -218,12 +218,11 @@ for name, implementation in (("sdpa", "sdpa"), ("reference", "reference"), ("jax
 PACKED = "documents", "short documents", "empty documents", "no document"
 METADATA = {"metadata": True}
 PATHS |= {
-    "torch sdpa with metadata": torch_path("sdpa", PACKED, (), **METADATA),
-    "torch reference with metadata": torch_path("reference", PACKED[2:], (), **METADATA),
+    "torch sdpa with metadata": torch_path("sdpa", PACKED, **METADATA),
+    "torch reference with metadata": torch_path("reference", PACKED[2:], **METADATA),
     "torch jax with metadata": torch_path("jax", PACKED[2:3], (), **METADATA),
-    # Whose compressed tokens have places of their own: no step reads those of the oracle.
-    "jax xla with metadata": jax_path("xla", PACKED, (), **METADATA),
-    "jax reference with metadata": jax_path("reference", PACKED[2:3], (), **METADATA),
+    "jax xla with metadata": jax_path("xla", PACKED, PACKED[:3], **METADATA),
+    "jax reference with metadata": jax_path("reference", PACKED[2:3], **METADATA),
 }
 MOSAIC = (
     "kernel: three heads a group",
@@ -364,10 +363,10 @@ PATHS |= {
         **HOPPER,
     ),
     "cuda torch mosaic with metadata": torch_path(
-        "mosaic", WHOLE_ON_GPU[1:], (), **METADATA, **HOPPER
+        "mosaic", WHOLE_ON_GPU[1:], WHOLE_ON_GPU[1:], **METADATA, **HOPPER
     ),
     "cuda torch triton with metadata": torch_path(
-        "triton", WHOLE_ON_GPU[1:], (), **METADATA, **GPU
+        "triton", WHOLE_ON_GPU[1:], WHOLE_ON_GPU[1:], **METADATA, **GPU
     ),
     "cuda torch mosaic gathered": torch_path(
         "mosaic",

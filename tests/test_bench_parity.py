@@ -219,6 +219,14 @@ def test_own_selection_passes(scores):
     assert parity.decided(scores, POSITIONS, CONFIG).all()
 
 
+def test_a_row_of_padding_chooses_nothing(scores):
+    indices, positions = own_selection(scores), POSITIONS.copy()
+    indices[:, -1], positions[-1] = -1, -1
+    assert parity.check_indices(indices, scores, positions, CONFIG).ok
+    indices[0, -1, 0, 0] = 0
+    assert not parity.check_indices(indices, scores, positions, CONFIG).ok
+
+
 @pytest.mark.parametrize(
     ("row", "blocks", "reason"),
     [

@@ -246,6 +246,7 @@ def check_indices(
             return _broken(name, f"{rule} ({(~holds).sum()} rows break it)")
     chosen, best = np.zeros((2, *scores.shape), bool)
     np.put_along_axis(chosen, np.where(indices < 0, indices[..., :1], indices), True, axis=-1)
+    chosen &= indices[..., :1] >= 0  # a row of padding chooses none
     order = np.argsort(-ranked, axis=-1, kind="stable")
     np.put_along_axis(best, order[..., : config.num_selected], True, axis=-1)
     best &= ranked > -np.inf
