@@ -10,6 +10,7 @@ A program calls it for each kernel that it runs, so it reads little: a number id
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any, NamedTuple
@@ -57,36 +58,48 @@ def _word(address: int, at: int = 0) -> int:
 
 
 @functools.cache
-def _function(api: int, which: int) -> Callable[..., tuple[int | None, int]]:
-    """A function of XLA as one of the fields of its structure, behind size and pointer."""
-    function = _Function(_word(api, which))
+def _function(api: int, which: int) -> Callable[[int], int | None]:
+    """A function of XLA, which takes the address of a structure."""
+    return _Function(_word(api, which))
 
-    def run(*given: int) -> tuple[int | None, int]:
-        """Returns its result and the last word of the structure."""
-        count = GIVEN + len(given)
-        asked = (c_size_t * count)(count * WORD, 0, *given)
-        return function(ctypes.addressof(asked)), asked[count - 1]
 
-    return run
+def _structure(*given: int) -> ctypes.Array[c_size_t]:
+    """A structure of these fields, behind its size and a pointer."""
+    count = GIVEN + len(given)
+    return (c_size_t * count)(count * WORD, 0, *given)
+
+
+class _Question(threading.local):
+    """What XLA's functions are asked with, made once in each thread."""
+
+    def __init__(self):
+        self.words = _structure(0, 0)
+        self.address = ctypes.addressof(self.words)
+
+
+_QUESTION = _Question()
 
 
 def _asked(frame: Sequence[int], which: int) -> int | None:
     """The answer of a function of XLA about the context, or None if it has none."""
-    error, found = _function(frame[API], which)(frame[CONTEXT], 0)
+    question = _QUESTION
+    question.words[GIVEN] = frame[CONTEXT]
+    error = _function(frame[API], which)(question.address)
     if error:
-        _function(frame[API], ERROR_DESTROY)(error)
+        destroyed = _structure(error)
+        _function(frame[API], ERROR_DESTROY)(ctypes.addressof(destroyed))
         return None
-    return found
+    return question.words[GIVEN + 1]
 
 
 def _call(frame: Sequence[int]) -> Call:
     kinds = tuple((c_int * frame[ATTRS]).from_address(frame[ATTRS + 1]))
     if kinds != (STRING, SCALAR):
         raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
-    kernel, key = (_word(frame[ATTRS + 3], i) for i in range(2))  # sorted by name
+    kernel, key = (c_size_t * 2).from_address(frame[ATTRS + 3])  # sorted by name
     number = c_int64.from_address(_word(key, VALUE)).value
     addresses = [
-        _word(pointer, DATA)
+        c_size_t.from_address(pointer + DATA * WORD).value
         for at in (ARGS, RETS)
         for pointer in (c_size_t * frame[at]).from_address(frame[at + 2])
     ]
@@ -113,8 +126,8 @@ def handler(run: Callable[[Call], None]) -> Any:
             run(_call(frame))
         except BaseException as error:  # a C function above: nothing may pass through it
             message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
-            given = ctypes.addressof(message), INTERNAL
-            return _function(frame[API], ERROR_CREATE)(*given)[0]  # which XLA owns
+            given = _structure(ctypes.addressof(message), INTERNAL)
+            return _function(frame[API], ERROR_CREATE)(ctypes.addressof(given))  # XLA owns it
         return None
 
     return _Handler(handle)
