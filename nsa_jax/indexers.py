@@ -260,7 +260,7 @@ def indexer_kl(
         *(implementation, query, segment_ids is not None and "takes no packed rows"),
         triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
-    run = compiled(_on_triton if name == "triton" else _loss)
+    run = compiled(_loss_on_triton if name == "triton" else _loss)
     return run(*given, teacher=teacher, kv_len=kv_len, segment_ids=segment_ids)
 
 
@@ -274,7 +274,7 @@ def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids)
     return where, index_query, geometry.without_padding(index_key, **at)
 
 
-def _on_triton(
+def _loss_on_triton(
     query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at
 ):
     block, indexer = teacher.block, (index_query, index_key)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import types
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
 )
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3VLForCausalLM,
+    MiniMaxM3VLIndexer,
+    eager_attention_forward,
 )
 
-from bench.block_selection import attend, layer_of
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
@@ -166,7 +168,13 @@ def test_padding_is_hidden(from_first_token):
 
 def module(heads=4, kv_heads=2, block=BLOCK, topk=TOPK):
     """What `block_attention` and transformers' functions read of a layer."""
-    return layer_of(heads, kv_heads, block, topk)
+    indexer = MiniMaxM3VLIndexer.__new__(MiniMaxM3VLIndexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.block_size, indexer.topk_blocks = block, topk
+    indexer.config = types.SimpleNamespace(num_attention_heads=heads)
+    return types.SimpleNamespace(
+        indexer=indexer, num_key_value_groups=heads // kv_heads, training=False, is_causal=True
+    )
 
 
 def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
@@ -188,7 +196,11 @@ def test_any_order_and_later_blocks(index_heads, queries):
     own = torch.arange(40 - queries, 40).expand(2, index_heads, -1)[..., None] // BLOCK
     indices = indices.masked_fill(indices[..., :1] == 4, -1)
     indices = torch.cat([indices.masked_fill(indices == own, -1), own], -1)
-    want = attend("eager", layer, *tensors, indices)
+    positions = torch.arange(40 - queries, 40).expand(2, -1)
+    about = None, 40, torch.float32, torch.device("cpu"), positions
+    mask = layer.indexer.build_block_mask(indices, *about)
+    scale = tensors[0].shape[-1] ** -0.5
+    want, _ = eager_attention_forward(layer, *tensors, mask, scaling=scale)
     got, weights = block_attention(layer, *tensors, None, block_indices=indices)
     assert weights is None
     close(got, want)
