@@ -19,6 +19,7 @@ from kernels_pallas.specs.stored_ds import array as stored_array
 from nsa_core.steps import mosaic_backward, mosaic_stored_ds
 from nsa_torch import sdpa
 from tests import interpreted_triton, planned, pretend, problems
+from tests.devices import needs_gpu
 from tests.limits import set_limits
 from tests.oracles import fa2, nsa
 from tests.paths import PATHS, to_jax
@@ -161,6 +162,32 @@ def test_steps_and_selection_packed_or_not(path, case, request):
         problems.check_selection(p, found.pop("block_indices"))
     if found:
         problems.check(p, found, p.expected_steps(PATHS[path].of_lse))
+
+
+# Names of the seed's tests (docs/seed.md): `pytest -k` of them runs rows of these tables.
+def test_backward_varlen(request):
+    test_backward_parity("torch sdpa", "documents", request)
+
+
+def test_gradcheck_varlen(request):
+    test_backward_parity("torch reference", "documents", request)
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_sel_cuda_gpu(request):
+    test_backward_parity("cuda torch mosaic", "gpu: documents", request)
+
+
+@pytest.mark.gpu
+def test_triton_sel_backward_gpu(request):
+    test_backward_parity("cuda torch triton", "gpu: documents", request)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["gpu: documents", "fewer queries than keys"])
+def test_triton_sel_parity_gpu_and_triton_sel_edge_cases(case, request):
+    test_steps_and_selection_packed_or_not("cuda torch triton", case, request)
 
 
 def by_path(*names):
