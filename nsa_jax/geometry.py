@@ -11,7 +11,6 @@ from jaxtyping import Array, Int
 
 from nsa_core.config import NSAConfig
 from nsa_core.varlen import Varlen
-from nsa_jax.numerics import put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +116,9 @@ def packed_rows(segment_ids: Segments, config: NSAConfig, **limits: int | None) 
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
     start = index - jnp.maximum(position, 0)
     compressed_start = jax.vmap(lambda row, at: row[at])(before, start)
-    empty, slot = jnp.full((count,), -1, jnp.int32), jnp.where(window == 1, before, count)
-    window_starts = jax.vmap(put, (None, 0, None))(empty, slot, index)
+    # A scatter would be a kernel, and its empty constants have crashed Shardy in `shard_map`.
+    first = jnp.sort(jnp.where(window == 1, index, length), axis=1)[:, :count]
+    window_starts = jnp.where(first < length, first, -1)
     limits = {"max_segments": None, "max_seqlen": None} | limits
     places = position, start, compressed_start, window_starts
     return PackedRows(segment_ids, *places, config, **limits)
