@@ -29,7 +29,7 @@ from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Place
 from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, batch_tables, mosaic, operators, triton
-from nsa_torch.input_modes import PRECOMPRESSED
+from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.plans import Planned
 from tests import planned
@@ -319,9 +319,10 @@ def test_memory_of_many_documents():
         array = lambda *shape: Array((1, length, *shape), "bfloat16")
         numbers = Array((sequences + 1,), "int32")
         place = operators.arguments(NSAConfig(), length, numbers, None)
-        tensors = array(16, 64), array(2, 64), array(2, 64), [array(16)] * 3
+        tensors = array(16, 64), array(2, 64), array(2, 64), *[array(16)] * 3
         with capability.interpreted(True):
-            plans = mosaic.PATH.plans(*tensors, place, True, None)
+            function = mosaic.PATH.planned[SHARED_KV, SAVING]
+            plans = function.plans([*tensors, None, False, *place], None)
         return sum(x.bytes for plan in plans for x in plan.buffers)
 
     assert bytes_of(256) < 1.25 * bytes_of(8)
