@@ -24,7 +24,7 @@ STEP = 8
 class Tokens:
     """Tokens of rows by number: a row has the same tokens in every batch.
 
-    On a CPU 70 tokens of small blocks in float32; on a GPU 2048 of the default sizes in bfloat16.
+    On a CPU 72 tokens of small blocks in float32; on a GPU 2048 of the default sizes in bfloat16.
     """
 
     def __init__(self, device):
@@ -66,7 +66,7 @@ def torch_attention(given, implementation, gradients, starts=None):
     if starts is not None:
         starts = torch.tensor(starts, dtype=torch.int32, device=leaves[0].device)
     out = nsa_torch.attention(
-        *leaves, config=TOKENS().config, cu_seqlens=starts, implementation=implementation
+        *leaves, config=tokens().config, cu_seqlens=starts, implementation=implementation
     )
     return torch.autograd.grad(out, leaves, given["do"]) if gradients else (out,)
 
@@ -76,7 +76,7 @@ def jax_program(implementation, gradients, packed):
     def run(segment_ids, do, *leaves):
         attend = functools.partial(
             nsa_jax.attention,
-            config=TOKENS().config,
+            config=tokens().config,
             segment_ids=segment_ids if packed else None,
             implementation=implementation,
         )
@@ -98,10 +98,10 @@ def jax_attention(given, implementation, gradients, starts=None):
 
 def of_attention(attend, implementation, gradients):
     """Pairs of results by column; row 0 in each."""
-    run = lambda *rows: [x[0] for x in attend(TOKENS().batch(*rows), implementation, gradients)]
+    run = lambda *rows: [x[0] for x in attend(tokens().batch(*rows), implementation, gradients)]
 
     def document(place, *rows):
-        given, starts = TOKENS().packed(*rows)
+        given, starts = tokens().packed(*rows)
         at = slice(starts[place], starts[place + 1])
         return [x[0, at] for x in attend(given, implementation, gradients, starts)]
 
@@ -110,8 +110,8 @@ def of_attention(attend, implementation, gradients):
     yield "alone in the batch", run(0, 1, 2), run(0)
     yield "place in a packed row", document(0, 0, 1, 2), document(1, 1, 0, 2)
     yield "packed or alone", document(1, 1, 0, 2), run(0)
-    if attend is torch_attention and not gradients and TOKENS().device == "cuda":
-        given = TOKENS().batch(0, 1)
+    if attend is torch_attention and not gradients and tokens().device == "cuda":
+        given = tokens().batch(0, 1)
         attend(given, implementation, gradients)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -124,7 +124,7 @@ class Pages:
     """Rows in pages: a prompt in chunks, and steps of a few queries."""
 
     def __init__(self, implementation, numbers, pages=None):
-        t, self.implementation = TOKENS(), implementation
+        t, self.implementation = tokens(), implementation
         self.rows, per_row = len(numbers), -(-t.length // t.config.select_block)
         shape, dtype = (t.shapes["key"][0], *[t.shapes["key"][1]] * 2), t.dtype
         self.cache = nsa_torch.PagedCache(
@@ -156,7 +156,7 @@ class Pages:
 
     def steps(self, *counts):
         """Of the last tokens, after a prompt."""
-        self.attend(TOKENS().length - STEP, "gathered")
+        self.attend(tokens().length - STEP, "gathered")
         return [torch.cat([self.attend(x) for x in counts])]
 
 
@@ -171,21 +171,21 @@ def of_pages(implementation):
 
 def of_prompt(implementation):
     """Row 0 by chunks, beside `attention` of the whole."""
-    chunk = TOKENS().length // 4
+    chunk = tokens().length // 4
 
-    def chunks(*rows, size=chunk):
-        at, count = Pages("gathered", rows), TOKENS().length // size
-        return [torch.cat([at.attend(size) for _ in range(count)])]
+    def chunks(*rows):
+        pages = Pages("gathered", rows)
+        return [torch.cat([pages.attend(chunk) for _ in range(4)])]
 
     yield "called again", chunks(0, 1, 2), chunks(0, 1, 2)
     yield "other rows", chunks(0, 1, 2), chunks(0, 3, 4)
     yield "alone in the batch", chunks(0, 1, 2), chunks(0)
-    whole = torch_attention(TOKENS().batch(0), implementation, False)
+    whole = torch_attention(tokens().batch(0), implementation, False)
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
 
 
 def of_blocks(implementation, gradients):
-    t = TOKENS()
+    t = tokens()
 
     def run(*rows):
         given = t.batch(*rows)
@@ -220,7 +220,7 @@ CALLS = {
 
 
 @functools.cache
-def TOKENS():
+def tokens():
     return Tokens("cuda" if torch.cuda.is_available() else "cpu")
 
 

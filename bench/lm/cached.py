@@ -82,12 +82,9 @@ class Dense:
         self.key.append(key)
         self.value.append(value)
         key, value = (torch.cat(x, 1).transpose(1, 2) for x in (self.key, self.value))
-        new, length = query.shape[1], key.shape[2]
-        mask = (
-            None
-            if new == 1
-            else torch.ones(new, length).tril(length - new).bool().to(key.device)
-        )
+        new, length, mask = query.shape[1], key.shape[2], None
+        if new > 1:
+            mask = torch.ones(new, length, device=key.device).tril(length - new).bool()
         how = {"attn_mask": mask, "enable_gqa": True}
         out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, **how)
         return out.transpose(1, 2), None
@@ -113,12 +110,13 @@ class Pages:
         sizes = rows * pages, spec.n_kv_groups, spec.d_k, spec.d_v
         self.cache = PagedCache(*sizes, config=spec.config, dtype=cache_dtype, **options)
         self.keys: list[Tensor] = []
+        self.length = 0
 
     def __call__(self, query, key, value, gates) -> tuple[Tensor, Tensor]:
         config, (rows, new) = self.cache.config, query.shape[:2]
         self.keys.append(key.compressed)
-        keys = torch.cat(self.keys, 1)
-        lengths = torch.full((rows,), keys.shape[1], device=query.device).int()
+        self.length += new
+        lengths = torch.full((rows,), self.length, device=query.device).int()
         flat = [Branches(*(y.flatten(0, 1) for y in x)) for x in (key, value)]
         flat = flat if self.cache.separate else [x.selected for x in flat]
         given = query.flatten(0, 1), gates.flatten(0, 1), self.cache, self.table, lengths
@@ -127,8 +125,9 @@ class Pages:
             inputs = paged_dispatch.Inputs(*given, None, None)
             chosen = paged_attend.with_indices("mosaic", inputs)[1]
             return out, chosen.view(rows, new, *chosen.shape[1:])
-        compressed, count = nsa_torch.compress(keys, config=config), keys.shape[1]
-        return out, nsa_torch.select_blocks(query, compressed, config=config, kv_len=count)
+        compressed = nsa_torch.compress(torch.cat(self.keys, 1), config=config)
+        how = {"config": config, "kv_len": self.length}
+        return out, nsa_torch.select_blocks(query, compressed, **how)
 
 
 @torch.no_grad()
@@ -154,9 +153,8 @@ def read(
         assert cache_dtype is not None and len(layers) == len(blocks)
         attends = [Pages(layer, rows, length, cache_dtype) for layer in layers]
     found, chosen, step = [], [[] for _ in blocks], step or length
-    for now in tokens.long().split(step, 1):
-        first = sum(x.shape[1] for x in found)
-        position = torch.arange(first, first + now.shape[1], device=now.device)
+    places = torch.arange(length, device=tokens.device).split(step)
+    for now, position in zip(tokens.long().split(step, 1), places, strict=True):
         x = F.embedding(now, model.embedding).to(model.head.weight.dtype)
         for block, attend, each in zip(blocks, attends, chosen, strict=True):
             inputs = block.attention.project(
