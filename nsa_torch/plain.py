@@ -14,9 +14,8 @@ TENSORS = frozenset({Tensor, torch.nn.Parameter})  # classes that override no op
 
 
 def plain(tensors: Iterable[Any]) -> bool:
-    """Whether torch runs operations on these tensors directly: they have no subclass and no
-    negative bit, nothing is traced, compiled or transformed, and no mode is active. Arguments that
-    are not tensors are ignored.
+    """Whether torch runs operations on these tensors directly: `undisturbed`, and no tensor has a
+    subclass or the negative bit. Arguments that are not tensors are ignored.
     """
     return undisturbed() and all(
         type(x) in TENSORS and not x.is_neg() for x in tensors if isinstance(x, Tensor)
@@ -24,7 +23,9 @@ def plain(tensors: Iterable[Any]) -> bool:
 
 
 def undisturbed() -> bool:
-    """`plain` of no tensors."""
+    """Whether torch runs operations directly: nothing is traced, compiled or transformed, and no
+    mode is active.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
