@@ -1,6 +1,7 @@
 """Plans on the CPU: launches read and write addresses, kernels are what a test gives."""
 
 import contextlib
+import ctypes
 import functools
 
 import jax
@@ -16,7 +17,6 @@ from nsa_torch import call, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import on_the_cpu as chunks_on_the_cpu
-from tests.torch_inputs import tensors_at
 
 
 def described(
@@ -87,6 +87,17 @@ def interpret(kernel, *tensors):
     """The outputs of a kernel in Pallas' interpreter."""
     arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
     return [dlpack.to_torch(x, copy=True) for x in _jitted(kernel)(*arrays)]
+
+
+def tensors_at(kernel, addresses):
+    """Inputs and outputs of a kernel on the CPU, by the addresses of its launch."""
+    found = []
+    for address, array in zip(addresses, (*kernel.inputs, *kernel.outputs), strict=True):
+        dtype = getattr(torch, array.dtype)
+        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
+        found.append(torch.frombuffer(memory, dtype=dtype).view(array.shape))
+    count = len(kernel.inputs)
+    return found[:count], found[count:]
 
 
 @contextlib.contextmanager

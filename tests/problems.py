@@ -6,22 +6,20 @@ yardstick of the tolerance rule (`bench.judge.parity`) make of it, by names that
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 
 from bench.judge.parity import assert_parity, check_indices
 from nsa_core.config import NSAConfig
 from tests.oracles import nsa
 
-SMALL = NSAConfig(8, 4, 16, num_selected=4, window=10)
-FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
-TIGHT = NSAConfig(8, 8, 8, num_selected=3, num_initial=0, num_local=0, window=3)  # l = d = l'
-ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=1, window=7)
-PAPER = NSAConfig()
+SMALL, PAPER = NSAConfig(8, 4, 16, num_selected=4, window=10), NSAConfig()
 RESOLUTION = 1e-4  # of a score, relatively: what float32 on a chip may leave undecided
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 STEP_NAMES = "out", "lse", "dquery", "dkey", "dvalue"
@@ -68,358 +66,25 @@ class Case:
         return dataclasses.replace(self, **changes)
 
 
-# What each is there for is its name.
+def of_row(row: dict) -> Case:
+    """A row of `problems.yaml`."""
+    row = {"S": row["T"]} | row
+    if "config" in row:
+        row["config"] = NSAConfig(**row["config"])
+    if "documents" in row:
+        row["documents"] = tuple(row["documents"])
+    return Case(**row)
+
+
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FEW, FAR = (NSAConfig(**TABLE["configs"][x]) for x in ("few", "far"))
 CASES = {
-    "one head a group": Case(63, 63, H=2),
-    "three heads a group": Case(111, 111, H=6, D=24, Dv=8, B=2),
-    "five heads a group": Case(37, 37, H=5, Hkv=1, D=8, config=ODD),
-    "sixteen heads a group": Case(65, 65, H=16, Hkv=1, D=16, Dv=8),
-    "fewer queries than keys": Case(37, 111, H=6, Hkv=1, D=8, Dv=12, B=2),
-    "one token": Case(1, 75, B=2),
-    "no compressed token": Case(5, 5),
-    "no window": Case(40, 40, config=dataclasses.replace(SMALL, window=0, num_selected=9)),
-    "a window of one": Case(40, 40, config=dataclasses.replace(FEW, window=1), scale=0.1),
-    "few blocks of many": Case(63, 111, H=6, D=8, Dv=12, config=FEW, own=True),
-    "windows and blocks alike": Case(111, 111, H=6, Hkv=1, D=4, Dv=16, config=TIGHT),
-    "documents": Case(90, 90, documents=(20, 1, 43, 8), own=True),
-    "short documents": Case(40, 40, D=8, Dv=8, documents=(7, 6)),
-    "one output": Case(63, 63, only=31),
-    "ties": Case(111, 111, H=3, Hkv=1, ties=True),
-    "empty documents": Case(91, 91, H=6, documents=(1, 20, 0, 1, 43, 8, 0)),
-    "any blocks": Case(70, 130, H=6, blocks="any"),
-    "bfloat16": Case(130, 130, H=8, D=32, config=PAPER, dtype="bfloat16", B=2, blocks="given"),
-    "float16": Case(77, 77, H=3, Hkv=1, dtype="float16", blocks="given"),
-    # Their sum must not be kept in bfloat16.
-    "many queries of a block": Case(600, 600, H=8, Hkv=1, dtype="bfloat16", blocks="given"),
-    "no document": Case(40, 40, documents=(0, 0)),
+    f"{kind}: {name}" if kind else name: of_row(rows.get("all", {}) | row)
+    for kind, rows in TABLE["problems"].items()
+    for name, row in rows.items()
+    if name != "all"
 }
-
-# Of kernels in 16 bits, which interpreters take seconds for.
-BLOCKS = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
-LARGE = NSAConfig(16, 8, 128, num_selected=2, num_local=1, window=30)
-# Keys enough that a ring of blocks goes round, and that blocks are seen in full.
-LONG = NSAConfig(8, 4, 16, num_selected=17, window=250)
-TINY = Case(20, 20, H=2, Hkv=1, dtype="bfloat16")
-FREE = dataclasses.replace(SMALL, num_selected=3, window=0)
-IN_PLACES = Case(
-    90, 90, config=BLOCKS, documents=(70, 0, 1, 13), dtype="bfloat16", blocks="given"
-)
-CASES |= {
-    "kernel: one head a group": Case(63, 63, H=2, D=32, dtype="bfloat16"),
-    "kernel: three heads a group": Case(26, 70, 3, 1, 48, 32, dtype="bfloat16", own=True),
-    # Tokens that copies bring together choose different blocks, all of whose keys they see.
-    "kernel: four heads a group": Case(
-        28, 222, 4, 1, 32, 16, B=2, config=BLOCKS, dtype="float16", own=True, blocks="given"
-    ),
-    "kernel: fewer queries than keys": Case(37, 111, 6, 1, 32, 64, dtype="float16"),
-    "kernel: long blocks": Case(
-        12, 1200, 16, 1, 128, 64, config=LONG, dtype="bfloat16", blocks="given"
-    ),
-    "kernel: documents": Case(60, 60, H=6, dtype="bfloat16", documents=(20, 1, 34), own=True),
-    # The first document begins before the queries.
-    "kernel: documents before queries": Case(
-        80, 90, 3, 1, dtype="bfloat16", documents=(20, 1, 43, 8)
-    ),
-    # A block of the second document stands in three tiles of keys.
-    "kernel: blocks in three tiles": Case(
-        24, 220, H=2, Hkv=1, config=LARGE, documents=(10, 200), dtype="float16", blocks="given"
-    ),
-    "kernel: query tiles with rows of no token": Case(
-        13, 33, H=5, Hkv=1, D=96, Dv=80, dtype="bfloat16", blocks="given"
-    ),
-    "kernel: wide": Case(20, 20, H=2, Hkv=1, D=192, Dv=128, dtype="bfloat16"),
-    "kernel: no compressed token": Case(5, 5, H=2, Hkv=1, dtype="bfloat16"),
-    "kernel: more slots than blocks": Case(
-        40, 40, config=dataclasses.replace(SMALL, window=0, num_selected=9), dtype="float16"
-    ),
-    "kernel: any blocks": Case(70, 130, H=6, dtype="bfloat16", blocks="any"),
-    "kernel: large logits": Case(
-        70,
-        130,
-        H=2,
-        dtype="bfloat16",
-        blocks="any",
-        scale=8.0,
-        config=dataclasses.replace(SMALL, num_selected=6),
-    ),
-    "kernel: blocks or nothing": TINY.but(config=FREE, blocks="any"),
-    "kernel: one output": TINY.but(T=40, S=40, only=12),
-    "kernel: tiny": TINY,
-    "kernel: empty documents": Case(
-        45, 45, H=6, dtype="bfloat16", documents=(1, 14, 0, 1, 17, 6, 0)
-    ),
-    # Fewer tokens than a window has.
-    "kernel: documents without a compressed token": TINY.but(T=7, S=7, documents=(3, 4)),
-    # A tile of each kernel has tokens of several documents. Means are made in slots, entries of
-    # lists of small groups are single tokens, dS of large ones is stored.
-    "kernel: places of 16 heads": IN_PLACES.but(H=16, Hkv=1, Dv=48, own=True),
-    "kernel: places of three heads": IN_PLACES.but(H=6, D=64, Dv=64),
-    "kernel: places of tokens": Case(
-        44,
-        44,
-        H=2,
-        Hkv=1,
-        config=NSAConfig(4, 2, 16, num_selected=2, num_local=1, window=7),
-        documents=(33, 6),
-        dtype="bfloat16",
-        blocks="given",
-    ),
-}
-
-# Of Triton kernels, whose tiles hold few heads of many tokens, or the reverse.
-BLOCKS_OF_A_TOKEN = NSAConfig(16, 16, 16, 2, num_initial=0, num_local=1, window=0)
-LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
-OVERLAPPING = NSAConfig(8, 1, 8, num_selected=4, num_initial=0, num_local=0)
-CASES |= {
-    "triton: a token per tile": Case(18, 18, 16, 1, 16, 8, dtype="bfloat16", blocks="given"),
-    "triton: two tiles per token": Case(6, 20, 70, 1, dtype="float16", blocks="given"),
-    "triton: blocks of one compressed token": Case(
-        18, 37, 2, 1, config=BLOCKS_OF_A_TOKEN, dtype="float16", own=True, blocks="given"
-    ),
-    # They begin and end in several tiles of keys, some of which whole tiles of rows see in full.
-    "triton: long windows": Case(
-        160, 160, 1, 1, 8, 8, config=NSAConfig(8, 4, 16, num_selected=4, window=100)
-    ),
-    "triton: blocks of two steps": Case(5, 100, 2, config=LONG_BLOCKS),
-    "triton: fewer blocks per step than are selected": Case(
-        30, 30, config=NSAConfig(2, 1, 16, num_selected=4, window=20)
-    ),
-    # Half of a score is carried from block to block, and from step to step.
-    "triton: blocks of several steps": Case(9, 300, config=OVERLAPPING),
-    "triton: any blocks": Case(60, 80, 4, 1, 8, 8, blocks="any"),
-    "triton: any blocks, documents": Case(
-        50, 50, 4, 1, 8, 8, documents=(35, 1, 12), blocks="any"
-    ),
-}
-
-# In the precisions and sizes that kernels on a GPU take.
-SEVEN_HUNDRED = Case(
-    700,
-    700,
-    8,
-    2,
-    64,
-    64,
-    config=dataclasses.replace(PAPER, num_selected=11),
-    dtype="bfloat16",
-    blocks="any",
-)
-ON_A_GPU = {
-    "one head a group": Case(63, 63, 2, 2, 64, 64, B=2, dtype="float16"),
-    "few blocks of many": Case(63, 111, 6, 2, 64, 32, B=2, config=FEW, dtype="bfloat16"),
-    "windows and blocks alike": Case(111, 111, 6, 1, 32, 64, config=TIGHT, dtype="bfloat16"),
-    "one token": Case(1, 75, 4, 2, 64, 64, B=2, dtype="bfloat16"),
-    "no compressed token": Case(5, 5, dtype="bfloat16"),
-    "no window": Case(
-        40, 40, B=2, config=dataclasses.replace(SMALL, window=0), dtype="float16"
-    ),
-    "documents": Case(91, 91, 6, documents=(1, 20, 0, 1, 43, 8, 0), dtype="bfloat16"),
-    "sixteen heads a group": Case(299, 299, 16, 1, 128, 128, config=PAPER, dtype="bfloat16"),
-    "wide": Case(130, 413, 8, 2, 192, 128, B=2, config=PAPER, dtype="float16"),
-    "any blocks": SEVEN_HUNDRED,
-    "any blocks, one head": SEVEN_HUNDRED.but(H=2),
-    "any blocks, 16 heads": SEVEN_HUNDRED.but(H=32, dtype="float16"),
-    "any blocks, few queries": SEVEN_HUNDRED.but(T=350),
-    "any blocks, documents": SEVEN_HUNDRED.but(documents=(300, 1, 380)),
-}
-# Of kernels alone: groups and widths that FA-2 does not take.
-WIDE = NSAConfig(32, 16, 64, num_selected=6, num_initial=0, num_local=1, window=100)
-KERNELS_ON_A_GPU = {
-    "three heads a group": Case(111, 111, 6, 2, 32, 96, dtype="bfloat16"),
-    "eight heads a group": Case(140, 300, 8, 1, 48, 80, B=2, config=WIDE, dtype="bfloat16"),
-    "32 heads a group": Case(300, 300, 64, 2, 128, 64, documents=(299, 1), dtype="bfloat16"),
-    "64 heads a group": Case(150, 150, 64, 1, 256, 256, config=WIDE, dtype="float16"),
-}
-GROUPS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-MIDDLE = NSAConfig(num_selected=8, window=200)
-MANY = NSAConfig(16, 16, 16, num_selected=64, window=0)
-OF_MIDDLE = Case(777, 777, 2, 1, 64, 96, config=MIDDLE, dtype="bfloat16", blocks="given")
-OF_PAPER = Case(500, 500, 32, 2, 192, 128, config=PAPER, dtype="bfloat16", blocks="given")
-SHORT = (*(1,) * 50, 600, 230)
-# Forward and backward; each group and each width compiles kernels of its own.
-JAX_ON_A_GPU = {
-    **{f"{x} heads a group": OF_MIDDLE.but(H=x, T=333, S=411) for x in GROUPS},
-    "paper": OF_PAPER,
-    "48 and 80": OF_PAPER.but(D=48, Dv=80, H=6, config=MIDDLE, B=3, T=200, S=500),
-    "96 and 80": OF_PAPER.but(D=96, Dv=80, H=10, T=300, S=300),
-    "documents": OF_PAPER.but(
-        H=12, T=700, S=700, config=MIDDLE, documents=(300, 1, 33, 1, 100, 200)
-    ),
-    "short documents": OF_PAPER.but(
-        D=64, T=300, S=900, config=MIDDLE, documents=SHORT, dtype="float16"
-    ),
-    "long blocks": OF_PAPER.but(
-        T=600,
-        S=600,
-        D=128,
-        H=16,
-        config=dataclasses.replace(MIDDLE, select_block=128, num_selected=3),
-        documents=(1, 70, 500, 1),
-    ),
-    "many blocks": OF_PAPER.but(config=MANY, H=4, T=600, S=1500),
-}
-# Forward alone.
-JAX_FORWARD_ON_A_GPU = {
-    **{f"{x} heads, 777 tokens": OF_MIDDLE.but(H=2 * x, Hkv=2) for x in GROUPS},
-    "paper, long": OF_PAPER.but(T=1337, S=1337),
-    "fewer queries": OF_PAPER.but(D=128, B=2, T=301, S=2049, dtype="float16"),
-    # More blocks than scores are held at a time.
-    "more scores than are held": OF_PAPER.but(D=128, H=16, Hkv=1, T=65, S=131072),
-    # Nearly all is padding, in which all is NaN.
-    "padding": OF_MIDDLE.but(H=32, Hkv=2, documents=(1,) * 99),
-}
-ANY_OF_JAX_ON_A_GPU = {
-    f"any blocks, {heads} heads, scale {scale}": OF_MIDDLE.but(
-        H=heads, Hkv=2, T=701, scale=scale, blocks="any"
-    )
-    for heads in (2, 6, 32)
-    for scale in (None, 4.0)
-}
-# Many candidates: 134 blocks; a tile with tokens of two documents.
-MANY_BLOCKS = Case(
-    65,
-    2140,
-    D=64,
-    dtype="bfloat16",
-    config=NSAConfig(16, 16, 16, num_selected=6, window=10),
-    blocks="given",
-)
-SCORES_ON_A_GPU = {}
-for heads in GROUPS:
-    case = MANY_BLOCKS.but(H=2 * heads, Hkv=2)
-    SCORES_ON_A_GPU |= {
-        f"scores of {heads} heads a group": case,
-        f"scores of {heads} heads a group, documents": case.but(documents=(2105, 35)),
-        f"ties of {heads} heads a group": case.but(
-            H=heads, Hkv=1, T=18, ties=True, blocks="own"
-        ),
-    }
-OTHER_BLOCKS = {
-    "cover 4": NSAConfig(16, 4, 32, num_selected=6),  # a token reaches 3 strides further
-    "none forced": NSAConfig(16, 16, 16, num_selected=40, num_initial=0, num_local=0),
-    "all forced": NSAConfig(4, 4, 32, num_selected=3),
-}
-OTHER_SCORES_ON_A_GPU = {
-    f"scores, {name}, {heads} heads a group": MANY_BLOCKS.but(
-        H=heads, Hkv=1, S=1100, config=config
-    )
-    for name, config in OTHER_BLOCKS.items()
-    for heads in (4, 16)
-}
-
-# Of `scores_qk` and `scores_kq`: heads of a group.
-FINE = NSAConfig(16, 16, 16, num_selected=6, window=10)
-OVERLAPPING = NSAConfig(16, 8, 16, num_selected=40)
-SELECTING = Case(30, 110, 2, 1, dtype="bfloat16", blocks="given")
-FEW_SCORES = Case(18, 2200, 3, 1, config=FINE, dtype="float16", blocks="given")
-SCORES = {}
-for heads in (2, 20):
-    case = SELECTING.but(H=heads)
-    none_forced = NSAConfig(16, 4, 16, num_selected=3, num_initial=0, num_local=0)
-    SCORES |= {
-        f"none forced, {heads} heads": case.but(config=none_forced),
-        f"all forced, {heads} heads": case.but(config=OTHER_BLOCKS["all forced"]),
-        f"ties, {heads} heads": case.but(
-            S=100,
-            dtype="float16",
-            config=dataclasses.replace(SMALL, num_selected=6),
-            ties=True,
-            blocks="own",
-        ),
-    }
-# Few scores are held at a time.
-SCORES_IN_PARTS = {
-    "many parts": FEW_SCORES.but(S=4500, dtype="bfloat16"),
-    # A tile with tokens of both documents, the second from block 132 on.
-    "documents": FEW_SCORES.but(T=40, S=2140, documents=(2105, 35)),
-    "forced": FEW_SCORES.but(config=dataclasses.replace(FINE, num_selected=3)),
-    # A compressed token in two blocks counts in both, wherever a part ends; what a warp knows of a
-    # column is used up, and the column is read again.
-    "many blocks of a column": FEW_SCORES.but(config=OVERLAPPING),
-    "a large group": FEW_SCORES.but(T=6, H=20, config=OVERLAPPING),
-    "ties": FEW_SCORES.but(ties=True, blocks="own"),
-}
-
-# Tokens leave the union of their tile where its list is too long: those of blocks that are far.
-FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
-LONG_FAR = dataclasses.replace(FAR, select_block=128)
-OF_FOUR = Case(34, 400, 4, 1, 64, 64, config=FAR, dtype="bfloat16", own=True, blocks="given")
-OF_THREE = OF_FOUR.but(T=30, S=330, H=6, Hkv=2, D=128, dtype="float16")
-OF_SIXTEEN = OF_FOUR.but(T=9, S=660, H=16, config=LONG_FAR)
-GATHERED = {
-    "four heads": OF_FOUR,
-    "three heads": OF_THREE,
-    "long blocks": OF_SIXTEEN,
-    "two tiles": OF_FOUR.but(T=24),
-    "whole": OF_FOUR.but(T=20, S=330),
-    # A slab is staged at a time.
-    "slabs": OF_THREE.but(Dv=128),
-    # Of fewer heads than have dS stored.
-    "dq of long blocks": OF_SIXTEEN.but(T=20, H=6),
-    # Half the tokens of the second tile do not see the last block.
-    "any blocks": OF_THREE.but(T=45, S=397, blocks="any"),
-}
-LARGE_GROUPS = Case(1700, 1700, 2, 2, 64, 64, config=PAPER, dtype="bfloat16", blocks="given")
-PAPER_LONG = dataclasses.replace(PAPER, select_block=128)
-GATHERED_ON_A_GPU = {
-    **{f"{x} heads a group": LARGE_GROUPS.but(H=2 * x) for x in range(1, 9)},
-    "wide": Case(333, 3000, 16, 4, 192, 128, 2, PAPER, "float16", blocks="given"),
-    "wide values": Case(500, 1500, 8, 1, 128, 256, 1, PAPER, "bfloat16", blocks="given"),
-    "long blocks": LARGE_GROUPS.but(H=32, D=128, Dv=128, config=PAPER_LONG),
-    "rows": Case(700, 2600, 12, 2, 128, 64, 2, PAPER_LONG, "float16", blocks="given"),
-}
-GATHERED_ON_A_GPU |= {
-    f"any blocks, {name}": x.but(blocks="any") for name, x in GATHERED_ON_A_GPU.items()
-}
-
-STORED_DS = {
-    # Two tokens in the rows of a warp.
-    "eight heads": Case(14, 150, 16, 2, 64, 64, config=BLOCKS, dtype="bfloat16"),
-    "sixteen heads": Case(14, 150, 32, 2, 64, 64, config=BLOCKS, dtype="bfloat16"),
-    "64 heads": Case(5, 130, 64, 1, 16, 48, config=BLOCKS, dtype="bfloat16"),
-    # Rows of no head, and tiles of fewer tokens than those of the forward pass.
-    "ten heads": Case(11, 140, 50, 5, 32, 64, config=BLOCKS, dtype="float16"),
-    # Neighbours that select other blocks, of the future too, and empty slots.
-    "any blocks": Case(14, 450, 32, 2, 64, 64, config=BLOCKS, dtype="bfloat16", blocks="any"),
-}
-STORED_DS = {
-    name: x if x.blocks == "any" else x.but(own=True, blocks="given")
-    for name, x in STORED_DS.items()
-}
-STORED_DS_ON_A_GPU = {
-    "sixteen heads": Case(1700, 1700, 64, 4, 128, 128, 1, PAPER, "bfloat16"),
-    # Two tokens in a warp's rows.
-    "eight heads": Case(900, 900, 32, 4, 128, 64, 2, PAPER, "bfloat16"),
-    "ten heads": Case(700, 700, 40, 4, 64, 128, 2, PAPER, "float16"),
-    "32 heads": Case(333, 3000, 64, 2, 192, 128, 2, PAPER, "bfloat16"),
-    "64 heads": Case(500, 900, 64, 1, 128, 256, 1, PAPER, "bfloat16"),
-    "widest": Case(130, 130, 128, 2, 256, 256, 1, PAPER, "bfloat16"),
-}
-
-
-def _listed(kind, cases, **change):
-    """Rows of `CASES`, with what all of them have."""
-    return {f"{kind}: {name}": x.but(**change) for name, x in cases.items()}
-
-
-GIVEN = {"own": True, "blocks": "given"}
-CASES |= (
-    _listed("gpu kernel", KERNELS_ON_A_GPU, blocks="given")
-    | {
-        f"gpu: {name}": x.but(blocks="given" if x.blocks == "own" else x.blocks)
-        for name, x in ON_A_GPU.items()
-    }
-    | _listed("gpu jax", JAX_ON_A_GPU | JAX_FORWARD_ON_A_GPU, own=True)
-    | _listed("gpu jax any", ANY_OF_JAX_ON_A_GPU, own=True)
-    | _listed("gpu scores", SCORES_ON_A_GPU)
-    | _listed("gpu other scores", OTHER_SCORES_ON_A_GPU)
-    | _listed("scores", SCORES)
-    | _listed("scores in parts", SCORES_IN_PARTS)
-    | _listed("gathered", GATHERED)
-    | _listed("gpu gathered", GATHERED_ON_A_GPU, own=True)
-    | _listed("stored dS", STORED_DS)
-    | _listed("gpu stored dS", STORED_DS_ON_A_GPU, **GIVEN)
-)
+TINY = CASES["kernel: tiny"]
 
 
 def by_heads(found_of):

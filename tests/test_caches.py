@@ -35,9 +35,9 @@ from tests.caches import (
     of_counts,
     tables,
 )
-from tests.inputs import Case, problem
-from tests.inputs import call as jitted
 from tests.jaxprs import equations
+from tests.paths import to_jax
+from tests.problems import Case, problem
 
 OWN = Sizes(H=6, Hkv=1, Dv=8, separate=True)
 PATHS = {"torch": TorchPages, "jax": JaxPages}
@@ -349,15 +349,16 @@ def test_decode_counters():
     The query's block is full, so that no selected row is cut off.
     """
     length, config = 128, SMALL
-    p = problem(Case(1, length, H=4, Hkv=1, B=1, config=config))
-    small = [jitted(nsa_jax.compress, x, config=config) for x in (p.key, p.value)]
-    indices = jitted(nsa_jax.select_blocks, p.query, small[0], config=config, kv_len=length)
+    p = problem(Case(1, length, Hkv=1, config=config))
+    query, *pair = map(to_jax, (p.query, *p.keys, *p.values))
+    small = [nsa_jax.compress(x, config=config) for x in pair]
+    indices = nsa_jax.select_blocks(query, small[0], config=config, kv_len=length)
 
     def read(name, key, value, *indices, **options):
         """Value rows with a gradient."""
         function = getattr(nsa_jax, f"{name}_attention")
         loss = lambda v: (
-            function(p.query, key, v, *indices, config=config, **options)[0] ** 2
+            function(query, key, v, *indices, config=config, **options)[0] ** 2
         ).sum()
         return int(
             (np.abs(np.asarray(jax.jit(jax.grad(loss))(value))).sum((0, 2, 3)) > 0).sum()
@@ -365,8 +366,8 @@ def test_decode_counters():
 
     found = [
         read("compressed", *small, kv_len=length),
-        read("selected", p.key, p.value, indices),
-        read("sliding", p.key, p.value),
+        read("selected", *pair, indices),
+        read("sliding", *pair),
     ]
     selected = config.num_selected * config.select_block
     assert found == [config.num_compressed(length), selected, config.window]
@@ -375,14 +376,15 @@ def test_decode_counters():
 
 @pytest.mark.parametrize("length", [40, 400])
 def test_the_selected_branch_gathers_as_many_blocks_of_any_length(length):
-    p = problem(Case(1, length, H=4, Hkv=1, B=1))
+    p = problem(Case(1, length, Hkv=1))
+    query, key, value = map(to_jax, (p.query, *p.keys, *p.values))
     indices = jnp.zeros((1, 1, 1, 4), jnp.int32)
     select = functools.partial(
         nsa_jax.selected_attention, config=p.case.config, implementation="xla"
     )
-    jaxpr = jax.make_jaxpr(select)(p.query, p.key, p.value, indices)
+    jaxpr = jax.make_jaxpr(select)(query, key, value, indices)
     gathered = [x for x in equations(jaxpr.jaxpr) if x.primitive.name == "gather"]
-    sizes = [x.outvars[0].aval.size // p.key.shape[-1] for x in gathered]
+    sizes = [x.outvars[0].aval.size // key.shape[-1] for x in gathered]
     assert sizes == [4 * p.case.config.select_block] * 2  # keys and values
 
 

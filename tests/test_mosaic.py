@@ -24,12 +24,13 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_jax import mosaic
 from nsa_jax.jax_ops import JaxOps
-from tests import pretend, problems
+from tests import pretend
 from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.limits import set_limits
 from tests.paths import of_jax, steps_of_jax, to_jax
-from tests.problems import PAPER, SMALL, TINY, check, problem
+from tests.problems import CASES, PAPER, SMALL, TINY, check, problem
+from tests.problems import FAR as FAR_BLOCKS
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
 
 
@@ -176,8 +177,8 @@ def test_nothing_is_larger_than_the_output():
 def test_later_tokens_change_nothing(interpreted, monkeypatch):
     """Not a bit, though with one block more the tiles after theirs leave."""
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=1)
-    p = problem(problems.OF_FOUR.but(T=50, S=306))
-    given, where = [*map(to_jax, p.steps["selected"][:3])], {"config": problems.FAR}
+    p = problem(CASES["gathered: four heads"].but(T=50, S=306, own=False))
+    given, where = [*map(to_jax, p.steps["selected"][:3])], {"config": FAR_BLOCKS}
     attend = lambda: run("selected_attention", *given, jnp.array(indices), **where)
     own = np.arange(256, 306) // 64
     indices = np.stack([0 * own + 1, own, 0 * own - 1], axis=-1)  # far and near
@@ -315,13 +316,16 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
 # On a GPU
 
 
+OF_MIDDLE = CASES["gpu jax forward: 1 heads, 777 tokens"].but(own=False)
+
+
 def gpu(function):
     return pytest.mark.gpu(needs_gpu(function))
 
 
 @gpu
 def test_automatic_choice_takes_the_kernels():
-    query, key, value, gates = tokens_of(problem(problems.OF_PAPER))
+    query, key, value, gates = tokens_of(problem(CASES["gpu jax: paper"].but(own=False)))
     plan = nsa_jax.explain(query, key, value)
     assert [choice.implementation for choice in plan] == ["mosaic"] * 4
     attend = lambda name: nsa_jax.attention(query, key, value, gates, implementation=name)
@@ -330,7 +334,7 @@ def test_automatic_choice_takes_the_kernels():
 
 @gpu
 def test_vmap_and_shard_map_change_nothing_on_a_gpu():
-    case = problems.OF_MIDDLE.but(B=2, T=300, S=300, H=12, Hkv=2)
+    case = OF_MIDDLE.but(B=2, T=300, S=300, H=12)
     arrays = tokens_of(problem(case))
     whole = functools.partial(nsa_jax.attention, config=case.config, implementation="mosaic")
     spec, devices = PartitionSpec("batch", None, "heads"), np.array(jax.devices()[:1])
@@ -385,7 +389,7 @@ def test_offsets_above_31_bits():
 @gpu
 @pytest.mark.parametrize("documents", [None, (300, 1, 399)], ids=["", "packed"])
 def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(documents, monkeypatch):
-    case = problems.OF_MIDDLE.but(H=12, Hkv=2, documents=documents, B=1 if documents else 2)
+    case = OF_MIDDLE.but(H=12, documents=documents, B=1 if documents else 2)
     p = problem(case)
     once = of_jax(p, "mosaic")
     pretend.machine(monkeypatch, ffi_serves=False)

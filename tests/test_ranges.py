@@ -10,7 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_jax import ranges as jax_ranges
 from nsa_torch import fa2, functional, geometry, packing, ranges
 from tests import pretend
-from tests.inputs import SMALL
+from tests.problems import SMALL
 from tests.torch_inputs import on_the_cpu
 
 

@@ -23,7 +23,7 @@ from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned
 from tests.devices import needs_gpu
 from tests.limits import set_limits
-from tests.problems import PAPER, STORED_DS_ON_A_GPU, array, problem
+from tests.problems import CASES, PAPER, array, problem
 
 
 def test_ds_is_written_by_the_pass_of_dk():
@@ -208,7 +208,7 @@ def test_all_rows_at_once_may_be_too_large():
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     """Not a bit: of one chunk, and of a chunk for each row of `[B, Hkv]`."""
-    p = problem(STORED_DS_ON_A_GPU["sixteen heads"].but(own=True, blocks="given"))
+    p = problem(CASES["gpu stored dS: sixteen heads"])
     of_torch = functools.partial(paths.of_torch, device="cuda")
     of = {"jax": paths.of_jax, "torch": of_torch}[framework]
     want = of(p, "mosaic")

@@ -9,14 +9,10 @@ import torch
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2
-from tests.problems import PAPER, Case, problem
+from tests.oracles.nsa import BRANCHES
+from tests.problems import FEW, PAPER, Case, problem
 from tests.reach import check_torch
-from tests.torch_inputs import (
-    BRANCHES,
-    FEW,
-    run,
-    steps,
-)
+from tests.torch_inputs import run, steps
 
 pytestmark = pytest.mark.gpu
 

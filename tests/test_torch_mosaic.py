@@ -30,10 +30,11 @@ from nsa_torch.shared import SHARED
 from tests import planned, pretend, stand_in_kernels
 from tests.devices import HOPPER
 from tests.limits import set_limits
-from tests.problems import PAPER, SMALL, TINY, problem
+from tests.oracles.nsa import BRANCHES
+from tests.problems import FEW, PAPER, SMALL, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
-from tests.torch_inputs import BRANCHES, FEW, run, steps
+from tests.torch_inputs import run, steps
 
 KINDS = (
     "attention/mosaic/precompressed/forward",

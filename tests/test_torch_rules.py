@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa, select
+from tests.oracles.nsa import BRANCHES
 from tests.problems import SMALL
-from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu
+from tests.torch_inputs import Inputs, assert_same, on_the_cpu
 
 
 @pytest.fixture(autouse=True)

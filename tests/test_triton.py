@@ -26,12 +26,12 @@ from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems
-from tests.inputs import PAPER, SMALL
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
-from tests.paths import KERNELS_ON_GPU, negated, of_torch, same, steps_of_jax, steps_of_torch
+from tests.oracles.nsa import BRANCHES
+from tests.paths import named, negated, of_torch, same, steps_of_jax, steps_of_torch
+from tests.problems import PAPER, SMALL
 from tests.reach import NUMBERS, check_torch
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
-from tests.torch_inputs import BRANCHES as BRANCH_NAMES
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
@@ -42,7 +42,7 @@ small = pytest.fixture(interpreted_triton.small, autouse=True)
 
 
 @kernel
-@pytest.mark.parametrize("branch", BRANCH_NAMES)
+@pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
@@ -365,7 +365,7 @@ def test_shard_map_is_traced_over_heads(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-@pytest.mark.parametrize("case", KERNELS_ON_GPU)
+@pytest.mark.parametrize("case", named("gpu kernel: *"))
 def test_both_frameworks_give_the_same_bits(case):
     p = problems.problem(problems.CASES[case])
     found, others = steps_of_torch(p, "triton", DEVICE), steps_of_jax(p, "triton")

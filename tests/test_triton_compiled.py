@@ -11,8 +11,8 @@ import pytest
 from kernels_pallas.triton.tiling import smem_of
 from nsa_core.index import Index
 from tests import triton_compile as compiled
-from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
+from tests.problems import PAPER, Case
 
 pytestmark = [
     pytest.mark.skipif(not TRITON, reason="triton is not installed"),

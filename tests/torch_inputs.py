@@ -1,33 +1,15 @@
-"""Paths in torch on problems of `tests.inputs`, and what stands in for a GPU."""
+"""Steps of torch by implementation, and what stands in for a GPU."""
 
 import contextlib
-import ctypes
-import dataclasses
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import torch
 
 import nsa_torch.mosaic
-from nsa_torch import Branches, fa2
-from tests.inputs import SMALL
+from nsa_torch import fa2
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
-
-FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
-BRANCHES = Branches._fields
-
-
-def tensors_at(kernel, addresses):
-    """Inputs and outputs of a kernel on the CPU, by the addresses of its launch."""
-    found = []
-    for address, array in zip(addresses, (*kernel.inputs, *kernel.outputs), strict=True):
-        dtype = getattr(torch, array.dtype)
-        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
-        found.append(torch.frombuffer(memory, dtype=dtype).view(array.shape))
-    count = len(kernel.inputs)
-    return found[:count], found[count:]
+from tests.problems import FEW
 
 
 @contextlib.contextmanager
@@ -41,21 +23,6 @@ def on_the_cpu(monkeypatch):
     with jax.default_device(jax.devices("cpu")[0]):
         yield
     torch.set_num_threads(threads)
-
-
-def tensor(x, device="cpu"):
-    """A torch tensor of a JAX or NumPy array, bfloat16 included."""
-    x = jnp.asarray(x)
-    if x.dtype == jnp.bfloat16:
-        return torch.tensor(np.asarray(x.astype(jnp.float32)), device=device).bfloat16()
-    return torch.tensor(np.asarray(x), device=device)
-
-
-def cu_seqlens(case, device="cpu"):
-    if case.segments is None:
-        return None
-    lengths = [n for n in case.segments if n >= 0]
-    return torch.tensor(np.cumsum([0, *lengths]), device=device)
 
 
 def run(step, implementation, *tensors, **options):

@@ -36,7 +36,7 @@ from nsa_core.validate import dtype_name
 from nsa_torch import operators, triton_append
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.triton_ops import TritonOps
-from tests.inputs import PAPER, Case
+from tests.problems import PAPER, Case
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".pytest_cache" / "triton"  # read back by the next run, as that of JAX
