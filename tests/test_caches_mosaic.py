@@ -22,7 +22,7 @@ from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.compress_params import PoolParams
 from nsa_core.steps import mosaic_decode
 from nsa_torch import NSAConfig, mosaic_append, paged_attend, plans
-from tests import cross_compile, planned, pretend
+from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,
     WIDTH,
@@ -40,6 +40,7 @@ from tests.caches import (
 from tests.devices import needs_gpu
 from tests.oracles.clusters import ClusterWarps
 from tests.oracles.warps import GARBAGE
+from tests.refusals import words
 from tests.stand_in_kernels import stand_ins
 
 
@@ -406,28 +407,10 @@ def posed(**changes):
     return dataclasses.replace(PAPER, **changes)
 
 
-REFUSED = [
-    ({"H": 32}, "H / Hkv of 1 to 16, got 32"),
-    ({"H": 24, "Hkv": 16}, "a multiple of Hkv, got 24 and 16"),
-    ({"D": 48}, "D of a multiple of 32 up to 192, got 48"),
-    ({"Dv": 192}, "Dv of 64 or 128, got 192"),
-    ({"q_len": 9}, "q_len of 1 to 8, got 9"),
-    ({"n": 33}, "num_selected of 1 to 32, got 33"),
-    ({"block": 96}, "select_block / compress_stride of 1, 2, 4, 8 or 16, got 6"),
-    ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
-    ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 3, 4, 8 or 16, got 1"),
-    ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
-    ({"fp8": True, "dtype": "float16"}, "bfloat16 beside pages in fp8, got float16"),
-    ({"fp8": True, "D": 96}, "D of 64, 128 or 192 of pages in fp8, got 96"),
-    ({"fp8": True, "stride": 32}, "4, 8 or 16 of pages in fp8, got 2"),
-    ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
-    ({"D": 192, "variant": Variant(4, 8, 4, 128)}, "of shared memory, needs"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[x for _, x in REFUSED])
-def test_what_the_decode_kernel_cannot_do(changes, words):
-    with pytest.raises(NotImplementedError, match=f"the decode kernel .*{words}"):
+@pytest.mark.parametrize(("changes", "sentence", "_"), refusals.rows("decode kernel"))
+def test_what_the_decode_kernel_cannot_do(changes, sentence, _):
+    changes = refusals.given(changes, makers={"Variant": Variant})
+    with pytest.raises(NotImplementedError, match=f"the decode kernel .*{words(sentence)}"):
         specs.decode(posed(**changes))
 
 

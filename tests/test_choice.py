@@ -36,7 +36,7 @@ from nsa_jax.dispatch import REGISTRY
 from nsa_torch import autograd, fa2, functional, operators, plans, torch_ops
 from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import paged_attend as torch_paged_attend
-from tests import pretend, test_mosaic_compiled
+from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
 from tests.torch_inputs import on_the_cpu
 
@@ -227,38 +227,13 @@ def test_settings_override_too(tmp_path):
             problems.settings(path)
 
 
-RULE = {"kernel": "fa2", "steps": ["sliding"], "allowed": False, "reason": "r", "since": "2025"}
-LENGTHS = "torch 8/2 heads of 64"
-DAMAGED = [
-    ([1], " must hold a dict"),
-    ({"schema": 2}, ".schema: Input should be 1, got 2"),
-    ({"device": "Other"}, " must be of the device in its name, got 'Other'"),
-    ({"x": 1}, ".x: "),
-    ({"runtime": 3}, ".runtime: "),
-    ({"runtime": {"fa2_min_len_win": -1}}, "fa2_min_len_win."),
-    ({"runtime": {"fa2_min_len": 1}}, ".runtime.fa2_min_len: "),
-    ({"policy": [{"kernel": "fa2"}]}, ".policy.0.steps: "),
-    ({"policy": [RULE | {"kernel": "sdpa"}]}, ".policy.0.kernel: Input should be 'mosaic'"),
-    ({"policy": [RULE | {"allowed": 1}]}, ".policy.0.allowed: "),
-    ({"policy": [RULE | {"steps": "sliding"}]}, ".policy.0.steps: "),
-    ({"policy": [RULE | {"steps": ["sliding", "all"]}]}, ".policy.0.steps.1: "),
-    ({"faster_than_dense": {LENGTHS: 16384}}, f".faster_than_dense.{LENGTHS}: "),
-    ({"faster_than_dense": {LENGTHS: {"decode": 1}}}, LENGTHS),
-    ({"faster_than_dense": {LENGTHS: {"forward": "soon"}}}, "got 'soon'"),
-    ({"faster_than_dense": {LENGTHS: {"forward": -1}}}, "got -1"),
-    ({"faster_than_dense": ["x"]}, ".faster_than_dense: "),
-    ({"policy": [RULE | {"steps": []}]}, ".policy.0.steps: "),
-    ({"policy": [RULE | {"reason": ""}]}, ".policy.0.reason: "),
-    ({"policy": [RULE | {"since": ""}]}, ".policy.0.since: "),
-    ({"evidence": {"sel_min_len": {"over_portable_path": "soon"}}}, "over_portable_path"),
-    (None, "is not YAML"),
-]
+DAMAGED = [({"schema": 1, "device": GPU} | x, y) for x, y, _ in refusals.rows("device file")]
+DAMAGED += [([1], " must hold a dict"), (None, "is not YAML")]
 
 
 @pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[x for _, x in DAMAGED])
 def test_a_damaged_file_of_a_device_is_an_error(tmp_path, data, message):
     path = tmp_path / FILE
-    data = {"schema": 1, "device": GPU} | data if isinstance(data, dict) else data
     path.write_text("a: [" if data is None else yaml.safe_dump(data))
     with pytest.raises(ValueError) as error:
         policy.read(path)

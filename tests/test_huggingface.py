@@ -43,6 +43,7 @@ from nsa_torch.huggingface import (
     to_safetensors,
 )
 from nsa_torch.huggingface.cache import CACHE
+from tests import refusals
 
 SIZES = dict(
     vocab_size=64,
@@ -692,44 +693,18 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
         dist.destroy_process_group()
 
 
-ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-ROPE |= {"original_max_position_embeddings": 8}
-CONFIGURATIONS = [
-    ("num_attention_heads", 5, "num_attention_heads must be a multiple of"),
-    ("head_dim", 7, "head_dim must be even"),
-    ("hidden_size", 0, "hidden_size must be an int >= 1, got 0"),
-    ("vocab_size", "64", "vocab_size must be an int >= 1, got '64'"),
-    ("attention", "full", "attention must be one of .*, got 'full'"),
-    ("attention", ["nsa"] * 3, "attention must be one word or num_hidden_layers=2"),
-    ("compress_block", 6, "compress_block must be a multiple of compress_stride=4"),
-    ("num_local", 9, "num_selected must be >= num_initial"),
-    ("phi", "conv", "phi must be one of"),
-    ("gate", "relu", "gate must be one of"),
-    ("hidden_act", "gelu", "hidden_act must be 'silu' in an nsa model, got 'gelu'"),
-    ("attention_dropout", 0.1, "attention_dropout must be 0.0 in an nsa model, got 0.1"),
-    ("sliding_window", 64, "must be None in an nsa model, which has 'window' instead"),
-    ("layer_types", ["full_attention"] * 2, "layer_types must be None .*'attention' inst"),
-    (
-        "rope_parameters",
-        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        "partial_rotary_factor must be 1.0 in an nsa model, got 0.5",
-    ),
-    ("rope_parameters", ROPE, "rope_type'. must be one"),
-    ("rope_parameters", ROPE | {"rope_type": "yarn", "factor": None}, "have factor"),
-    ("rope_parameters", ROPE | {"rope_type": "llama3"}, "have low_freq_factor"),
-    ("compres_block", 8, "unknown key 'compres_block'.*known: 'compress_block'"),
-]
+CONFIGURATIONS = refusals.rows("configuration of a Hugging Face model")
 
 
-@pytest.mark.parametrize("name, value, message", CONFIGURATIONS, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize("changed, sentence, kind", CONFIGURATIONS, ids=lambda x: str(x)[:30])
 @pytest.mark.filterwarnings("ignore")
-def test_configurations_that_are_refused(name, value, message):
-    config, changed = NSAModelConfig(**SIZES), {name: value}
-    with pytest.raises(ValueError, match=message):
+def test_configurations_that_are_refused(changed, sentence, kind):
+    config, refused = NSAModelConfig(**SIZES), functools.partial(pytest.raises, kind)
+    with refused(match=refusals.words(sentence)):
         NSAModelConfig(**SIZES | changed)
-    with pytest.raises(ValueError, match=message):
+    with refused(match=refusals.words(sentence)):
         vars(config).update(changed)
-        if name == "compres_block":
+        if "compres_block" in changed:
             config = NSAModelConfig(**vars(config))
         NSAForCausalLM(config)
 
@@ -805,75 +780,17 @@ SIX = dict(rows=1, width=6)
 ONES = torch.ones(1, 6, dtype=torch.long)
 BORDERS, OTHERS = torch.tensor([0, 4, 6]), torch.tensor([0, 2, 6])
 POSITION = torch.arange(6)[None]
-# The error, and what a call of six tokens has beside them.
-CALLS = [
-    (
-        "attention_mask must .*on the left or on the right.* got 110111 in row 0",
-        "attention_mask",
-        torch.tensor([[1, 1, 0, 1, 1, 1]]),
-    ),
-    ("on the left or on the right", "attention_mask", torch.tensor([[0, 1, 1, 1, 1, 0]])),
-    ("attention_mask must hold 0 and 1 only", "attention_mask", 2 * ONES),
-    (r"attention_mask must .*shape \(1, 6\).*got \(1, 3\)", "attention_mask", ONES[:, :3]),
-    (r"shape \(1, 6\).*got \(1, 1, 1, 6\)", "attention_mask", ONES[None, None]),
-    (r"shape \(1, 6\).* got dict", "attention_mask", {"full_attention": ONES}),
-    (r"shape \(1, 6\).* got \(1, 1, 6, 6\)", "attention_mask", ONES.expand(1, 1, 6, 6)),
-    ("cache must be an NSAModelCache", "cache", DynamicCache()),
-    ("position_ids must count", "position_ids", POSITION + 1),
-    ("position_ids must count", "position_ids", ONES, dict(attention_mask=ONES)),
-    ("cu_seq_lens_q must not decrease", "cu_seq_lens_q", torch.tensor([0, 5, 3, 6])),
-    ("cu_seq_lens_q must be None", "cu_seq_lens_q", BORDERS, dict(attention_mask=ONES)),
-    ("cu_seq_lens_q must be a torch tensor, got list", "cu_seq_lens_q", [0, 6]),
-    ("cu_seq_lens_q must have dtype", "cu_seq_lens_q", BORDERS * 1.0),
-    ("cu_seqlens must be a torch tensor, got list", "cu_seqlens", [0, 6]),
-    ("cu_seqlens must be None", "cu_seqlens", BORDERS, dict(attention_mask=ONES)),
-    ("seq_idx must be None where", "seq_idx", ONES, dict(attention_mask=ONES)),
-    (r"seq_idx must have shape \(1, 6\), got \(6,\)", "seq_idx", ONES[0]),
-    ("seq_idx must have .* got list", "seq_idx", [[0] * 6], dict(cu_seqlens=BORDERS)),
-    ("seq_idx must not decrease", "seq_idx", torch.tensor([[0, 0, 1, 1, 0, 0]])),
-    (
-        r"cu_seq_lens_k must be the borders of cu_seq_lens_q, \[0, 4, 6\], got \[0, 2, 6\]",
-        "cu_seq_lens_q",
-        BORDERS,
-        dict(cu_seq_lens_k=OTHERS),
-    ),
-    (
-        r"seq_idx must be the borders of cu_seqlens, \[0, 4, 6\], got \[0, 6\]",
-        "cu_seqlens",
-        BORDERS,
-        dict(seq_idx=ONES),
-    ),
-    (
-        r"position_ids must be the borders of cu_seq_lens_q, \[0, 4, 6\], got \[0, 6\]",
-        "cu_seq_lens_q",
-        BORDERS,
-        dict(position_ids=POSITION),
-    ),
-    (
-        r"Expected input batch_size \(2\) to match target batch_size \(6\)",
-        "labels",
-        ONES,
-        dict(logits_to_keep=2),
-    ),
-    ("both or neither", "input_ids", None),
-    ("must have a row and a column, got shape .1, 0.", "input_ids", ONES[:, :0]),
-    (
-        "input_ids must be one row where cu_seq_lens_q",
-        "input_ids",
-        ONES.expand(2, 6),
-        dict(cu_seq_lens_q=BORDERS),
-    ),
-]
+CALLS = refusals.rows("call of a Hugging Face model")
 
 
-@pytest.mark.parametrize("row", CALLS, ids=lambda row: row[0])
+@pytest.mark.parametrize("changed, sentence, kind", CALLS, ids=lambda x: str(x)[:60])
 @torch.no_grad()
-def test_calls_that_are_refused(row):
-    message, name, value, *more = row
-    given = dict(*more, input_ids=tokens(**SIX)) | {name: value}
-    for kind in ("mixed", "dense"):
-        with pytest.raises(ValueError, match=message):
-            model(kind)(**given)
+def test_calls_that_are_refused(changed, sentence, kind):
+    makers = refusals.MAKERS | {"DynamicCache": DynamicCache}
+    given = {"input_ids": tokens(**SIX)} | refusals.given(changed, makers=makers)
+    for name in ("mixed", "dense"):
+        with pytest.raises(kind, match=refusals.words(sentence)):
+            model(name)(**given)
 
 
 def test_texts_that_are_refused():

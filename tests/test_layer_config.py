@@ -58,24 +58,6 @@ def test_with_config_the_recommended_options_are_the_defaults(make):
     assert fp8.compute_dtype == fp8.config.compute_dtype == "float8_e4m3"
 
 
-@pytest.mark.parametrize("make", [of_torch, of_jax])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"config": SMALL, "w": 10}, "w must be None where config is given"),
-        ({"config": SMALL, "num_local": 1, "l": 8}, "l, num_local must be None where config"),
-        ({"config": {"window": 10}}, "NSAConfig"),
-        (
-            {"config": NSAConfig(compute_dtype="float8_e4m3"), "compute_dtype": "float8_e4m3"},
-            "compute_dtype must be None where config has one",
-        ),
-    ],
-)
-def test_sizes_are_said_once(make, options, words):
-    with pytest.raises(ValueError, match=words):
-        make(**options)
-
-
 def test_a_spec_and_values_are_not_mixed():
     spec = LayerSpec(**SIZES)
     for options in ({"dim": 32}, {"config": SMALL}):

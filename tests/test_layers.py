@@ -488,55 +488,6 @@ def test_use_triton_sel_names_the_kernel():
         module(torch.zeros(1, 5, 24))
 
 
-SELECTED = {"gate": "selected"}
-REFUSED_SIZES = (
-    (
-        dict(rope_scaling=YARN | {"rope_type": "dynamic"}),
-        "rope_scaling must have a rope_type of ('llama3', 'yarn'), or be None",
-    ),
-    (
-        dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-        "rope_scaling of 'yarn' must have original_max_position_embeddings",
-    ),
-    (dict(rope_scaling=YARN | {"beta": 2.0}), "rope_scaling of 'yarn' must not have beta"),
-    (
-        dict(rope_scaling=YARN | {"factor": -1.0}),
-        "rope_scaling: factor must be a positive number, got -1.0",
-    ),
-    (
-        dict(rope_scaling=YARN, rope_scale=2.0),
-        "rope_scale must be 1 and rope_base > 1 where rope_scaling is given",
-    ),
-    (dict(qk_norm_eps=0.0), "qk_norm_eps must be a positive number or None, got 0.0"),
-    (dict(dense_below=64, gate="head"), "dense_below must be 0 where gate='head', got 64"),
-    (
-        dict(dense_below=66) | SELECTED,
-        "dense_below must be at most n_sel * l_sel + 1 = 65, got 66",
-    ),
-    (dict(dense_below=True) | SELECTED, "dense_below must be an int >= 0, got True"),
-    (dict(gate_hidden=4) | SELECTED, "gate_hidden must be None where gate='selected', got 4"),
-)
-REFUSED_BY_TORCH = (
-    (dict(rope_impl="neox"), "rope_impl must be 'llama'"),
-    (dict(use_triton_sel=True, implementation="sdpa"),
-     "use_flash and use_triton_sel must keep their defaults"),
-    (dict(context_mesh="ranks"), "context_mesh must be a DeviceMesh, got str"),
-    (dict(context_layout="spiral"),
-     "context_layout must be one of ('zigzag', 'contiguous'), got 'spiral'"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [(make, *row) for row in REFUSED_SIZES for make in (in_torch, in_jax)]
-    + [(in_torch, *row) for row in REFUSED_BY_TORCH],
-)
-def test_refused_sizes(make, options, message):
-    with pytest.raises(ValueError) as error:
-        make(**options)
-    assert message in str(error.value)
-
-
 x_of = torch.zeros
 
 

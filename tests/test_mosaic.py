@@ -24,7 +24,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_jax import mosaic
 from nsa_jax.jax_ops import JaxOps
-from tests import pretend
+from tests import pretend, refusals
 from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.limits import set_limits
@@ -238,44 +238,9 @@ FIT = Problem(
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"platform": "cpu"}, "needs a Hopper GPU, got cpu"),
-        ({"capability": (10, 0)}, "needs compute capability (9, 0), got (10, 0)"),
-        ({"capability": None}, "needs compute capability (9, 0), got None"),
-        ({"dtype": "float32"}, "computes in bfloat16 and float16, got float32"),
-        ({"H": 130}, "takes up to 64 query heads a key/value head, got 65"),
-        ({"D": 24}, "takes widths that are multiples of 16 up to 256, got D=24"),
-        ({"Dv": 272}, "takes widths that are multiples of 16 up to 256, got Dv=272"),
-        (
-            {"config": NSAConfig(8, 8, 24)},
-            "takes selection blocks that are multiples of 16 up to 128, got 24",
-        ),
-        (
-            {"config": NSAConfig(select_block=256)},
-            "takes selection blocks that are multiples of 16 up to 128, got 256",
-        ),
-        (
-            {"config": NSAConfig(num_selected=65)},
-            "takes up to 64 selected blocks, got 65",
-        ),
-        ({"S": 2**24 + 1}, "takes up to 16777216 keys, got 16777217"),
-        ({"B": 2**15, "H": 2, "Hkv": 2}, "takes up to 65535 rows of B Hkv, got 65536"),
-        (
-            {
-                "H": 2,
-                "D": 256,
-                "Dv": 256,
-                "config": NSAConfig(select_block=128, num_selected=64),
-            },
-            "takes D, Dv, select_block and num_selected that fit in 229376 bytes of shared "
-            "memory, got 278528",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
-)
-def test_refusals(change, reason):
+@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic"))
+def test_refusals(change, reason, _):
+    change = refusals.given(change)
     assert capability.why_not(FIT) is None
     assert capability.why_not(FIT._replace(**change)) == reason
     assert kernels_pallas.why_not("mosaic", FIT._replace(**change)) == reason

@@ -25,7 +25,7 @@ from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, torch_ops
-from tests import interpreted_triton, pretend, problems
+from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.oracles.nsa import BRANCHES
 from tests.paths import named, negated, of_torch, same, steps_of_jax, steps_of_torch
@@ -257,23 +257,10 @@ def installed(monkeypatch):
 
 @EVERYWHERE
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"platform": "cpu"}, "an NVIDIA GPU"),
-        ({"capability": (7, 5)}, "compute capability"),
-        ({"dtype": "float64"}, "bfloat16, float32, got float64"),
-        ({"H": 516}, "129"),
-        ({"Dv": 512}, "Dv=512"),
-        ({"config": NSAConfig(select_block=256)}, "256"),
-        ({"config": NSAConfig(num_selected=65)}, "65"),
-        ({"T": 2**23}, "2 T G n"),
-        ({"H": 512, "D": 256, "Dv": 256, "dtype": "float32"}, "shared memory"),
-    ],
-)
-def test_refusals(change, reason):
+@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("triton"))
+def test_refusals(change, reason, _):
     assert kernels_pallas.why_not("triton", pose()) is None
-    assert reason in kernels_pallas.why_not("triton", pose(**change))
+    assert reason in kernels_pallas.why_not("triton", pose(**refusals.given(change)))
 
 
 @EVERYWHERE
