@@ -3,8 +3,8 @@ float64 (`tests/oracles/blocks.py`); kernels in their interpreters, and on a GPU
 """
 
 import functools
-import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import nsa_jax
 import nsa_torch
@@ -192,150 +193,16 @@ def on_jax(function: str, case: Case, implementation=None):
     return *(found if isinstance(found, tuple) else (found,)), *map(grads.get, moving)
 
 
-PORTABLE, BOTH = "torch_sdpa jax_xla", "torch jax"
-EVERY, ALL = f"torch_reference torch_jax jax_reference {PORTABLE}", f"{BOTH} triton"
-CHUNKED = "torch_chunks jax"
-QSA = dict(entry=4, block=4, n=5, local=0, activation="relu", reduce="sum")
-FIRST = Case(T=12, S=40, counts=(12, 7), lengths=(31, 40))
-LONG = Case(T=7, S=300, block=4, n=66, H=6, D=24, Dv=16, lengths=(300, 283))
-PAGES = Case(T=2, S=96, B=4, Dv=16, lengths=(77, 0, 5, 96), page=32)
-ENDLESS = Case(block=2**31 - 1, n=1, T=9, S=9, B=1)
-OWN = Case(T=8, S=12, block=1, n=5, B=1, local=0)
-index = functools.partial(Case, S=100, Hi=3)
-NO_END = index(B=1, T=30, S=30, n=2, local=0, block=2**40)
-loss = functools.partial(Case, block=8, T=30, S=45, H=8, scale=0.4, Di=8)
-PACKED_LOSS = loss(B=1, T=40, S=40, segments=(17, 1, 0, 15))
-ROWS = {  # function: name: case, its paths
-    "block_attention": {
-        "lengths": (Case(lengths=(52, 70)), PORTABLE),
-        "list_per_query_head": (Case(H=6, Hkv=3, G=6, T=20, scale=0.7), EVERY),
-        "list_per_head_group": (Case(H=8, Hkv=1, G=4, block=5, T=70), PORTABLE),
-        "tail": (Case(include="tail", block=4, n=5, G=1, S=50, lengths=(50, 47)), PORTABLE),
-        "packed": (
-            Case(include="tail", block=4, n=4, T=55, S=55, B=1, segments=(17, 1, 0, 20, 3)),
-            EVERY,
-        ),
-        "more_entries_than_blocks": (Case(block=64, n=40, T=9, S=200, H=2, G=1), PORTABLE),
-        # In four parts: multiples of a number once overflowed.
-        "parts": (Case(block=512, T=30, S=600, H=2, G=1, B=1), f"torch_reference {PORTABLE}"),
-        # A router's z-loss: autograd gives no gradient of the output then.
-        "lse_alone": (Case(lse_alone=True), "torch_sdpa torch_reference torch_jax"),
-        "queries_first": (FIRST, "jax_xla jax_reference"),
-        "queries_first_with_a_tail": (replace(FIRST, include="tail"), "jax_xla"),
-        # No memory is taken for what a block might hold, and no token is its last one.
-        "beyond_all_keys": (ENDLESS, PORTABLE),
-        "tail_beyond_all_keys": (replace(ENDLESS, T=128, S=128, include="tail"), PORTABLE),
-        "halves": (
-            Case(block=128, n=2, T=4, S=140, H=16, Hkv=1, G=1, B=1, Dv=16),
-            f"{PORTABLE} mosaic triton",
-        ),
-        "packed_kernel": (Case(T=22, S=22, B=1, Dv=16, segments=(9, 0, 1, 8)), "mosaic triton"),
-        # Beyond 64 entries kernels gather single keys, of a part of the queries at a time.
-        "long_lists": (LONG, "triton"),
-        "long_lists_with_a_tail": (replace(LONG, G=1, include="tail"), "triton"),
-        # Rows without a query, without a token, with fewer tokens than queries.
-        "pages": (replace(PAGES, counts=(2, 0, 1, 2), block=24, page=8, G=1), ALL),
-        "pages_of_the_same": (replace(PAGES, T=3), BOTH),
-        "pages_with_a_tail": (replace(PAGES, include="tail"), ALL),
-        "pages_of_a_list_per_head": (replace(PAGES, G=4, block=4), ALL),
-        "pages_beyond_all_keys": (replace(ENDLESS, page=1), "torch"),
-        "pages_with_a_tail_beyond": (replace(ENDLESS, page=1, include="tail"), "torch"),
-    },
-    "index_blocks": {
-        # Few keys, none forced: a query's own, and none after it, is often among the best.
-        "own": (OWN, ALL),
-        "forced": (Case(T=3, S=400, n=17, initial=1, local=2, Hi=1, Di=24, B=1), ALL),
-        # Key 255 lies in the last of the first 16 blocks, which most queries see whole.
-        "own_token": (Case(T=10, S=262, B=1, local=0, highest=255), "triton"),
-        "entries": (index(block=8, entry=4, S=98, T=98, equal=True), BOTH),
-        "entries_of_a_large_block": (Case(T=5, entry=4, block=64, B=1, local=0), "triton"),
-        "lengths": (
-            Case(T=2, S=90, lengths=(90, 55), equal=True, dtype="float16"),
-            f"{CHUNKED} triton",
-        ),
-        "many_keys": (Case(block=32, Hi=3, T=3, S=700, n=2, B=1, dtype="float16"), "triton"),
-        "qsa": (index(T=4, **QSA), ALL),
-        # A row that has fewer blocks than are wanted.
-        "few": (
-            index(T=3, S=90, block=4, n=9, initial=1, local=2, activation="relu", equal=True,
-                  lengths=(90, 12)),
-            f"{ALL} triton_8",
-        ),
-        "packed": (
-            index(B=1, T=70, S=70, segments=(9, 0, 1, 50), block=7, n=2, equal=True),
-            CHUNKED,
-        ),
-        "sum": (
-            Case(T=5, S=300, block=128, n=2, Hi=1, reduce="sum", lengths=(300, 140)),
-            "triton",
-        ),
-        # Blocks in several parts, and many of one score.
-        "parts": (
-            Case(T=3, S=400, block=2, n=12, Hi=1, reduce="sum", initial=1, lengths=(400, 390)),
-            "triton triton_64",
-        ),
-        "equal": (
-            Case(T=3, S=300, block=1, n=70, activation="relu", B=1, equal=True),
-            "triton_64",
-        ),
-        # No memory is taken for what a block might hold, and tokens count in 32 bits.
-        "beyond_all_keys": (NO_END, BOTH),
-        "entries_beyond_all_keys": (replace(NO_END, entry=5, block=5 * 2**31), BOTH),
-        "pages": (index(T=3, lengths=(71, 100), page=8), ALL),
-        "pages_of_some": (
-            index(T=4, counts=(4, 2), block=4, n=7, initial=1, local=2, lengths=(55, 100),
-                  equal=True, page=16),
-            ALL,
-        ),
-        "pages_in_a_block": (index(T=2, block=128, n=2, S=300, Hi=4, page=32), ALL),
-        "pages_of_qsa": (index(T=4, counts=(4, 2), page=5, **QSA), ALL),
-        "pages_of_entries": (index(T=3, block=8, entry=4, S=98, equal=True, page=4), ALL),
-        "pages_of_the_own": (replace(OWN, page=4), ALL),
-        "pages_beyond_all_keys": (replace(NO_END, T=2, page=3), BOTH),
-        "pages_of_entries_beyond": (
-            replace(NO_END, T=2, page=3, entry=5, block=5 * 2**31),
-            BOTH,
-        ),
-    },
-    "indexer_kl": {
-        "lengths": (loss(lengths=40), f"{CHUNKED} torch jax_chunks"),
-        "heads_share_a_key_head": (loss(G=1, Hi=4), CHUNKED),
-        "heads_share_an_index_head": (loss(G=1, Hi=1, Hkv=4, S=30), CHUNKED),
-        "every_key": (loss(every=True, Hi=1, lengths=40), CHUNKED),
-        "packed": (PACKED_LOSS, CHUNKED),
-        "packed_every_key": (replace(PACKED_LOSS, every=True), CHUNKED),
-        "other_lse": (loss(other_lse=True), CHUNKED),
-        "beyond_all_keys": (loss(B=1, G=1, Hi=1, n=1, block=2**40), BOTH),
-        "bfloat16": (loss(dtype="bfloat16"), "torch"),
-        "float16": (loss(dtype="float16"), "torch"),
-        "kernel": (loss(block=16, T=5, B=1, lengths=42), "triton"),
-        "kernel_shared": (loss(block=16, G=1, Hi=4, n=2, T=4, S=60, other_lse=True), "triton"),
-    },
-}  # fmt: skip
-GPU_LOSS = {
-    f"blocks_of_{block}": loss(block=block, n=4, T=300, S=700, H=32, D=16, lengths=650)
-    for block in (16, 64, 128)
-}
-wide = functools.partial(Case, block=128, D=128, Dv=128, B=1)
-GPU_ATTENTION, GPU_PATHS = (
-    {
-        "wide": wide(n=6, T=400, S=1300, H=32),
-        "packed": wide(T=500, S=500, H=16, G=1, D=64, Dv=64, segments=(300, 1, 150)),
-        "list_per_query_head": Case(block=64, n=5, T=300, S=500, H=8, G=8, D=64, Dv=64),
-        "lengths": Case(block=32, n=8, T=300, S=500, H=8, D=64, Dv=64, lengths=(411, 500)),
-    },
-    ("mosaic", "triton", "torch_sdpa"),
-)
-half = functools.partial(Case, block=128, n=16, T=900, S=9000, Hi=4, Di=128, dtype="bfloat16")
-GPU_INDEX = {
-    "qsa": half(T=3000, S=20000, B=1, **QSA | {"n": 512}, equal=True),
-    "sum": half(reduce="sum"),
-    "one_row": half(T=3000, B=1),
-    "float16": half(block=64, n=40, T=2000, S=6000, Hi=2, Di=64, dtype="float16"),
-    "equal": half(T=500, S=4000, B=1, equal=True),
-    "lengths": half(
-        block=32, n=8, T=300, S=2000, Hi=3, Di=96, lengths=(1500, 2000), dtype="float32"
-    ),
+def of_row(paths: str, **fields) -> tuple[Case, list[str]]:
+    """A row of `blocks.yaml`."""
+    tuples = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
+    return Case(**tuples), paths.split()
+
+
+TABLE = yaml.safe_load(Path(__file__).with_name("blocks.yaml").read_text())
+ROWS = {
+    function: {name: of_row(**row) for name, row in rows.items()}
+    for function, rows in TABLE.items()
 }
 CHUNKS = dict(torch_chunk_bytes=3000, jax_chunk_bytes=30_000)
 IN_THE_INTERPRETER = dict(
@@ -360,21 +227,14 @@ def params():
     """Kernels of Triton run in its interpreter, where they run alone, or on a GPU."""
     for function, found in ROWS.items():
         for name, (case, paths) in found.items():
-            for path in paths.split():
-                of_triton = path.startswith("triton")
-                marks = [pytest.mark.gpu] if of_triton and not INTERPRETED else []
-                if of_triton >= INTERPRETED:
-                    row = function, case, path, DEVICE if of_triton else "cpu"
-                    yield pytest.param(*row, marks=marks, id=f"{function}-{name}-{path}")
-    on_gpu = {"block_attention": (GPU_ATTENTION, GPU_PATHS)}
-    on_gpu["index_blocks"] = GPU_INDEX, ("triton", "triton_64")
-    on_gpu["indexer_kl"] = GPU_LOSS, ("triton",)
-    for function, (cases, paths) in on_gpu.items() if not INTERPRETED else ():
-        for (name, case), path in itertools.product(cases.items(), paths):
-            row = function, case, path, "cuda"
-            yield pytest.param(
-                *row, marks=pytest.mark.gpu, id=f"{function}-{name}-{path}-large"
-            )
+            for path in paths:
+                on_gpu, of_triton = function.startswith("gpu "), path.startswith("triton")
+                if INTERPRETED and (on_gpu or not of_triton):
+                    continue
+                marks = [pytest.mark.gpu] if on_gpu or (of_triton and not INTERPRETED) else []
+                device = "cuda" if on_gpu else DEVICE if of_triton else "cpu"
+                row = function.removeprefix("gpu "), case, path, device
+                yield pytest.param(*row, marks=marks, id=f"{function}-{name}-{path}")
 
 
 @pytest.mark.parametrize(("function", "case", "path", "device"), [*params()])
@@ -567,7 +427,7 @@ def test_pages_have_no_gradient(wanted):
 
 def of_loss(dtype="float32"):
     """Arguments and options of `indexer_kl`, index queries of which a gradient is wanted."""
-    case = replace(loss(), dtype=dtype)
+    case = replace(ROWS["indexer_kl"]["other_lse"][0], other_lse=False, dtype=dtype)
     given = {
         k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x.clone()
         for k, x in given_of("indexer_kl", case).items()
