@@ -6,12 +6,14 @@ back to an earlier token goes on with other tokens. The oracles know no pages an
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
+import yaml
 
 import nsa_jax
 import nsa_torch
@@ -589,38 +591,27 @@ def decoding(lengths, queries):
     return [prompt, Turn(before, [*lengths], even=even)]
 
 
-HISTORIES = {
-    # Prefill and decode in one call, over every boundary.
-    "chunks": of_counts([30, 1, 0, 8], [1, 15, 0, 1], [17, 8, 0, 0], [13, 16, 0, 8]),
-    # One after the other over every boundary, the second row later and three at a time.
-    "tokens": [
-        *of_counts(*[[1, 0, 0, 0]] * 29),
-        *of_counts(*[[1, 2, 0, 0]] * 8, begin=(29, 0, 0, 0)),
-    ],
-    "even rows": [
-        Turn([0] * 4, [16, 29, 20, 4]),
-        *of_counts(*[[2] * 4] * 2, begin=(16, 29, 20, 4), even=True),
-        *of_counts([9] * 4, begin=(20, 33, 24, 8), even=True),
-    ],
-    # 1 to 8 tokens of a row and none; then most are taken back, and others come.
-    "draft tokens": [
-        Turn([0] * 4, [37, 30, 0, 20]),
-        Turn([37, 30, 0, 20], [38, 38, 3, 20]),
-        Turn([38, 32, 3, 20], [45, 40, 3, 20]),
-    ],
-    # Rows share pages by their tables, a fork within a page copies it, a crop is a shorter length.
-    "fork and crop": [
-        Turn([0] * 4, [45, 0, 0, 0]),
-        Turn([45, 37, 0, 0], [52, 60, 0, 0], fork=(0, 1, 37)),
-        Turn([40, 59, 0, 0], [55, 60, 0, 0]),
-    ],
-    # A row goes on after pages that a later one fills in the same call, as engines share prefixes.
-    "prefix of the same call": [Turn([32, 0, 0, 0], [39, 40, 0, 0], fork=(1, 0, 32))],
-    # Rows change places: a ring belongs to a row by `slots`; without them, means are of what was
-    # rounded, where a ring has the tokens of another row.
-    "rows in another order": [
-        Turn([0] * 4, [40, 49, 0, 3]),
-        Turn([40, 49, 0, 3], [50, 61, 0, 6], order=(1, 3, 0, 2)),
-        Turn([50, 61, 0, 6], [55, 64, 0, 13], order=(1, 0, 3, 2), slots=False),
-    ],
-}
+def turns(parts):
+    """A history of `caches.yaml`."""
+    found = []
+    for part in parts:
+        tuples = {x: tuple(y) if x in ("order", "fork") else y for x, y in part.items()}
+        counts, times = tuples.pop("counts", None), tuples.pop("times", 1)
+        found += of_counts(*counts * times, **tuples) if counts else [Turn(**tuples)]
+    return found
+
+
+def sized(row, **sizes):
+    """The sizes of a row of a table, over these, and what else it has."""
+    names = {field.name for field in dataclasses.fields(Sizes)}
+    if "config" in row:
+        sizes["config"] = NSAConfig(**row["config"])
+    own = {x: y for x, y in row.items() if x in names - {"config"}}
+    return Sizes(**sizes | own), {x: y for x, y in row.items() if x not in names}
+
+
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+HISTORIES, DENSE, APPENDED_BY_TRITON = (
+    {name: turns(parts) for name, parts in TABLE[x].items()}
+    for x in ("histories", "dense", "triton")
+)

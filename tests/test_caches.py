@@ -17,6 +17,7 @@ from nsa_core.paged_runs import GATHERED_KEYS
 from nsa_torch import NSAConfig, gathered_rows, paged_attend, plan_runs
 from tests import pretend
 from tests.caches import (
+    DENSE,
     HISTORIES,
     LAZY,
     POOL,
@@ -71,19 +72,6 @@ def phi(kind, width):
     }[kind]
 
 
-DENSE = {
-    # Until the cache is full.
-    "chunks and tokens": of_counts(*[[25] * 2] * 2, *[[1] * 2] * 14, even=True),
-    "rows of different lengths": [
-        *of_counts([21, 14], [9, 9]),
-        *of_counts([16, 16], [1, 18], begin=[24, 17]),
-    ],
-    # Five zeros stand before the second row.
-    "a row that begins later": [
-        Turn([0, 0], [0, 5], attends=False),
-        *of_counts([25] * 2, *[[1] * 2] * 9, begin=[0, 5], even=True),
-    ],
-}
 LEARNED = [  # path, history, phi, changes of sizes
     *(("torch", "chunks", kind, {}) for kind in ("pool", "mlp")),
     ("torch", "chunks", "rope", {"fp8": True}),

@@ -25,6 +25,7 @@ from nsa_torch import NSAConfig, mosaic_append, paged_attend, plans
 from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,
+    TABLE,
     WIDTH,
     JaxPages,
     Rows,
@@ -35,6 +36,7 @@ from tests.caches import (
     check,
     decoding,
     of_counts,
+    sized,
     tables,
 )
 from tests.devices import needs_gpu
@@ -93,64 +95,21 @@ def ran(monkeypatch, blocks):
 
 
 SMALLEST = Variant(2, 4, 2, 128)
-BORDERS = [0, 1, 15, 16, 31, 32, 47, 48, 63, 64, 65, 511, 512, 513, 1023, 1025]
-
-
-def sized(H=16, Hkv=1, D=128, Dv=128, **rest):
-    """The paper's sizes, `rest`: of `Sizes` or of its configuration."""
-    names = {field.name for field in dataclasses.fields(Sizes)}
-    own = {"dtype": "bfloat16", "separate": True} | {k: rest.pop(k) for k in names & {*rest}}
-    return Sizes(H, Hkv, D, Dv, NSAConfig(**rest), **own)
-
-
 FEW = {"num_selected": 6, "window": 130}
-STEPS = {  # sizes, lengths, queries of a row, variant; a step appends where rows have as many
-    "boundaries": (sized(), BORDERS, 1, SMALLEST),
-    "boundaries, fp8": (sized(fp8=True, **FEW), [*BORDERS[:10], 1023], 1, SMALLEST),
-    # A row that is shorter than its queries, of which some stand before its first token.
-    "fewer tokens": (sized(4, 1, 64, 64, **FEW), [2, 641], 3, SMALLEST),
-    "one head, no free block, gates of 16 bits": (
-        sized(2, 2, D=96, num_selected=3, gate_dtype="float16"),
-        [300],
-        1,
-        SMALLEST,
-    ),
-    "wide": (sized(6, 2, D=192, fp8=True), [1300], 1, Variant(4, 8, 2, 128)),
-    "narrow, 16 slots of a page, 3 stages": (
-        sized(6, 1, 32, 64, compress_block=16, compress_stride=4, num_initial=0, **FEW),
-        [1450, 40],
-        1,
-        Variant(3, 4, 3, 128),
-    ),
-    "long blocks, cluster of 16": (
-        sized(compress_stride=8, select_block=128, num_selected=8),
-        [3001],
-        1,
-        Variant(16, 8, 4, 128),
-    ),
-    "windows of 4 strides, float16": (
-        sized(compress_block=64, window=0, dtype="float16", num_selected=6, separate=False),
-        [1500],
-        1,
-        SMALLEST,
-    ),
-    "one slot of a page": (
-        sized(
-            compress_block=16, compress_stride=16, select_block=16, num_selected=6, window=33
-        ),
-        [450],
-        1,
-        SMALLEST,
-    ),
-    # Slices of the output, strips and stages that do not come out even.
-    "cluster of 3": (
-        sized(fp8=True, compress_stride=8, select_block=128, num_selected=8),
-        [2125],
-        1,
-        Variant(3, 8, 4, 128),
-    ),
-    "8 warps": (sized(), [2125], 1, Variant(4, 8, 4, 128)),
-}
+PAPER_SIZES = {"H": 16, "Hkv": 1, "D": 128, "Dv": 128, "dtype": "bfloat16", "separate": True}
+PAPER_SIZES |= {"config": NSAConfig()}
+STEPS, APPENDED = TABLE["mosaic steps"], TABLE["mosaic appended"]
+
+
+def few(H, Hkv, D, Dv, **rest):
+    return Sizes(**PAPER_SIZES | dict(H=H, Hkv=Hkv, D=D, Dv=Dv, config=NSAConfig(**FEW)) | rest)
+
+
+def step_of(name):
+    """Of `STEPS` the sizes, lengths, queries of a row and the variant."""
+    sizes, row = sized(STEPS[name], **PAPER_SIZES)
+    variant = Variant(*row["variant"]) if "variant" in row else SMALLEST
+    return sizes, row["lengths"], row.get("queries", 1), variant
 
 
 def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu"):
@@ -163,7 +122,7 @@ def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu")
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name, ran, blocks, monkeypatch):
-    sizes, lengths, queries, variant = STEPS[name]
+    sizes, lengths, queries, variant = step_of(name)
     path, turns = path_of(monkeypatch, sizes, lengths, variant), decoding(lengths, queries)
     check(path, turns, bound=5e-3)
     assert ran[-1].spec.append == turns[1].even and ran[-1].spec.variant == variant
@@ -174,7 +133,7 @@ def test_steps(name, ran, blocks, monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 def test_steps_of_several_queries(fp8, ran, blocks, monkeypatch):
     """Rows grow, a row begins again with fewer tokens than queries: launched as the first step."""
-    sizes = sized(4, 2, 64, 64, fp8=fp8, **FEW)
+    sizes = few(4, 2, 64, 64, fp8=fp8)
     turns = decoding([655, 641, 619, 64], 3)
     turns += [Turn([655, -1, 619, 64], [658, 2, 622, 67], even=True)]
     if fp8:  # rows have the rings of others, whose tokens are not believed
@@ -187,7 +146,7 @@ def test_steps_of_several_queries(fp8, ran, blocks, monkeypatch):
 
 
 def test_equal_scores_go_to_the_lower_blocks(ran, blocks, monkeypatch):
-    sizes, turns = sized(**FEW), decoding([1100], 1)
+    sizes, turns = few(16, 1, 128, 128), decoding([1100], 1)
     rows = Rows(sizes, [1100])
     rows.tokens["query"][0][:] = 0
     path = path_of(monkeypatch, sizes, [1100])
@@ -198,12 +157,12 @@ def test_equal_scores_go_to_the_lower_blocks(ran, blocks, monkeypatch):
 def test_copies_may_arrive_at_once(ran, monkeypatch):
     early = functools.partialmethod(ClusterWarps.__init__, late=False)
     monkeypatch.setattr(ClusterWarps, "__init__", early)
-    sizes = sized(2, 1, 64, 64, **FEW)
+    sizes = few(2, 1, 64, 64)
     check(path_of(monkeypatch, sizes, [652]), decoding([652], 1), bound=5e-3)
 
 
 def test_the_same_bits_alone_and_with_another_capacity(ran, monkeypatch):
-    sizes, found = sized(2, 1, 64, 64, **FEW), []
+    sizes, found = few(2, 1, 64, 64), []
     for lengths, capacity, more in (([652, 300], 128, 2), ([652], 512, 40)):
         variant = dataclasses.replace(SMALLEST, capacity=capacity)
         rows, alone = Rows(sizes, [652, 300]), Rows(sizes, [652])
@@ -217,7 +176,7 @@ def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
     """The output is as many times smaller or larger, to the bit; scales of a cache that someone
     filled may be negative. A length beyond the table is that of the table.
     """
-    sizes, turns = sized(2, 1, 64, 64, fp8=True, **FEW), decoding([640], 1)
+    sizes, turns = few(2, 1, 64, 64, fp8=True), decoding([640], 1)
     rows, path = Rows(sizes, [640]), path_of(monkeypatch, sizes, [640], more=0)
     check(path, turns, rows, bound=5e-3)
     table = tables([640], sizes.config, path.pool, path.width)
@@ -238,7 +197,7 @@ def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
 
 def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
     """By an entry of no page, beyond the pool, beyond the table, or in a row of length 0."""
-    sizes, lengths = sized(2, 1, 64, 64, **FEW), [99, 119, 384, 64]
+    sizes, lengths = few(2, 1, 64, 64), [99, 119, 384, 64]
     path = path_of(monkeypatch, sizes, lengths)
     table = tables(lengths, sizes.config, path.pool, 6)
     table[3, 1] = path.pool - 1
@@ -250,7 +209,7 @@ def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
 
 def test_jax_runs_a_step_on_pages_in_fp8(detectors):
     """The kernel of a step that appends nothing, by the public function."""
-    sizes = sized(2, 1, 64, 64, separate=False, fp8=True, **FEW)
+    sizes = few(2, 1, 64, 64, separate=False, fp8=True)
     check(JaxPages(sizes, "mosaic"), decoding([90], 1), bound=5e-3)
 
 
@@ -258,7 +217,7 @@ def test_jax_runs_a_step_on_pages_in_fp8(detectors):
 
 
 def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):
-    sizes = sized(2, 1, 64, 64, separate=False, **FEW)
+    sizes = few(2, 1, 64, 64, separate=False)
     path, rows = path_of(monkeypatch, sizes, [80]), Rows(sizes, [80])
     checked = pretend.calls_of(monkeypatch, paged_attend, "_checked")
     checked_tokens = pretend.calls_of(monkeypatch, paged_attend, "checked_tokens")
@@ -270,7 +229,7 @@ def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypa
 @pytest.fixture
 def step(ran, monkeypatch):
     """What runs a step of two rows, which is known, with other arguments; and its path."""
-    sizes, lengths = sized(2, 1, 64, 64, separate=False, **FEW), [70, 30]
+    sizes, lengths = few(2, 1, 64, 64, separate=False), [70, 30]
     path, rows = path_of(monkeypatch, sizes, lengths), Rows(sizes, lengths)
     turns = decoding(lengths, 1)
     check(path, turns, rows, bound=5e-3)
@@ -341,7 +300,7 @@ def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch
 @pytest.mark.parametrize("planned", [False, True], ids=["by the longest", "by runs"])
 def test_rows_of_different_few_tokens_are_one_launch(ran, monkeypatch, planned):
     """Each row's own stand at its end; what fills up the others is left out again."""
-    sizes, turn = sized(2, 1, 64, 64, **FEW), Turn([70, 61], [71, 64])
+    sizes, turn = few(2, 1, 64, 64), Turn([70, 61], [71, 64])
     path, rows = path_of(monkeypatch, sizes, [71, 64]), Rows(sizes, [71, 64])
     if planned:
         runs = nsa_torch.plan_runs([0, 1, 4], [71, 64], 64)
@@ -352,39 +311,21 @@ def test_rows_of_different_few_tokens_are_one_launch(ran, monkeypatch, planned):
 
 # Prompts.
 
-ODD = NSAConfig(12, 4, 12, num_selected=3)
-CHUNKS = [44, 3, 0, 16], [1, 20, 0, 1], [16, 1, 0, 0]
-APPENDED = {  # sizes, tokens of each call and row, whether phi is learned
-    # Rows without a page, of which a warp has more than lanes.
-    "many rows": (
-        Sizes(2, 2, 16, 48, dtype="bfloat16"),
-        [[*x, *[2 * (x is CHUNKS[2])] * 40] for x in CHUNKS],
-        False,
-    ),
-    "own keys": (Sizes(2, 2, 16, 48, separate=True, dtype="float16"), CHUNKS, False),
-    "as many tokens a row": (
-        Sizes(3, 3, 32, 16, ODD, dtype="bfloat16"),
-        ([13] * 4, [1] * 4, [30] * 4),
-        False,
-    ),
-    "no means": (Sizes(3, 3, 32, 16, ODD, dtype="bfloat16"), CHUNKS, True),
-    "several warps a token": (Sizes(5, 5, 32, 16, ODD, dtype="float16"), CHUNKS, False),
-    "prefix of the same call": (Sizes(2, 1, 64, 64, dtype="bfloat16"), None, False),
-}
 
-
-def appended(name, device, check=check):
-    sizes, counts, learned = APPENDED[name]
+def appended(name, device):
+    sizes, row = sized(APPENDED[name])
     path = TorchPages(sizes, device, appender="mosaic")
-    if counts is None:
+    if "counts" not in row:
         turns = [dataclasses.replace(x, attends=False) for x in HISTORIES[name]]
         return check(path, turns)
+    more = row.get("rows_without_a_page", 0)  # which have tokens in the last call
+    counts = [[*x, *[2 * (x is row["counts"][-1])] * more] for x in row["counts"]]
     turns = of_counts(*counts, even=counts[0][0] == counts[0][1], attends=False)
     ends = turns[-1].end
     table = np.full((len(ends), WIDTH), -1, np.int32)
     table[:4] = tables(ends[:4], sizes.config)
     params = [PoolParams(np.ones((12, n), np.float32) / 12) for n in (32, 16)]
-    rows = Rows(sizes, ends, params if learned else None)
+    rows = Rows(sizes, ends, params if row.get("learned") else None)
     return check(path, turns, rows, table)
 
 
@@ -531,7 +472,7 @@ def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_on_a_gpu(name, implementation, monkeypatch):
     """And a hundred times the same bits."""
-    sizes, lengths, queries, variant = STEPS[name]
+    sizes, lengths, queries, variant = step_of(name)
     path = path_of(monkeypatch, sizes, lengths, variant, device="cuda")
     path.implementation = implementation
     rows, turns = Rows(sizes, lengths), decoding(lengths, queries)

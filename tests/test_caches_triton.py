@@ -20,14 +20,16 @@ from nsa_jax.triton_ops import compiled_for
 from nsa_torch import NSAConfig, gathered_rows, paged_attend
 from tests import interpreted_triton, pretend, triton_compile
 from tests.caches import (
+    APPENDED_BY_TRITON,
     HISTORIES,
+    TABLE,
     Rows,
     Sizes,
     TorchPages,
     Turn,
     check,
     decoding,
-    of_counts,
+    sized,
     tables,
 )
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -58,40 +60,20 @@ def pages(sizes, appender="torch", **options):
     return TorchPages(sizes, DEVICE, "triton", appender, pool=40, **options)
 
 
-STEPS = {  # sizes, lengths, queries of a row, bound
-    "boundaries": (Sizes(2, 1), [64, 0, 1, 7, 8, 9, 16, 130], 1, None),
-    "boundaries, fp8": (Sizes(2, 1, **FP8), [64, 7, 9, 130], 1, None),
-    "several queries": (Sizes(2, 1, Dv=16), [70, 2], 3, None),
-    "a head a group, own keys": (Sizes(H=2, separate=True, **FP8), [75], 2, None),
-    "no power of two": (Sizes(3, 1, 24, 40, ODD), [200], 1, None),
-    "no window": (Sizes(4, 1, 16, 16, ONE), [90, 16], 8, None),
-    "many heads, bfloat16": (Sizes(20, 1, 16, 16, dtype="bfloat16"), [80], 2, 5e-3),
-    # A compressed token counts in two blocks, wherever a chunk of them ends.
-    "blocks of several chunks": (Sizes(2, 1, config=WIDE), [200, 2], 8, None),
-}
+STEPS = TABLE["triton steps"]
 
 
 @kernel
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
-    sizes, lengths, queries, bound = STEPS[name]
-    check(pages(sizes, width=20), decoding(lengths, queries), bound=bound)
-
-
-APPENDED = {
-    # Prompts, chunks and padding; then the rows have other places, in fp8 with their rings.
-    "rows in another order": [
-        *of_counts([20, 1, 0, 8], [1, 7, 0, 0]),
-        Turn([21, 8, 0, 8], [24, 9, 0, 12], order=(1, 3, 0, 2)),
-    ],
-    "even rows": of_counts([9] * 2, [3] * 2, [1] * 2, even=True),
-    "prefix of the same call": HISTORIES["prefix of the same call"],
-}
+    sizes, row = sized(STEPS[name])
+    turns = decoding(row["lengths"], row.get("queries", 1))
+    check(pages(sizes, width=20), turns, bound=row.get("bound"))
 
 
 @kernel
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
-@pytest.mark.parametrize("history", APPENDED)
+@pytest.mark.parametrize("history", APPENDED_BY_TRITON)
 def test_appended_tokens(history, fp8):
     """With their means; in fp8 rings, too."""
     own = history == "rows in another order"
@@ -100,7 +82,7 @@ def test_appended_tokens(history, fp8):
         sizes = dataclasses.replace(sizes, fp8=False, dtype="bfloat16")
     check(
         pages(sizes, "triton"),
-        [dataclasses.replace(x, attends=False) for x in APPENDED[history]],
+        [dataclasses.replace(x, attends=False) for x in APPENDED_BY_TRITON[history]],
     )
 
 
