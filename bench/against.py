@@ -24,7 +24,7 @@ import torch
 from absl import app, flags
 
 from .harness import cli, exit_status, process, records
-from .harness.timed_problem import Problem
+from .harness.timed_problem import Problem, named
 
 FLAGS = cli.define(
     checkout=(str, "Folder of the other checkout."),
@@ -37,29 +37,9 @@ FLAGS = cli.define(
 )
 cli.define_lines(FLAGS)
 
-PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}
-SEED = {"H": 12, "Hkv": 2, "D": 64, "Dv": 64}
 SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
-K = 1024
-ROWS = (
-    Problem(name="64k", T=64 * K, **PAPER),
-    Problem(name="64k, neighbours alike", T=64 * K, **PAPER, alike=0.95),
-    Problem(name="64k, JAX", T=64 * K, **PAPER, framework="jax"),
-    Problem(name="64k, 192/128", T=64 * K, H=64, Hkv=4, D=192, Dv=128),
-    Problem(name="32k", T=32 * K, **PAPER),
-    Problem(name="8k", T=8 * K, **PAPER),
-    Problem(name="8k, graph", T=8 * K, **PAPER, graph=True),
-    Problem(name="4k", T=4 * K, **PAPER),
-    Problem(name="32k, G=4", T=32 * K, H=32, Hkv=8, D=128, Dv=128),
-    Problem(name="32k, G=8", T=32 * K, H=64, Hkv=8, D=128, Dv=128),
-    Problem(name="16k, G=10", T=16 * K, H=40, Hkv=4, D=128, Dv=128),
-    Problem(name="16k, G=1", T=16 * K, H=16, Hkv=16, D=128, Dv=128),
-    Problem(name="24k, G=6, D=64", T=24 * K, **SEED),
-    Problem(name="8 x 2k, G=6, D=64", B=8, T=2 * K, **SEED),
-    Problem(name="8 x 2k, G=6, D=64, graph", B=8, T=2 * K, **SEED, graph=True),
-    Problem(name="8 x 2k, G=6, D=64, JAX", B=8, T=2 * K, **SEED, framework="jax"),
-)
-EAGER = tuple(p for p in ROWS if p.framework == "torch" and not p.graph)
+ROWS = [Problem(name=name, **sizes) for name, sizes in named("calls").items()]
+EAGER = [p for p in ROWS if p.framework == "torch" and not p.graph]
 
 
 def chosen(own: flags.FlagValues, rows: Sequence[Problem]) -> list[Problem]:

@@ -53,7 +53,7 @@ from .harness import (
     timing,
     turns,
 )
-from .harness.command import config_of, integers, shown
+from .harness.command import config_of, integers
 from .harness.measure import Judged, guarded, judged, judged_row, shape_of, timed
 from .harness.records import Record
 from .harness.runners import RUNNERS, asked
@@ -84,7 +84,6 @@ FLAGS = command.flag_values(
 NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
-DENSE = tuple(f"dense_{name}" for name in ("flash", "cudnn", "math", "xla"))
 
 
 def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
@@ -237,60 +236,44 @@ class Case:
         )
 
     def row(self) -> dict[str, Any]:
-        """The line of the CSV file; the first columns are the seed system's."""
+        """Values of the row of the table."""
         done, whole, paged = self.records, self.records["all"], self.records.get("paged")
-        worst = command.worst(*(done[branch] for branch in TIMES))
-        expected, rows = self.config.reads(whole.S), whole.B * whole.Hkv
-        counts, total = {}, None
-        if worst["status"] == "ok":
+        each, rows = self.config.reads(whole.S), whole.B * whole.Hkv
+        reads: dict[str, Any] = {"expected": each, "expected_all": each * rows}
+        worst = next((done[x] for x in TIMES if done[x].status != "ok"), None)
+        if worst is None:
             counts = {branch: int(self.cached.reads(branch).sum()) for branch in PARTS}
-            total = sum(counts.values())
-        if worst["status"] == "ok" and paged and paged.status != "ok":
-            worst = {"status": paged.status, "reason": f"paged: {paged.reason}"}
-        cells: dict[str, Any] = {"S": whole.S}
-        cells |= {name: done[branch].time_ms for branch, name in TIMES.items()}
-        cells |= {
-            "reads_actual": total,
-            "reads_expected": expected * rows,
-            "reads_actual_decode": total and total / rows,
-            "reads_expected_decode": expected,
-        }
-        for branch, name in TIMES.items():
-            cells |= {f"{name}_{p}": getattr(done[branch], f"{p}_ms") for p in ("p20", "p80")}
-        for key in ("scores", *DENSE):
-            cells[f"ms_{key}"] = done[key].time_ms if key in done else None
-        for branch, name in PARTS.items():
-            cells[f"reads_{name}"] = counts[branch] / rows if counts else None
-        same = "B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit"
-        cells |= command.cells(whole, *same, q_len="T")
-        for key, of in (("", whole), ("paged_", paged)):
-            extra = of.extra if of else {}
-            cells |= {f"{key}graph": extra.get("graph"), f"ms_{key}host": extra.get("host_ms")}
-        return cells | {
-            "ms_paged": paged and paged.time_ms,
+            reads |= {branch: count / rows for branch, count in counts.items()}
+            reads |= {"all": sum(counts.values()), "each": sum(counts.values()) / rows}
+            worst = whole
+            if paged and paged.status != "ok":
+                worst = dataclasses.replace(paged, reason=f"paged: {paged.reason}")
+        times = {name: done[branch].time_ms for branch, name in TIMES.items()}
+        counted = "n/a" if "each" not in reads else f"{reads['each']:.1f}"
+        return done | {
+            "worst": worst,
+            "reads": reads,
             "paged_kernel": self.paged_kernel if paged else None,
-            "above_whole": " ".join(above_whole(cells)),
+            "above_whole": " ".join(above_whole(times)),
             "cache_dtype": FLAGS.cache_dtype,
             "kernel": self.kernel,
-            **worst,
+            "line": {"shown": starred(times), "reads": f"{counted}/{each}"},
         }
 
 
-def above_whole(cells: Mapping[str, Any]) -> list[str]:
+def above_whole(times: Mapping[str, float | None]) -> list[str]:
     """The columns of parts whose time is above that of the whole."""
-    times = {name: cells[name] for name in TIMES.values() if cells[name] is not None}
-    return [name for name, ms in times.items() if ms > times.get("ms_total", ms)]
+    whole = times["ms_total"]
+    return [name for name, ms in times.items() if ms and whole and ms > whole]
 
 
-def line(cells: dict[str, Any]) -> str:
-    """A row of the table as a line; a part above the whole has a `*`."""
-    marks = dict.fromkeys(above_whole(cells), "*")
-    times = "  ".join(f"{shown(cells[x], marks.get(x, '')):>9}" for x in TIMES.values())
-    decode, total = (cells.get(name) for name in ("reads_actual_decode", "reads_actual"))
-    reads = f"{shown(decode, digits=1)}/{cells['reads_expected_decode']}"
-    text = f"{cells['S']:>7}  {times}  {reads:>13}  {shown(total, digits=0):>10}"
-    text += f"  {shown(cells.get('ms_paged')):>9}"
-    return text + command.bad(cells)
+def starred(times: Mapping[str, float | None]) -> dict[str, str]:
+    """The times of the parts as text; a star marks those above the whole."""
+    found, above = {}, above_whole(times)
+    for part in PARTS.values():
+        ms, star = times[f"ms_{part}"], "*" if f"ms_{part}" in above else ""
+        found[part] = "n/a" if ms is None else f"{ms:.3f}{star}"
+    return found
 
 
 HEAD = f"{'Context':>7}  {'Total(ms)':>9}  {'cmp(ms)':>9}  {'sel(ms)':>9}  {'win(ms)':>9}"
@@ -309,8 +292,7 @@ def main(argv: Sequence[str]) -> int:
     if min(lengths) < FLAGS.q_len:
         raise ValueError(f"S_list must be at least q_len={FLAGS.q_len}, got {min(lengths)}")
     config_of(FLAGS)
-    how, rows = command.sampling(FLAGS, gpu), []
-    how = {"warmup": 8} | how
+    how = {"warmup": 8} | command.sampling(FLAGS, gpu)
     if gpu:
         how["iters"] = FLAGS.iters or 32
     results = command.Results("decode", FLAGS)
@@ -323,15 +305,14 @@ def main(argv: Sequence[str]) -> int:
         if FLAGS.turn:
             turns.wait()
         case.run(how)
-        rows.append(case.row())
-        print(line(rows[-1]), flush=True)
-    return _finish(results, rows)
+        results.row(**case.row())
+    return _finish(results)
 
 
-def _finish(results: command.Results, rows: Sequence[dict[str, Any]]) -> int:
-    if any(cells["above_whole"] for cells in rows):
-        print("* above Total: each is launched and timed by itself, one after the other")
-    return results.finish(rows)
+def _finish(results: command.Results) -> int:
+    if any(cells["above_whole"] for cells in results.rows):
+        print("* above Total: the parts are launched and timed separately")
+    return results.finish()
 
 
 def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
@@ -339,7 +320,7 @@ def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
 
     The table and the records have all lengths; the processes' own are in folders of their names.
     """
-    commands, lost, rows = {}, False, []
+    commands, lost = {}, False
     for length in lengths:
         out = results.folder / str(length)
         own = [f"--S_list={length}", f"--out={out}", "--csv=", "--turn", "--nosave_records"]
@@ -354,8 +335,8 @@ def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
         for record in records.read(made / "decode.jsonl"):
             results.keep([record], beside=record.branch == "dense")
         with (made / "decode.csv").open(newline="") as table:
-            rows += csv.DictReader(table)
-    status = _finish(results, rows)
+            results.rows += csv.DictReader(table)
+    status = _finish(results)
     return exit_status.WRONG if lost else status
 
 

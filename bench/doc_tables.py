@@ -68,7 +68,7 @@ from .lm import curves, quality, watched
 from .lm import log as train_log
 from .lm.log import Header, Speed
 from .reports import crossover, sources
-from .reports.cells import KINDS, MISSING, REFUSED, Kind, Line, cell, packing
+from .tables import KINDS, MISSING, REFUSED, Kind, Line, cell, packing
 from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()

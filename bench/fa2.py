@@ -27,7 +27,7 @@ from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
 
 from .harness import cli, command, parts, problems
-from .harness.command import integers, shown, speed_up
+from .harness.command import integers, speed_up
 from .harness.jobs import Job
 from .harness.records import Record
 from .harness.runners import TorchRunner, problem
@@ -153,41 +153,20 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
     )
 
 
-def line(base: Record, fast: Record, library: Record) -> str:
-    """Of masked SDPA, FA-2 and the portable path."""
-    config, name = base.config, f"S={base.S}"
-    if base.branch == "sliding":
-        name += f" w={config['window']}"
-    else:
-        name += f" l={config['compress_block']} d={config['compress_stride']}"
-    text = f"{name} {base.branch} masked {shown(base.time_ms, ' ms')}"
-    text += f"  fa2 {shown(fast.time_ms, ' ms')}"
-    gain = speed_up(base, fast)
-    text += f"  speedup {'n/a' if gain is None else f'x{gain:.2f}'}"
-    text += f"  sdpa {shown(library.time_ms, ' ms')}"
-    rows = (base, fast, library)
-    bad = [f"{r.implementation} {r.status}: {r.reason}" for r in rows if r.status != "ok"]
-    return text + (f"  ({'; '.join(bad)})" if bad else "")
-
-
-def row(
-    base: Record, fast: Record, library: Record, capability: tuple[int, int] | None
+def values(
+    masked: Record, fast: Record, library: Record, capability: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """A line of the CSV file; the first columns are the seed system's."""
-    sliding, config = base.branch == "sliding", base.config
-    cells = command.cells(base, "D", "T", "dtype", sdpa_ms="time_ms")
-    cells |= command.cells(fast, fa_ms="time_ms") | {"speedup": speed_up(base, fast)}
-    cells |= {"sm": "".join(map(str, capability or ()))}
-    cells |= command.cells(base, "device", "branch", "S", "commit")
-    cells |= {
-        "w": config["window"] if sliding else None,
-        "l": None if sliding else config["compress_block"],
-        "d": None if sliding else config["compress_stride"],
-        "library_ms": library.time_ms,
+    """Values of a row of the table."""
+    config = masked.config
+    sizes = {"l": config["compress_block"], "d": config["compress_stride"]}
+    if masked.branch == "sliding":
+        sizes = {"w": config["window"]}
+    return {
+        **{"fa2": fast, "masked": masked, "sdpa": library, "sizes": sizes},
+        "speedup": speed_up(masked, fast),
+        "sm": "".join(map(str, capability or ())),
+        "line": {"size": " ".join(f"{name}={x}" for name, x in sizes.items())},
     }
-    cells |= command.cells(fast, "path", "kernel", fa_p20_ms="p20_ms", fa_p80_ms="p80_ms")
-    cells |= command.cells(base, sdpa_p20_ms="p20_ms", sdpa_p80_ms="p80_ms")
-    return cells | command.worst(fast, base, library)
 
 
 class Problem(parts.Problem):
@@ -242,14 +221,13 @@ def main(argv: Sequence[str]) -> int:
     found = [Problem(runner, *each) for each in configs(lengths, windows)]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, found)
-    results, rows = command.Results("fa2", FLAGS), []
+    results = command.Results("fa2", FLAGS)
     print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path()}", flush=True)
     for base, fast, library in parts.measure(FLAGS, "fa2", found, results.folder):
         for record in (base, fast, library):
             results.keep([record], beside=record is not fast)
-        print(line(base, fast, library), flush=True)
-        rows.append(row(base, fast, library, runner.capability))
-    return results.finish(rows)
+        results.row(**values(base, fast, library, runner.capability))
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from kernels_pallas.specs.combine import Combine, gated_sum
 from nsa_interop import launch
 
 from .harness import cli, exit_status, process, records, timing
-from .harness.timed_problem import Problem, torch_calls
+from .harness.timed_problem import Problem, named, torch_calls
 
 FORMS = ("graphs", "each")
 FLAGS = cli.define(
@@ -61,12 +61,7 @@ FLAGS = cli.define(
     form=(str, "Only this one, in this process.", FORMS),
 )
 cli.define_lines(FLAGS)
-PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}
-SHAPES = (
-    Problem(name="1 x 4k, G=16", T=4096, **PAPER),
-    Problem(name="1 x 8k, G=16", T=8192, **PAPER),
-    Problem(name="8 x 2k, G=6, D=64", B=8, T=2048, H=12, Hkv=2, D=64, Dv=64),
-)
+SHAPES = [Problem(name=name, **sizes) for name, sizes in named("host").items()]
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}
 TIMES = ("host", "done", "row", "replay")
 BEFORE = 40  # calls before the first that is timed: graphs are made in these

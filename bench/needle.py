@@ -154,22 +154,11 @@ def main(argv: Sequence[str]) -> int:
     common: dict[str, Any] = command.about(runner, settings, inputs)
     common |= {"implementation": what.label}
     record = results.add(branch="all", mode="forward", refused=what.refused, **common | found)
-    extra = {"pos": position, "cos": None, **record.extra}
-    shown = {"S": length, "pos": position, "cos": extra["cos"], "mae": record.error_mean}
-    print(shown | {"time_ms": record.time_ms})
-    print(f"device {record.device}, {record.implementation}: {record.status} {record.reason}")
     block = position // config.select_block
     note = " (forced: says nothing of the scores)" if forced(block, length, config) else ""
-    print(
-        f"block {block}{note} selected by each kv head: "
-        f"{extra.get('selected')}; weight {extra.get('weight')}"
-    )
-    cells = {"S": length, "pos": position, "cos": extra["cos"]}
-    cells |= command.cells(record, "time_ms", "p20_ms", "p80_ms", mae="error_mean")
-    cells |= {name: extra.get(name) for name in ("block", "forced", "selected", "weight")}
-    same = "H", "Hkv", "dtype", "framework", "error_max", "error_bound", "device", "commit"
-    cells |= command.cells(record, *same, "status", "reason", kernel="implementation")
-    return results.finish([cells])
+    about = {"note": note, "block": block}
+    results.row(found=record, pos=position, line=about)
+    return results.finish()
 
 
 if __name__ == "__main__":

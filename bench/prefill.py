@@ -14,7 +14,7 @@ from typing import Any
 from nsa_core import flags as kernel_flags
 
 from .harness import cli, command, problems
-from .harness.command import config_of, integers, shown
+from .harness.command import config_of, integers, speed_up
 from .harness.jobs import Job, jobs
 from .harness.measure import judge
 from .harness.records import Record
@@ -30,28 +30,17 @@ FLAGS = command.flag_values(
 )
 
 
-def row(record: Record, before: Record | None) -> dict[str, Any]:
-    """A line of the CSV file; `before` is the length before it."""
-    cells = command.cells(record, "S", ms="time_ms", p20_ms="p20_ms", p80_ms="p80_ms")
-    cells |= dict.fromkeys(("tokens_per_s", "scaling", "exponent"))
-    if record.times_ms is not None:
-        cells["tokens_per_s"] = record.B * record.S / record.times_ms[0] * 1e3
-        if before is not None and before.times_ms is not None and before.S != record.S:
-            cells["scaling"] = record.times_ms[0] / before.times_ms[0]
-            cells["exponent"] = math.log(cells["scaling"]) / math.log(record.S / before.S)
-    same = "B", "H", "Hkv", "D", "Dv", "dtype", "framework", "error_max", "error_bound"
-    same += "device", "commit", "status", "reason"
-    return cells | command.cells(record, *same, kernel="implementation")
-
-
-def line(cells: dict[str, Any], before: Record | None) -> str:
-    """What is printed of a length."""
-    text = f"S={cells['S']} {shown(cells['ms'], ' ms')}"
-    text += f" (p20 {shown(cells['p20_ms'])}, p80 {shown(cells['p80_ms'])})"
-    text += f"  {shown(cells['tokens_per_s'], ' tokens/s', 0)}"
-    if before is not None:
-        text += f"  {before.S}->{cells['S']}: {shown(cells['scaling'], 'x', 2)}"
-    return f"{text}  {cells['kernel']}{command.bad(cells)}"
+def scaling(now: Record, before: Record | None) -> dict[str, Any]:
+    """Values of the row of a length, given the record of the length before it."""
+    found: dict[str, Any] = {"now": now}
+    if now.times_ms is not None:
+        found["tokens_per_s"] = now.B * now.S / now.times_ms[0] * 1e3
+    growth = "n/a"
+    if before is not None and before.S != now.S and (gain := speed_up(now, before)):
+        found |= {"scaling": gain, "exponent": math.log(gain) / math.log(now.S / before.S)}
+        growth = f"{gain:.2f}x"
+    growth = f"  {before.S}->{now.S}: {growth}" if before else ""
+    return found | {"line": {"growth": growth}}
 
 
 def job(runner, settings) -> Job:
@@ -68,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024))
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu, config = runner.platform != "cpu", config_of(FLAGS)
-    how, rows, before = command.sampling(FLAGS, gpu), [], None
+    how, before = command.sampling(FLAGS, gpu), None
     results = command.Results("prefill", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
     for length in lengths:
@@ -80,10 +69,9 @@ def main(argv: Sequence[str]) -> int:
         record = results.add(
             branch="all", mode="forward", refused=what.refused, **common | found
         )
-        rows.append(row(record, before))
-        print(line(rows[-1], before), flush=True)
+        results.row(**scaling(record, before))
         before = record
-    return results.finish(rows)
+    return results.finish()
 
 
 if __name__ == "__main__":

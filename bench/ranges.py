@@ -11,7 +11,6 @@ faster at every measured length, or never.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from nsa_core.config import NSAConfig
 from nsa_jax import ranges
 
 from .harness import cli, command, problems, timing
-from .harness.command import config_of, integers, shown, speed_up
+from .harness.command import config_of, integers, speed_up
 from .harness.measure import guarded
 from .harness.records import Record
 from .harness.runners import JaxRunner
@@ -83,25 +82,6 @@ def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
     return [parity | vars(found) for found in (first, second)]
 
 
-def row(pair: tuple[Record, Record]) -> dict[str, Any]:
-    """A line of the CSV file."""
-    base, fast = pair
-    equal = None if fast.rows_differ is None else fast.rows_differ == 0
-    cells = command.cells(base, "S", v1_ms="time_ms") | command.cells(fast, v2_ms="time_ms")
-    cells |= {"speedup": speed_up(base, fast), "equal": equal}
-    for name, record in (("v1", base), ("v2", fast)):
-        cells |= {f"{name}_{p}_ms": getattr(record, f"{p}_ms") for p in ("p20", "p80")}
-    cells |= {"n": base.config["num_selected"], "l_sel": base.config["select_block"]}
-    return cells | command.cells(fast, "B", "Hkv", "device", "commit", "status", "reason")
-
-
-def line(cells: dict[str, Any]) -> str:
-    """What is printed of a length."""
-    first, second = (f"{name} {shown(cells[f'{name}_ms'], ' ms')}" for name in ("v1", "v2"))
-    text = f"S={cells['S']} {first}  {second}  speedup {shown(cells['speedup'], 'x', 1)}"
-    return f"{text}  equal {cells['equal']}{command.bad(cells)}"
-
-
 def main(argv: Sequence[str]) -> int:
     lengths = integers("S_list", FLAGS.S_list, (64, 256, 1024, 2048))
     runner, config = JaxRunner(FLAGS.device), config_of(FLAGS)
@@ -121,13 +101,13 @@ def main(argv: Sequence[str]) -> int:
             results.add(**common | {"implementation": name} | fields)
             for name, fields in zip(names, found, strict=True)
         )
-        pair = first, second
-        pairs.append(pair)
-        print(line(row(pair)), flush=True)
+        pairs.append((first, second))
+        equal = None if second.rows_differ is None else second.rows_differ == 0
+        results.row(v1=first, v2=second, speedup=speed_up(first, second), equal=equal)
     least = threshold(pairs)
     rule = "never" if least is None else f"from S={least} on"
     print(f"adaptive rule: v2 {rule} (of {', '.join(map(str, sorted(lengths)))})")
-    return results.finish(map(row, pairs))
+    return results.finish()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 
 from .harness import cli, command, cost, parts, problems
-from .harness.command import integers, shown, speed_up
+from .harness.command import integers, speed_up
 from .harness.jobs import jobs
 from .harness.measure import shape_of
 from .harness.records import Record
@@ -96,43 +96,23 @@ def gain(base: Record, fast: Record) -> float | None:
     return speed_up(base, fast) if kernel and not over_itself else None
 
 
-def cells(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
-    """A line of the CSV file; the first columns are the seed system's."""
-    found = {"mode": fast.extra["mode"], "N": fast.T}
-    found |= command.cells(fast, "H", "D", "Dv", "L", "nspans", "streams")
-    found |= {"tri_ms": fast.time_ms, "ref_ms": base.time_ms, "speedup": gain(base, fast)}
-    found |= {"mae": fast.error_mean}
-    found |= command.cells(fast, "dist", "B", "S", "dtype", "framework")
-    found |= command.cells(fast, "error_max", "error_bound", "device", "commit")
-    found |= command.cells(
-        fast, kernel="implementation", tri_p20_ms="p20_ms", tri_p80_ms="p80_ms"
-    )
-    found |= command.cells(base, ref_kernel="implementation")
-    found |= command.cells(base, ref_p20_ms="p20_ms", ref_p80_ms="p80_ms")
-    found |= {"l_sel": fast.config["select_block"]} | command.worst(fast, base)
+def values(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
+    """Values of a row of the table."""
+    more, others = {}, ""
     for each in beside:
         bad = "" if each.status == "ok" else f"{each.status}: {each.reason}"
-        values = each.time_ms, speed_up(each, fast), each.error_mean, bad
-        found |= dict(zip(columns_of(each.implementation), values, strict=True))
-    return found
+        found = each.time_ms, speed_up(each, fast), each.error_mean, bad
+        more |= dict(zip(columns_of(each.implementation), found, strict=True))
+        time = "n/a" if each.time_ms is None else f"{each.time_ms:.3f}"
+        others += f" {each.implementation}_ms={time}"
+    about = {"speedup": gain(base, fast), "more": more, "line": {"others": others}}
+    return {"fast": fast, "base": base} | about
 
 
 def columns_of(name: str) -> tuple[str, ...]:
     """The columns of an implementation beside: its time, the kernel's speed-up over it, its mean
     error, why it has none."""
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
-
-
-def line(cells: dict[str, Any], beside: Sequence[str] = ()) -> str:
-    """A row as a line."""
-    names = ("N", "H", "D", "Dv", "L", "nspans", "streams")
-    sizes = ",".join(f"{name}={cells[name]}" for name in names)
-    mae = "n/a" if cells["mae"] is None else f"{cells['mae']:.3g}"
-    text = f"{cells['mode']},{sizes} tri_ms={shown(cells['tri_ms'])}, "
-    text += f"ref_ms={shown(cells['ref_ms'])}, speedup={shown(cells['speedup'], 'x', 2)}, "
-    text += f"mae={mae} {cells['kernel']}/{cells['ref_kernel']}"
-    text += "".join(f" {name}_ms={shown(cells[f'{name}_ms'])}" for name in beside)
-    return text + command.bad(cells)
 
 
 def mode(dist: str) -> str:
@@ -262,19 +242,18 @@ def main(argv: Sequence[str]) -> int:
         return parts.child(FLAGS, rows)
     # A row without a problem is none that could be measured.
     no_problem = {row.refusal for row in rows if row.refusal}
-    results, table = command.Results("selection", FLAGS), []
+    results = command.Results("selection", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
     for found in parts.measure(FLAGS, "selection", rows, results.folder):
         for several in itertools.batched(found, len(names)):
             for i, record in enumerate(several):
                 results.keep([record], beside=i > 0 or record.reason in no_problem)
-            table.append(cells(*several))
-            print(line(table[-1], matrix.beside), flush=True)
+            results.row(**values(*several))
     if FLAGS.preset is not None:  # a file each kind
         for kind in ("dense", "varlen"):
-            some = [each for each in table if each["mode"] == kind]
+            some = [each for each in results.rows if each["mode"] == kind]
             command.write_csv(results.folder / f"sel_{kind}.csv", some)
-    return results.finish(table)
+    return results.finish()
 
 
 if __name__ == "__main__":

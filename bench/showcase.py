@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from . import tables
 from .harness import cli, command, exit_status, heartbeat, markdown, process, records
 from .lm import config_file, log, variants
-from .reports import cells, render
+from .reports import render
 
 FLAGS = cli.define(
     lengths=(["512", "1024", "2048"], "Tokens of a row."),
@@ -35,7 +36,7 @@ FLAGS = cli.define(
     out=(str, "A new folder for the results; default: bench/results/<time>."),
 )
 QUERY = "timestamp,utilization.gpu,memory.used"
-COLUMNS = tuple(cells.KINDS["ranges"]["cells"])
+COLUMNS = tuple(tables.KINDS["ranges"]["cells"])
 
 
 class Row(NamedTuple):
@@ -166,7 +167,7 @@ def cells_of(row: Row) -> dict[str, str]:
         about = (
             dataclasses.asdict(speed) | about | {"fa2": fa2(speed) if row.measured else None}
         )
-    return cells.rows("ranges", [about])[0]
+    return tables.rows("ranges", [about])[0]
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:

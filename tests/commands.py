@@ -2,11 +2,12 @@
 
 import csv
 import dataclasses
+import types
 
 from absl import flags
 from absl.testing import flagsaver
 
-from bench.harness import records
+from bench.harness import command, records
 from nsa_core.dispatch import Implementation
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY
@@ -30,6 +31,12 @@ def called(module, *words):
     rest = own([module.__name__.rpartition(".")[2], *map(str, words)], known_only=True)
     with flagsaver.flagsaver():
         return module.main(flags.FLAGS(rest))
+
+
+def results(module, folder):
+    """The results of a command of which the rows are given."""
+    own = {"out": folder, "csv": None, "save_records": False, "commit": None}
+    return command.Results(module.__name__.rpartition(".")[2], types.SimpleNamespace(**own))
 
 
 def rows(path):

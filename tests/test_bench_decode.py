@@ -54,11 +54,11 @@ def test_a_part_above_the_whole_is_marked(tmp_path, capsys):
     cells = dict(
         zip(SEED.split(","), (512, 40.7, 3.0, 46.1, None, 40, 50, 20, 25), strict=True)
     )
-    cells |= {"status": "ok", "above_whole": " ".join(decode.above_whole(cells))}
-    assert cells["above_whole"] == "ms_sel"
-    assert "40.700      3.000    46.100*        n/a" in decode.line(cells)
+    times = {name: cells[name] for name in decode.TIMES.values()}
+    assert decode.above_whole(times) == ["ms_sel"]
+    assert decode.starred(times) == {"cmp": "3.000", "sel": "46.100*", "win": "n/a"}
     for name in ("ms_total", "ms_sel"):
-        assert decode.above_whole(cells | {name: None}) == []
+        assert decode.above_whole(times | {name: None}) == []
     cells["ms_win"] = 1.0
     path = tmp_path / "decode.csv"
     path.write_text(f"{SEED}\n{','.join(str(cells[name]) for name in SEED.split(','))}\n")

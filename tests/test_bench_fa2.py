@@ -11,7 +11,7 @@ import nsa_torch
 from bench import fa2
 from bench.harness import exit_status
 from nsa_core.config import NSAConfig
-from tests.commands import run
+from tests.commands import results, run
 from tests.measured import record
 
 SMALL = ("--S_list=40,63", "--w_list=12", "--heads=2", "--dk=8", "--dv=8", "--l=8", "--d=4")
@@ -108,17 +108,19 @@ def test_a_wrong_call_prints_no_speed_up(wrong, status, tmp_path, capsys, monkey
         assert "fa2 wrong: out: max error" in line
 
 
-def test_a_speed_up_needs_two_rows_that_count():
+def test_a_speed_up_needs_two_rows_that_count(tmp_path, capsys):
     about = {"S": 8, "config": NSAConfig(window=4), "extra": {"path": "varlen", "kernel": "FA"}}
     times = {"masked": 3.0, "fa2": 2.0, "sdpa": 4.0}
     rows = [record("sliding", name, ms, **about) for name, ms in times.items()]
-    text = "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50  sdpa 4.000 ms"
-    assert fa2.line(*rows) == text
-    assert fa2.row(*rows, (9, 0))["sm"] == "90" and fa2.row(*rows, None)["speedup"] == 1.5
-    assert fa2.row(*rows, None)["library_ms"] == 4.0
+    text = "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50  sdpa 4.000 ms\n"
+    found = results(fa2, tmp_path)
+    cells = found.row(**fa2.values(*rows, (9, 0)))
+    assert capsys.readouterr().out == text
+    assert (cells["sm"], cells["speedup"], cells["library_ms"]) == ("90", 1.5, 4.0)
     rows[0] = dataclasses.replace(rows[0], status="oom", reason="no room")
-    assert fa2.line(*rows).endswith("speedup n/a  sdpa 4.000 ms  (masked oom: no room)")
-    assert fa2.row(*rows, None)["status"] == "oom"
+    assert found.row(**fa2.values(*rows, None))["status"] == "oom"
+    printed = capsys.readouterr().out
+    assert printed.endswith("speedup n/a  sdpa 4.000 ms  (masked oom: no room)\n")
 
 
 @pytest.mark.parametrize(

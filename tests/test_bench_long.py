@@ -12,7 +12,7 @@ from bench.harness import exit_status
 from nsa_core.config import NSAConfig
 from nsa_jax import ranges as library
 from nsa_jax import select
-from tests.commands import break_sliding, run
+from tests.commands import break_sliding, results, run
 from tests.measured import record
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
@@ -30,12 +30,13 @@ def test_prefill(tmp_path, capsys):
     assert float(row["ms"]) == found.time_ms and row["scaling"] == row["exponent"] == ""
     assert f"S=31 {found.time_ms:.3f} ms (p20 " in capsys.readouterr().out
     longer = dataclasses.replace(found, S=124, time_ms=8 * found.time_ms)
-    cells = prefill.row(longer, found)
+    table = results(prefill, tmp_path / "more")
+    cells = table.row(**prefill.scaling(longer, found))
     assert (cells["scaling"], cells["exponent"]) == (pytest.approx(8), pytest.approx(1.5))
-    assert "31->124: 8.00x" in prefill.line(cells, found)
+    assert "31->124: 8.00x" in capsys.readouterr().out
     failed = dataclasses.replace(longer, status="oom", reason="no room")
-    cells = prefill.row(failed, found)
-    assert cells["scaling"] is None and "oom: no room" in prefill.line(cells, found)
+    cells = table.row(**prefill.scaling(failed, found))
+    assert cells["scaling"] is None and "oom: no room" in capsys.readouterr().out
 
 
 def test_a_wrong_prefill_has_no_time(tmp_path, capsys, monkeypatch):

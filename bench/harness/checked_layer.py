@@ -12,7 +12,7 @@ kernels ran in the first call of either kind.
 import collections
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,10 @@ from nsa_torch import plans
 from nsa_torch.torch_ops import TorchOps
 
 from . import cli, exit_status
-from .timed_problem import Problem, digest, torch_inputs
+from .timed_problem import Problem, digest, named, torch_inputs
 
 CALLS = 3
 PAPER = NSAConfig()
-SMALL_BLOCKS = NSAConfig(16, 16, 16, num_selected=6, window=10)
-# A list of more than 24 blocks is too long: a tile may be gathered where the one before it reaches
-# token 1536.
-FEW_SELECTED = NSAConfig(num_selected=6)
-GATHERED = "gathered_forward", "gathered_merge", "gathered_dq", "gathered_merge_dq"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,45 +44,13 @@ class Layer(Problem):
 
     name: str = ""
     config: NSAConfig = PAPER
-    cu_seqlens: tuple[int, ...] | None = None
-    kernels: tuple[str, ...] = ("interval_forward", "selected_forward", "dkv_partials")
+    cu_seqlens: Sequence[int] | None = None
+    kernels: Sequence[str] = ("interval_forward", "selected_forward", "dkv_partials")
 
 
-LAYERS: Mapping[str, Layer] = {
-    "G=6, D=64": Layer(H=12, Hkv=2, D=64, Dv=64, B=2, T=400),
-    "G=6, D=64, packed": Layer(
-        H=12, Hkv=2, D=64, Dv=64, T=700, cu_seqlens=(0, 130, 131, 520, 660)
-    ),
-    "G=16, packed": Layer(
-        H=32,
-        Hkv=2,
-        D=128,
-        Dv=128,
-        T=700,
-        cu_seqlens=(0, 130, 131, 131, 520, 660),
-        kernels=("compress_means", "dkv_partials", "stored_ds_dq"),
-    ),
-    "G=6, D=64, 70 tokens": Layer(H=12, Hkv=2, D=64, Dv=64, B=2, T=70),
-    "G=16, D=64": Layer(H=32, Hkv=2, D=64, Dv=64, T=333),
-    "G=4, D=32, Dv=64": Layer(H=8, Hkv=2, D=32, Dv=64, B=3, T=300),
-    "G=16": Layer(H=32, Hkv=2, D=128, Dv=128, T=400, kernels=("dkv_partials", "stored_ds_dq")),
-    "G=16, D=192": Layer(H=16, Hkv=1, D=192, Dv=128, T=200),
-    "G=10": Layer(H=20, Hkv=2, D=128, Dv=128, T=260),
-    "G=24, D=64": Layer(H=24, Hkv=1, D=64, Dv=64, T=260),
-    "blocks of 16, G=1": Layer(H=2, Hkv=2, D=64, Dv=64, T=2100, config=SMALL_BLOCKS),
-    "blocks of 16, G=4": Layer(H=4, Hkv=1, D=64, Dv=64, T=5000, config=SMALL_BLOCKS),
-    "blocks of 16, G=16": Layer(H=16, Hkv=1, D=64, Dv=64, T=4500, config=SMALL_BLOCKS),
-    "gathered, G=1": Layer(
-        H=2, Hkv=2, D=128, Dv=128, B=2, T=2500, config=FEW_SELECTED, kernels=GATHERED
-    ),
-    "gathered, G=4": Layer(
-        H=8, Hkv=2, D=128, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
-    ),
-    "gathered, G=4, 16 selected": Layer(H=8, Hkv=2, D=128, Dv=128, T=6000, kernels=GATHERED),
-    "gathered, G=6, D=64": Layer(
-        H=12, Hkv=2, D=64, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
-    ),
-    "gathered, G=8, 16 selected": Layer(H=16, Hkv=2, D=128, Dv=128, T=7000, kernels=GATHERED),
+LAYERS = {
+    name: Layer(**sizes | {"config": NSAConfig(**sizes.get("config", {}))})
+    for name, sizes in named("layers").items()
 }
 
 # Statements of a kernel in CUDA C++ for each tool, with a fault that the tool must find: a write

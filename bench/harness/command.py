@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from absl import flags
 
 from nsa_core.config import NSAConfig
 
+from .. import tables
 from . import cli, exit_status, problems, records
 from .measure import shape_of
 from .records import Record
@@ -179,13 +180,8 @@ def speed_up(slow: Record, fast: Record) -> float | None:
     return slow.times_ms[0] / fast.times_ms[0]
 
 
-def shown(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """A number of a printed line; one that was not measured is n/a."""
-    return "n/a" if value is None else f"{value:.{digits}f}{unit}"
-
-
 class Results:
-    """The records of one run, written as they come, and the table made from them."""
+    """The records and the table of one run, written and printed as they come."""
 
     def __init__(self, bench: str, own: flags.FlagValues):
         self.bench, self.save = bench, own.save_records
@@ -199,26 +195,44 @@ class Results:
         records.environment(own.commit)  # as it is at the start
         self.done: list[Record] = []
         self.beside: list[Record] = []
-
-    def add(self, *, beside: bool = False, **fields: Any) -> Record:
-        """Writes the record of these fields, and returns it.
-
-        `beside`: it is what others are compared with, and not what the command is about.
-        """
-        record = records.record(self.bench, self.commit, **fields)
-        self.keep([record], beside)
-        return record
+        self.rows: list[dict[str, Any]] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Writes records that are there."""
+        """Writes records; `beside`: they are what others are compared with, not the question."""
         records.append(self.path, made)
         self.done += made
         if beside:
             self.beside += made
 
-    def finish(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Writes the table as CSV beside the records, keeps them where asked; exit status."""
-        write_csv(self.table, rows)
+    def add(self, *, beside: bool = False, **fields: Any) -> Record:
+        """Writes the record of these fields."""
+        made = records.record(self.bench, self.commit, **fields)
+        self.keep([made], beside)
+        return made
+
+    def row(self, **values: Any) -> dict[str, Any]:
+        """Adds a row to the table and prints its line, as `lines.yaml` describes both.
+
+        Args:
+          values: Records and other values, by the names in the paths of the columns. The first
+            record that is not ok gives the row's status, unless `worst` does. `more` has columns
+            behind the others, `line` values of the printed line only.
+        """
+        found = [x for x in values.values() if isinstance(x, Record)]
+        failed = [x for x in found if x.status != "ok"]
+        worst = values.setdefault("worst", (failed or found)[0])
+        cells = tables.columns(self.bench, values) | values.get("more", {})
+        bad = "" if worst.status == "ok" else f"  {worst.status}: {worst.reason}"
+        faults = "; ".join(f"{x.implementation} {x.status}: {x.reason}" for x in failed)
+        about = {"bad": bad, "faults": faults and f"  ({faults})"} | values.get("line", {})
+        print(tables.line(self.bench, cells | about), flush=True)
+        self.rows.append(cells)
+        return cells
+
+    def finish(self) -> int:
+        """Writes the table as CSV, and appends the records to those of their device if
+        `--save_records` is given; the exit status."""
+        write_csv(self.table, self.rows)
         outside = self.table.parent != self.folder
         print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
         if self.save:
@@ -284,24 +298,6 @@ def positive(text: str, where: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{where} must be a number over 0, got {text!r}")
     return value
-
-
-def cells(record: Record, *names: str, **others: str) -> dict[str, Any]:
-    """Of a table: fields of a record, or of its `extra`; `others`: under other names."""
-    named = dict(zip(names, names, strict=True)) | others
-    values = record.extra
-    return {x: values[y] if y in values else getattr(record, y) for x, y in named.items()}
-
-
-def worst(*done: Record) -> dict[str, Any]:
-    """Status and reason of the first that is not ok."""
-    found = next((x for x in done if x.status != "ok"), done[0])
-    return {"status": found.status, "reason": found.reason}
-
-
-def bad(cells: Mapping[str, Any]) -> str:
-    """What a line of a table ends with: why it does not count."""
-    return "" if cells["status"] == "ok" else f"  {cells['status']}: {cells['reason']}"
 
 
 def about(

@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 SAMPLE_S = 0.25  # of calls in a row
@@ -32,6 +33,15 @@ class Problem:
     alike: float = 0.0  # correlation of neighbouring queries
     graph: bool = False  # captured in a CUDA graph
     implementation: str = "mosaic"
+
+
+def named(section: str) -> dict[str, dict[str, Any]]:
+    """The sizes of the problems in a section of `bench/problems.yaml`, by name."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).parents[1].joinpath("problems.yaml").read_text())[
+        section
+    ]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..reports import cells
+from .. import tables
 from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
@@ -121,7 +121,9 @@ def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
 
 
 def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    return cells.rows(name, (line | {"status": "ok", "fate": line["status"]} for line in found))
+    return tables.rows(
+        name, (line | {"status": "ok", "fate": line["status"]} for line in found)
+    )
 
 
 def devices(header: Header) -> str:

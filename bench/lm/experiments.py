@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from absl import app
 
 from nsa_core.types import Branches
@@ -64,68 +65,6 @@ class Variant:
     changes: dict[str, Any]
 
 
-# Gates of "head" start at (-2, 2, 2).
-HEAD = {"gate": "head"}
-SHARED = HEAD | {"kv": "shared"}
-TAPS = SHARED | {"key_taps": 3}
-DENSE = {"attention": "dense"}
-FINER = {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32}  # as many keys
-HALF_OPEN = {"gate_bias": (0.0, 2.0, 2.0)}
-VARIANTS = {
-    "dense": Variant("dense attention", DENSE),
-    "dense_wide": Variant("as many parameters as `head`", DENSE | {"hidden": 184}),
-    "dense_slow": Variant("0.7 times the learning rate", DENSE | {"lr": 0.7}),
-    "dense_fast": Variant("1.4 times the learning rate", DENSE | {"lr": 1.4}),
-    "dense_taps": Variant("keys convolved over three tokens", DENSE | {"key_taps": 3}),
-    "sigmoid": Variant("gates of the mean query, keys of each branch", {"gate": "sigmoid"}),
-    "head": Variant("gates of each head, keys of each branch", HEAD),
-    "head_0": Variant("all gates start at 1/2", HEAD | {"gate_bias": (0.0, 0.0, 0.0)}),
-    "head_022": Variant("the compressed gate starts at 1/2", HEAD | HALF_OPEN),
-    "head_half": Variant("blocks of 32, 32 selected", HEAD | FINER),
-    "head_mlp_pe": Variant("learned compression", HEAD | {"phi": "mlp_pe"}),
-    "head_mlp_rope": Variant(
-        "learned compression, rotated after it", HEAD | {"phi": "mlp_rope"}
-    ),
-    "head_first_dense": Variant("a dense first layer", HEAD | {"dense_first": 1}),
-    "head_all": Variant("every block selected", HEAD | {"n_sel": 32}),
-    "head_win": Variant(
-        "sliding and selected branch share keys", HEAD | {"shared_window": True}
-    ),
-    "head_index": Variant("a loss trains the selection", HEAD | {"selection_loss": 0.1}),
-    "head_win_index": Variant(
-        "both of these", HEAD | {"shared_window": True, "selection_loss": 0.1}
-    ),
-    "head_taps": Variant("keys convolved over three tokens", HEAD | {"key_taps": 3}),
-    "head_shared": Variant("gates of each head, keys for all branches", SHARED),
-    "shared_022": Variant("the compressed gate starts at 1/2", SHARED | HALF_OPEN),
-    "shared_half": Variant("blocks of 32, 32 selected", SHARED | FINER),
-    "shared_taps": Variant("keys convolved over three tokens", TAPS),
-    "shared_taps_n32": Variant("convolved keys, 32 blocks", TAPS | {"n_sel": 32}),
-    "shared_taps_n64": Variant("convolved keys, 64 blocks", TAPS | {"n_sel": 64}),
-    "shared_taps_half": Variant("convolved keys, 32 blocks of 32", TAPS | FINER),
-    "shared_taps_fine": Variant("convolved keys, finer means", TAPS | {"l": 16, "d": 8}),
-    "shared_taps_index": Variant("convolved keys, a loss", TAPS | {"selection_loss": 0.1}),
-    "shared_taps_third": Variant("convolved keys, a third dense", TAPS | {"dense_every": 3}),
-    "shared_first_dense": Variant("a dense first layer", SHARED | {"dense_first": 1}),
-    "shared_index": Variant("a loss trains the selection", SHARED | {"selection_loss": 0.1}),
-    "shared_mlp_pe": Variant("learned compression", SHARED | {"phi": "mlp_pe"}),
-    "shared_n32": Variant("32 blocks selected", SHARED | {"n_sel": 32}),
-    "shared_n64": Variant("64 blocks selected", SHARED | {"n_sel": 64}),
-    "shared_fine": Variant("compressed tokens of 16, every 8", SHARED | {"l": 16, "d": 8}),
-    "shared_dense_third": Variant("every third layer dense", SHARED | {"dense_every": 3}),
-    **{
-        f"shared_{rule}": Variant(what, SHARED | {"choice": rule})
-        for rule, what in {
-            "mass": "blocks chosen by attention to all keys",
-            "bound": "blocks chosen by the box of their keys",
-            "middle": "compressed keys rotated after the mean",
-            "heads": "blocks chosen per query head",
-            "mass_heads": "blocks chosen per query head by attention to all keys",
-        }.items()
-    },
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """What runs that are compared have in common. So many steps of so few rows, since a model
@@ -145,19 +84,6 @@ class Setting:
     repeats: int = 0
 
 
-SETTINGS = {
-    "13m_2k": Setting("13m", 4, 2048, 3000, 1.5e-3),
-    "13m_8k": Setting("13m", 1, 8192, 3500, 1.5e-3),
-    "13m_8k_repeats": Setting("13m", 1, 8192, 3000, 1.5e-3, repeats=32),
-    "13m_bytes": Setting("13m", 4, 2048, 3000, 1.5e-3, data.TEXT),
-    "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
-    "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
-    "52m_8k_long": Setting("52m", 1, 8192, 10000, 1e-3),
-    "125m_2k": Setting("125m", 4, 2048, 3000, 6e-4),
-    "125m_bytes": Setting("125m", 16, 2048, 1000, 6e-4, data.TEXT),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A question, and the runs that answer it, the first one dense. Experiments of one setting
@@ -166,129 +92,16 @@ class Experiment:
 
     question: str
     setting: str
-    runs: tuple[str, ...]
-    seeds: tuple[int, ...]
+    runs: list[str]
+    seeds: list[int]
 
 
-EXPERIMENTS = {
-    "table_2k": Experiment(
-        "Is NSA as good as dense attention at rows of 2k?",
-        "52m_2k",
-        ("dense", "head_shared", "head", "dense_wide"),
-        (0, 1, 2, 3, 4),
-    ),
-    "table_8k": Experiment(
-        "Is NSA as good as dense attention at rows of 8k?",
-        "52m_8k",
-        ("dense", "head_shared"),
-        (0, 1, 2, 3, 4, 7, 8, 9, 10),
-    ),
-    "table_125m": Experiment(
-        "Is a larger model with NSA as good as with dense attention?",
-        "125m_2k",
-        ("dense", "head_shared"),
-        (0, 1, 2),
-    ),
-    "gates": Experiment(
-        "Which change of the gates counts: the layer's input a head, or where they start?",
-        "52m_2k",
-        ("dense", "sigmoid", "head", "head_0", "head_022"),
-        (0, 1, 2),
-    ),
-    "recall": Experiment(
-        "What costs recall beyond the window: keys and values of each branch, or the selection?",
-        "13m_2k",
-        (
-            *("dense", "head", "head_all", "head_shared", "head_win", "head_index"),
-            *("head_win_index", "head_half", "head_022", "head_first_dense"),
-        ),
-        (0,),
-    ),
-    "repeats": Experiment(
-        "Does NSA come off worse by its gates, or by a text that repeats?",
-        "125m_bytes",
-        ("dense", "sigmoid", "head", "head_shared"),
-        (0, 1, 2),
-    ),
-    "repeats_13m": Experiment(
-        "Is it the gates or the text that repeats, of a small model?",
-        "13m_bytes",
-        ("dense", "sigmoid", "head", "head_shared"),
-        (0, 1, 2),
-    ),
-    "rates": Experiment(
-        "Is another learning rate better for dense attention at rows of 8k?",
-        "52m_8k",
-        ("dense", "dense_slow", "dense_fast"),
-        (0, 1, 2),
-    ),
-    "selection": Experiment(
-        "What makes selection find what counts at rows of 8k: keys for all branches, gates, "
-        "blocks, convolved keys, a dense first layer, a loss?",
-        "52m_8k",
-        (
-            *("dense", "head_shared", "head", "sigmoid", "shared_022", "shared_half"),
-            *("dense_taps", "shared_taps", "shared_first_dense", "shared_index"),
-        ),
-        (0, 1, 2),
-    ),
-    "far": Experiment(
-        "What keeps NSA from what lies more than a thousand tokens back: how many blocks are "
-        "selected, by which rule, or the compressed keys?",
-        "52m_8k_long",
-        (
-            *("dense", "head_shared", "head", "shared_n32", "shared_n64", "shared_mass"),
-            *("shared_bound", "shared_middle", "shared_heads", "shared_mass_heads"),
-            *("shared_fine", "shared_half", "dense_taps", "shared_taps", "shared_index"),
-            *("shared_first_dense", "shared_dense_third", "shared_taps_n32"),
-            *("shared_taps_n64", "shared_taps_half", "shared_taps_fine"),
-            *("shared_taps_index", "shared_taps_third"),
-        ),
-        (7, 8, 9),
-    ),
-    "selection_13m": Experiment(
-        "What makes a small model's selection find what counts at rows of 8k?",
-        "13m_8k",
-        (
-            *("dense", "head_shared", "head", "shared_022", "shared_half"),
-            *("dense_taps", "shared_taps", "shared_first_dense", "shared_index"),
-        ),
-        (0,),
-    ),
-    "far_13m": Experiment(
-        "Does selection find copies at rows of 8k where the text has many of them?",
-        "13m_8k_repeats",
-        (
-            *("dense", "head_shared", "head", "shared_half", "dense_taps", "shared_taps"),
-            "shared_index",
-        ),
-        (0,),
-    ),
-    "compression": Experiment(
-        "Does learned compression help?",
-        "52m_2k",
-        ("dense", "head", "head_mlp_pe", "head_mlp_rope", "head_shared", "shared_mlp_pe"),
-        (0, 1, 2),
-    ),
-    "compression_13m": Experiment(
-        "Does learned compression help a small model?",
-        "13m_2k",
-        ("dense", "head", "head_mlp_pe", "head_mlp_rope", "head_shared", "shared_mlp_pe"),
-        (0, 1, 2),
-    ),
-    "copying": Experiment(
-        "Do convolved keys make copying form early, in dense attention too?",
-        "52m_2k",
-        ("dense", "head_shared", "dense_taps", "shared_taps"),
-        (0, 1, 2),
-    ),
-    "copying_13m": Experiment(
-        "Do convolved keys make copying form early in a small model?",
-        "13m_2k",
-        ("dense", "head_shared", "dense_taps", "shared_taps", "head", "head_taps"),
-        (0, 1, 2),
-    ),
+_FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+VARIANTS = {
+    name: Variant(changes.pop("what"), changes) for name, changes in _FOUND["variants"].items()
 }
+SETTINGS = {name: Setting(**sizes) for name, sizes in _FOUND["settings"].items()}
+EXPERIMENTS = {name: Experiment(**about) for name, about in _FOUND["experiments"].items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +130,8 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
     """
     at = job.setting
     changes = dict(VARIANTS[job.variant].changes)
+    if "gate_bias" in changes:
+        changes["gate_bias"] = tuple(changes["gate_bias"])
     attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
     plain = spec.model(at.model, attention)
     hidden = plain.hidden + changes.pop("hidden", 0)

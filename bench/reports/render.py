@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import tables
 from ..harness.markdown import length, number
 from ..harness.records import FIELDS, Record
-from . import cells
 
-COLUMNS = tuple(cells.KINDS["compared"]["cells"])
+COLUMNS = tuple(tables.KINDS["compared"]["cells"])
 NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
 type Over = Literal["dense", "portable", "masked"]
@@ -120,7 +120,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
         about = {"status": "ok", "fate": record.status, "speed_up": speed_up}
         about |= {"extra_mib": "n/a" if extra is None else f"{extra / 2**20:.1f}"}
         lines.append(dataclasses.asdict(record) | about | {"note": note(record)})
-    return cells.rows("compared", lines)
+    return tables.rows("compared", lines)
 
 
 def note(record: Record) -> str:

@@ -1,5 +1,10 @@
-"""Cells of tables: templates of `bench/tables.yaml`, filled from the fields of a line."""
+"""Cells, lines and CSV columns from templates of `tables.yaml` (documents) and `lines.yaml`.
 
+A template is one of Python's `format`. A format specification may also be a name of `FORMATS`, and
+one in the style of C with the text of a missing value: `{ms:%.3f ms or n/a}`.
+"""
+
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..harness.markdown import length
+from .harness.markdown import length
 
 MISSING, REFUSED = "-", "unsupported"
 
@@ -25,10 +30,11 @@ def packing(lengths: Sequence[int]) -> str:
     return f"{len(lengths)} documents, {sum(lengths)} tokens"
 
 
-KINDS: Mapping[str, Kind] = yaml.safe_load(
-    Path(__file__).parents[1].joinpath("tables.yaml").read_text()
+KINDS, LINES = (
+    yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())
+    for name in ("tables", "lines")
 )
-# Of its templates, beside Python's own.
+# Formats in addition to Python's own.
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "ms": ms,
     "tokens": length,
@@ -48,20 +54,27 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 
 class _Template(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec.startswith("or "):
-            return value or format_spec.removeprefix("or ")
+        spec, absent, instead = format_spec.rpartition("or ")
+        if absent and (value is None or value == ""):
+            width = re.match(r"%(\d+)", spec)
+            return instead.rjust(int(width[1]) if width else 0)
+        if absent:
+            return spec.rstrip() % value if spec else str(value)
         if value is None:
             raise KeyError
         own = FORMATS.get(format_spec)
         return own(value) if own else format(value, format_spec)
 
 
+TEMPLATE = _Template()
+
+
 def cell(template: str, line: Line) -> str:
-    """The template's text; the status of a line that failed where a time would stand."""
+    """The template's text; the status of a line that failed in place of a time."""
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]
     try:
-        return _Template().vformat(template, (), line)
+        return TEMPLATE.vformat(template, (), line)
     except KeyError:  # no such field, or it has no value
         return MISSING
 
@@ -70,3 +83,20 @@ def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
     """The cells of each line by the column's title, of a table whose lines are rows."""
     kind = KINDS[name]
     return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
+
+
+def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a CSV row of `bench.<name>`; a path that does not exist gives None."""
+
+    def value(path: str) -> Any:
+        try:
+            return TEMPLATE.get_field(path, (), values)[0]
+        except (KeyError, AttributeError):
+            return None
+
+    return {title: value(path) for title, path in LINES[name]["csv"].items()}
+
+
+def line(name: str, values: Mapping[str, Any]) -> str:
+    """A printed line of `bench.<name>`."""
+    return TEMPLATE.vformat(LINES[name]["line"], (), values)
