@@ -170,6 +170,10 @@ def sliding_attention(
     batch, length, heads, _ = query.shape
     if config.window == 0:
         return nothing_seen(query, key, value)
+    if cu_seqlens is None and not (isinstance(kv_len, int) and kv_len >= length):
+        # FA-2's gradient of a query before the first key is NaN.
+        before = geometry_of(query, config, kv_len, None).position < 0
+        query = query.masked_fill(before[..., None, None], 0)
     key, value, last = _band(key, value, length + config.window - 1, kv_len)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens - (kv_len - last)

@@ -420,7 +420,7 @@ def _keep_join(ctx, inputs, output):
 def _second_gradients(ctx, grads):
     if ctx.normed:
         first_order.refuse(ctx)
-    return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), *[None] * 5
+    return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), None, None, [], None, None
 
 
 # Without norms each is linear, and the other's gradient.

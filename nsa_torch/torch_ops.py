@@ -101,9 +101,10 @@ class TorchOps(ArrayOps):
         return x.detach()
 
     def if_any(self, condition, made, otherwise):
-        # What is traced has no numbers.
-        known = plain([condition]) and not condition.any()
-        return otherwise if condition.device.type != "cpu" or known else made()
+        # The host does not wait for a GPU, and what is traced has no numbers.
+        if condition.device.type != "cpu":
+            return otherwise
+        return otherwise if plain([condition]) and not condition.any() else made()
 
     def take(self, pages, at):
         # Not every version of torch indexes and copies 8-bit floats on every device.

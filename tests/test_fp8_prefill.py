@@ -377,7 +377,7 @@ def test_gpu_branches_and_blocks(name):
     given, where = drawn(case)
     query, key, value, gates = given
     exact = where | {"config": case.config.of_sizes}
-    packed = {x: exact[x] for x in ("config", "cu_seqlens")}
+    packed = {x: exact[x] for x in ("config", "cu_seqlens") if x in exact}
     compressed = nsa_torch.compress(getattr(key, "compressed", key), **packed)
     place = {} if case.documents else {"kv_len": case.S}
     indices = nsa_torch.select_blocks(
@@ -420,7 +420,7 @@ def test_gpu_jax_is_torch(documents):
     given = [x.cuda() for x in p.leaves]
     with torch.no_grad():
         wanted = nsa_torch.attention(*given, **paths.in_torch(p, "cuda"))
-    options = paths.in_jax(p) | {"implementation": "mosaic"}
+    options = paths.in_jax(p, metadata=True) | {"implementation": "mosaic"}
     attend = jax.jit(functools.partial(nsa_jax.attention, **options))
     mine = [jax.dlpack.from_dlpack(x) for x in given]
     assert torch.equal(torch.from_dlpack(attend(*mine)), wanted)

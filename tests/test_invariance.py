@@ -148,7 +148,14 @@ class Pages:
             *(self.cache, flat["key"], flat["value"], self.table, lengths), cu_seqlens_q=starts
         )
         out = nsa_torch.paged_attention(
-            *(flat["query"], flat["gates"], self.cache, self.table, lengths, starts),
+            *(
+                flat["query"].contiguous(),
+                flat["gates"].contiguous(),
+                self.cache,
+                self.table,
+                lengths,
+                starts,
+            ),
             max_seqlen_q=count,
             implementation=implementation or self.implementation,
         )

@@ -326,7 +326,9 @@ def test_offsets_above_31_bits():
     query, keys, values = (normal(i, length, heads) for i, heads in enumerate((128, 8, 8)))
     assert query.size > 2**31
     where = {"config": PAPER, "kv_len": length}
-    compressed = [jax.jit(nsa_jax.compress)(x) for x in (keys, values)]
+    compressed = [
+        jax.jit(functools.partial(nsa_jax.compress, config=PAPER))(x) for x in (keys, values)
+    ]
     tail = query[:, -few:]
     indices = run("select_blocks", query, compressed[0], **where)
     steps = {

@@ -62,14 +62,13 @@ def in_pieces(monkeypatch):
 @pytest.fixture
 def few_scores(monkeypatch):
     """As few scores as can be are held at a time, which are not all."""
-    specs, build = [], scores.best_blocks
+    specs, made = [], scores.Scores
 
-    @functools.wraps(build)
-    def few(spec):
-        specs.append(dataclasses.replace(spec, held=scores.KEYS))
-        return build(specs[-1])
+    def few(**sizes):
+        specs.append(made(**sizes, held=scores.KEYS))
+        return specs[-1]
 
-    monkeypatch.setattr(scores, "best_blocks", few)
+    monkeypatch.setattr(scores, "Scores", few)
     yield
     assert all(spec.chunks > 1 for spec in specs) and specs
 

@@ -20,6 +20,15 @@ pytestmark = pytest.mark.gpu
 REACH_ON_GPU = Case(300, 300, 8, 2, 64, 64, config=PAPER, dtype="bfloat16", blocks="given")
 
 
+@pytest.fixture
+def deterministic():
+    """FA-2 otherwise adds up the gradient of queries in any order."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_fa2_gpu_what_nan_reaches(branch):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""

@@ -586,15 +586,20 @@ def test_second_derivatives_of_a_layer_on_a_gpu():
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
-def test_norms_of_heads_refuse_second_derivatives():
-    """The gradient by a kernel is refused as it is recorded; here without memory."""
+@pytest.mark.parametrize("normed", [False, True])
+def test_second_derivatives_of_split_heads(normed):
+    """With norms the gradient by a kernel is refused as it is recorded; here without memory."""
     sizes = [4, 2, 8, 8, 3, 0, 0, 0]  # of `Heads`
     row = Heads(*sizes).row
     made = lambda *shape: torch.empty(shape, device="meta", requires_grad=True)
     angles = [made(1, 9, 4).detach() for _ in range(2)]
-    given = made(1, 9, row), *angles, [made(8), made(8)], 1e-6, sizes
+    weight = made(1, 9, 4, 8)
+    given = made(1, 9, row), *angles, [made(8), made(8)] if normed else [], 1e-6, sizes
     query = torch.ops.nsa.split_heads(*given)[0]
-    (grad,) = torch.autograd.grad(query.sum(), given[0], create_graph=True)
+    (grad,) = torch.autograd.grad(query, given[0], weight, create_graph=True)
+    if not normed:
+        assert torch.autograd.grad(grad.sum(), weight)[0].shape == weight.shape
+        return
     with pytest.raises(NotImplementedError, match=REFUSAL):
         torch.autograd.grad(grad.sum(), given[0])
 

@@ -4,6 +4,7 @@ Where the interpreter is not asked for, this file runs once more in a process th
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 
 import jax
@@ -261,6 +262,24 @@ def installed(monkeypatch):
 def test_refusals(change, reason, _):
     assert kernels_pallas.why_not("triton", pose()) is None
     assert reason in kernels_pallas.why_not("triton", pose(**refusals.given(change)))
+
+
+@pytest.mark.parametrize(
+    ("versions", "fits"), [("0.4.1 3.6.0", False), ("0.3.1 3.6.0", True), ("0.4.1 3.7.0", True)]
+)
+def test_jax_triton_that_does_not_fit_triton(versions, fits, monkeypatch):
+    """A call ended in an AttributeError of jax-triton."""
+    found = dict(zip(("jax-triton", "triton"), versions.split(), strict=True))
+    monkeypatch.setattr(importlib.metadata, "version", found.__getitem__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    capability._missing.cache_clear()
+    reason = capability.copies_why_not((9, 0), "bfloat16", "jax")
+    capability._missing.cache_clear()
+    assert (
+        reason is None
+        if fits
+        else "needs triton 3.7, got 3.6.0: install jax-triton 0.3.1" in reason
+    )
 
 
 @EVERYWHERE

@@ -1,11 +1,14 @@
 """What the Triton kernels can do; asked before any of them is imported."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import sysconfig
 from typing import Any
+
+from packaging.version import Version
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, itemsize, power, scores_tiling
@@ -87,7 +90,17 @@ def _missing(framework: str) -> str | None:
     for name in wanted:
         if importlib.util.find_spec(name) is None:
             return f"needs {name}, which is not installed"
-    return launcher_why_not() if framework == "torch" else None
+    return launcher_why_not() if framework == "torch" else _pair_why_not()
+
+
+def _pair_why_not() -> str | None:
+    """jax-triton 0.4 cannot name a GPU to triton 3.6, although its metadata allows this pair."""
+    caller, compiler = (
+        Version(importlib.metadata.version(x)) for x in ("jax-triton", "triton")
+    )
+    if caller < Version("0.4") or compiler >= Version("3.7"):
+        return None
+    return f"jax-triton {caller} needs triton 3.7, got {compiler}: install jax-triton 0.3.1"
 
 
 def launcher_why_not() -> str | None:
