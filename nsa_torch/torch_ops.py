@@ -101,7 +101,7 @@ class TorchOps(ArrayOps):
         return x.detach()
 
     def if_any(self, condition, made, otherwise):
-        # The host does not wait for a GPU, and what is traced has no numbers.
+        # A GPU is not waited for, and traced tensors have no numbers.
         if condition.device.type != "cpu":
             return otherwise
         return otherwise if plain([condition]) and not condition.any() else made()
