@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import heapq
 import itertools
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.dkv import Dkv
@@ -113,36 +115,12 @@ class Problem:
         return [row[5] - row[2] for row in self.items()[0].tolist() if row[0] >= 0]
 
 
-# Of a rank of context parallelism.
-CHUNKS = {"T": 4096, "before": 2048, "gap": 26624, "lengths": (31000, 31, 1737), "placed": True}
-MANY = {"lengths": (20, 1500, 31, 32, 1417)}
-SMALL = {"group": 6, "width": 64}
-PROBLEMS = {
-    "compressed": Problem(T=40_000),
-    "compressed, rows": Problem(B=3, T=2048, **SMALL),
-    "compressed, a chunk": Problem(T=700, before=5000),
-    "compressed, a few tokens before": Problem(T=5000, before=15),
-    # As many compressed tokens as strides, of which the last one nobody sees; or all do.
-    "compressed, one more": Problem(T=8192, unused=1),
-    "compressed, as many as strides": Problem(T=8192, before=31),
-    "compressed, packed": Problem(**MANY),
-    "compressed, placed": Problem(**MANY, placed=True),
-    "compressed, placed, alike": Problem(T=8192, lengths=(2048,) * 4, **SMALL, placed=True),
-    "compressed, placed, short": Problem(T=4000, lengths=(65, 15) * 50, placed=True),
-    "compressed, two chunks": Problem(**CHUNKS),
-    "compressed, one tile of queries": Problem(T=33, group=1),
-    "compressed, keys behind": Problem(B=2, T=333, unused=400, **SMALL),
-    "window": Problem(512, T=9000),
-    "window, rows": Problem(512, B=5, T=2048, **SMALL),
-    "window, a chunk": Problem(512, T=900, before=4000),
-    "window, packed": Problem(512, **MANY),
-    "window, two chunks": Problem(512, **CHUNKS),
-    "window, keys behind the queries": Problem(20, T=5, unused=515),
-    "window, rows with keys behind": Problem(512, B=2, T=333, unused=900, **SMALL),
-    "window, of one key": Problem(1, T=700),
-    "window, beyond all keys": Problem(10_000, T=700),
-    "window, tiles of 64 keys": Problem(512, width=256),
-}
+def of_row(times=1, lengths=(), **fields):
+    return Problem(**fields, lengths=tuple(lengths) * times)
+
+
+TABLE = yaml.safe_load(Path(__file__).with_name("lists.yaml").read_text())
+PROBLEMS = {name: of_row(**row) for name, row in TABLE["intervals"].items()}
 
 
 def check(problem, table, first, count):
@@ -223,7 +201,7 @@ def test_cuts_do_not_depend_on_an_unused_token(unused):
 
 @pytest.mark.parametrize(
     ("sizes", "length", "most"),
-    [({"T": 65536, "Hkv": 4}, 8192, 1.35), ({"T": 32768, **SMALL}, 2048, 2.0)],
+    [({"T": 65536, "Hkv": 4}, 8192, 1.35), ({"T": 32768, "group": 6, "width": 64}, 2048, 2.0)],
     ids=["8192", "2048"],
 )
 def test_packed_rows_are_cut_as_finely_as_rows(sizes, length, most):

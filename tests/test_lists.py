@@ -5,11 +5,13 @@ The kernels that make them are emulated on the CPU, and run on a GPU.
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from kernels_pallas.specs import block_query_lists, tile_block_lists, work_items
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
@@ -129,41 +131,10 @@ def draw(position, heads, n, block):
     return indices
 
 
-ROW = 1, 7, 1, 1, 30, 9, 120
-SHORT, SPLIT = (1, 63, 0, 64, 65, 2, 7), (199, 1, 48, 5, 180)
-# B, T, S, Hkv, n, block, tokens of a query tile, packed; segment and longest work item.
+TABLE = yaml.safe_load(Path(__file__).with_name("lists.yaml").read_text())
 PROBLEMS = {
-    "a token a query tile": Problem((2, 300, 300, 2, 4, 64, 1, False), 32, 5),
-    "more segments than warps of a CTA": Problem((1, 640, 640, 1, 3, 64, 1, False)),
-    "a segment": Problem((2, 99, 99, 1, 3, 64, 1, False), 100, 1),
-    "sixteen tokens": Problem((1, 700, 700, 2, 3, 64, 16, False), 4, 4),
-    "small blocks": Problem((2, 200, 200, 1, 4, 16, 2, False), 16, 7),
-    "long blocks": Problem((2, 90, 300, 2, 2, 128, 4, False)),
-    "blocks across borders": Problem((1, 300, 300, 2, 3, 48, 5, False), 8, 2),
-    # The first token of a chunk is the first one that sees a tile to its end, or the last that
-    # does not.
-    "a chunk": Problem((2, 70, 709, 2, 4, 64, 1, False), 8, 6),
-    "a chunk, a key less": Problem((2, 70, 708, 2, 4, 64, 1, False), 8, 6),
-    "few tokens": Problem((1, 3, 900, 2, 4, 64, 1, False), 1, 4),
-    "more tiles than lanes": Problem((1, 2200, 2200, 1, 4, 64, 1, False), 256, 9),
-    "long": Problem((1, 60, 9000, 1, 6, 64, 1, False)),
-    "packed": Problem((2, 90, 90, 2, 3, 16, 3, True), 4, 2, ROW[:6]),
-    "packed, longer blocks": Problem((1, 300, 300, 1, 3, 64, 8, True), 4, 5, ROW),
-    "packed, long blocks": Problem((1, 300, 300, 1, 2, 128, 1, True), lengths=ROW),
-    "packed, a chunk": Problem((1, 80, 260, 2, 3, 64, 4, True), 4, 3, (199, 1, 48, 5)),
-    "packed, 32 blocks and no more": Problem((1, 40, 517, 1, 3, 16, 1, True), lengths=(5, 512)),
-    "packed, odd blocks, long": Problem((1, 80, 4500, 1, 3, 48, 2, True), lengths=(37, 4463)),
-    "places": Problem((1, 207, 207, 2, 4, 64, 1, False), 4096, 5, SHORT),
-    "places, a chunk": Problem((1, 231, 463, 2, 4, 64, 4, False), 4096, 5, SPLIT),
-    "places, two chunks": Problem((1, 232, 464, 2, 4, 64, 1, False), 4096, 5, SPLIT, gap=130),
-    "places, small blocks": Problem((1, 207, 207, 2, 4, 16, 2, False), 4096, 5, SHORT),
-    "places, odd blocks": Problem((1, 207, 207, 2, 4, 48, 2, False), 4096, 5, SHORT),
-    "places, long": Problem((1, 2200, 2200, 1, 3, 64, 1, False), 4096, 5, (37, 1700, 1, 462)),
-    "gathered, one part": Problem((2, 70, 700, 2, 4, 64, 1, False), 96, 20, limit=(16, 7)),
-    "gathered, parts": Problem((1, 200, 900, 2, 5, 64, 1, False), 64, limit=(21, 10)),
-    "gathered, all": Problem((2, 90, 590, 1, 3, 64, 1, False), 32, 4, limit=(8, 1)),
-    "gathered, nothing": Problem((1, 60, 300, 2, 4, 64, 1, False), 32, 4, limit=(16, 60)),
-    "gathered, long": Problem((1, 150, 9000, 1, 31, 64, 1, False), 96, 2, limit=(64, 100)),
+    name: Problem(**{k: tuple(x) if isinstance(x, list) else x for k, x in row.items()})
+    for name, row in TABLE["lists"].items()
 }
 
 
@@ -285,23 +256,12 @@ def check_items(spec, want, table, *sums, longest_first=False):
     return sum(map(len, items.values()))
 
 
-# Of these, what is special about long rows is shown in short ones.
-FEW = "long", "sixteen tokens", "packed, longer blocks", "packed, odd blocks, long"
-FEW += (
-    "places, two chunks",
-    "places, small blocks",
-    "places, long",
-    "gathered, parts",
-    "gathered, long",
-)
-
-
 @pytest.mark.parametrize(
     ("name", "few", "device"),
     [
         *((x, False, "cpu") for x in PROBLEMS),
         *(pytest.param(x, False, "cuda", marks=pytest.mark.gpu) for x in PROBLEMS),
-        *((x, True, "cpu") for x in FEW),
+        *((x, True, "cpu") for x in TABLE["few"]),
     ],
 )
 def test_lists(name, few, device, monkeypatch):
@@ -393,16 +353,7 @@ def test_segments_of_long_rows():
     assert [of(*x).segments for x in others] == [1, 1, 1]
 
 
-# Tokens of a row: where the first one stands, or lengths of packed sequences.
-TILES = {
-    "prompt": 0,
-    "a chunk of a long prompt": 3000,
-    "short cache": -9,  # fewer keys than queries
-    "packed": ROW[:6],
-    # Nobody wants what is cut for the first of the second sequence.
-    "packed, second not cut": (1, 50),
-    "packed, all padding": (),
-}
+TILES = TABLE["tiles"]
 OF_TILES = [(tokens, x, {}) for tokens in (1, 8, 32, 64) for x in TILES]
 OF_TILES += [(8, "a chunk of a long prompt", {"n": 6, "parts": 2})]
 OF_TILES += [(x, "a chunk of a long prompt", {"n": 5}) for x in (8, 64)]  # a small window
