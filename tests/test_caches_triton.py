@@ -4,13 +4,17 @@ Where the interpreter is not asked for, this file runs once more in a process th
 """
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import yaml
 
 import nsa_jax
 from nsa_core.dispatch import Problem
@@ -18,7 +22,7 @@ from nsa_core.steps import triton_decode as steps
 from nsa_jax import triton
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import NSAConfig, gathered_rows, paged_attend
-from tests import interpreted_triton, pretend, triton_compile
+from tests import interpreted_triton, pretend, refusals, triton_compile
 from tests.caches import (
     APPENDED_BY_TRITON,
     HISTORIES,
@@ -133,42 +137,22 @@ def problem(**changes) -> Problem:
 
 
 HOPPER = {"capability": (9, 0)}
-CHOICES = [  # changes of the problem, named, chosen or why not
-    ({}, None, "triton"),
-    ({"capability": (8, 9)}, None, "triton"),
-    (HOPPER, None, "mosaic"),
-    (HOPPER, "triton", "triton"),
-    (HOPPER, "mosaic", "mosaic"),
-    ({}, "mosaic", "needs compute capability"),
-    (HOPPER | {"H": 128}, "mosaic", "H / Hkv of 1 to 16, got 32"),
-    (HOPPER | {"H": 128}, None, "triton"),
-    (HOPPER | {"is_fp8": True}, None, "mosaic"),
-    (HOPPER | {"is_fp8": True, "dtype": "float16"}, None, "triton"),
-    (HOPPER | {"is_fp8": True, "D": 96}, "mosaic", "pages in fp8, got"),
-    ({"strided": "cache contiguous"}, None, "gathered"),
-    ({"T": 8}, "triton", "triton"),
-    ({"T": 9}, "triton", "same 1 to 8 queries for each row, got 9 a row"),
-    ({"T": 0, "packed": True}, "triton", "got rows of different numbers"),
-    ({"H": 1024}, "triton", "up to 128 query heads"),
-    ({"D": 512}, "triton", "widths up to 256"),
-    ({"is_fp8": True}, "triton", r"\(8, 9\) or more for pages in fp8, got \(8, 0\)"),
-    ({"is_fp8": True, "capability": (8, 9)}, "triton", "triton"),
-]
+CHOICES = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["decode"]
 
 
 @once
-@pytest.mark.parametrize(("changes", "name", "found"), CHOICES, ids=str)
-def test_choice_on_posed_devices(changes, name, found, monkeypatch):
-    """Mosaic on Hopper, Triton for what it cannot do there and on others, which ask for no
-    threshold: what stands behind gathers all pages.
-    """
+@pytest.mark.parametrize("row", CHOICES, ids=str)
+def test_choice_on_posed_devices(row, monkeypatch):
+    """What is no kernel gathers all pages, so that no threshold is asked for."""
     pretend.machine(monkeypatch, can_build=True)
-    choose, posed = paged_attend.REGISTRY.choose, problem(**changes)
-    if found in ("mosaic", "triton", "gathered"):
-        assert choose(posed, name).implementation == found
+    about = {x: row.get(x) for x in ("name", "chosen", "says")}
+    changes = refusals.given({x: y for x, y in row.items() if x not in about})
+    choose = functools.partial(paged_attend.REGISTRY.choose, problem(**changes), about["name"])
+    if about["chosen"]:
+        assert choose().implementation == about["chosen"]
         return
-    with pytest.raises(NotImplementedError, match=found):
-        choose(posed, name)
+    with pytest.raises(NotImplementedError, match=re.escape(about["says"])):
+        choose()
 
 
 @once

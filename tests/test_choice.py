@@ -11,6 +11,7 @@ import itertools
 import logging
 import types
 import typing
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -76,57 +77,22 @@ def chosen(problem, name=None):
 
 HOPPER = dict(framework="jax", platform="gpu", capability=(9, 0))
 EIGHT = NSAConfig(num_selected=8)  # 512 keys
-SEVEN = NSAConfig(num_selected=7)
-NEVER = dict(fa2_min_len_win="never", fa2_min_len_cmp="never", sel_min_len="never")
-FEW_KEYS = "448 selected keys are below sel_min_len=512"
 SLOW = dict(kernel="fa2", steps=["sliding"], reason="too slow", since="2025-09-04")
 FORBIDDEN = {"policy": [SLOW | {"allowed": False}]}
-NO_LENGTH = "fa2_min_len_cmp is never: no length at which it pays"
-# What the file of the device says, a problem, what is chosen, and why not FA-2, or Mosaic in JAX.
-RULES = [
-    ({}, pose("sliding", 8), "fa2", None),
-    *[
-        row
-        for branch, name in (("sliding", "fa2_min_len_win"), ("compressed", "fa2_min_len_cmp"))
-        for row in [
-            ({name: 300}, pose(branch, 300), "fa2", None),
-            ({name: 300}, pose(branch, 299), "sdpa", f"a length of 299 is below {name}=300"),
-            # The other branches have their own.
-            *[
-                ({name: 300}, pose(other, 299), "fa2", None)
-                for other in Branches._fields
-                if other != branch
-            ],
-        ]
-    ],
-    (NEVER, pose("compressed", 2**20), "sdpa", NO_LENGTH),
-    # A branch alone counts queries (S: compressed tokens), and there is no number under compile.
-    ({"fa2_min_len_cmp": 512}, pose("compressed", 512, S=31), "fa2", None),
-    ({"fa2_min_len_cmp": 512}, pose("compressed", 0), "fa2", None),
-    (NEVER, pose("compressed", 0), "sdpa", NO_LENGTH),
-    # The selection is judged by its keys; in JAX that keeps back Mosaic, and only for this step.
-    ({"sel_min_len": 512}, pose("selected", 2**16, config=SEVEN), "sdpa", FEW_KEYS),
-    ({"sel_min_len": 512}, pose("selected", 2**16, config=EIGHT), "fa2", None),
-    ({"sel_min_len": 512}, pose("selected", config=SEVEN, **HOPPER), "xla", FEW_KEYS),
-    ({"sel_min_len": 512}, pose("selected", config=EIGHT, **HOPPER), "mosaic", None),
-    ({"sel_min_len": 512}, pose("scores", config=SEVEN, **HOPPER), "mosaic", None),
-]
+TABLE = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("runtime", "problem", "expected", "reason"),
-    RULES,
-    ids=[f"{x.step} of {x.T}: {name}" for _, x, name, _ in RULES],
-)
-def test_the_thresholds_of_a_device(device, runtime, problem, expected, reason):
-    path = device(runtime=runtime)
+@pytest.mark.parametrize("row", TABLE["rules"], ids=str)
+def test_the_thresholds_of_a_device(device, row):
+    path = device(runtime=row.get("runtime", {}))
+    changes = refusals.given(row.get("changes", {}))
+    problem = pose(row["step"], row.get("length", 512), **changes)
     choice = chosen(problem)
-    assert choice.implementation == expected
-    if reason:
+    assert choice.implementation == row["chosen"]
+    if "reason" in row:
         kernel = "fa2" if problem.framework == "torch" else "mosaic"
-        assert choice.refused[kernel] == f"{reason} ({path})" and f"not {kernel}: " in str(
-            choice
-        )
+        assert choice.refused[kernel] == f"{row['reason']} ({path})"
+        assert f"not {kernel}: " in str(choice)
     # A name is not affected.
     if problem.framework == "torch":
         assert chosen(problem, "fa2").implementation == "fa2"
@@ -409,21 +375,11 @@ def test_names_and_refusals_in_torch():
         assert registry.names() == typing.get_args(module.Name.__value__)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"D": 192}, None),
-        ({"dtype": "float32"}, "float32"),
-        ({"D": 264}, "D=264"),
-        ({"Dv": 12}, "Dv=12"),
-        ({"platform": "cpu"}, "cpu"),
-        ({"B": 40000}, "65535"),
-        ({"capability": (7, 5)}, "7.5"),
-    ],
-)
-def test_fa2_says_why_not(changes, reason, monkeypatch):
+@pytest.mark.parametrize("row", TABLE["fa2"], ids=str)
+def test_fa2_says_why_not(row, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)  # it packs without Triton
+    changes = refusals.given(row)
+    reason = changes.pop("says", None)
     found = fa2.why_not(pose("selected", 64, **{"capability": (9, 0)} | changes))
     assert found is None if reason is None else reason in found
     assert fa2.library().startswith(("flash_attn ", "torch "))

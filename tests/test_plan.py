@@ -8,9 +8,8 @@ import torch
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
-from nsa_core.plan.buffers import Launch, Place
 from nsa_interop import launch
-from nsa_torch import execute, mosaic, operators, plans, triton
+from nsa_torch import mosaic, operators, plans, triton
 from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.plans import Planned
@@ -150,27 +149,6 @@ def test_gates_in_one_tensor(dtype, where, path):
         want = apart.backward(out.flip(1), *kept, *arguments)
         assert dgates.dtype is dtype and torch.equal(dgates, torch.stack(want[-3:], -1))
         assert all(map(torch.equal, grads, want[:-3]))
-
-
-def test_launches_of_a_short_pass_come_before_what_torch_computes():
-    """The GPU has work, behind which the steps of torch hide: deltas backward, where the others are
-    two rows, each one launch of the host; forward all but the last, which alone reads gates.
-    """
-    layer = {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64}
-    mode = SHARED_KV.with_joined_gates()
-    arguments = planned.described(mode, 8, 2048, **layer, config=NSAConfig())
-    forward, plan = mosaic.PATH.planned[mode, SAVING].plans(arguments, None)
-    by_torch = lambda x: [i for i, step in enumerate(x.steps) if not isinstance(step, Launch)]
-    assert by_torch(forward) == [5] and len(forward.steps) == 7
-    assert by_torch(plan) == [1, 12, 18]
-    few = planned.described(mode, 1, 64, **layer, config=NSAConfig())
-    assert [by_torch(x)[0] for x in mosaic.PATH.planned[mode, SAVING].plans(few, None)] == [
-        0,
-        0,
-    ]
-    for row in slice(2, 11), slice(13, 17):
-        ended = [plan.buffers[n] for ends in plan.ends[row] for n in ends]
-        assert all(x.place is Place.ARGUMENT or x.bytes <= execute.LATE_BYTES for x in ended)
 
 
 @pytest.mark.parametrize(

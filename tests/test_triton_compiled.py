@@ -5,8 +5,10 @@ Each kernel for one architecture or two, each architecture and each shape severa
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 
 import pytest
+import yaml
 
 from kernels_pallas.triton.tiling import smem_of
 from nsa_core.index import Index
@@ -43,48 +45,12 @@ CASES = {name: partial(compiled.launches, x, False) for name, x in SHAPES.items(
     "index32": partial(compiled.index, 4096, 4096, M3, "float32"),
 }
 PACKED = [partial(compiled.launches, x, True) for x in SHAPES.values()]
-COMPILED = (
-    ("m3", 90, "index:index_blocks"),
-    ("qsa", 90, "index:index_scores"),
-    ("loss", 90, "index_kl:kl_entries"),
-    ("loss", 90, "index_kl:kl_gradients"),
-    ("loss", 89, "index_kl:kl_entries"),
-    ("loss", 86, "index_kl:kl_gradients"),
-    ("index32", 89, "index:index_blocks"),
-    ("pages", 90, "paged_blocks:partials"),
-    ("pages", 90, "paged_blocks:merge"),
-    ("m3 pages", 90, "paged_blocks:scores"),
-    ("m3 pages", 90, "paged_blocks:best"),
-    ("qsa pages", 80, "paged_blocks:scores"),
-    ("qsa pages", 80, "paged_blocks:best"),
-    ("qsa pages", 90, "paged_blocks:digits"),
-    ("qsa pages", 90, "paged_blocks:chosen"),
-    ("paper", 80, "interval:forward"),
-    ("paper", 89, "selected:dq"),
-    ("wide", 90, "selected:forward"),
-    ("G4", 80, "selected:tile_block_lists"),
-    ("G4", 86, "selected:forward"),
-    ("G6", 86, "dkv:of_blocks"),
-    ("G6", 90, "dkv:of_intervals"),
-    ("G6", 100, "scores:best_blocks"),
-    ("G6", 120, "interval:dq"),
-    ("G6", 120, "dkv:merge"),
-    ("G6", 90, "split_heads:split_heads"),
-    ("wide", 86, "split_heads:split_heads BACK"),
-    ("wide", 80, "split_heads:split_heads NORMS"),
-    ("G6", 90, "split_heads:split_heads BACK NORMS"),
-    ("float32", 89, "interval:forward"),
-    ("float32", 90, "dkv:of_blocks"),
-    ("decode", 80, "decode:partials"),
-    ("decode", 90, "decode:finish"),
-    ("verify", 100, "decode:partials"),
-    ("decode", 89, "paged_append:append"),
-    ("verify", 90, "paged_gather:gather"),
-    ("decode fp8", 90, "decode:partials"),
-    ("decode fp8", 89, "decode:finish"),
-    ("decode fp8", 90, "paged_gather:gather"),
-    ("decode fp8", 90, "paged_append:append"),
-)
+COMPILED = [
+    (shape, arch, name)
+    for shape, names in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+    for name, archs in names.items()
+    for arch in archs
+]
 # Bytes that a thread may keep in local memory: registers of loops with masks.
 SPILLS = 128
 
