@@ -273,30 +273,15 @@ def called(name, api=nsa_torch, place=None, **changes):
 
 
 NO_GRADIENT = zeros(2, 4, 8).requires_grad_()
-REFUSED = [  # by torch alone, where it is no ValueError
-    ("append", {"key": NO_GRADIENT[:, :2]}, "no gradient"),
-    ("paged_attention", {"query": NO_GRADIENT}, "no gradient"),
-    ("append", {"implementation": "mosaic"}, "append: mosaic: needs a Hopper GPU, got cpu"),
-    ("append", {"implementation": "triton"}, "append: triton: needs an NVIDIA GPU, got cpu"),
-    ("paged_attention", {"implementation": "triton"}, "decode: triton: needs an NVIDIA GPU"),
-]
-REFUSED = [(*row, NotImplementedError, "torch") for row in REFUSED]
-# Of a row's own tokens; what it does not need may be anything.
-for entry, name, framework in itertools.product((4, 2**31 - 1, -1), NAMES, FRAMEWORKS):
-    if entry < 0 and name == "append":  # there is none to write to
-        continue
-    changes = {"page_table": int32([[1, 9, -7], [3, entry, 9]]), "lengths": int32([16, 17])}
-    said = rf"page_table\[1, 1\] must be a page of the cache, 0..3, got {entry}"
-    REFUSED.append((name, changes, said, ValueError, framework))
-for framework in FRAMEWORKS:
-    given = {"config": dataclasses.replace(SMALL, window=8)}, "config must be the cache's"
-    REFUSED.append(("paged_attention", *given, ValueError, framework))
 
 
-@pytest.mark.parametrize(("name", "changes", "said", "error", "framework"), REFUSED)
-def test_calls_on_pages_that_are_refused(name, changes, said, error, framework):
-    with pytest.raises(error, match=said):
-        called(name, FRAMEWORKS[framework][0], **changes)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("append", {"key": NO_GRADIENT[:, :2]}), ("paged_attention", {"query": NO_GRADIENT})],
+)
+def test_calls_on_pages_have_no_gradient(name, changes):
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        called(name, **changes)
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])

@@ -35,13 +35,21 @@ class World:
     def given(self, x):
         """What a part of the table means here."""
         own = {"rows": self.rows, "PagedCache": self.pages, "metadata": self.metadata}
+        own["layer_cache"] = lambda *sizes: self.layer.init_cache(*sizes)
+        own["torch_cache"] = WORLDS["torch"].rows
         return refusals.given(x, self.framework, refusals.MAKERS | own)
 
     def function(self, call):
         name = call.split()[0]
         if name == "NSAAttention" and self.framework == "jax":
             return partial(nsa_jax.nn.NSAAttention, rngs=nnx.Rngs(0))
+        if name == "layer":
+            return self.layer
         return getattr(self.library, name, None) or getattr(self.pages(), name)
+
+    @cached_property
+    def layer(self):
+        return self.function("NSAAttention")(**self.arguments("NSAAttention"))
 
     def pages(self, **options):
         """Four pages of a cache."""
