@@ -20,6 +20,7 @@ from nsa_torch import chunks, fa2, packing
 from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores
 
+from . import tables
 from .harness import cli, command, cost, exit_status, markdown, problems, records
 from .harness.measure import judged_row, timed
 from .harness.records import Record
@@ -35,46 +36,34 @@ FLAGS = cli.define(
 FORWARD = ("copy", "torch", "torch+plan", "triton", "triton+plan")
 BACKWARD = ("copy", "torch", "triton", "triton deterministic")
 RANGE_BYTES = 24
-TITLES = ("shape", "mode", "what", "status", "ms", "p20", "p80", "GB/s", "of the copy's speed")
 
 
 class Packing:
-    """Random keys, values, gradients and selections of one chunk, and what packs them."""
+    """Random keys, values, gradients and selections of one chunk, and the calls that pack them."""
 
     def __init__(self, settings: problems.Settings, device: str, seed: int):
         torch.manual_seed(seed)
         model, run, config = settings.model, settings.runtime, settings.nsa
         batch, heads, self.keys = run.batch, model.n_kv_groups, run.seq_len
-        self.config, dtype = config, getattr(torch, run.dtype.name)
+        dtype = getattr(torch, run.dtype.name)
         normal = functools.partial(torch.randn, dtype=dtype, device=device)
-        key, value = (normal(batch, self.keys, heads, w) for w in (model.d_k, model.d_v))
-        self.pair = key, value
-        slots = config.num_selected * config.select_block
-        row_bytes = packing.packed_bytes(key, value, slots)
+        self.pair = [normal(batch, self.keys, heads, w) for w in (model.d_k, model.d_v)]
+        row_bytes = packing.packed_bytes(*self.pair, config.num_selected * config.select_block)
         most = max(1, fa2.MAX_SEQUENCES // (batch * heads))
         self.queries = next(chunks.chunks(self.keys, row_bytes, most))
-        length = self.queries.stop
-        self.where = geometry(
-            batch,
-            length,
-            config=config,
-            kv_len=self.keys,
-            cu_seqlens=None,
-            device=torch.device(device),
-        )
+        length, options = self.queries.stop, {"config": config, "device": torch.device(device)}
+        where = geometry(batch, length, kv_len=self.keys, cu_seqlens=None, **options)
         scores = torch.rand(batch, length, heads, config.num_blocks(self.keys), device=device)
-        own = self.where.position[:, :, None].div(config.select_block, rounding_mode="floor")
+        own = where.position[:, :, None].div(config.select_block, rounding_mode="floor")
         self.blocks = select_from_scores(scores, own, config)
+        given = where, self.blocks, self.queries, config
+        self.plan = functools.partial(packing.selected_ranges, *given)
         self.ranges, bounds = self.plan()
         self.rows, self.used = self.ranges.rows(self.keys), int(bounds[-1])
-        capacity = self.ranges.capacity
-        self.grads = [normal(capacity, x.shape[-1]) for x in self.pair]
-
-    def plan(self):
-        return packing.selected_ranges(self.where, self.blocks, self.queries, self.config)
+        self.grads = [normal(self.ranges.capacity, x.shape[-1]) for x in self.pair]
 
     def bytes(self, mode: str) -> int:
-        """What must be moved: see the head of this file."""
+        """The bytes that have to be moved, as the head of this file describes them."""
         distinct = torch.unique(self.rows.index[: self.used]).numel()
         width, x = sum(x.shape[-1] for x in self.pair), self.pair[0]
         once = distinct * x.itemsize
@@ -82,22 +71,21 @@ class Packing:
             once = distinct * 2 * chunks.wide(x.dtype).itemsize
         return (once + self.used * x.itemsize) * width + RANGE_BYTES * self.blocks.numel()
 
-    def source(self, name: str):
-        triton = name.startswith("triton")
-        if not name.endswith("+plan"):
-            return self.ranges if triton else self.rows
-        ranges, _ = self.plan()
-        return ranges if triton else ranges.rows(self.keys)
+    def source(self, name: str) -> Any:
+        ranges = self.plan()[0] if name.endswith("+plan") else self.ranges
+        if name.endswith("deterministic"):
+            return dataclasses.replace(ranges)  # a copy has not sorted yet
+        if name.startswith("triton"):
+            return ranges
+        return ranges.rows(self.keys) if name.endswith("+plan") else self.rows
 
-    def read(self, name: str) -> list[torch.Tensor]:
+    def read(self, name: str, _: Any = None) -> list[torch.Tensor]:
         source = self.source(name)
         return [source.read(x) for x in self.pair]
 
-    def add(self, name: str, totals) -> None:
-        ordered = name.endswith("deterministic")
-        # A copy has not sorted yet.
-        source = dataclasses.replace(self.ranges) if ordered else self.source(name)
-        torch.use_deterministic_algorithms(ordered)
+    def add(self, name: str, totals: Sequence[torch.Tensor], _: Any = None) -> None:
+        source = self.source(name)
+        torch.use_deterministic_algorithms(name.endswith("deterministic"))
         try:
             for total, grad in zip(totals, self.grads, strict=True):
                 source.add(total, grad)
@@ -105,19 +93,18 @@ class Packing:
             torch.use_deterministic_algorithms(False)
 
     def call(self, mode: str, name: str) -> Callable[[Any], Any]:
-        """What is timed."""
+        """The call that is timed."""
         if name == "copy":
-            data = torch.empty(
-                self.bytes(mode) // 2, dtype=torch.uint8, device=self.blocks.device
-            )
+            size = self.bytes(mode) // 2
+            data = torch.empty(size, dtype=torch.uint8, device=self.blocks.device)
             return lambda _: data.clone()
         if mode == "forward":
-            return lambda _: self.read(name)
-        totals = [self.source(name).zeros(x) for x in self.pair]
-        return lambda _: self.add(name, totals)
+            return functools.partial(self.read, name)
+        source = self.source(name)
+        return functools.partial(self.add, name, [source.zeros(x) for x in self.pair])
 
     def sums(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The gradients of key and value in `dtype`, that the sums are made in, flat."""
+        """The gradients of key and value, flat; `dtype` is that of the sums."""
         like, source = [x.to(dtype) for x in self.pair], self.source(name)
         totals = [source.zeros(x) for x in like]
         self.add(name, totals)
@@ -125,8 +112,9 @@ class Packing:
         return torch.cat([source.gradient(total, x).flatten() for total, x in pairs])
 
     def parity(self, mode: str, name: str) -> dict[str, Any]:
-        """Packed: torch's bits. Sums: twice torch's error against float64, and 4 roundings."""
-        if name == "copy" or name.startswith("torch"):
+        """Packed rows have torch's bits. The error of sums against float64 is at most twice
+        torch's and 4 roundings."""
+        if not name.startswith("triton"):
             return {}
         if mode == "forward":
             pairs = zip(self.read(name), self.read("torch"), strict=True)
@@ -162,20 +150,16 @@ def measure(problem: Packing, runner, mode: str, name: str, seconds: float) -> d
 
 
 def table(found: Sequence[Record]) -> str:
-    """Markdown, one row a record."""
-    copies = {(r.S, r.D, r.mode): r.times_ms for r in found if r.implementation == "copy"}
-    rows = []
+    """Markdown, one row per record."""
+    copies = {(r.S, r.D, r.mode): r.time_ms for r in found if r.implementation == "copy"}
+    lines = []
     for r in found:
-        shape = f"B{r.B} Q{r.T} S{r.S} Hkv{r.Hkv} D{r.D} Dv{r.Dv} {r.dtype}"
-        state = r.status if r.status == "ok" else f"{r.status}: {r.reason}"
-        copy, times = copies.get((r.S, r.D, r.mode)), r.times_ms
-        cells = [shape, r.mode, r.implementation, state, *"-----"]
-        if times is not None:
-            cells[4:8] = [*(f"{ms:.4g}" for ms in times), f"{r.gbps:.4g}"]
-        if times is not None and copy is not None:
-            cells[8] = f"{copy[0] / times[0]:.0%}"
-        rows.append(cells)
-    return markdown.table(TITLES, rows)
+        copy = copies.get((r.S, r.D, r.mode))
+        share = copy / r.time_ms if copy and r.time_ms else None
+        fate = r.status if r.status == "ok" else f"{r.status}: {r.reason}"
+        lines.append(vars(r) | {"status": "ok", "fate": fate, "share": share})
+    rows = tables.rows("pack", lines)
+    return markdown.table(rows[0], (row.values() for row in rows))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench.lm.log import Speed
-from bench.reports import crossover, page, sources
+from bench.reports import crossover, page, plots, sources
 from tests.measured import GPU, record
 
 
@@ -90,8 +90,8 @@ def test_a_dense_kernel_that_is_not_beside_it_leaves_a_win_open():
     found = panel(rows)
     assert [point.faster for point in found.points] == [False, False, True, None]
     assert found.crossover == 2048 and found.answer == "from 2k tokens (2x)"
-    drawing = crossover.Chart(GPU, [found]).drawn("answers")
-    assert drawing.count("ours hollow") == 2 and "not measured: cuDNN" in drawing
+    hollow = [tokens for tokens, _, _, missing in found.curves[""] if missing]
+    assert hollow == [512, 4096]
     oom = record("dense", "cudnn", None, S=4096, status="oom", reason="too long")
     assert panel([*rows, oom]).answer == "from 2k tokens (6x at 4k)"  # a failure is an answer
 
@@ -144,12 +144,12 @@ def test_training_steps_are_compared_at_equal_tokens_a_step():
 
 def test_a_wrong_row_is_a_word_and_breaks_the_line():
     rows = sweep({1024: 0.5, 2048: 0.7, 4096: None, 8192: 2.0, 16384: 4.0})
-    drawing = crossover.Chart(GPU, crossover.panels(rows, [])[GPU]).drawn("answers")
-    assert re.findall(r'class="bad"[^>]*>(\w+)<', drawing) == ["wrong"]
-    assert drawing.count('<polyline class="ours"') == 2
-    assert drawing.count('<polyline class="cudnn"') == 1
-    assert len(re.findall(r'<circle class="ours"', drawing)) == 4
-    assert "faster from 8k" in drawing
+    found = panel(rows)
+    assert [ratio for _, ratio, *_ in found.curves[""]] == [0.5, 0.7, None, 2.0, 4.0]
+    assert [ratio for _, ratio, *_ in found.curves["cudnn"]] == [1.0] * 5
+    drawing = plots.answer(found, 0)
+    assert re.findall(r">(\w+)</text>", drawing).count("wrong") == 1
+    assert found.crossover == 8192 and "cuDNN" in drawing
 
 
 def test_no_chart_of_nothing_or_of_single_dots():
@@ -164,9 +164,11 @@ def test_no_chart_of_nothing_or_of_single_dots():
     rows = [*sweep({1024: 0.5, 2048: 2.0}), *sweep({1024: 2.0}, mode="fwdbwd")]
     rows += [record("dense", "math", 9.0, S=2048)]
     (each,) = crossover.panels(rows, []).values()
-    drawing = crossover.Chart(GPU, each).drawn("answers")
+    text = page.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+    drawing = text[text.index('class="answers"') : text.index("</section>")]
     assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
     assert "math" not in drawing, "one dot of a dense kernel is no line"
+    assert plots.answers(each).count('id="axes_') == 1
 
 
 def test_what_records_say_is_escaped():
@@ -174,5 +176,6 @@ def test_what_records_say_is_escaped():
     names = dict(device=evil, input=evil, dtype=evil, commit=evil)
     rows = sweep({1024: 0.5, 2048: 2.0}, **names)
     rows += [record("dense", evil, 1.0, S=n, **names) for n in (1024, 2048)]
-    drawing = crossover.Chart(evil, crossover.panels(rows, [])[evil]).drawn("answers")
+    drawing = page.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+    drawing = drawing[: drawing.index("</section>")]
     assert evil not in drawing and "&lt;script&gt;" in drawing

@@ -104,7 +104,7 @@ def test_plots_of_what_was_timed(build, tmp_path):
     timed += [record("dense", "flash", 16.0, S=1024)]
     found = plots.plots(timed, tmp_path)
     titles = [plot.title.partition(":")[0] for plot in found]
-    assert titles == ["Time", "Speed-up over dense attention", "Roofline"]
+    assert titles == ["Time", "Speed-up over dense attention"]
     assert all(plot.png.read_bytes().startswith(b"\x89PNG") for plot in found)
     assert all("currentColor" in plot.svg and plots.INK not in plot.svg for plot in found)
     wrong = [dataclasses.replace(r, status="wrong", reason="x") for r in timed]

@@ -20,9 +20,10 @@ is flash_attn's with `w` keys (that of the package's module has one more), its g
 No function returns a log-sum-exp.
 """
 
+import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nsa_core.config import NSAConfig
@@ -69,15 +70,14 @@ def why_not(problem: Problem, branch: str) -> str | None:
 def jobs(problem: Problem, branches) -> Iterator[Job]:
     """The rows of the branches that the package has, in order."""
     config = problem.config
-    calls = {"compressed": _compressed, "scores": _scores, "selected": _selected, "all": _whole}
     version = records.version(PACKAGE)
-    for branch in (each for each in branches if each in calls):
+    for branch in (each for each in branches if each in NOTES):
         yield Job(
             branch,
             NAME,
             unsupported=why_not(problem, branch) or "",
-            function=calls[branch](config),
-            own=_own(config),
+            function=functools.partial(_call, branch, config),
+            own=functools.partial(_call, "own", config),
             library=True,
             note=f"{PACKAGE} {version}: {NOTES[branch]}",
         )
@@ -150,60 +150,33 @@ def _compress(config: NSAConfig, x):
     return found.unflatten(0, (x.shape[0], -1))
 
 
-type Call = Callable[[Mapping[str, Any]], dict[str, Any]]
-
-
-def _compressed(config: NSAConfig) -> Call:
-    def call(given):
+def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A branch; `own` gives the compressed keys and the blocks that the whole makes."""
+    query, most = given["query"], config.num_selected
+    if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]
-        return {"out": _attend_compressed(config, given["query"], *pair, 0)[0]}
-
-    return call
-
-
-def _scores(config: NSAConfig) -> Call:
-    def call(given):
+        return {"out": _attend_compressed(config, query, *pair, 0)[0]}
+    if branch == "scores":
         key = given["compressed_key"]
-        found = _attend_compressed(config, given["query"], key, key, config.num_selected)
-        return {"indices": found[1]}
+        return {"indices": _attend_compressed(config, query, key, key, most)[1]}
+    keys = given["key"]
+    if branch == "own":
+        key = _compress(config, keys.compressed)
+        return {"key": key, "blocks": _attend_compressed(config, query, key, key, most)[1]}
+    values = given["value"]
+    if branch == "selected":
+        blocks = given["block_indices"]
+        return {"out": _attend_selected(config, query, keys, values, blocks)}
+    from flash_attn import flash_attn_func
 
-    return call
+    from nsa_torch.combine import combine
 
-
-def _selected(config: NSAConfig) -> Call:
-    def call(given):
-        names = "query", "key", "value", "block_indices"
-        return {"out": _attend_selected(config, *(given[name] for name in names))}
-
-    return call
-
-
-def _whole(config: NSAConfig) -> Call:
-    def call(given):
-        from flash_attn import flash_attn_func
-
-        from nsa_torch.combine import combine
-
-        query, keys, values = given["query"], given["key"], given["value"]
-        pair = _compress(config, keys.compressed), _compress(config, values.compressed)
-        compressed, chosen = _attend_compressed(config, query, *pair, config.num_selected)
-        blocks = given.get("block_indices", chosen)
-        selected = _attend_selected(config, query, keys.selected, values.selected, blocks)
-        window = config.window - 1, 0
-        arrays = query, keys.sliding, values.sliding
-        sliding = flash_attn_func(*arrays, causal=True, window_size=window)
-        outputs = Branches(compressed, selected, sliding)
-        return {"out": combine(outputs, Branches(*given["gates"].unbind(-1)))}
-
-    return call
-
-
-def _own(config: NSAConfig) -> Call:
-    """The compressed keys and the blocks that the whole makes on its way."""
-
-    def call(given):
-        key = _compress(config, given["key"].compressed)
-        found = _attend_compressed(config, given["query"], key, key, config.num_selected)
-        return {"key": key, "blocks": found[1]}
-
-    return call
+    pair = _compress(config, keys.compressed), _compress(config, values.compressed)
+    compressed, chosen = _attend_compressed(config, query, *pair, most)
+    blocks = given.get("block_indices", chosen)
+    selected = _attend_selected(config, query, keys.selected, values.selected, blocks)
+    window = config.window - 1, 0
+    arrays = query, keys.sliding, values.sliding
+    sliding = flash_attn_func(*arrays, causal=True, window_size=window)
+    outputs = Branches(compressed, selected, sliding)
+    return {"out": combine(outputs, Branches(*given["gates"].unbind(-1)))}

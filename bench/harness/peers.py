@@ -16,10 +16,12 @@ serves all branches. Attention to given blocks and the sliding window are the sa
 are judged by the same oracle; the whole is not, and has no speed-up.
 """
 
+import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 
 from . import peer_nsa_triton, records
@@ -90,92 +92,56 @@ def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
             branch,
             name,
             unsupported=flash_why_not(name, problem) or "",
-            function=_flash_call(name, windows[branch]),
+            function=functools.partial(_flash_call, name, windows[branch]),
             library=True,
             note=f"{package} {records.version(package)}",
         )
 
 
-def _flash_call(name: str, window: int | None) -> Callable[..., dict[str, Any]]:
-    """Causal attention, to the last `window` keys where that is not None."""
+def _flash_call(name: str, window: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Causal attention; None as the window means all keys."""
+    if name == "fa4":
+        from flash_attn.cute import flash_attn_func
+    else:
+        from flash_attn import flash_attn_func
 
-    def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        if name == "fa4":
-            from flash_attn.cute import flash_attn_func
-        else:
-            from flash_attn import flash_attn_func
-
-        how = {} if window is None else {"window_size": (window - 1, 0)}
-        found = flash_attn_func(
-            given["query"], given["key"], given["value"], causal=True, **how
-        )
-        return {"out": found[0] if isinstance(found, tuple) else found}
-
-    return call
+    how = {} if window is None else {"window_size": (window - 1, 0)}
+    found = flash_attn_func(given["query"], given["key"], given["value"], causal=True, **how)
+    return {"out": found[0] if isinstance(found, tuple) else found}
 
 
 def _fla(problem: Problem, branches) -> Iterator[Job]:
     config = problem.config
     sizes = {"size": config.select_block}
     sizes |= {"block": config.compress_block, "stride": config.compress_stride}
-    calls = {"selected": _selected, "sliding": _sliding, "all": _whole}
     notes = {"selected": JUDGED, "sliding": SLIDING, "all": WHOLE.format(**sizes)}
-    for branch in (name for name in branches if name in calls):
+    for branch in (name for name in branches if name in notes):
         yield Job(
             branch,
             "fla",
             unsupported=why_not(problem, branch) or "",
-            function=calls[branch](config),
+            function=functools.partial(_parallel, branch, config),
             judged=branch != "all",
             library=True,
             note=notes[branch],
         )
 
 
-def _selected(config):
-    def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        from fla.ops.nsa import parallel_nsa
+def _parallel(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A branch by `parallel_nsa`, or by the function that it calls for the window."""
+    if branch == "sliding":
+        return _flash_call("flash_attn", config.window, given)
+    from fla.ops.nsa import parallel_nsa
 
-        out = parallel_nsa(
-            given["query"],
-            given["key"],
-            given["value"],
-            block_indices=given["block_indices"],
-            block_counts=config.num_selected,
-            block_size=config.select_block,
-        )
-        return {"out": out}
-
-    return call
-
-
-def _sliding(config):
-    def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        from flash_attn import flash_attn_func
-
-        window = config.window - 1, 0
-        arrays = given["query"], given["key"], given["value"]
-        return {"out": flash_attn_func(*arrays, causal=True, window_size=window)}
-
-    return call
-
-
-def _whole(config):
-    def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        from fla.ops.nsa import parallel_nsa
-
-        compressed, selected, sliding = given["gates"].unbind(-1)
-        out = parallel_nsa(
-            given["query"],
-            given["key"].selected,
-            given["value"].selected,
-            g_cmp=compressed,
-            g_slc=selected,
-            g_swa=sliding,
-            block_counts=config.num_selected,
-            block_size=config.select_block,
-            window_size=config.window,
-        )
-        return {"out": out}
-
-    return call
+    key, value = given["key"], given["value"]
+    sizes: dict[str, Any] = {
+        "block_counts": config.num_selected,
+        "block_size": config.select_block,
+    }
+    if branch == "selected":
+        sizes["block_indices"] = given["block_indices"]
+    else:
+        key, value = key.selected, value.selected
+        gates = zip(("g_cmp", "g_slc", "g_swa"), given["gates"].unbind(-1), strict=True)
+        sizes |= {"window_size": config.window, **dict(gates)}
+    return {"out": parallel_nsa(given["query"], key, value, **sizes)}

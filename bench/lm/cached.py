@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from absl import flags
 from torch import Tensor
 
 import nsa_torch
@@ -41,20 +40,17 @@ from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
 
 STEP, CHUNK = 8, 512  # tokens at a time: as many as the kernels of decode take, and a chunk
-FLAGS = flags.FlagValues()
-_own = {"flag_values": FLAGS}
-MODEL = flags.DEFINE_enum("model", "13m", list(spec.MODELS), "Sizes of the model.", **_own)
-STEPS = flags.DEFINE_integer("steps", 600, "Of its training.", lower_bound=1, **_own)
-BATCH = flags.DEFINE_integer("batch", 4, "Rows a step.", lower_bound=2, **_own)
-LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", lower_bound=256, **_own)
-HELD_OUT = flags.DEFINE_integer("held_out", 4, "Batches that judge.", lower_bound=1, **_own)
-SEED = flags.DEFINE_integer("seed", 0, "Of weights and rows.", **_own)
-ATTENTION = flags.DEFINE_enum("attention", "nsa", ["nsa", "dense"], "Of the model.", **_own)
-KV = flags.DEFINE_enum(
-    "kv", "separate", ["separate", "shared"], "Keys of the branches.", **_own
+FLAGS = cli.define(
+    model=("13m", "Sizes of the model.", list(spec.MODELS)),
+    steps=(600, "Steps of its training."),
+    batch=(4, "Rows per step.", 2),
+    length=(2048, "Tokens of a row.", 256),
+    held_out=(4, "Batches that judge."),
+    seed=(0, "Seed of weights and rows.", None),
+    attention=("nsa", "Attention of the model.", ["nsa", "dense"]),
+    kv=("separate", "Keys of the branches.", ["separate", "shared"]),
 )
-OUT = cli.define_lines(FLAGS)
-COMMIT = cli.define_commit(FLAGS)
+cli.define_lines(FLAGS)
 
 
 class Whole:
@@ -171,18 +167,18 @@ def read(
 def trained(model: spec.ModelSpec, batches: data.Batches, dtype: str) -> LM:
     """The model after `--steps` steps on `batches`."""
     training = spec.Training(
-        *(STEPS.value, BATCH.value, LENGTH.value),
+        *(FLAGS.steps, FLAGS.batch, FLAGS.length),
         lr=1.5e-3,
-        warmup=max(1, STEPS.value // 10),
-        seed=SEED.value,
+        warmup=max(1, FLAGS.steps // 10),
+        seed=FLAGS.seed,
     )
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.safetensors"
-        initialize(start, model, SEED.value)
+        initialize(start, model, FLAGS.seed)
         learner = Learner(spec.Task("cached", model, training, dtype), start, None)
-    for step in range(STEPS.value):
+    for step in range(FLAGS.steps):
         loss, _ = learner.step(batches.train(step), step)
-        if step % 100 == 0 or step == STEPS.value - 1:
+        if step % 100 == 0 or step == FLAGS.steps - 1:
             print(f"step {step}: {loss:.4f}", flush=True)
     assert isinstance(learner.model, LM)
     return learner.model
@@ -211,21 +207,21 @@ COLUMNS = ("loss", "above", "copied", "gap", "gap_p999", "kl", "other_blocks")
 def main(argv: Sequence[str]) -> int:
     gpu = torch.cuda.is_available()
     dtype, device = ("bfloat16", "cuda") if gpu else ("float32", "cpu")
-    batches = data.load(data.TEXT, BATCH.value, LENGTH.value, SEED.value)
-    kind: Any = ATTENTION.value
-    sizes = spec.model(MODEL.value, kind, gate="head")
-    own: dict[str, Any] = {"kv": KV.value}
+    batches = data.load(data.TEXT, FLAGS.batch, FLAGS.length, FLAGS.seed)
+    kind: Any = FLAGS.attention
+    sizes = spec.model(FLAGS.model, kind, gate="head")
+    own: dict[str, Any] = {"kv": FLAGS.kv}
     sizes = dataclasses.replace(sizes, layer=dataclasses.replace(sizes.layer, **own))
     model = trained(sizes, batches, dtype)
-    held_out = batches.evaluation(HELD_OUT.value)
-    about: dict[str, Any] = {"model": MODEL.value, "attention": ATTENTION.value, "kv": KV.value}
-    about |= {"steps": STEPS.value, "length": LENGTH.value, "seed": SEED.value}
+    held_out = batches.evaluation(FLAGS.held_out)
+    about: dict[str, Any] = {"model": FLAGS.model, "attention": FLAGS.attention, "kv": FLAGS.kv}
+    about |= {"steps": FLAGS.steps, "length": FLAGS.length, "seed": FLAGS.seed}
     about |= {"input_sha256": batches.sha256}
     about |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
     print(markdown.line(["cache", "step", *COLUMNS]) + "\n" + "| --- " * 9 + "|")
     tokens = [batch.tokens for batch in held_out]
     for i, batch in enumerate(held_out):
-        starts = recall.passages(batch, sizes.layer.w, (SEED.value, 2, i))
+        starts = recall.passages(batch, sizes.layer.w, (FLAGS.seed, 2, i))
         if starts is not None:
             rows = recall.copies(batch, starts)
             tokens += [rows.read.tokens, rows.unread.tokens]
@@ -233,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     alike = [read(model, x[:, :-1]) for x in given]
     own, fp8, first = getattr(torch, dtype), torch.float8_e4m3fn, None
     for kind, step in ((own, STEP), (fp8, STEP), (own, 1), (own, CHUNK), (fp8, 1)):
-        if kind == fp8 and ATTENTION.value == "dense":
+        if kind == fp8 and FLAGS.attention == "dense":
             continue
         losses, rows = [], []
         for x, whole in zip(given, alike, strict=True):
@@ -256,11 +252,11 @@ def main(argv: Sequence[str]) -> int:
             markdown.number(line[x], ".3g" if x in COLUMNS[3:] else ".4f") for x in COLUMNS
         )
         print(markdown.line([name, str(step), *numbers]), flush=True)
-        if OUT.value is not None:
+        if FLAGS.out is not None:
             made = records.record(
-                "cached", COMMIT.value, **about, cache=name, step=step, **line
+                "cached", FLAGS.commit, **about, cache=name, step=step, **line
             )
-            records.append(OUT.value, [made])
+            records.append(FLAGS.out, [made])
     return 0
 
 

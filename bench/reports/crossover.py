@@ -1,6 +1,6 @@
 """From which length is NSA faster than dense attention? The chart that the page opens with.
 
-    records, lines of training -> runs -> panels (one a question) -> sentence, SVG
+    records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
 A run is one kernel at one length; of several the newest counts. A panel shows the problem that
 was measured at the most lengths: our kernel, and all dense kernels of the same framework, each
@@ -18,13 +18,11 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from ..harness.markdown import length
 from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
 from ..lm.log import Line, Speed
-from .render import filled, kernel_name
 
 QUESTIONS = {
     "forward": "forward",
@@ -128,22 +126,21 @@ class Panel:
         return wins[-1].tokens if wins else None
 
     @property
-    def lines(self) -> dict[str, list[tuple[Point, Run]]]:
-        """What is drawn: dense kernels by name, then ours, "". One dot is no line."""
-        found: dict[str, list[tuple[Point, Run]]] = {}
+    def curves(self) -> dict[str, list[tuple[int, float | None, str, bool]]]:
+        """Per dense kernel, and "" for ours: tokens, ratio, status, and whether a fast dense
+        kernel is missing. One dot is no curve."""
+        found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
         for point in self.points:
-            for run in point.dense:
-                found.setdefault(run.kernel, []).append((point, run))
-        found[""] = [(point, point.ours) for point in self.points]
-        return {
-            name: line
-            for name, line in found.items()
-            if sum(point.ratio(run) is not None for point, run in line) > 1
-        }
+            for run in (*point.dense, point.ours):
+                name, status = run.kernel if run.dense else "", run.row.status
+                dot = point.tokens, point.ratio(run), status, bool(point.missing)
+                found.setdefault(name, []).append(dot)
+        timed = lambda curve: sum(ratio is not None for _, ratio, *_ in curve)
+        return {name: curve for name, curve in found.items() if timed(curve) > 1}
 
     @property
     def drawn(self) -> bool:
-        return "" in self.lines
+        return "" in self.curves
 
     @property
     def about(self) -> str:
@@ -243,85 +240,3 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
 def sentence(device: str, each: Iterable[Panel]) -> str:
     """All answers in words."""
     return f"{device}: {'; '.join(f'{panel.name} {panel.answer}' for panel in each)}."
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Where tokens and ratios are drawn, in pixels; both axes are logarithmic, limits are powers
-    of two. A panel is an SVG of its own, so that panels stand beside or below each other as the
-    screen is wide."""
-
-    tokens: tuple[float, float]
-    ratios: tuple[int, int]
-
-    WIDTH, HEIGHT = 300, 210
-    LEFT, TOP = 36, 20
-    right, foot = WIDTH - 14, HEIGHT - 24
-    LABELS = 6  # an axis has about so many
-
-    def x(self, tokens: int) -> float:
-        low, high = self.tokens
-        share = (math.log2(tokens) - low) / (high - low)
-        return round(self.LEFT + 10 + share * (self.right - self.LEFT - 20), 1)
-
-    def y(self, ratio: float) -> float:
-        low, high = self.ratios
-        share = (math.log2(ratio) - low) / (high - low)
-        return round(self.foot - share * (self.foot - self.TOP), 1)
-
-    def labels(self) -> Iterator[tuple[float, str, str]]:
-        """Height, class and text of the lines across; 1 is always among them."""
-        low, high = self.ratios
-        step = -(-(high - low) // self.LABELS)
-        for power in range(low + -low % step, high + 1, step):
-            text = f"{2**power}x" if power >= 0 else f"1/{2**-power}"
-            yield self.y(2.0**power), "grid" if power else "one", text
-
-    def lengths(self) -> list[int]:
-        """The powers of two that the horizontal axis names."""
-        low, high = math.ceil(self.tokens[0]), math.floor(self.tokens[1])
-        return [2**power for power in range(low, high + 1, -(-(high - low + 1) // self.LABELS))]
-
-    def curve(self, line: Iterable[tuple[Point, Run]]) -> dict[str, list[Any]]:
-        """Of one kernel: its dots, the stretches that join dots which follow each other, and where
-        a row without a time interrupts them, with its status."""
-        stretches: list[list[str]] = [[]]
-        dots, failed = [], []
-        for point, run in line:
-            x, ratio, times = self.x(point.tokens), point.ratio(run), run.row.times_ms
-            if ratio is None or times is None:
-                stretches.append([])
-                failed.append((x, run.row.status))
-                continue
-            y = self.y(ratio)
-            stretches[-1].append(f"{x},{y}")
-            said = f"{length(point.tokens)} tokens: {times[0]:.3g} ms, "
-            said += f"{ratio:.2g} times as fast as the fastest dense kernel"
-            missing = ", ".join(map(kernel_name, point.missing))
-            dots.append({"x": x, "y": y, "said": said, "missing": missing})
-        joined = [" ".join(each) for each in stretches if len(each) > 1]
-        return {"dots": dots, "stretches": joined, "failed": failed}
-
-
-class Chart:
-    """The panels of a device, which share the horizontal axis. Macros of `chart.html` draw them:
-    `answers` (HTML with the sentence and what the lines are) and `picture` (one SVG)."""
-
-    WIDTH, HEIGHT, LEFT = Axes.WIDTH, Axes.HEIGHT, Axes.LEFT
-    CAPTION = 26  # above each panel of a picture, and above all of them
-
-    def __init__(self, device: str, each: Sequence[Panel]):
-        self.panels, self.sentence = each, sentence(device, each)
-        drawn = [panel for panel in each if panel.drawn]
-        self.names = sorted({name for panel in drawn for name in panel.lines})  # ours is first
-        lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
-        self.tokens = min(lengths), max(lengths)
-
-    def axes(self, panel: Panel) -> Axes:
-        ratios = [p.ratio(run) for line in panel.lines.values() for p, run in line]
-        logs = [math.log2(ratio) for ratio in ratios if ratio]
-        limits = min(-1, *map(math.floor, logs)), max(1, *map(math.ceil, logs))
-        return Axes(self.tokens, limits)
-
-    def drawn(self, macro: str) -> str:
-        return filled("chart.html", macro, self).lstrip()

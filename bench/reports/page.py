@@ -1,5 +1,6 @@
 """The report as one HTML page: `page.html` filled in, every text from a record escaped."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from ..harness import process, records
 from ..harness.records import Record
 from ..lm import curves, watched
 from . import crossover, render
-from .plots import Plot
+from .plots import Plot, answer
 from .sources import Report
 
 FILTERS = ("device", "framework", "branch", "implementation", "mode", "status")
@@ -20,8 +21,12 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
     """The whole page; nothing in it is fetched from elsewhere."""
     found = report.records
     gains = [render.speed_ups(found, over) for over in ("dense", "portable")]
+    number = itertools.count()  # makes the ids of drawings differ
     charts = [
-        crossover.Chart(device, each)
+        (
+            crossover.sentence(device, each),
+            [(x, x.drawn and answer(x, next(number))) for x in each],
+        )
         for device, each in crossover.panels(found, report.training_lines).items()
     ]
     devices = {record.device for record in found}

@@ -1,20 +1,21 @@
-"""Plots of records against length: milliseconds, speed-up, and the roofline.
+"""Plots of records against length: milliseconds, speed-up, and the answers of `crossover`.
 
 Every point is a row with status ok. Lines join rows of one implementation whose problems
-differ in nothing but the length; what was measured at one length is in the tables only. A
+differ only in the length. Problems that were measured at one length are in the tables only. A
 figure is saved as PNG on white, and as SVG whose ink is the colour of the text around it.
 """
 
 import dataclasses
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..harness import cost
 from ..harness.records import Record
 from . import render
+from .crossover import Panel
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 COLORS = {
@@ -28,7 +29,7 @@ COLORS = {
     "jax": "#b08900",
     "reference": "#7c8794",
 }
-OTHER = "#a13d87"
+OTHER, OURS = "#a13d87", "#0b6b4c"
 MARKERS = {"jax": "o", "torch": "^"}
 INK = "#010203"  # becomes currentColor
 
@@ -78,7 +79,7 @@ def panels(
 
 def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
     """All plots of each device and mode, the PNG files under `folder`."""
-    times, gains, rooflines = [], [], []
+    times, gains = [], []
     for device in sorted({r.device for r in records}):
         for mode in ("forward", "fwdbwd", "backward", "decode"):
             some = [r for r in records if (r.device, r.mode) == (device, mode)]
@@ -93,57 +94,103 @@ def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
             if shown:
                 figure = _by_length(shown, "x dense", gain, 1.0)
                 gains.append(_saved(figure, f"Speed-up over dense attention: {name}", folder))
-            known = lines_of(some, lambda r: r.tflops and r.bytes and r.useful_flops)
-            rows = [r for line in known for r in line]
-            if rows:
-                rooflines.append(_saved(_roofline(rows, device), f"Roofline: {name}", folder))
-    return [*times, *gains, *rooflines]
+    return [*times, *gains]
 
 
-def _figure(**options) -> Any:
+def answer(panel: Panel, number: int) -> str:
+    """The SVG of one answer, the `number`th of a page."""
+    figure, grid = _grid(1, (3.0, 2.4))
+    _draw(panel, grid[0])
+    _legend(figure, columns=2)
+    name = f"answer{number}"
+    return _inline(_svg(figure, name, transparent=True), name)
+
+
+def answers(each: Sequence[Panel]) -> str:
+    """The SVG of all answers that can be drawn, on white."""
+    drawn = [panel for panel in each if panel.drawn]
+    figure, grid = _grid(len(drawn), (3.6, 2.4))
+    for axes, panel in zip(grid, drawn, strict=False):
+        _draw(panel, axes)
+        axes.set_title(f"{panel.name.capitalize()}: {panel.answer}", loc="left", size=8)
+    _legend(figure)
+    return _svg(figure, "crossover", facecolor="white")
+
+
+def _draw(panel: Panel, axes) -> None:
+    """NSA is faster above 1. A hollow dot means that a fast dense kernel was not measured there,
+    a word is the status of a row without a time."""
+    for name, curve in panel.curves.items():
+        tokens, ratios, failed, missing = zip(*curve, strict=True)
+        own = {"linewidth": 1.0, "markersize": 2.5, "color": COLORS.get(name, OTHER)}
+        if not name:
+            own = {"linewidth": 2.0, "markersize": 4.0, "color": OURS, "zorder": 3}
+        values = [math.nan if ratio is None else ratio for ratio in ratios]
+        label = render.kernel_name(name) if name else "NSA"
+        axes.plot(tokens, values, marker="o", label=label, **own)
+        for x, ratio, status, open_ in zip(tokens, ratios, failed, missing, strict=True):
+            if not name and ratio is None:
+                axes.text(x, 1, status, color="#b3261e", size=8, ha="center", va="bottom")
+            elif not name and open_:
+                axes.plot(x, ratio, marker="o", markerfacecolor="white", **own)
+    _log_log(axes, "", "tokens", "x the fastest dense kernel")
+    axes.axhline(1, color=INK, linewidth=0.8)
+    axes.axhspan(1, axes.get_ylim()[1], color=OURS, alpha=0.08, linewidth=0)
+    if panel.crossover is not None:
+        axes.axvline(panel.crossover, color=OURS, linestyle="--", linewidth=1.0)
+
+
+def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
+    """A figure of panels of this size in inches, at most two in a row, and their axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {"font.size": 8, "svg.fonttype": "none", "axes.spines.top": False}
-    style |= {"axes.spines.right": False}
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style |= dict.fromkeys(names, INK)
+    style: dict[str, Any] = dict.fromkeys(names, INK)
+    style |= {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    columns = min(2, count)
+    rows = -(-count // columns)
     with pyplot.rc_context(style):
-        return pyplot.subplots(layout="constrained", **options)
+        figure, grid = pyplot.subplots(
+            nrows=rows,
+            ncols=columns,
+            figsize=(size[0] * columns, size[1] * rows),
+            squeeze=False,
+            layout="constrained",
+        )
+    for axes in grid.flat[count:]:
+        axes.axis("off")
+    return figure, list(grid.flat)
 
 
 def _by_length(shown, label: str, value: Callable, level: float | None = None):
     """The panels `shown`, as `panels` gives them."""
-    columns = min(2, len(shown))
-    height = -(-len(shown) // columns)
-    figure, grid = _figure(
-        nrows=height, ncols=columns, figsize=(3.6 * columns, 2.3 * height + 0.5), squeeze=False
-    )
-    for axes in grid.flat[len(shown) :]:
-        axes.axis("off")
-    for axes, (branch, axis, lines) in zip(grid.flat, shown, strict=False):
+    figure, grid = _grid(len(shown), (3.6, 2.5))
+    for axes, (branch, axis, lines) in zip(grid, shown, strict=False):
         for line in lines:
-            at = [(length(r)[0], value(r)) for r in line]
-            style = {"color": _color(line[0]), "marker": MARKERS[line[0].framework]}
+            first = line[0]
             axes.plot(
-                *zip(*at, strict=True), markersize=3.5, linewidth=0.8, alpha=0.85, **style
+                [length(r)[0] for r in line],
+                [value(r) for r in line],
+                color=COLORS.get(first.implementation, OTHER),
+                marker=MARKERS[first.framework],
+                label=f"{first.implementation} ({first.framework})",
+                markersize=3.5,
+                linewidth=0.8,
+                alpha=0.85,
             )
         if level is not None:
             axes.axhline(level, color=INK, linewidth=0.6, linestyle=":")
         _log_log(axes, branch, axis, label)
-    _legend(figure, [r for _, _, lines in shown for line in lines for r in line])
+    _legend(figure)
     return figure
-
-
-def _color(record: Record) -> str:
-    return COLORS.get(record.implementation, OTHER)
 
 
 def _log_log(axes, title: str, x: str, y: str) -> None:
     """Scales, labels and grid; the vertical axis spans a factor of 4 at least, so that noise is
-    no slope and a number stands beside it."""
+    no slope and has a number at its side."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
@@ -157,77 +204,45 @@ def _log_log(axes, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x, size=8)
     axes.set_ylabel(y, size=8)
     axes.grid(color=INK, alpha=0.12, linewidth=0.5)
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.xaxis.set_major_formatter(
+        lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
+    )
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
 
 
-def _short(value: float) -> str:
-    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
-
-
-def _legend(figure, rows: Sequence[Record]) -> None:
-    from matplotlib.lines import Line2D
-
-    known = dict.fromkeys((r.implementation, r.framework) for r in rows)
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=COLORS.get(name, OTHER),
-            marker=MARKERS[framework],
-            markersize=3.5,
-            linewidth=0.8,
-            label=f"{name} ({framework})",
-        )
-        for name, framework in sorted(known)
-    ]
+def _legend(figure, columns: int = 4) -> None:
+    """Below the panels, each label once."""
+    known = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        known |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        handles=handles,
+        handles=[known[label] for label in sorted(known)],
         loc="outside lower left",
-        ncols=4,
+        ncols=columns,
         frameon=False,
         labelcolor=INK,
         fontsize=8,
     )
 
 
-def _roofline(rows: Sequence[Record], device: str):
-    """Achieved TFLOP/s over useful FLOPs a byte, below what the device's data sheet allows."""
-    figure, axes = _figure(figsize=(7.2, 4.2))
-    at = [((r.useful_flops or 0) / (r.bytes or 1), r.tflops or 0.0) for r in rows]
-    for record, (x, y) in zip(rows, at, strict=True):
-        style = {"color": _color(record), "marker": MARKERS[record.framework]}
-        axes.plot(x, y, linestyle="", markersize=3.5, alpha=0.85, **style)
-    known = cost.limits(device)
-    if known:
-        peak, slope = known.flops_16bit / 1e12, known.bytes_per_s / 1e12
-        corner = peak / slope
-        left = min(corner, *(x for x, _ in at)) / 2
-        right = max(corner, *(x for x, _ in at)) * 2
-        roof = {"color": INK, "linewidth": 1.0}
-        axes.plot([left, corner, right], [slope * left, peak, peak], **roof)
-        text = {"color": INK, "size": 8, "va": "bottom"}
-        axes.text(right, peak * 1.1, f"{peak:g} TFLOP/s, 16 bit", ha="right", **text)
-        middle = (left * corner) ** 0.5
-        axes.text(middle, slope * middle * 1.3, f"{slope:g} TB/s", ha="right", **text)
-    _log_log(axes, "", "useful FLOPs a byte of compulsory traffic", "TFLOP/s")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _legend(figure, rows)
-    return figure
-
-
 def _saved(figure, title: str, folder: Path) -> Plot:
-    from matplotlib import pyplot
-
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=160, facecolor="white")
+    return Plot(title, _inline(_svg(figure, name, transparent=True), name), path)
+
+
+def _svg(figure, name: str, **how: Any) -> str:
+    """The figure as SVG, the same for the same values; the figure is closed."""
+    from matplotlib import pyplot
+
     buffer = io.StringIO()
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, **how)
     pyplot.close(figure)
-    return Plot(title, _inline(buffer.getvalue(), name), path)
+    return buffer.getvalue()
 
 
 def _inline(svg: str, name: str) -> str:

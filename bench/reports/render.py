@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import tables
-from ..harness.markdown import length, number
+from ..harness.markdown import number
 from ..harness.records import FIELDS, Record
 
 COLUMNS = tuple(tables.KINDS["compared"]["cells"])
@@ -42,18 +42,13 @@ def _templates() -> Any:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    named = lambda line: kernel_name(line) if line else "NSA"
-    css = lambda line: (line if line in ("cudnn", "flash") else "other") if line else "ours"
-    found.filters.update(short=length, number=number, kernel=named, css=css)
+    found.filters.update(number=number)
     return found
 
 
-def filled(name: str, macro: str | None = None, *given: Any, **values: Any) -> str:
-    """A template with its values, or what one of its macros makes of `given`."""
-    template = _templates().get_template(name)
-    if macro is None:
-        return template.render(values)
-    return str(getattr(template.module, macro)(*given))
+def filled(name: str, **values: Any) -> str:
+    """A template with its values."""
+    return _templates().get_template(name).render(values)
 
 
 def problem_of(record: Record) -> tuple[str, ...]:
