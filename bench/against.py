@@ -17,12 +17,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from absl import app, flags
 
+from . import tables
 from .harness import cli, exit_status, process, records
 from .harness.timed_problem import Problem, named
 
@@ -62,27 +64,6 @@ def measured(
             if own.out:
                 records.append(own.out, made)
         torch.cuda.empty_cache()
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What was found of one problem in one mode; times of the rounds in milliseconds."""
-
-    name: str
-    mode: str
-    same_bits: bool
-    before_ms: list[float]
-    after_ms: list[float]
-
-    @property
-    def ratio(self) -> float:
-        """After over before: the median of the rounds'."""
-        pairs = zip(self.before_ms, self.after_ms, strict=True)
-        return statistics.median(after / before for before, after in pairs)
-
-    def faults(self, margin: float, other_bits: bool) -> list[str]:
-        slower = [f"{self.ratio - 1:.1%} slower"] if self.ratio > 1 + margin else []
-        return slower + ([] if self.same_bits or other_bits else ["other bits"])
 
 
 def gib(problem: Problem) -> float:
@@ -149,29 +130,24 @@ def compiled(children) -> tuple[list, list[ChildProcessError]]:
     return ready, broken
 
 
-def measure(before: Child, after: Child, name: str, digests, rounds: int) -> list[Row]:
+def measure(
+    before: Child, after: Child, digests: Sequence[Mapping[str, str]], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row per mode; the times of the rounds are in milliseconds."""
     times = []
-    for i in range(rounds):  # who is first takes turns too
-        if i % 2:
-            then = after.time()
-            times.append((before.time(), then))
-        else:
-            times.append((before.time(), after.time()))
-    return [
-        Row(
-            name,
-            mode,
-            digests[0][mode] == digests[1][mode],
-            *([each[i][mode] for each in times] for i in range(2)),
-        )
-        for mode in digests[0]
-    ]
+    for i in range(rounds):  # the first one alternates too
+        pair = [child.time() for child in ((after, before) if i % 2 else (before, after))]
+        times.append(pair[::-1] if i % 2 else pair)
+    for mode, bits in digests[0].items():
+        both = [[pair[at][mode] for pair in times] for at in range(2)]
+        ratio = statistics.median(y / x for x, y in zip(*both, strict=True))
+        found = {"mode": mode, "same_bits": bits == digests[1][mode], "ratio": ratio}
+        yield found | {"before_ms": both[0], "after_ms": both[1]}
 
 
-def line(row: Row, faults: Sequence[str]) -> str:
-    before, after = statistics.median(row.before_ms), statistics.median(row.after_ms)
-    end = f"  {', '.join(faults)}" if faults else ""
-    return f"{row.name:28} {row.mode:8} {before:8.3f} {after:8.3f} {row.ratio - 1:+7.1%}{end}"
+def faults(row: Mapping[str, Any], margin: float, other_bits: bool) -> str:
+    slower = [f"{row['ratio'] - 1:.1%} slower"] if row["ratio"] > 1 + margin else []
+    return ", ".join(slower + ([] if row["same_bits"] or other_bits else ["other bits"]))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -199,13 +175,13 @@ def main(argv: Sequence[str]) -> int:
                 failed = True
                 print(error, flush=True)
             for problem, (before, after), digests in ready:
-                found = measure(before, after, problem.name, digests, FLAGS.rounds)
-                for row in found:
-                    faults = row.faults(FLAGS.margin, FLAGS.allow_other_bits)
-                    failed |= bool(faults)
-                    print(line(row, faults), flush=True)
-                    shape = {k: v for k, v in vars(problem).items() if k != "name"}
-                    found = about | vars(row) | shape | {"ratio": row.ratio}
+                for row in measure(before, after, digests, FLAGS.rounds):
+                    wrong = faults(row, FLAGS.margin, FLAGS.allow_other_bits)
+                    failed |= bool(wrong)
+                    found = about | vars(problem) | row
+                    times = {x: statistics.median(row[f"{x}_ms"]) for x in ("before", "after")}
+                    shown = times | {"change": row["ratio"] - 1, "faults": wrong}
+                    print(tables.line("against", found | shown), flush=True)
                     lines.append(records.record("against", FLAGS.commit, **found))
     if FLAGS.out:
         records.append(FLAGS.out, lines)

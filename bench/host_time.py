@@ -1,31 +1,30 @@
-"""What a call takes of the host, with and without CUDA graphs of launches.
+"""The host time of a call, with and without CUDA graphs of launches.
 
     python -m bench.host_time
     python -m bench.host_time --rounds 4 --out host.jsonl
     python -m bench.host_time --implementation triton
     python -m bench.host_time --launch --out variants.jsonl
 
-`nsa_torch.attention` of the same tensors again and again, on `mosaic`, so a Hopper GPU, or on
-`triton`, whose launches are no graphs of ours: both forms are the same there. Times vary
-between machines and minutes, so both forms are timed alternately, each in its own process:
+`nsa_torch.attention` is called on the same tensors again and again, on `mosaic` (a Hopper GPU is
+needed) or on `triton`, whose launches never become graphs of ours. Times vary between machines
+and minutes. Both forms are therefore timed alternately, each in its own process:
 
-    graphs   launches that come again as one CUDA graph (`kernels_pallas.runtime.sequence`)
-    each     every launch by itself
+    graphs   repeated launches are one CUDA graph (`kernels_pallas.runtime.sequence`)
+    each     every launch is separate
 
-For each shape and pass, ms, median and 20th and 80th percentile of all rounds:
+Each shape and pass has these times in ms, with 20th and 80th percentile, as medians of the rounds:
 
-    host     until a call returns, the GPU idle before
+    host     until a call returns, if the GPU was idle
     done     until the GPU is done too
-    row      of a call where calls follow each other
-    replay   of the same call as one CUDA graph of torch, replays following each other
+    row      of a call, in a row of calls
+    replay   of the same call as a CUDA graph of torch, in a row of replays
 
-and how many of our own graphs a call launches (`graphs_a_call`).
+and the number of our own graphs that a call launches (`graphs_a_call`).
 
-`--launch` measures one launch in place of calls, us: of torch in both forms, and of a compiled
-program of JAX. A small kernel runs 8 or 72 times in a row, each on the output of the last;
-the difference of the two rows, divided by 64, is one launch without the constant part of a call.
-The lines are those of
-`bench/records/<device>/kernel_log/variants.jsonl`.
+`--launch` measures one launch instead of calls, in us, in torch in both forms and in a compiled
+program of JAX. A small kernel runs 8 or 72 times in a row, each on the output of the last.
+A launch is the difference of the two rows divided by 64, without the constant part of a call.
+Its lines belong to `bench/records/<device>/kernel_log/variants.jsonl`.
 
 The output also has this host's times for a million additions in Python and for `add_` of torch on
 eight numbers.
@@ -34,8 +33,8 @@ eight numbers.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +48,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.combine import Combine, gated_sum
 from nsa_interop import launch
 
+from . import tables
 from .harness import cli, exit_status, process, records, timing
 from .harness.timed_problem import Problem, named, torch_calls
 
@@ -63,13 +63,12 @@ FLAGS = cli.define(
 cli.define_lines(FLAGS)
 SHAPES = [Problem(name=name, **sizes) for name, sizes in named("host").items()]
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}
-TIMES = ("host", "done", "row", "replay")
 BEFORE = 40  # calls before the first that is timed: graphs are made in these
 ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # of the kernel, and launches of it in a row
 
 
 def timed(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
-    """Samples in ms of each of `TIMES`."""
+    """Samples in ms by name."""
     timing.in_a_row(call, BEFORE, 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -126,35 +125,27 @@ def probes() -> dict[str, float]:
     return {"python_million_ms": python, "torch_add_ms": add[0]}
 
 
-def one_form(name: str) -> dict[str, Any]:
-    """Samples of every shape and pass, and the probes."""
-    samples, graphs = {}, {}
+def one_form(name: str) -> list[dict[str, Any]]:
+    """A row per shape and pass."""
+    rows, host = [], probes()
     with form(name):
         for problem in SHAPES:
             wanted = dataclasses.replace(problem, implementation=FLAGS.implementation)
             calls, _ = torch_calls(wanted)
             for which, mode in PASSES.items():
-                name = f"{problem.name}/{which}"
-                samples[name] = timed(calls[mode], FLAGS.calls)
-                graphs[name] = graphs_a_call(calls[mode])
-    return {"samples": samples, "graphs": graphs} | probes()
-
-
-def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """A row per shape, pass and form; `rounds`: what `one_form` returned, by form."""
-    rows = []
-    for problem, which, (name, found) in itertools.product(SHAPES, PASSES, rounds.items()):
-        row: dict[str, Any] = {"shape": problem.name, "pass": which, "form": name}
-        what = f"{problem.name}/{which}"
-        for part in TIMES:
-            samples = np.concatenate([x["samples"][what][part] for x in found])
-            p20, median, p80 = np.percentile(samples, [20, 50, 80])
-            row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
-        row["graphs_a_call"] = float(np.mean([x["graphs"][what] for x in found]))
-        for probe in ("python_million_ms", "torch_add_ms"):
-            row[probe] = float(np.median([x[probe] for x in found]))
-        rows.append(row)
+                row: dict[str, Any] = {"shape": problem.name, "pass": which, "form": name}
+                for part, samples in timed(calls[mode], FLAGS.calls).items():
+                    p20, median, p80 = np.percentile(samples, [20, 50, 80]).tolist()
+                    row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
+                rows.append(row | {"graphs_a_call": graphs_a_call(calls[mode])} | host)
     return rows
+
+
+def merged(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The rows of several rounds of a form as one, their numbers as medians."""
+    for same in zip(*rounds, strict=True):
+        median = lambda name, same=same: statistics.median(row[name] for row in same)
+        yield {k: x if isinstance(x, str) else median(k) for k, x in same[0].items()}
 
 
 def kernel() -> Kernel:
@@ -241,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.form:
         print(json.dumps(one_form(FLAGS.form)), flush=True)
         return exit_status.OK
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMS}
+    rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in FORMS}
     for _ in range(FLAGS.rounds):
         for name, found in rounds.items():
             words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]
@@ -250,25 +241,15 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{name}: exit status {status}", flush=True)
                 return exit_status.worst([status])
             found.append(said)
-    rows = summary(rounds)
+    rows = [row for found in rounds.values() for row in merged(found)]
     for row in rows:
-        times = ", ".join(
-            f"{part} {row[f'{part}_ms']:.3f} ({row[f'{part}_p20']:.3f} to {row[f'{part}_p80']:.3f})"
-            for part in TIMES
-        )
-        graphs = f"{row['graphs_a_call']:g} graphs a call"
-        print(
-            f"{row['shape']:18} {row['pass']:13} {row['form']:6} {times}, {graphs}", flush=True
-        )
+        print(tables.line("host_time", row), flush=True)
     print(
         f"a million additions in Python {rows[0]['python_million_ms']:.1f} ms, "
         f"`add_` of torch {rows[0]['torch_add_ms'] * 1e3:.1f} us"
     )
     if FLAGS.out:
-        about = {
-            "device": torch.cuda.get_device_name(),
-            "implementation": FLAGS.implementation,
-        }
+        about = {"device": torch.cuda.get_device_name(), "implementation": FLAGS.implementation}
         made = (records.record("host_time", FLAGS.commit, **about, **row) for row in rows)
         records.append(FLAGS.out, made)
     return exit_status.OK

@@ -15,8 +15,9 @@ from typing import Any
 
 from nsa_core import flags as kernel_flags
 
+from . import tables
 from .harness import cli, command, exit_status, problems, records
-from .harness.markdown import number, table
+from .harness.markdown import table
 from .harness.measure import judged_row
 from .harness.records import Record
 from .harness.runners import RUNNERS, asked, forward
@@ -35,8 +36,6 @@ FLAGS = cli.define(
     out=(str, "A new folder, for the records in indices.jsonl."),
     save_records=(False, "Append to bench/records/<device>/indices.jsonl too."),
 )
-TITLES = ("input", "framework", "implementation", "status", "rows", "differ", "unexplained")
-TITLES += ("shortfall", "float32 resolves", "ms")
 
 
 def choices(runners, settings) -> list[tuple[Any, Any]]:
@@ -79,14 +78,11 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[dict[str, Any
     return fields, lambda **how: dataclasses.asdict(step.time(**how))
 
 
-def row(record: Record, found: selection_shortfall.Comparison | None) -> Sequence[str]:
+def row(record: Record, found: selection_shortfall.Comparison | None) -> dict[str, str]:
     """A row of the table."""
-    counts = ("-",) * 3
-    if found is not None:
-        counts = (str(found.rows), str(found.differing), str(found.unexplained))
-    cells = (record.input, record.framework, record.implementation, record.status, *counts)
-    cells += (number(record.error_max, ".2g"), number(record.error_bound, ".2g"))
-    return *cells, number(record.time_ms, ".4g")
+    counts = {} if found is None else {"rows": found.rows, "unexplained": found.unexplained}
+    line = vars(record) | counts | {"fate": record.status, "status": "ok"}
+    return tables.rows("indices", [line])[0]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     shape = " ".join(f"{name}={getattr(done[0], name)}" for name in sizes)
     devices = ", ".join(dict.fromkeys(record.device for record in done))
     print(f"device: {devices}; {shape}; selection of {config}\n")
-    print(table(TITLES, rows))
+    print(table(rows[0], (cells.values() for cells in rows)))
     print(
         "shortfall: of the row that uses most of its bound, the best score left out less the "
         "worst\ntaken in place of it, and what float32 resolves, over the larger of the two "

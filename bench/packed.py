@@ -27,6 +27,7 @@ import torch
 import nsa_torch
 from nsa_core.config import NSAConfig
 
+from . import tables
 from .harness import cli, exit_status, markdown, records, timing
 from .harness.records import Record
 from .harness.timed_problem import Problem, torch_inputs
@@ -178,28 +179,22 @@ def measure(shape: Shape, implementation: str, seconds: float) -> Iterator[dict[
         yield row | {"extra": extra}
 
 
-TITLES = "shape", "mode", "form", "ms", "20 to 80 %", "host", "metadata", "its host", "distance"
-
-
-def line(name: str, record: Record) -> str:
-    """Of the table."""
-    extra = record.extra
-    shown = lambda name: f"{extra[name]:.3f}" if name in extra else "-"
-    cells = [name, record.mode, extra["form"]]
-    if record.times_ms is None:
-        cells += [f"{record.status}: {record.reason}", *"----"]
-    else:
-        median, p20, p80 = record.times_ms
-        cells += [f"{median:.3f}", f"{p20:.3f} to {p80:.3f}", shown("host_ms")]
-        cells += [shown("metadata_ms"), shown("metadata_host_ms")]
-    return markdown.line([*cells, f"{extra['farthest']:.2e}"])
+def cells(name: str, record: Record) -> dict[str, str]:
+    """A row of the table."""
+    fate = None if record.status == "ok" else f"{record.status}: {record.reason}"
+    line = vars(record) | record.extra | {"name": name, "fate": fate, "status": "ok"}
+    return tables.rows("packed_calls", [line])[0]
 
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     device, done = torch.cuda.get_device_name(), []
-    print(f"device: {device}\n\n{markdown.table(TITLES)}", end="", flush=True)
+    print(
+        f"device: {device}\n\n{markdown.table(tables.KINDS['packed_calls']['cells'])}",
+        end="",
+        flush=True,
+    )
     for name in cli.chosen(FLAGS.only, SHAPES):
         shape = SHAPES[name]
         total, width = shape.total, shape.width
@@ -212,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
         for fields in measure(shape, FLAGS.implementation, FLAGS.row_seconds):
             record = records.record("packed", FLAGS.commit, **common, **fields)
             done.append(record)
-            print(line(name, record), flush=True)
+            print(markdown.line(cells(name, record).values()), flush=True)
             if FLAGS.out:  # at once: what follows may be ended from outside
                 records.append(FLAGS.out, [record])
             if FLAGS.save_records:

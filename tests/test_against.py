@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import against
+from bench import against, tables
 from bench.harness.timed_problem import Problem
 
 PRETENDED = """
@@ -43,27 +43,30 @@ def verdicts(checkouts, *names):
     ]
     try:
         ready, broken = against.compiled(children)
-        rows = [
-            row
+        rows = {
+            problem.name: row
             for problem, pair, digests in ready
-            for row in against.measure(*pair, problem.name, digests, rounds=3)
-        ]
+            for row in against.measure(*pair, digests, rounds=3)
+        }
     finally:
         for _, pair in children:
             for child in pair:
                 child.end()
-    return {row.name: row for row in rows}, broken
+    return rows, broken
 
 
 def test_verdicts(checkouts):
     rows, broken = verdicts(checkouts, "alike", "slow", "bits", "broken")
     assert [str(error) for error in broken] == ["broken in after: exit status 5"]
-    assert rows["alike"].ratio == 1 and rows["alike"].faults(0.02, False) == []
-    assert rows["slow"].ratio == pytest.approx(1.1)
-    assert rows["slow"].faults(0.02, False) == ["10.0% slower"]
-    assert rows["slow"].faults(0.11, False) == []
-    assert rows["bits"].faults(0.02, False) == ["other bits"]
-    assert rows["bits"].faults(0.02, True) == []
+    assert rows["alike"]["ratio"] == 1 and not against.faults(rows["alike"], 0.02, False)
+    assert rows["slow"]["ratio"] == pytest.approx(1.1)
+    assert against.faults(rows["slow"], 0.02, False) == "10.0% slower"
+    assert not against.faults(rows["slow"], 0.11, False)
+    assert against.faults(rows["bits"], 0.02, False) == "other bits"
+    assert not against.faults(rows["bits"], 0.02, True)
+    found = {"name": "a", "before": 1.0, "after": 1.1, "change": 0.1, "faults": "slower"}
+    text = tables.line("against", rows["slow"] | found)
+    assert text == "a                            forward     1.000    1.100  +10.0%  slower"
 
 
 def test_waves_fit_and_hold_every_row():

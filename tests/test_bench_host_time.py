@@ -14,37 +14,11 @@ from tests import commands, pretend
 from tests.limits import set_limits
 
 
-def posed(form, factor):
-    """What a process prints: every sample of a form is its factor times a number of its own."""
-    names = [f"{x.name}/{which}" for x in host_time.SHAPES for which in host_time.PASSES]
-    samples = {
-        name: {part: [factor * (i + j)] * 3 for j, part in enumerate(host_time.TIMES)}
-        for i, name in enumerate(names)
-    }
-    graphs = dict.fromkeys(names, 2.0 if form == "graphs" else 0.0)
-    return {
-        "samples": samples,
-        "graphs": graphs,
-        "python_million_ms": 70.0 * factor,
-        "torch_add_ms": 0.007,
-    }
-
-
-def test_a_row_a_shape_pass_and_form():
-    rows = host_time.summary({"graphs": [posed("graphs", 1)] * 2, "each": [posed("each", 3)]})
-    assert len(rows) == len(host_time.SHAPES) * len(host_time.PASSES) * 2
-    last = {row["form"]: row for row in rows[-2:]}
-    assert last["graphs"]["replay_ms"] == len(rows) / 2 - 1 + 3
-    assert last["each"]["replay_ms"] == 3 * last["graphs"]["replay_ms"]
-    assert last["each"]["python_million_ms"] == 210
-    assert [last[form]["graphs_a_call"] for form in host_time.FORMS] == [2, 0]
-    assert {row["shape"] for row in rows} == {x.name for x in host_time.SHAPES}
-
-
-def test_percentiles_are_of_all_rounds():
-    rounds = [posed("each", factor) for factor in (1, 2, 3)]
-    row = host_time.summary({"each": rounds})[0]
-    assert (row["done_p20"], row["done_ms"], row["done_p80"]) == (1, 2, 3)
+def test_rounds_are_merged():
+    """Numbers are medians over the rounds, and words stay."""
+    name = {"shape": "a", "pass": "forward", "form": "each"}
+    rounds = [[name | {"host_ms": float(x), "host_p20": x / 2}] for x in (1, 5, 2)]
+    assert list(host_time.merged(rounds)) == [name | {"host_ms": 2.0, "host_p20": 1.0}]
 
 
 def test_a_form_ends_with_its_block(monkeypatch):

@@ -22,15 +22,9 @@ def test_the_array_that_is_farthest_counts():
 
 def test_a_line():
     extra = {"form": "varlen", "farthest": 2e-3, "host_ms": 0.5, "metadata_ms": 0.02}
-    cells = packed.line("16 x 2048", record("all", "mosaic", 1.0, extra=extra)).split(" | ")
-    assert cells[1:] == [
-        "forward",
-        "varlen",
-        "1.000",
-        "0.900 to 1.100",
-        "0.500",
-        "0.020",
-        "-",
-    ] + ["2.00e-03 |"]
+    cells = packed.cells("16 x 2048", record("all", "mosaic", 1.0, extra=extra))
+    assert [*cells.values()][1:] == [
+        *("forward", "varlen", "1.000", "0.900 to 1.100", "0.500", "0.020", "-", "2.00e-03")
+    ]
     wrong = record("all", "mosaic", None, extra=extra, reason="2 % off")
-    assert "| wrong: 2 % off |" in packed.line("16 x 2048", wrong)
+    assert packed.cells("16 x 2048", wrong)["ms"] == "wrong: 2 % off"

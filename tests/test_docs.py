@@ -158,7 +158,9 @@ def test_tables_are_what_the_records_give(path):
 @pytest.mark.parametrize("path", doc_tables.PICTURES)
 def test_pictures_are_what_the_records_give(path):
     text = (ROOT / path).read_text()
-    assert text == doc_tables.PICTURES[path](text), "write it: python -m bench.doc_tables --write"
+    assert text == doc_tables.PICTURES[path](text), (
+        "write it: python -m bench.doc_tables --write"
+    )
     assert xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
