@@ -122,7 +122,7 @@ def random_blocks(
 def similar_blocks(
     batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
 ) -> Tensor:
-    """As `random_blocks`, but each of the others is drawn anew with probability `1 - overlap`."""
+    """`random_blocks`, but each of the others is drawn again with probability `1 - overlap`."""
     draw = torch.Generator(device).manual_seed(0)
     shape = batch, kv_heads, length, chosen - 1
     token = torch.arange(length, device=device)[:, None]

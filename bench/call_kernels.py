@@ -97,7 +97,7 @@ class Timed(TorchOps):
         self.spans.append((name, start, end))
 
     def milliseconds(self) -> dict[str, float]:
-        """By column, of what ran; waits for it."""
+        """The time of the kernels per column; waits for the GPU."""
         torch.cuda.synchronize()
         found: dict[str, float] = collections.defaultdict(float)
         for name, start, end in self.spans:

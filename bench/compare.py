@@ -1,4 +1,4 @@
-"""Every implementation of every branch beside the oracle and beside dense attention.
+"""Every implementation of every branch, compared with the oracle and with dense attention.
 
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
@@ -86,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def side_by_side(lengths: Sequence[int]) -> int:
-    """A process a length, ready side by side and timed in turn; the exit status is the worst.
+    """Starts a process per length. They compile together and are timed in turn; the worst status.
 
-    The records of all are in `compare.jsonl`, what else a length has in the folder of its name.
+    All records are in `compare.jsonl`, other files of a length in the folder of its name.
     """
     lines, commands, statuses = command.new_file(FLAGS.out, "compare.jsonl"), {}, []
     folder = lines.parent
@@ -107,7 +107,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
 
 def of_length(length: int | None) -> int:
-    """Explains or measures one length, None: the config's; the exit status."""
+    """Explains or measures one length, by default the config's; the exit status."""
     names = ("jax", "torch") if FLAGS.framework == "both" else (FLAGS.framework,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
@@ -219,7 +219,7 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
 
 def answers(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
     """The rows that decide how the command ends: all that were named, and of others the best of
-    each branch. Dense attention beside branches is what they are compared with."""
+    each branch. Dense attention among other branches is only their baseline."""
     named, others = [], dict[tuple, list[Record]]()
     for job, record in measured:
         if job.branch == "dense" and len(FLAGS.branch) > 1:
@@ -247,7 +247,7 @@ def judged_rows(
 
 
 def save(done: Sequence[Record]) -> None:
-    """Keeps records where they are asked for; of products in 8 bits by themselves."""
+    """Stores records if `--save_records` is given; those with products in 8 bits separately."""
     if FLAGS.save_records:
         eight = [record for record in done if "compute_dtype" in record.config]
         records.keep(eight, FP8_RECORDS)

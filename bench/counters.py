@@ -82,7 +82,7 @@ class Named(TorchOps):
 
 def watched(problem: Problem) -> None:
     """In the process that ncu watches: one call with gradients between start and stop of the
-    profiler; prints a line a kernel."""
+    profiler; prints a line per kernel."""
     *tensors, do = torch_inputs(problem)
     call_kernels.run(TorchOps(), tensors, do)
     ops = Named()
@@ -150,7 +150,7 @@ def measure(problem: Problem, commit: str | None) -> Iterator[tuple[str, list[Re
     Raises:
       ChildProcessError: ncu failed; the message has what it said.
     """
-    # Here: what builds kernels puts its own driver in the place of ncu's.
+    # In this process, since building kernels replaces ncu's driver.
     call_kernels.prepare(problem)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"

@@ -1,4 +1,4 @@
-"""One new token a sequence, or a few, with the cache: the whole step, and each branch alone.
+"""One or a few new tokens per sequence with the cache: the whole step, and each single branch.
 
     python -m bench.decode
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
@@ -96,7 +96,7 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
 
 
 class Case:
-    """The steps of one cache length, their records and what they read."""
+    """The steps of one cache length, their records, and the keys that they read."""
 
     def __init__(self, runner, length: int, gpu: bool, results: command.Results):
         self.runner, self.config, self.results = runner, config_of(FLAGS), results
@@ -124,7 +124,7 @@ class Case:
         self.paged_kernel = FLAGS.paged
 
     def judge(self) -> None:
-        """Compiles each step and compares it with the oracle; what is left is to time them."""
+        """Compiles each step and compares it with the oracle; only the timing is left."""
         own = {"status": "unsupported", "reason": self.refusal}
         if not self.refusal:
             own = guarded("selection", self._freeze, library=False)
@@ -316,7 +316,7 @@ def _finish(results: command.Results) -> int:
 
 
 def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
-    """A process a length, ready side by side and timed in turn; the exit status.
+    """Starts a process per length. They compile together and are timed in turn; the exit status.
 
     The table and the records have all lengths; the processes' own are in folders of their names.
     """

@@ -1,45 +1,45 @@
 """Tables of the documentation, made from records: no figure in it is typed.
 
-python -m bench.doc_tables            # says which tables are not what the records give
+python -m bench.doc_tables            # reports tables that differ from the records
 python -m bench.doc_tables --write    # and writes them
 
-A document names a table between two comments, and this command fills what stands between:
+A document names a table between two comments, and this command fills it:
 
     <!-- table: attention mode=forward -->
     <!-- end table -->
 
 | table | what it shows | options |
 |---|---|---|
-| `summary` | NSA's times beside dense attention's in a few rows | `device` |
-| `packed` | packed rows beside rows (`bench.packed`) | `device`, `implementation` |
-| `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
-| `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
-| `targets` | the newest times beside what was wanted (`bench/targets.yaml`) | `device` |
-| `fp8` | products in e4m3 beside those of 16 bits, and their errors | `device` |
+| `summary` | times of NSA and of dense attention in a few rows | `device` |
+| `packed` | packed rows compared with rows (`bench.packed`) | `device`, `implementation` |
+| `attention` | whole NSA and dense attention, by shape | `mode`, `implementation`, `device` |
+| `branches` | the time of each branch, a row per shape | `mode`, `framework`, `device` |
+| `targets` | the newest times and their targets (`bench/targets.yaml`) | `device` |
+| `fp8` | products in e4m3 and in 16 bits, and their errors | `device` |
 | `variants` | variants of a kernel, measured while it was written | `kernel`, `device`, `commit` |
-| `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
+| `kernel_times` | times of kernels in a whole call (`bench.call_kernels`) | `kernels`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
 | `training` | time of a training step of the 124 M model | `device` |
-| `decode` | a step from pages beside dense attention (`bench.decode`) | `device`, `commit` |
+| `decode` | a step from pages and dense attention (`bench.decode`) | `device`, `commit` |
 | `cached` | what a cache in fp8 costs trained models (`bench.lm.cached`) | `device` |
-| `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
+| `host` | host time of a call (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
 | `gates` | a training step by the kind of gates, each measured twice in turn | `device` |
-| `experiment` | what came of one of them | `name`, `runs`, `seeds` |
+| `experiment` | the results of one of them | `name`, `runs`, `seeds` |
 | `experiments` | questions of `bench.lm.experiments`, and which runs have a record | |
-| `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
+| `converted` | converted models and their dense one (`bench.lm.converted`) | `device` |
 | `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
 | `versions` | what `make test-versions` found | `names` |
-| `parallel_training` | training on several GPUs beside one | `device` |
+| `parallel_training` | training on several GPUs compared with one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
-| `block_selection` | MiniMax-M3's attention beside transformers' own | `device` |
+| `block_selection` | MiniMax-M3's attention by ours and by transformers | `device` |
 | `block_attention` | the functions of block attention, by length and kind of lists | `device` |
-| `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | `device` |
-| `seed_names` | scripts, commands and tests (docs/seed.md), and what they are here | |
-| `seed_variables` | environment variables, and what they are here | |
+| `scaling` | one sequence over several GPUs, a row per number of them (`bench.scale`) | `device` |
+| `seed_names` | scripts, commands and tests (docs/seed.md), and their names here | |
+| `seed_variables` | environment variables, and their flags here | |
 
 Tables that show fields of lines are described in `bench/tables.yaml`; the others are functions.
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
@@ -83,7 +83,7 @@ MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )
 VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
-SHORTEST = 2048  # tokens; shorter records are of correctness
+SHORTEST = 2048  # tokens; shorter records only show correctness
 
 
 def commits(found: Iterable[Any]) -> str:
@@ -92,7 +92,7 @@ def commits(found: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
-# Runs of `bench.memory_check`, and what a clean one shows.
+# Runs of `bench.memory_check`, and the cell of a clean one.
 CHECKS = {
     "alone": "same bits",
     "memcheck": "clean",
@@ -170,7 +170,7 @@ def _timed(line: Line | None) -> float | None:
 
 
 def summary(device: str = "nvidia-h200") -> str:
-    """NSA beside the faster dense kernel: time of some problems."""
+    """The times of NSA and of the faster dense kernel on some problems."""
     rows, newest = [], _newest("compare.jsonl", device)
     for what, sizes in SUMMARY.items():
         for mode, which in PASSES.items():
@@ -190,7 +190,7 @@ def summary(device: str = "nvidia-h200") -> str:
 
 
 def _packed_summary() -> list[str]:
-    """The row of the first shape of `bench.packed`, beside the same rows."""
+    """The row of the first shape of `bench.packed`, compared with separate rows."""
     lines = chosen("packed")
     newest = {
         (x["mode"], x["form"]): x for x in lines if x["documents"] == lines[0]["documents"]
@@ -215,7 +215,7 @@ INPUTS = "random", "text"  # columns of the targets
 
 
 def targets(device: str = DEVICE.name) -> str:
-    """Forward / with backward, a row a target; a call by itself, and calls in a row."""
+    """Forward / with backward, a row per target; single calls, and calls in a row."""
     newest, eight = (_newest(x, device) for x in ("compare.jsonl", records.FP8_RECORDS))
     packed = {
         (packing(x["documents"]), x["mode"]): x
@@ -279,7 +279,7 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
 
 
 def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
-    """Where a line stands by a field: by its value, or as `only` lists its values."""
+    """The rank of a line by a field: the value, or its position in the list of `only`."""
     return only[field].index(line[field]) if field in only else line[field]
 
 
@@ -357,7 +357,7 @@ def kernel_times(kernels: str, device: str = "") -> str:
 
 
 def scaling(device: str = "") -> str:
-    """The newest of a problem and number of GPUs; what one GPU has not is empty."""
+    """The newest line per problem and number of GPUs; one GPU has no transport."""
     newest = {(*problem(x), x["devices"]): x for x in chosen("scaling", device)}
     alone = dict.fromkeys(("layout", "efficiency", "exposed_ms", "imbalance"))
     lines = (newest[x] | (alone if newest[x]["devices"] == 1 else {}) for x in sorted(newest))
@@ -365,7 +365,7 @@ def scaling(device: str = "") -> str:
 
 
 def first_call(device: str) -> str:
-    """What `bench.first_call` measured last beside the target."""
+    """The last measurement of `bench.first_call`, with the target."""
     stage = {line["stage"]: line for line in chosen("first_call", device)}
     lengths = stage["lengths"]
     more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
@@ -418,7 +418,7 @@ def crossovers() -> str:
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
-    """A row a run on several devices, beside the same on one."""
+    """A row per run on several devices, compared with the same run on one."""
     paths = sorted((DEVICE.parent / device / "train").glob("*.jsonl"))
     found = [train_log.read(path) for path in paths]
     runs = []
@@ -493,7 +493,7 @@ def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> 
 
 
 def experiments() -> str:
-    """The questions, which of their runs have a record, by seed, and which were planned besides."""
+    """The questions, the seeds whose runs have a record, and the seeds that are missing."""
     from .lm.experiments import EXPERIMENTS
 
     rows = []

@@ -1,4 +1,4 @@
-"""FlashAttention-2 beside SDPA under a mask, for the sliding and the compressed branch (torch).
+"""FlashAttention-2 and SDPA under a mask, for the sliding and the compressed branch (torch).
 
     python -m bench.fa2
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
@@ -10,7 +10,7 @@ by one of two calls (`--path`): `varlen`, which is what the library does (`auto`
 `sdpa` is the library's portable path, which runs where FA-2 does not pay: thresholds compare
 these two. All three are measured at every length: a kernel that is named must be `fa2`, and
 thresholds (`--fa2_min_len_win`) leave out no row. All are compared with the reference before they
-are timed. Without CUDA FA-2 is not measured, and the command says so and ends with status 3.
+are timed. Without CUDA FA-2 is not measured; the command reports it and ends with status 3.
 """
 
 import sys

@@ -39,7 +39,7 @@ KEPT = Path("kernel_log") / NAME  # in the folder of a device
 DATE = "%Y-%m-%d %H:%M"
 # What such a run is about: kernels and the host side.
 FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")
-# Of the GPU, for one process: the contexts of both frameworks and what their allocators keep.
+# GPU memory of one process: the contexts of both frameworks and the reserves of their allocators.
 PROCESS_BYTES = 5 << 30
 
 

@@ -59,7 +59,7 @@ class Row:
 
     Attributes:
       reason: why it is not `ok`.
-      ran: what `checked_layer.check` says; empty where it said nothing.
+      ran: The result of `checked_layer.check`; empty if there is none.
       watched: `--kernels` where the tool looked at these only.
     """
 
@@ -105,7 +105,7 @@ def run(tool: str, layer: str, folder: Path) -> Row:
 
 
 def compared(row: Row, alone: Row) -> Row:
-    """`row`, which is wrong where the layer gave other bits than alone."""
+    """`row`, which is wrong if the layer gave other bits under the tool."""
     if row.status != "ok" or row.ran["digest"] == alone.ran["digest"]:
         return row
     return dataclasses.replace(row, status="wrong", reason="other bits than alone")

@@ -56,7 +56,7 @@ def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
 
 
 def forced(block: int, length: int, config) -> bool:
-    """Whether the last of `length` tokens reads the block whatever the scores are."""
+    """Whether the last of `length` tokens reads the block regardless of the scores."""
     return not config.num_initial <= block < config.num_blocks(length) - config.num_local
 
 
@@ -111,7 +111,7 @@ class Search:
         return timed(step.time(**how), work, self.runner.device, shape.itemsize)
 
     def _parity(self, step, chosen: np.ndarray) -> dict[str, Any]:
-        """The last row, given the selection, beside the reference."""
+        """The last row, given the selection, compared with the reference."""
         inputs = self.inputs
         query, gates = inputs.query[:, -1:], inputs.gates[:, -1:]
         last = dataclasses.replace(
@@ -121,7 +121,7 @@ class Search:
         return judged(checker.check(self.runner, step, "all", {}), rows=1)
 
     def _weight(self, indices, last: np.ndarray) -> np.ndarray:
-        """`[B, H]`: what selected attention gives to the needle for the last query."""
+        """`[B, H]`: the weight of the needle in selected attention of the last query."""
         runner, value = self.runner, jnp.zeros_like(self.inputs.value.selected)
         value = value.at[:, self.position].set(1)
         given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}

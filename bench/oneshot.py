@@ -2,13 +2,13 @@
 
     python -m bench.oneshot                    # the plan for this device, within 10 minutes
     python -m bench.oneshot --list             # what it would run
-    python -m bench.oneshot --only compare     # a step alone (repeatable; --skip likewise)
+    python -m bench.oneshot --only compare     # only this step (repeatable; --skip likewise)
     python -m bench.oneshot --quick            # smaller sizes
 
 Each step is a process with its own timeout and log. The results are in a new folder
 `artifacts/<commit>`, `summary.json` among them. A step that fails, runs out of time or cannot
 start within the budget makes the exit status 1; the steps after it run all the same. SIGINT
-and SIGTERM end the step at hand; the summary then says `interrupted`.
+and SIGTERM end the current step; the status in the summary is then `interrupted`.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def load(name: str) -> list[Step]:
     """The steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
     Raises:
-      ValueError: a name stands twice, or a step needs one that does not stand before it.
+      ValueError: A name occurs twice, or a step needs one that is not before it.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
     data = config_files.load(path)
@@ -90,7 +90,7 @@ class Run:
     """The steps of one run, one after the other, and its summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
-        """`about`: what the summary says besides; `hopper` in it decides between commands."""
+        """`about`: Further fields of the summary; its `hopper` decides between commands."""
         self.plan, self.folder, self.results = plan, folder, list[Result]()
         self.start = time.monotonic()
         self.about = {"schema": SCHEMA, "device": device, **about, "start": records.utc_now()}
@@ -176,7 +176,7 @@ class Run:
         return result.status == "ok" or self.not_asked(step) is not None
 
     def tell(self, result: Result) -> None:
-        """A line for whoever waits, and of a failure the end of its log."""
+        """Prints a line, and for a failure the end of its log."""
         if result.status == "skipped" and self.good(result):
             return
         line = f"{result.name}: {result.status} {result.seconds:.1f} s {result.reason}".rstrip()

@@ -1,4 +1,4 @@
-"""How fast selected keys and values are packed, and their gradients added, beside a copy.
+"""The speed of packing selected keys and values and of adding gradients, compared with a copy.
 
     python -m bench.pack
     python -m bench.pack --config paper --save_records

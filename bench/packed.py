@@ -1,4 +1,4 @@
-"""Packed rows beside the same documents as rows of a batch: `nsa_torch.attention`, eager.
+"""Packed rows and the same documents as rows of a batch: `nsa_torch.attention`, eager.
 
     python -m bench.packed
     python -m bench.packed --only "16 x" --implementation triton --save_records
@@ -7,7 +7,7 @@ Forms of a call, forward and with gradients:
 
     rows        a batch of the documents, where all have one length
     varlen      one row, with `varlen_metadata` made before
-    cu_seqlens  one row, with the borders alone
+    cu_seqlens  one row, with only the boundaries
 
 `ms` is between CUDA events, L2 written over before; `host` until the call returns, the GPU idle
 before; `metadata` the same of `varlen_metadata` and a first call's share of it: what a call with
@@ -65,7 +65,7 @@ class Shape:
 
 
 def drawn(count: int, total: int) -> tuple[int, ...]:
-    """Lengths of documents as of a corpus, log-normal, whose sum is `total`."""
+    """Log-normal lengths of documents, similar to a corpus, with the sum `total`."""
     sizes = np.random.default_rng(0).lognormal(0, 1, count)
     ends = np.rint(np.cumsum(sizes) / sizes.sum() * total).astype(int)
     return tuple(np.diff(ends, prepend=0).tolist())
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
             record = records.record("packed", FLAGS.commit, **common, **fields)
             done.append(record)
             print(markdown.line(cells(name, record).values()), flush=True)
-            if FLAGS.out:  # at once: what follows may be ended from outside
+            if FLAGS.out:  # at once: the process may be ended from outside
                 records.append(FLAGS.out, [record])
             if FLAGS.save_records:
                 records.keep([record], "packed.jsonl")

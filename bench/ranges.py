@@ -1,9 +1,9 @@
-"""A selection as half-open ranges of keys: a loop over its rows beside the array program.
+"""A selection as half-open ranges of keys: a loop over its rows and the array program.
 
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096
 
-v1 walks over the blocks of one row after the other on the host;
+v1 iterates over the blocks of one row after the other on the host;
 v2 is `nsa_jax.ranges.to_ranges`, one compiled program. Both must give the same ranges before
 either is timed. The last line is the adaptive rule: the least length from which on v2 was
 faster at every measured length, or never.

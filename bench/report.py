@@ -1,4 +1,4 @@
-"""What records say, for people: a page, Markdown and plots, all made from the records alone.
+"""A page, Markdown and plots for people, made only from records.
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
@@ -29,7 +29,7 @@ FLAGS = cli.define(
     out=(str, "A new folder for the report."),
     title=(str, "Of the report."),
 )
-# The rows of speed-ups: a branch, the kernel, and what it is compared with.
+# The rows of speed-ups: a branch, the kernel, and its baseline.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
     "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
     "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),

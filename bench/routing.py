@@ -1,4 +1,4 @@
-"""What would run: the choice of every step for each preset and framework, as `explain` says it.
+"""The choice of every step for each preset and framework, as `explain` reports it.
 
 python -m bench.routing              # print it
 python -m bench.routing --out DIR    # and keep it, in routing.json
@@ -32,7 +32,7 @@ def presets() -> list[str]:
 
 
 def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The `Choices` of each preset and framework, and what `routing.json` says of it."""
+    """The `Choices` of each preset and framework, and their entries in `routing.json`."""
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:

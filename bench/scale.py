@@ -1,4 +1,4 @@
-"""One sequence over several GPUs of a host: time, transport, memory, and what more GPUs would do.
+"""One sequence over several GPUs of a host: time, transport, memory, and a prediction.
 
     python -m bench.scale --devices 1,2 --lengths 32768,131072
     python -m bench.scale --devices 2 --framework jax --mode forward
@@ -19,13 +19,13 @@ without a GPU), in JAX one process. A row of JSON each in `--out`:
   transport_ms  what a call moves of keys and values, and nothing computed (torch)
   imbalance     compute_ms of the slowest device over the mean
   moved_mib     that a device receives, counted (`harness/scale_model.py`)
-  memory_mib    the most that a device held
+  memory_mib    the peak memory of a device
   errors        up to `--checked` tokens: distance from a float32 oracle, beside that of one device;
                 more than twice that is `wrong`. `--check rows` (torch): of 16 tokens of a sequence
                 of any length, and of every gradient where the others' outputs have none; more
                 than one rounding of the dtype is `wrong`
 
-Where one device cannot hold the problem its row says so, and others have no efficiency.
+If one device cannot hold the problem its row reports it, and others have no efficiency.
 `--predict` computes from rows what more devices would take; it is no measurement.
 """
 

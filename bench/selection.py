@@ -1,4 +1,4 @@
-"""Attention to selected blocks: the fastest implementation that runs beside the portable one.
+"""Attention to selected blocks: the fastest implementation that runs, and the portable one.
 
     python -m bench.selection
     python -m bench.selection --framework=jax --L_list=512,1024 --dist=many
@@ -61,7 +61,7 @@ FLAGS = command.flag_values(
 
 
 def matrix_of(gpu: bool) -> Matrix:
-    """The matrix of `--preset` or of the flags, with what flags give in place of its lists.
+    """The matrix of `--preset` or of the flags; flags replace its lists.
 
     Raises:
       ValueError: the file or a flag holds what no matrix can have.
@@ -90,7 +90,7 @@ def matrix_of(gpu: bool) -> Matrix:
 
 
 def gain(base: Record, fast: Record) -> float | None:
-    """Of a kernel over the portable path; None where no kernel ran."""
+    """The speed-up of a kernel over the portable path; None if no kernel ran."""
     kernel = fast.implementation in policy.KERNELS
     over_itself = fast.implementation == base.implementation
     return speed_up(base, fast) if kernel and not over_itself else None

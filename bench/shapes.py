@@ -58,7 +58,7 @@ def _settings(problem: Problem) -> dict[str, Any]:
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     problem.name.replace("/", " and "): _settings(problem)
     for problem in against.EAGER
-    if not problem.alike  # --input says how alike neighbours are
+    if not problem.alike  # --input decides how alike neighbours are
 }
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
                 statuses.append(status)
                 made = folder / row / "compare.jsonl"
                 done = records.read(made) if made.exists() else []
-                records.append(lines, done)  # at once: what follows may be ended from outside
+                records.append(lines, done)  # at once: the process may be ended from outside
                 kept += [(row, record) for record in done]
                 if FLAGS.save_records:
                     records.keep(done, "compare.jsonl")

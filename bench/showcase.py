@@ -40,7 +40,7 @@ COLUMNS = tuple(tables.KINDS["ranges"]["cells"])
 
 
 class Row(NamedTuple):
-    """A length and a mode: what was measured, or why nothing was."""
+    """A length and a mode: the measurement, or the reason that there is none."""
 
     length: int
     mode: str
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     for mode in FLAGS.modes:
         if mode not in variants.RANGES:
             raise ValueError(f"modes must be of {variants.RANGES}, got {mode!r}")
-    for length in lengths:  # a fault of a file is told before anything runs
+    for length in lengths:  # a fault of a file is reported before anything runs
         config_file.read(_config(length), FLAGS.set)
     folder = command.folder(FLAGS.out)
     if folder.exists() and any(folder.iterdir()):
@@ -135,14 +135,14 @@ def watched(path: Path) -> Iterator[Path]:
 
 def used(path: Path, seconds: float) -> float | None:
     """The mean share of the GPU's time over the last `seconds` before the last two samples,
-    in which a row's process takes its samples; None: nothing is known."""
+    in which a row's process is timed; None if nothing is known."""
     if not path.exists():
         return None
     found = []
     with path.open(newline="") as file:
         for cells in csv.reader(file, skipinitialspace=True):
             with contextlib.suppress(ValueError, IndexError):
-                found.append(float(cells[1]))  # one a second
+                found.append(float(cells[1]))  # one per second
     last = found[:-2][-max(1, round(seconds)) :]
     return sum(last) / len(last) if last else None
 
@@ -187,7 +187,7 @@ def report(rows: Sequence[Row], folder: Path) -> str:
 
 
 def answers(rows: Sequence[Row]) -> list[str]:
-    """Of each length: which mode was fastest, and v2 beside v1."""
+    """The fastest mode of each length, and v2 compared with v1."""
     lines = []
     for length in dict.fromkeys(row.length for row in rows):
         times = {

@@ -50,7 +50,7 @@ class Counts:
 
 
 def count(junit: Path, allowed: Sequence[str]) -> Counts:
-    """What the report at `junit` says; `allowed` are regular expressions of whole reasons."""
+    """The outcomes in the report at `junit`; `allowed` has regular expressions of whole reasons."""
     outcomes, reasons, failures = collections.Counter(), collections.Counter(), []
     for case in xml.parse(junit).getroot().iter("testcase"):
         skip = case.find("skipped")
@@ -96,7 +96,7 @@ def run(
     """Runs pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
 
     Returns:
-      The status of pytest, and what its report says; None: it wrote none.
+      The status of pytest, and the outcomes in its report; None if it wrote none.
 
     Raises:
       OSError, ValueError: the file `skips` of allowed reasons cannot be read.

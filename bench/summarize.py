@@ -1,4 +1,4 @@
-"""The table of a CSV file of `bench.decode`: what of a step each branch takes, and the reads.
+"""The table of a CSV file of `bench.decode`: the share of each branch in a step, and the reads.
 
     python -m bench.summarize bench/results/<time>/decode.csv
 

@@ -6,8 +6,8 @@
     python -m bench.train --dataset HuggingFaceFW/fineweb-edu:sample-10BT
     python -m bench.train --model 125m --steps 300          # 124 million weights, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
-    python -m bench.train --model 125m --throughput --gate sigmoid,head     # beside each other
-    python -m bench.train --resume --out bench/results/...  # go on where Ctrl-C stopped it
+    python -m bench.train --model 125m --throughput --gate sigmoid,head     # both in turn
+    python -m bench.train --resume --out bench/results/...  # continue after Ctrl-C
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
@@ -48,11 +48,11 @@ from .lm.config import TrainConfig
 from .lm.data import CORPUS_BYTES, Batches
 from .lm.ranks import LostError, Ranks
 
-# sysexits.h: 69 "a service is not there", 75 "try again"
+# sysexits.h: 69 "service unavailable", 75 "try again"
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
 MEMORIZED = "what differs then is what a model keeps of it, too"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-# sequences, tokens a sequence, steps, highest learning rate
+# sequences, tokens per sequence, steps, highest learning rate
 DEFAULTS = {
     "tiny": (4, 512, 100, 3e-3),
     "52m": (16, 2048, 700, 1e-3),
@@ -211,7 +211,7 @@ def _named(name: str, model: spec.ModelSpec) -> str:
 
 
 def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
-    """What `--batch_size` comes to, as of `_tasks`."""
+    """The batch that `--batch_size` means, as an argument of `_tasks`."""
     if batch_size is None:
         return {}
     spread = SPREAD.parallel(_frameworks()[0], ranks)
@@ -225,7 +225,7 @@ def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
 
 
 def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Batches:
-    """Of the dataset that the flags name; what is noted of a stream lies in `folder`."""
+    """The batches of the dataset that the flags name; notes on a stream are in `folder`."""
     given = settings.data
     return data.load(
         FLAGS.dataset,
@@ -245,7 +245,7 @@ def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Ba
 
 
 def _are_packed(batches: Batches) -> bool:
-    """Whether rows have documents with borders."""
+    """Whether rows have documents with boundaries."""
     return batches.train(0, slice(0, 1)).segment_ids is not None
 
 
@@ -361,7 +361,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
                     some.append(found["status"])
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
-                # Of all backends one is enough, where none is broken.
+                # One of all backends is enough if none is broken.
                 enough = every and "ok" in some and "error" not in some
                 statuses += ["ok"] if enough else some
     _finish(folder, [])

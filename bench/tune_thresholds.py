@@ -148,7 +148,7 @@ def _file(pair: Pair) -> str:
 
 
 def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text of the device's file with `tuned` laid over what it has, and what becomes of
+    """The text of the device's file with `tuned` laid over it, and the fate of
     its provisional rules.
 
     Raises:
@@ -198,7 +198,7 @@ def lifted(
 
 
 def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
-    """Every row that was used, the threshold that they give, and what was left out."""
+    """Every row that was used, the threshold that they give, and the rows left out."""
     lines = []
     for name, value in tuned["runtime"].items():
         pairs = found.of(name)
@@ -258,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
-    """The device, and the section of what records say beside dense attention."""
+    """The device, and the section that compares NSA with dense attention."""
     rows = [r for path in files for r in records.read(path) if r.device == (wanted or r.device)]
     devices = sorted({r.device for r in rows})
     if len(devices) > 1:

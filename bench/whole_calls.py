@@ -12,7 +12,7 @@ limit is faster after a rest, and calls in a row hide the host. Milliseconds, me
 
 A shape in a CUDA graph is replayed in a row; one of JAX runs compiled. The results of the replay
 must have the bits of the calls: exit status 1 where they have not. Whether the numbers are right,
-`bench.shapes` says. Hopper.
+`bench.shapes` reports. Hopper.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -32,7 +32,7 @@ FLAGS = cli.define(
 )
 cli.define_lines(FLAGS)
 
-REST_SECONDS = 0.05  # as `timing.RESTED` says
+REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
 def measure(

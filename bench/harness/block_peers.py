@@ -21,7 +21,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def why_not(name: str, device: str) -> str | None:
-    """A sentence that says why a peer cannot run, or None."""
+    """The reason that a peer cannot run, or None."""
     if device == "cpu":
         return f"{name} has kernels for GPUs alone"
     try:
@@ -32,7 +32,7 @@ def why_not(name: str, device: str) -> str | None:
 
 
 def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> dict[str, Any]:
-    """What vLLM's kernel reads of key and value `[B, Hkv, S, D]`: a page a block.
+    """The arguments of vLLM's kernel from key and value `[B, Hkv, S, D]`: a page per block.
 
     Raises:
       ValueError: it has no rule for these sizes or lists.

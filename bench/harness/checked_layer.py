@@ -84,7 +84,7 @@ def plant(tool: str, name: str) -> None:
 
 
 class Watch(TorchOps):
-    """Runs kernels, and says which.
+    """Runs kernels, and records which.
 
     Attributes:
       launches: by the kernel's name.
@@ -131,7 +131,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
 
 
 def check(layer: Layer) -> dict[str, Any]:
-    """What ran, and `fault`: what is wrong with it, or None."""
+    """The kernels that ran, and `fault`: the first fault, or None."""
     *tensors, do = torch_inputs(layer)
     tensors = [x.requires_grad_() for x in tensors]
     watch = Watch()

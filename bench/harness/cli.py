@@ -38,7 +38,7 @@ flags.register_validator(
 
 log = logging.getLogger(__name__)
 
-flags.disclaim_key_flags()  # those defined below are of the command that asks for them
+flags.disclaim_key_flags()  # flags defined below belong to the command that defines them
 
 
 def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagValues:

@@ -24,7 +24,7 @@ from . import cli, exit_status, problems, records
 from .measure import shape_of
 from .records import Record
 
-# Short words for sizes: what each is.
+# Short words for sizes, and their meanings.
 SEED_FLAGS = {
     "heads": "Query heads.",
     "groups": "Key/value heads.",
@@ -165,7 +165,7 @@ def new_file(out: str | None, name: str) -> Path:
     """The file of this name in `folder(out)`.
 
     Raises:
-      ValueError: it is there.
+      ValueError: it exists.
     """
     path = folder(out) / name
     if path.exists():
@@ -250,7 +250,7 @@ class Results:
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A CSV file whose columns are those of all rows; what a row lacks is empty."""
+    """Writes a CSV file with the columns of all rows; missing values are empty."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -261,7 +261,7 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_csv(path: str | Path, needed: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file that has these columns, each after its place `<path>:<line>`.
+    """The rows of a CSV file that has these columns, each with its location `<path>:<line>`.
 
     Raises:
       ValueError: a column is missing, a row is not whole, or there is none.

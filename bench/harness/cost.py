@@ -122,7 +122,7 @@ def _known(device: str) -> str | None:
 
 
 def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
-    """Why the time cannot be true on this device, None where it can or nothing is known."""
+    """The reason that a time cannot be true on this device; None if it can or nothing is known."""
     known = _known(device)
     if known is None:
         return None

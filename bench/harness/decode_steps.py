@@ -1,7 +1,7 @@
 """The steps of decoding the last tokens on a filled cache, as `bench.decode` times and counts them.
 
 A step leaves the cache as long as it was, so that every call does the same: torch writes the
-tokens to the same place of the same buffers, JAX gets the cache back with its length restored.
+tokens to the same slots of the same buffers, JAX gets the cache back with its length restored.
 """
 
 import dataclasses
@@ -274,14 +274,14 @@ class Step:
         return found, "yes"
 
     def host_ms(self) -> float | None:
-        """What an eager call takes of the host; None where no call is eager on a GPU."""
+        """The host time of an eager call; None if no call is eager on a GPU."""
         if self.runner.framework == "jax" or self.runner.platform != "cuda":
             return None
         return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))
 
 
 def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
-    """A step that leaves its arguments as they are."""
+    """A step that does not change its arguments."""
     if runner.framework == "torch":
         return Step(runner, lambda _: function(arguments))
     step, copies = jax.jit(function), rotated(dict(arguments))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from .records import Record
 
 OK, WRONG, USAGE, NOT_MEASURED = range(4)
-INTERRUPTED = 130  # as a shell says it of Ctrl-C
+INTERRUPTED = 130  # the status that a shell reports after Ctrl-C
 TABLE = """
 Exit status:
   0  all that was asked for was measured, and is right
@@ -21,7 +21,7 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
 
     Args:
       asked_for: the rows that the command is about.
-      beside: what they are compared with; alone it is no answer.
+      beside: Their baselines, which are no answer without them.
     """
     return of_statuses((x.status for x in asked_for), (x.status for x in beside))
 
@@ -35,6 +35,6 @@ def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
 
 
 def worst(ends: Iterable[int]) -> int:
-    """Of a command that is as good as several, which ended so; what is not in the table broke."""
+    """The status of a command that ran several; any other status means that one broke."""
     found = {end if end in range(4) else WRONG for end in ends}
     return next((end for end in (WRONG, USAGE, NOT_MEASURED, OK) if end in found), NOT_MEASURED)

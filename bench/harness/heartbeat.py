@@ -1,4 +1,4 @@
-"""A command that prints nothing for a while says on stderr that it goes on, and with what."""
+"""A command that prints nothing for a while reports on stderr that it is running, and its step."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ _doing = ""
 
 
 def say(doing: str) -> None:
-    """What the next lines name; not printed by itself."""
+    """Names the step for the next lines; prints nothing."""
     global _doing
     _doing = doing
 

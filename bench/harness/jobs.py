@@ -18,14 +18,14 @@ class Job:
     """One row to measure, or why there is nothing to measure."""
 
     branch: str
-    label: str  # what will run, in what form
+    label: str  # the implementation and its form
     implementation: Any = None  # as the public functions take it
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
     # Whether it must be measured, since it was named; None: the name is another framework's.
     # Else one row of the branch is enough.
     asked: bool | None = False
-    function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs in its place
+    function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs instead
     timed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # if other than judged
     work: Cost | None = None  # of a call that is timed, if other than the branch's
     # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
@@ -46,7 +46,7 @@ def jobs(
 ) -> Iterator[Job]:
     """The rows of one framework, branch by branch; `question` is the `Problem` to solve.
 
-    `chosen`: where no name is wanted, only what automatic choice takes.
+    `chosen`: If no name is given, only the automatic choice.
     """
     for branch in branches:
         if branch == "dense":
@@ -141,7 +141,7 @@ def refusals(chosen: Choices) -> dict[str, str]:
 
 
 def explanation(plan) -> str:
-    """What would run, in order, and what refuses why."""
+    """The implementations that would run, in order, and the reasons of those that refuse."""
     lines = []
     for runner, job in plan:
         fate = f"refuses: {job.unsupported}" if job.unsupported else "runs"

@@ -25,8 +25,8 @@ from .measure import Judged, guarded, judge
 from .records import Record
 
 ROW_S = 120
-STDERR = 2  # as a file, whatever Python has made of it
-ROUNDS = 4  # of processes for what is left
+STDERR = 2  # the file descriptor, even if Python has replaced sys.stderr
+ROUNDS = 4  # of processes for the rows that are left
 FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.MULTILINE)
 
 
@@ -34,7 +34,7 @@ class Row(Protocol):
     """What a command measures for one row of its table."""
 
     def judge(self) -> Callable[[], list[Record]]:
-        """Does all that comes before timing; what times it, and gives the row's records."""
+        """Does everything before timing; returns the function that times and gives the records."""
         ...
 
     def lost(self, reason: str) -> list[Record]:
@@ -43,7 +43,7 @@ class Row(Protocol):
 
 
 class Problem:
-    """A row whose records are of jobs on one problem.
+    """A row whose records come from jobs on one problem.
 
     Attributes:
       calls: fields of each record.
@@ -122,7 +122,7 @@ def measure(
     processes write goes to `folder`.
 
     Raises:
-      ValueError: `--rows` names one that is not there.
+      ValueError: `--rows` names one that does not exist.
     """
     wanted = _asked(own, rows)
     if own.processes > 1:
@@ -203,7 +203,7 @@ def measure_for_parent(rows: Mapping[int, Row], folder: Path) -> None:
 
 
 def _better(first: Record, second: Record) -> Record:
-    """The faster of two measurements of one call; where one does not count, that one."""
+    """The faster of two measurements of one call; one that does not count wins."""
     return min(first, second, key=lambda record: record.time_ms if record.times_ms else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Other people's kernels beside ours, where they are installed: `bench.compare --peers fla`.
+"""Other libraries' kernels compared with ours, if installed: `bench.compare --peers fla`.
 
 | name | package on PyPI | what it is | branches |
 |---|---|---|---|

@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Those that stand in place of the device's."""
+        """Those that replace the device's."""
         names = (field.name for field in dataclasses.fields(Thresholds))
         return Thresholds(**{name: getattr(self, name) for name in names})
 
@@ -90,7 +90,7 @@ class Inputs:
     cotangent: jax.Array  # of the output
     name: str  # of KINDS
     sha256: str | None  # of the text
-    overlap: float | None  # None: of one query
+    overlap: float | None  # None if there is one query
 
     @property
     def num_keys(self) -> int:
@@ -139,8 +139,8 @@ def make(
     """Inputs of a kind of `KINDS`: standard normal; text; normal, neighbouring queries alike.
 
     Args:
-      num_queries: `T`, the last of the `S` tokens; None: all.
-      block_indices: int32 `[B, T, Hkv, n]`; None: the selection is their own.
+      num_queries: `T`, the last of the `S` tokens. Defaults to all.
+      block_indices: int32 `[B, T, Hkv, n]`. Defaults to the selection of these inputs.
     """
     heartbeat.say("makes the inputs")
     model, run, config = settings.model, settings.runtime, settings.nsa

@@ -32,7 +32,7 @@ Status = Literal["ok", "failed", "timeout", "skipped", "interrupted"]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A line of a plan (`configs/oneshot/gpu.yaml` says what the fields mean)."""
+    """A line of a plan (`configs/oneshot/gpu.yaml` describes the fields)."""
 
     name: str
     command: str
@@ -130,7 +130,7 @@ def run(
     Args:
       budget: whether `timeout_s` is what the whole run has left, for the reason.
       before: a command that runs this one.
-      variables: of the environment, besides those of this process.
+      variables: Environment variables in addition to those of this process.
     """
     command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]
     log = folder / f"{name}.log"
@@ -192,7 +192,7 @@ def _ended(code: int) -> str:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """Ends the process and what it has started; nothing else is in its group."""
+    """Ends the process and its children; nothing else is in its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)

@@ -107,7 +107,7 @@ class Record:
         """The part of its bound that the largest error uses up, of the maximum, mean, rms and
         slope; None where there is no bound.
         """
-        # In 8 bits the yardstick says what the slope may be.
+        # In 8 bits the limit of the slope follows from the baseline.
         judged = "compute_dtype" not in self.config
         slope = abs(self.slope - 1) if judged and self.slope is not None else None
         pairs = (
@@ -223,7 +223,7 @@ def read(path: str | Path) -> list[Record]:
 
 
 def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """The records of `read`, each after its place `<path>:<line>`."""
+    """The records of `read`, each with its location `<path>:<line>`."""
     return ((where, checked(Record, data, where)) for where, data in read_lines(path))
 
 
@@ -245,12 +245,12 @@ def checked[T](kind: type[T], data: Any, where: str) -> T:
 
 
 def flat_lines(path: str | Path) -> list[dict[str, Any]]:
-    """What each line says, of a record's `extra` too."""
+    """The fields of each line, including those in a record's `extra`."""
     return [line | line.pop("extra", {}) for _, line in read_lines(path)]
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """What each line of the file at `path` holds, after its place `<path>:<line>`.
+    """The data in each line of the file at `path`, with its location `<path>:<line>`.
 
     Raises:
       ValueError: a line is not whole.

@@ -65,7 +65,7 @@ def problem(
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """`problem` where `runner` runs, with what its device's file says."""
+    """`problem` on the device of `runner`, with the policy of that device."""
     where = runner.framework, runner.platform, runner.capability, runner.device
     return problem(settings, *where)
 
@@ -89,7 +89,7 @@ class JaxRunner:
         return arguments
 
     def metadata(self, batch: int, length: int, config) -> Any:
-        """Of a packed row with so many sequences of one length."""
+        """The metadata of a packed row with `batch` sequences of one length."""
         segment_ids = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)[None]
         sizes = {"max_segments": batch, "max_seqlen": length}
         return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)
@@ -104,7 +104,7 @@ class JaxRunner:
         return {"out": out[..., :width]}
 
     def note(self, branch: str, implementation: str, problem: Problem) -> str:
-        """What a row should say about what ran, besides its name."""
+        """A note on the implementation that ran, in addition to its name."""
         return PADDED if branch == "dense" and problem.Dv < problem.D else ""
 
     def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "JaxStep":
@@ -149,7 +149,7 @@ class JaxStep:
 
 
 def rotated[T](sources: T) -> list[T]:
-    """`sources` and, on a GPU, so many copies that they cannot all stay in the L2 cache."""
+    """`sources` and, on a GPU, enough copies that they cannot all stay in the L2 cache."""
     if jax.default_backend() == "cpu":
         return [sources]
     size = sum(x.nbytes for x in jax.tree.leaves(sources))
@@ -217,7 +217,7 @@ class TorchRunner:
         return {"out": out.transpose(1, 2)[..., :width]}
 
     def note(self, branch: str, implementation: str, problem: Problem) -> str:
-        """What a row should say about what ran, besides its name."""
+        """A note on the implementation that ran, in addition to its name."""
         if branch == "dense" and implementation == "flash":
             said = [PADDED] if problem.Dv < problem.D else []
             if self.platform == "cuda":
@@ -256,7 +256,7 @@ class TorchStep:
             before = torch.cuda.memory_allocated()
             self(*self.sources)
             self.extra_peak_bytes = torch.cuda.max_memory_allocated() - before
-            torch.cuda.empty_cache()  # JAX, and whoever waits for a turn, need it more
+            torch.cuda.empty_cache()  # JAX, and processes that wait for their turn, need it more
 
     def __call__(self, arguments, cotangent=None) -> dict[str, Any]:
         if cotangent is None:
@@ -283,7 +283,7 @@ RUNNERS = {"jax": JaxRunner, "torch": TorchRunner}
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of either framework says that memory ran out."""
+    """Whether an exception of either framework means that memory ran out."""
     kind = type(error).__name__
     text = str(error)
     return (

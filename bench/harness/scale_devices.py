@@ -49,7 +49,7 @@ def _row(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Any]:
         "status": "ok",
         **spread(ms),
         "memory_mib": None if peak is None else peak / 2**20,
-        "compute_ms": None,  # XLA decides what runs beside transport
+        "compute_ms": None,  # XLA decides which work overlaps transport
         "transport_ms": None,
         "imbalance": None,
     }

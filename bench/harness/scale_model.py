@@ -36,7 +36,7 @@ class Model:
       row: any measured row of it.
       compute_ms: on one device.
       balance: time of the slowest device over the mean one's.
-      bandwidth: bytes a second that a device receives.
+      bandwidth: Bytes per second that a device receives.
     """
 
     row: dict[str, Any]

@@ -85,7 +85,7 @@ class Measured:
         return [x.to(self.mesh.device_type) for x in drawn]
 
     def call(self, tensors, place) -> list[torch.Tensor]:
-        """The output, and where they are asked for the gradients for it as its own."""
+        """The output, and with `fwdbwd` the gradients, with the output as cotangent."""
         options = self.packed | place | {"recompute": self.problem.recompute}
         if not self.problem.gradient:
             with torch.no_grad():
@@ -213,7 +213,7 @@ class Measured:
         return judged(problem, self.errors(found, expected), stray=stray)
 
     def errors(self, results, expected) -> dict[str, float]:
-        """Relative to the root mean square of what was expected, of all ranks together."""
+        """Errors relative to the root mean square of the expected values, over all ranks."""
         pairs = [
             ((x.float() - y).square().sum().item(), y.square().sum().item())
             for x, y in zip(results, expected, strict=True)

@@ -101,7 +101,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, seen: Any = None) -> Te
     """Softmax attention of one query `[H, D]` to keys `[n, Hkv, D]`: `[H, Dv]`.
 
     Args:
-      seen: bool `[Hkv, n]`; None: all keys are.
+      seen: bool `[Hkv, n]`. Defaults to all keys.
     """
     if not key.shape[0]:
         return query.new_zeros(query.shape[0], value.shape[-1])

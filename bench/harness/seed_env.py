@@ -1,4 +1,4 @@
-"""The seed system's environment variables: what each comes to here, by `seed_env.yaml`.
+"""The seed system's environment variables, and their meanings here from `seed_env.yaml`.
 
 Nothing here is configured by the environment. A variable of the seed system that is still set
 gives one line on stderr: which flag says it now, or why nothing does. Where the flag means the
@@ -33,7 +33,7 @@ class Meaning:
     flags: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     reason: str = ""  # why there is no flag
     command: str = ""  # the only command in which it means this
-    instead: str = ""  # a flag that says the same in other words, and wins too
+    instead: str = ""  # another flag with the same meaning, which wins too
     convert: Callable[[str], str] = str  # of its own value
     # Without flags. None: meaningless, any value is ignored; else the seed system's default,
     # the only value that is not an error.
@@ -98,7 +98,7 @@ def apply(
     """Sets what the variables say among the parsed flags `values` of `bench.<command>`.
 
     Args:
-      environ: the variables; None: this process's.
+      environ: The variables. Defaults to those of this process.
 
     Yields:
       one line a variable.
@@ -164,7 +164,7 @@ def _one(name, text, values, command, present) -> str:
 
 
 def _word(flag: str, value: str) -> str:
-    """A flag as a command line says it."""
+    """A flag in the form of a command line."""
     return {"true": f"--{flag}", "false": f"--no{flag}"}.get(value, f"--{flag} {value}")
 
 
@@ -199,7 +199,7 @@ def _set(flag, text: str, name: str) -> None:
 
 
 def markdown() -> str:
-    """Every variable, and what it is here."""
+    """Every variable, and its meaning here."""
     rows = []
     for name, meaning in TABLE.items():
         if meaning.flags:

@@ -1,4 +1,4 @@
-"""The seed system's scripts and tests, and what is called for each of them here.
+"""The seed system's scripts and tests, and the commands that replace them here.
 
 They are in `seed_names.yaml`; `seed_env` has its environment variables. `markdown()` is the tables
 that documents show.
@@ -13,7 +13,7 @@ from .markdown import table
 
 
 class Name(NamedTuple):
-    """A script, command or flag of the seed system: what stands in its place here."""
+    """A script, command or flag of the seed system, and its replacement here."""
 
     seed: str
     here: str

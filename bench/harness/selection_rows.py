@@ -1,4 +1,4 @@
-"""Which problems `bench.selection` measures: lists of sizes, and how selected blocks lie."""
+"""The problems of `bench.selection`: lists of sizes, and layouts of selected blocks."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Selected blocks a query."""
+        """Selected blocks per query."""
         return self.L // self.l_sel
 
     @property
@@ -43,17 +43,17 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The rows of a table: all combinations of what it lists, by the names of its columns.
+    """The rows of a table: all combinations of its lists, which have the names of columns.
 
     Attributes:
-      L: selected keys a query, by how they lie (`SPANS`).
+      L: Selected keys per query, by the layout of their blocks (`SPANS`).
       l_sel: tokens of a selection block: the first of which `L` holds one for every run.
       streams: calls at once.
-      kernel: what is measured; None: what automatic choice takes.
-      ref: what it is compared with; None: the portable path.
-      beside: implementations that have columns of their own.
-      dtype: a name of `problems.PRECISIONS`; None: the command's.
-      iters, warmup: samples of a row, calls before them; None: the command's.
+      kernel: The implementation to measure. Defaults to the automatic choice.
+      ref: The baseline. Defaults to the portable path.
+      beside: Further implementations, with columns of their own.
+      dtype: A name of `problems.PRECISIONS`. Defaults to the command's.
+      iters, warmup: Samples of a row, and calls before them. Default to the command's.
 
     Raises:
       ValueError: a list is empty or holds something else than integers over 0, or `L` is no
@@ -98,7 +98,7 @@ class Matrix:
         return sorted({length for listed in self.L.values() for length in listed})
 
     def rows(self) -> Iterator[Row]:
-        """Every combination; how the blocks lie changes first, then the length."""
+        """Every combination; the layout of blocks changes first, then the length."""
         for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
             for length in self.lengths:
                 for dist in (name for name, listed in self.L.items() if length in listed):
@@ -120,5 +120,5 @@ def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarra
         raise ValueError(f"{count} of {blocks} blocks cannot lie in {runs} runs")
     random = np.random.default_rng(seed)
     before = np.sort(random.integers(0, free + 1, (rows, runs)), axis=-1) + np.arange(runs)
-    run = np.sort(np.arange(count) % runs)  # which one a block belongs to: sizes alike
+    run = np.sort(np.arange(count) % runs)  # the run of a block; runs have similar sizes
     return (before[:, run] + np.arange(count)).astype(np.int32)

@@ -135,7 +135,7 @@ def _context(embedded):
 
     recent = jnp.zeros_like(embedded)
     for lag in range(min(RECENT_TOKENS, length)):
-        # Rolled channels keep "ab" and "ba" apart.
+        # Rolled channels distinguish "ab" from "ba".
         recent += RECENT_DECAY**lag * earlier(jnp.roll(embedded, lag * (dim // 8 + 1), -1), lag)
     total = jnp.cumsum(embedded, axis=1)
     topic = total - earlier(total, TOPIC_TOKENS)

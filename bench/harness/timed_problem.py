@@ -166,7 +166,7 @@ def digest(results) -> str:
 
 
 def milliseconds(call, sync) -> float:
-    """Of one call, in a row of them: what a loop over it takes."""
+    """The time of one call in a loop over it."""
     sync(call())
     calls, spent = 1, 0.0
     while True:

@@ -23,7 +23,7 @@ def wait() -> None:
     """In a child: all is ready; returns when it is its turn.
 
     Raises:
-      EOFError: whoever gives the turns is gone.
+      EOFError: The process that gives the turns has ended.
     """
     print(READY, end="", flush=True)
     if sys.stdin.readline() != GO:
@@ -46,7 +46,7 @@ class Child:
         self.start, self.printed = time.monotonic(), ""
 
     def ready(self) -> str:
-        """Waits until it is, or has ended; which, and how long that took, in words."""
+        """Waits until it is ready or has ended; reports which, and after how long."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line == READY:
@@ -55,7 +55,7 @@ class Child:
         return f"ended after {time.monotonic() - self.start:.0f} s"
 
     def take_turn(self) -> tuple[int, str]:
-        """Its exit status, and what it printed."""
+        """Its exit status and its output."""
         printed, _ = self.process.communicate(GO)
         return self.process.returncode, self.printed + printed
 
@@ -70,7 +70,7 @@ def of_lengths(
     """Runs a command of each number of tokens: all get ready, then the shortest is timed first.
 
     Yields:
-      the number and the exit status, as each ends; what it printed is printed.
+      the number and the exit status, as each ends. Its output is printed.
     """
     # The longest first: it has the most to do.
     named = {str(length): commands[length] for length in sorted(commands, reverse=True)}

@@ -1,4 +1,4 @@
-"""Whether a path computes what the contract says: its results on the checked rows."""
+"""Whether a path fulfils the contract, by its results on the checked rows."""
 
 import concurrent.futures
 import copy
@@ -51,7 +51,7 @@ class Checker:
         self.known: dict[Any, Any] = {}
 
     def without_gradients(self) -> "Checker":
-        """Of steps that give outputs alone: the same oracle, which is computed once."""
+        """A checker of steps without gradients. It shares the oracle, which is computed once."""
         other = copy.copy(self)
         other.backward = False
         return other
@@ -116,7 +116,7 @@ class Checker:
         return self.known[key]
 
     def _expected(self, branch: str, arguments: Mapping[str, Any], key=None):
-        """The oracle's and the yardstick's results, flat by name."""
+        """The results of the oracle and of the baseline, flat by name."""
         if (branch, key) not in self.known:
             self.known[branch, key] = tuple(
                 self._reference(branch, arguments, low) for low in (False, True)
@@ -140,7 +140,7 @@ class Checker:
             x = found[name]
             per_query = name in result or name.removeprefix("d ") in oracle.PER_QUERY
             actual = runner.numpy(x, self.rows if per_query else None)
-            # The log-sum-exp is float32 whatever the inputs, and is held to that.
+            # The log-sum-exp is float32 regardless of the inputs, and is judged in float32.
             dtype = actual.dtype if name == "lse" else self.dtype
             arrays = (actual, exact[name], low[name])
             limited = branch == "selected" and name == "out"

@@ -1,4 +1,4 @@
-"""The dense reference on slabs of query rows: what a path's result is compared with.
+"""The dense reference on slabs of query rows, with which results are compared.
 
 Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
 themselves, with `kv_len` up to `b`, or where T < S to `b + S - T`. Long problems are checked
@@ -20,12 +20,12 @@ from jax import lax
 from nsa_core.types import Branches
 from nsa_jax import reference
 
-# Arguments with one entry a query; the rest has one a key.
+# Arguments with one entry per query; the others have one per key.
 PER_QUERY = ("query", "gates", "block_indices")
 EDGE_ROWS, MIDDLE_ROWS, MIDDLES = 256, 64, 4
-# Up to so many elements of all logits every row is checked.
+# If the logits have no more elements, every row is checked.
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 2**27, 2**32
-# Else of the chosen rows no more than so many: fewer rows are checked of the longest problems.
+# Otherwise the most elements of the chosen rows: fewer rows are checked in the longest problems.
 CHOSEN_ELEMENTS = 2**32
 # Elements of the logits of one slab; gradients keep several such arrays.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
@@ -137,7 +137,7 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
 def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
-    """`dense` on the rows of `slabs`, stacked: the oracle, or with `low` the yardstick."""
+    """`dense` on the rows of `slabs`, stacked: the oracle, or with `low` the baseline."""
     with jax.enable_x64(True):
         step, kept = _forward_slab(branch, config, slabs, low), []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):

@@ -30,7 +30,7 @@ import numpy as np
 TIMES_YARDSTICK = 2
 ROUNDINGS = 4
 RMS_TIMES_YARDSTICK = 1.5
-# `c` of the rms. In float64 the yardstick is the oracle; as many roundings as in float32: 32.
+# `c` of the rms. In float64 the baseline is the oracle, with 32 roundings, as in float32.
 RMS_OF_ORACLE = {
     "bfloat16": 2.0**-10,
     "float16": 2.0**-13,
@@ -39,7 +39,7 @@ RMS_OF_ORACLE = {
 }
 SLOPE, SLOPE_ELEMENTS = 1e-3, 10**5
 FLOAT8_SLOPE = 2.0**-7
-# Absolute limits besides.
+# Additional absolute limits.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
 # A chosen block may score this much less than the one it displaced, relatively.
@@ -119,11 +119,11 @@ def check_parity(
     """Applies the rule to one array.
 
     Args:
-      name: what is compared, for the reason.
+      name: The name of the array, for the reason.
       actual: the path's result.
-      dtype: the path's precision where `actual` was converted; None: that of `actual`.
+      dtype: The path's precision, if `actual` was converted. Defaults to that of `actual`.
       selection: it is the output of the selected branch.
-      in_float8: products are in e4m3, those of the yardstick too.
+      in_float8: Whether products are in e4m3, for the baseline too.
     """
     dtype = np.dtype(actual.dtype if dtype is None else dtype)
     if not actual.shape == oracle.shape == yardstick.shape:
@@ -235,7 +235,7 @@ def check_indices(
     counts the rows that are not the oracle's own selection (equal scores: lower index).
 
     Args:
-      positions: `[T]`, where each query stands in its sequence.
+      positions: `[T]`, the position of each query in its sequence.
     """
     if indices.shape != (*scores.shape[:3], config.num_selected):
         expected = (*scores.shape[:3], config.num_selected)
@@ -275,7 +275,7 @@ def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
     """Rows `[B, T, Hkv]` with one admissible selection: the first block left out scores too
-    little to take the place of the last one taken."""
+    little to replace the last one taken."""
     *_, ranked = _ranked(scores, positions, config)
     ranked = np.sort(ranked, axis=-1)[..., ::-1]
     if scores.shape[-1] <= config.num_selected:

@@ -39,9 +39,11 @@ class Row:
     expected: tuple[int, ...]
     chosen_scores: dict[int, float]
     expected_scores: dict[int, float]
-    shortfall: float | None  # best score left out less worst score taken; None: rules broken
+    shortfall: (
+        float | None
+    )  # best score left out less worst score taken; None if rules are broken
     bound: float  # what float32 resolves
-    reason: str  # empty: explained
+    reason: str  # empty if explained
 
     @property
     def largest(self) -> float:
@@ -73,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All rows of a selection beside the reference's."""
+    """All rows of a selection, compared with the reference's."""
 
     rows: int
     differing: int

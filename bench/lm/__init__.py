@@ -1,6 +1,6 @@
 """A small language model on NSA or dense attention, written once a framework, and its training.
 
-`spec` says what is trained, `data` on what, `jax_lm` and `torch_lm` how, `jax_learner` and
+`spec` describes the model, `data` its rows, `jax_lm` and `torch_lm` its layers, `jax_learner` and
 `torch_learner` a step of it; `loop` drives either, `checkpoint` and `shards` keep it, `log`
 records it, `curves` judges and draws it. Several devices: `parallel` is the layout, `share` a
 process's rows, `ranks` what processes say to each other, `torch_parallel` and `jax_parallel` the

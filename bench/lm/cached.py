@@ -39,7 +39,7 @@ from . import data, recall, spec
 from .torch_learner import Learner
 from .torch_lm import LM, Block, DenseAttention, initialize
 
-STEP, CHUNK = 8, 512  # tokens at a time: as many as the kernels of decode take, and a chunk
+STEP, CHUNK = 8, 512  # tokens at a time: the most that the decode kernels support, and a chunk
 FLAGS = cli.define(
     model=("13m", "Sizes of the model.", list(spec.MODELS)),
     steps=(600, "Steps of its training."),
@@ -135,7 +135,7 @@ def read(
 
     Args:
       model: of layers that are all NSA, or all dense.
-      step: tokens at a time, from a cache; None: as in training.
+      step: Tokens at a time, from a cache. Defaults to all tokens, without a cache.
       cache_dtype: of NSA's cache, the model's or `torch.float8_e4m3fn`.
     """
     rows, length = tokens.shape
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         ends = [x[:, -recall.PASSAGE :].mean().item() for x in again]
         copied = float(np.mean(ends[1::2]) - np.mean(ends[::2])) if ends else None
         line: dict[str, Any] = {"loss": loss, "above": loss - first, "copied": copied}
-        for name in COLUMNS[3:]:  # of held-out text alone
+        for name in COLUMNS[3:]:  # only of held-out text
             parts = [row[name] for row in rows[: len(held_out)]]
             line[name] = None if None in parts else float(np.mean(parts))
         name = str(kind).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Checkpoints: folders `step-<steps done>`, each whole or not there; the last two are kept.
+"""Checkpoints: folders `step-<steps done>`, each complete or absent; the last two are stored.
 
 A folder holds `weights`, `mean` and `square` (AdamW's moments) as `nsa_interop.weights` writes
 them, so that a run may go on in the other framework, or the same tensors in shards
@@ -30,7 +30,7 @@ KEPT = 2  # so that there is one before a damaged one
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint has changed since it was written."""
 
 
 def found(folder: Path) -> list[Path]:
@@ -97,7 +97,7 @@ def load(path: Path, learner: Learner, settings: dict[str, Any]) -> int:
     """Reads the checkpoint at `path` into `learner`; the steps done.
 
     Raises:
-      DamagedError: a file is missing, or not as it was written.
+      DamagedError: A file is missing, or has changed.
       ValueError: it was written under other settings; the message names the first that differs.
     """
     progress = check(path, settings)
@@ -114,7 +114,7 @@ def load_last(
     One that is damaged is told of on stderr. Rank 0 checks; all read the same one.
 
     Raises:
-      ValueError: all are damaged, or as of `load`.
+      ValueError: All are damaged, or a setting differs.
     """
     wanted, told = None, []
     with _together(ranks):
@@ -135,7 +135,7 @@ def load_last(
 
 
 def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What `progress.json` of the checkpoint at `path` says.
+    """The contents of `progress.json` of the checkpoint at `path`.
 
     Raises as `load` does.
     """

@@ -83,7 +83,7 @@ class TrainConfig:
         )
 
     def training(self) -> dict[str, Any]:
-        """What `spec.Training` takes that no flag says."""
+        """The arguments of `spec.Training` that have no flag."""
         return _given(self.train)
 
     def fitted(self, task: Task, vocabulary: int) -> Task:

@@ -81,7 +81,7 @@ def read(
 
 
 def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
-    """Sets each flag that says the same as a key, but for those of the command line.
+    """Sets each flag that corresponds to a key, except those of the command line.
 
     Raises:
       ValueError: the flag cannot have the value.

@@ -1,4 +1,4 @@
-"""How a converted model learns on: its held-out loss by the start of its gates, beside dense.
+"""Continued training of a converted model: held-out loss by the start of its gates, and dense.
 
     python -m bench.lm.converted --seed 0 --out runs/converted
     python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
@@ -94,7 +94,7 @@ def rows(
 
 
 def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
-    """`[B, T]`, nats a byte."""
+    """`[B, T]`, nats per byte."""
     device = model.device
     given = torch.from_numpy(batch).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

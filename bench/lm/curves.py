@@ -156,11 +156,11 @@ def draw(
     bound: tuple[float, int | None],
     below_is: str,
 ) -> None:
-    """The figure of curves, above, and of how far they are apart, below.
+    """The figure of curves, and below them of their differences.
 
     Args:
       header: of one of the runs; the title.
-      bound: of what is below, and of how many steps; None: of all.
+      bound: The bound of the differences, and its number of steps; None means all steps.
       below_is: the name of its axis.
     """
     import matplotlib
@@ -198,7 +198,7 @@ def draw(
 
 
 def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
-    """The loss curves of all runs, and below them how far JAX and torch are apart."""
+    """The loss curves of all runs, and below them the differences of JAX and torch."""
     curves, headers = losses(lines), last(lines, Header)
     far, drawn = apart(curves), []
     for run, values in curves.items():

@@ -1,4 +1,4 @@
-"""Batches of tokens: real text, whose order follows from the seed and the step alone.
+"""Batches of tokens: real text, whose order follows only from the seed and the step.
 
 `load` makes them of what `--dataset` names. A process that computes some rows of a batch asks
 for those: what a row holds does not depend on who asks, nor on how many do.
@@ -26,19 +26,19 @@ class Batch(NamedTuple):
     """Rows of a batch."""
 
     tokens: np.ndarray  # integers [rows, length + 1]: inputs and the token after each
-    segment_ids: np.ndarray | None = None  # int32, of `tokens`; None: a row is one sequence
+    segment_ids: np.ndarray | None = None  # int32, of `tokens`; None if a row is one sequence
 
 
 class Batches:
     """Rows of documents at hand; the last sixteenth of the tokens is held out, or what the
     documents say.
 
-    A batch follows from the seed and the step alone, so the step is the position in the data.
+    A batch follows only from the seed and the step, so the step is the position in the data.
 
     Args:
       batch, length: sequences, and tokens that each predicts.
       seed: of the order.
-      size: bytes of the corpus of `bench.harness.text`, where no documents are given.
+      size: Bytes of the corpus of `bench.harness.text`, if no documents are given.
       documents: what the rows are made of; held-out text begins where a sixteenth is left, be
         it within a document.
       pack: "none": windows at random places of all tokens in one stream. "once": every row of
@@ -148,9 +148,9 @@ class Repeating(Batches):
     away is then worth to be found. Held-out rows stay as they are.
 
     Args:
-      passages: of a row, which are written over what stands there.
+      passages: The number per row; they overwrite the row's own tokens.
       size: tokens of each.
-      apart: tokens between a passage and where it is repeated, at least.
+      apart: The least number of tokens between a passage and its copy.
 
     Raises:
       ValueError: rows have no room, or several documents.
@@ -217,11 +217,11 @@ def load(
         `bench.lm.corpus` built. A path, folder or glob of local files (`sources`). Else `name` or
         `name:config` of a dataset of the Hugging Face Hub.
       size: bytes of "text".
-      pack: as of `Batches`; None: documents, but none for "text" and once for a corpus.
-      tokenizer: path of a file of the library `tokenizers`; None: bytes. A corpus has its own.
+      pack: See `Batches`. Defaults to "documents", for "text" to "none", for a corpus to "once".
+      tokenizer: Path of a file of the library `tokenizers`. Defaults to bytes, or to the corpus's.
       column: of text, in files that have columns.
-      split, revision, buffer, notes: as of `stream.Streamed` and `hub.Hub`.
-      cache: folder for the tokens of local files; None: the user's cache.
+      split, revision, buffer, notes: See `stream.Streamed` and `hub.Hub`.
+      cache: Folder for the tokens of local files. Defaults to the user's cache.
 
     Raises:
       FileNotFoundError: no file, and no name that the Hub can have; or the Hub has none.

@@ -50,7 +50,7 @@ FLAGS = cli.define(
     seq_len=(int, "Another length of rows."),
 )
 
-# What runs are judged by, about; at most this share of what they learn from.
+# About the size of the held-out text; at most this share of the training text.
 HELD_OUT_TOKENS, HELD_OUT_ROWS = 2**17, 32
 HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
@@ -59,7 +59,7 @@ KEPT_EVERY, KEPT_STEPS = 20, 100  # step lines of a record: not more often, abou
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A model; `what` it is in words, `changes`: what is not as in the plain one."""
+    """A model: `what` describes it, `changes` has the differences from the plain one."""
 
     what: str
     changes: dict[str, Any]
@@ -72,7 +72,7 @@ class Setting:
 
     Attributes:
       text: a folder of `bench.lm.corpus`, or `data.TEXT`; None: what `--corpus` names.
-      repeats: passages of a training row that stand in it before, beyond the window.
+      repeats: Passages of a training row that repeat earlier ones beyond the window.
     """
 
     model: str
@@ -218,7 +218,7 @@ def _evaluated(todo: spec.Task) -> int:
 
 
 def kept(line: log.Line, timed: bool, every: int = KEPT_EVERY) -> bool:
-    """Whether a record has it: every so many steps, and all else."""
+    """Whether a record contains the line: some of the steps, and everything else."""
     if isinstance(line, log.Step):
         return line.step % every == 0
     return timed or not isinstance(line, log.Speed)
@@ -235,14 +235,14 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
         return job, LEFT_OUT, 0.0
     try:
         found = run(job)
-    except Exception as error:  # other runs go on
+    except Exception as error:  # other runs continue
         return job, f"{type(error).__name__}: {error}", 0.0
     _longest = max(_longest, found[2])
     return found
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """The runs of experiments that are not there yet, seed by seed.
+    """The missing runs of experiments, seed by seed.
 
     Raises:
       ValueError: there is no such experiment, variant or seed.
@@ -290,7 +290,7 @@ def gpus() -> list[str]:
 
 
 def take_gpu(places: Any) -> None:
-    """This process sees the next GPU of the queue `places` alone."""
+    """Restricts this process to the next GPU of the queue `places`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = places.get()
 
 

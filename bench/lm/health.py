@@ -2,7 +2,7 @@
 
 A head here is one with gates of its own: a query head, or a key/value head whose query heads share
 them. A selection is always theirs together. Gates that are sigmoids add up to no number in
-particular, so that entropy and the largest share are of gates divided by their sum.
+particular, so entropy and the largest share use gates divided by their sum.
 """
 
 import math

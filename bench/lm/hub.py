@@ -49,7 +49,7 @@ class Hub:
     def take(self, state: dict[str, Any] | None, count: int) -> tuple[list[str], dict | None]:
         """The next `count` documents after `state`, fewer at the end, and the state after them.
 
-        A state is the position as `datasets` describes it; None: the start.
+        A state is a position in the form of `datasets`; None means the start.
 
         Raises:
           ConnectionError: the Hub cannot be reached.

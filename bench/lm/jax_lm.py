@@ -102,7 +102,7 @@ class Block(nnx.Module):
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, **packed: Any):
-        """`packed`: what the attention takes of packed rows."""
+        """`packed`: The attention's arguments for packed rows."""
         x = x + self._sum(self.attention(self.norm_attention(x), **packed)[0])
         return x + self._sum(self.mlp(self.norm_mlp(x)))
 

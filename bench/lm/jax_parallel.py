@@ -33,7 +33,7 @@ KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
 def spec_of(path: tuple[str, ...]) -> PartitionSpec:
-    """Of the weight at `path`; what has few numbers is whole on every device."""
+    """The spec of the weight at `path`; small weights are whole on every device."""
     *parents, name = path
     if name == "embedding":
         return PartitionSpec(None, FSDP)
@@ -50,7 +50,7 @@ def spec_of(path: tuple[str, ...]) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and where everything stands on it."""
+    """A mesh, and the location of everything on it."""
 
     mesh: Mesh
 
@@ -96,14 +96,14 @@ class Layout:
         return dataclasses.replace(model, layer=layer, hidden=model.hidden // tensor)
 
     def placed(self, tree: Any) -> Any:
-        """Weights or moments, each in its place."""
+        """Weights or moments, each in its sharding."""
 
         return jax.tree_util.tree_map_with_path(
             lambda path, x: _global(x, self._sharding(path, x)), tree
         )
 
     def pinned(self, tree: Any) -> Any:
-        """Within `jit`: `tree`, which results in its place."""
+        """Within `jit`: `tree`, whose results have its sharding."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(path, x)), tree
         )

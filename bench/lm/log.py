@@ -1,4 +1,4 @@
-"""The lines of `train.jsonl`. Times in milliseconds, losses in nats a token.
+"""The lines of `train.jsonl`. Times are in milliseconds, losses in nats per token.
 
 A run is known by its framework and attention. A resumed run appends; a later line of a step
 takes the place of an earlier one.
@@ -47,8 +47,8 @@ class Header(Line):
     commit: str | None
     dirty: bool | None
     time: str  # UTC
-    parallel: dict[str, Any] | None = None  # `parallel.Parallel`; None: one device
-    epochs: float | None = None  # how often the run sees a token; None: not known
+    parallel: dict[str, Any] | None = None  # `parallel.Parallel`; None on one device
+    epochs: float | None = None  # how often the run sees a token; None if not known
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
@@ -66,7 +66,7 @@ class Step(Line):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Watch(Line):
-    """What is looked at every so many steps; `layers` as of `health.layer`, none of dense."""
+    """Values that are observed at intervals; `layers` from `health.layer`, none if dense."""
 
     kind: ClassVar[str] = "watch"
     step: int
@@ -80,7 +80,7 @@ class Watch(Line):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Evaluation(Line):
-    """What held-out text says after `steps` steps: mean losses by name (`bench.lm.measures`)."""
+    """Mean losses on held-out text after `steps` steps, by name (`bench.lm.measures`)."""
 
     kind: ClassVar[str] = "evaluation"
     steps: int
@@ -89,7 +89,7 @@ class Evaluation(Line):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=records.STRICT)
 class Speed(Line):
-    """What a step costs at one shape, in a run or measured alone (`--throughput`)."""
+    """The cost of a step at one shape, in a run or measured separately (`--throughput`)."""
 
     kind: ClassVar[str] = "speed"
     model: str
@@ -112,11 +112,11 @@ class Speed(Line):
     commit: str | None
     dirty: bool | None
     time: str
-    devices: int = 1  # that share the step; `peak_bytes` is of one
+    devices: int = 1  # that share the step; `peak_bytes` is per device
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
-        """Median, p20 and p80, as of `records.Record`."""
+        """Median, p20 and p80, the same as in `records.Record`."""
         return records.times_of(self)
 
 
@@ -129,13 +129,13 @@ class Summary(Line):
     reason: str = ""
     steps: int  # done
     held_out_loss: float | None = None
-    recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
+    recall_gain: float | None = None  # `bench.lm.recall`; None if rows are too short
     copied_gain: float | None = None  # the same
     copied_at: dict[str, Any] | None = None  # by the distance of the passage and its copy
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
     hits: list[Any] | None = None
     # By layer, head and half of the rows, of a passage just beyond the window: how often its
-    # block is selected, and where another text stands there (`measures.copies`).
+    # block is selected, and the same with another text (`measures.copies`).
     heads: list[Any] | None = None
 
 

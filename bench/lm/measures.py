@@ -36,7 +36,7 @@ KNOWN = 7  # tokens of a copy that a query has read before its selection is judg
 
 
 def loss(learner: Learner, batch: Batch) -> float:
-    """The mean loss, in nats a token, of a batch of which this process has its `share`."""
+    """The mean loss, in nats per token, of a batch of which this process has its `share`."""
     which = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), np.int32)
     total = sum(learner.ranks.gather(share.count(batch)))
     return float(learner.loss_sums(batch, which, 1)[0] / max(1, total))
@@ -48,7 +48,7 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
     Args:
       order: tokens, the target the last, that must have stood in the row, or in the target's
         document where rows are packed.
-      window: a copy whose target stands fewer tokens before is near.
+      window: A copy is near if its target is fewer tokens before.
     """
     tokens, segments = batch
     found = np.zeros((len(tokens), tokens.shape[1] - 1), np.int8)
@@ -102,7 +102,7 @@ class HeldOut:
         return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
-        """`of` the model as it is; every process calls it."""
+        """The means (`of`) of the current model; every process calls it."""
         counts = np.zeros(CATEGORIES)
         for which in self.categories:
             counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
@@ -188,7 +188,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
     Args:
       indices: blocks that each query selects, `[T, heads, n]`, -1 in empty slots.
-      start: where in the row of T + 1 tokens the passage stands that its last ones copy.
+      start: The start, in a row of T + 1 tokens, of the passage that the last tokens copy.
 
     Returns:
       `[heads, 2]`: of each head, and chance, means over the queries within the copy for which the
@@ -208,7 +208,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
 
 def found_by_best(heads: np.ndarray) -> tuple[float, float]:
-    """Hits of the head that finds copies best, and its hits where another text stands.
+    """Hits of the head that finds copies best, and its hits with another text.
 
     Args:
       heads: `[layers, heads, 2, 2]`, of each half of the rows the two. The best head is chosen by

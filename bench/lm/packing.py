@@ -1,10 +1,10 @@
-"""Tokens cut into rows, each once: one stream, or documents in random order with their borders."""
+"""Tokens cut into rows, each once: one stream, or documents in random order with boundaries."""
 
 import numpy as np
 
 
 class Stream:
-    """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without borders.
+    """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without boundaries.
 
     A row begins with the token that the row before it ends with, so that a token is predicted
     once at most; the first begins at a place drawn from `seed` too.

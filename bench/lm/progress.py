@@ -10,7 +10,7 @@ REPORTS = 10  # lines of a run
 
 
 class Progress:
-    """Of a run of `steps` steps from `first` on, while entered; `silent` says nothing."""
+    """The progress of `steps` steps from `first` on, while entered; `silent` prints nothing."""
 
     def __init__(self, name: str, first: int, steps: int, silent: bool = False):
         self.name, self.first, self.steps, self.silent = name, first, steps, silent

@@ -57,7 +57,7 @@ ERRORS, CHANCE = 3, 0.25
 COPIED = 1.5  # nats that near targets cost less than new ones
 LEAST_RECALL = 0.2  # nats that counting the window's tokens gains at rows of 8k
 LOSSES = (*KINDS, "end", "area")
-# Of runs that are compared, what may differ: of dense attention, of training.
+# Values that may differ between compared runs: of dense attention, of training.
 OF_DENSE = (
     *("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "rope_scale", "rope_scaling"),
     *("layers", "hidden", "vocabulary", "norm_eps", "key_taps"),
@@ -77,7 +77,7 @@ class Ended:
     header: Header
     values: Mapping[str, float]
     hits: Sequence[Sequence[float]]  # by layer: hit, chance
-    found: tuple[float, float] | None  # of the best head: hit, unread
+    found: tuple[float, float] | None  # hit and unread of the best head
     ms: float | None
 
     @property
@@ -121,7 +121,7 @@ class Difference:
         return self.mean / self.error if self.error else math.nan
 
     def reach(self, share: float) -> float:
-        """How far above the mean a value lies below which the truth is with so large a share."""
+        """The distance above the mean below which the true value is with this probability."""
         from scipy import special
 
         return float(special.stdtrit(self.pairs - 1, share)) * self.error
@@ -142,7 +142,7 @@ class Difference:
         return f"{self.mean:+.{digits}f}{error}"
 
     def __str__(self) -> str:
-        # Of one degree of freedom t says nothing.
+        # With one degree of freedom t is meaningless.
         return self.shown() + (f" (t {self.t:+.1f})" if self.pairs > 2 else "")
 
 
@@ -365,7 +365,7 @@ def _over_chance(kind: Kind) -> np.ndarray:
 
 
 def _over_text(kind: Kind) -> np.ndarray:
-    """Of each run that says it, hits of the best head, less those where another text stands."""
+    """The hits of the best head of each run that has them, less those with another text."""
     return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
 
 
@@ -420,7 +420,7 @@ DISTANCE_HEAD = ("model, steps x rows", "attention", *map(str, DISTANCES), "seed
 
 
 def distance_rows(group: Group) -> list[list[str]]:
-    """The cells below `DISTANCE_HEAD`: what is copied over so many tokens; of the pairs for which
+    """The cells below `DISTANCE_HEAD`: copied passages by distance, from the pairs for which
     it was measured."""
     kinds = [
         Kind(
@@ -449,7 +449,7 @@ FOUND_HEAD += ("just beyond the window, over another text",)
 
 
 def found_rows(group: Group) -> list[list[str]]:
-    """The cells below `FOUND_HEAD`: what selections hold of copied passages, of kinds with
+    """The cells below `FOUND_HEAD`: copied passages in selections, for kinds with
     enough runs, where chance is low."""
     return [
         [

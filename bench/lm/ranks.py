@@ -19,7 +19,7 @@ class LostError(RuntimeError):
 
 
 class Ranks:
-    """One process by itself, and what the processes of a run have in common."""
+    """A single process, and the interface of the processes of a run."""
 
     rank, size, timeout_s = 0, 1, TIMEOUT_S
 
@@ -40,7 +40,7 @@ class Ranks:
         return self.gather(value)[0]
 
     def lost(self, error: Exception) -> LostError | None:
-        """What `error` of a collective tells of another rank, if it tells that."""
+        """The loss of another rank that `error` of a collective means, or None."""
         return None
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class TorchRanks(Ranks):
 
     Args:
       timeout_s: after which a collective that some rank does not join is an error.
-      compared: as of `debug_level`.
+      compared: Whether collectives are compared, as in `debug_level`.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, compared: bool = False):
@@ -143,7 +143,7 @@ class JaxRanks(Ranks):
     """Those of `jax.distributed`.
 
     Args:
-      coordinator: address and port of process 0; "auto": as the cluster says.
+      coordinator: Address and port of process 0, or "auto" for the cluster's own.
       size, rank: processes, and which this is; with "auto" nothing.
     """
 

@@ -10,7 +10,7 @@ that are the same but for one of the two places, which has what stands there in 
     recall    loss of the control's last 64 tokens - loss of those of the row read
     copied    loss of the last 64 tokens of the row unread - loss of those of the row read
 
-in nats a token. Over many rows p and q come from the same text, but p fits the text around it
+in nats per token. Over many rows p and q come from the same text, but p fits the text around it
 better, which `recall` has in it: what a model gains that counts the tokens of the window before
 and knows no more is 0.5 at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`.
 `copied` is of the same tokens after the same ones: all of it comes from the passage's first place.
@@ -43,7 +43,7 @@ def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray | N
       seed: of the places.
 
     Returns:
-      None where rows are packed, where there is one only, or where they are too short.
+      None if rows are packed or too short, or if there is only one.
     """
     rows, width = batch.tokens.shape
     places = width - 2 * PASSAGE - window

@@ -1,4 +1,4 @@
-"""Checkpoints in shards (`torch.distributed.checkpoint`), and what they are whole.
+"""Checkpoints in shards (`torch.distributed.checkpoint`), and their conversion to whole files.
 
     python -m bench.lm.shards CHECKPOINT FOLDER
 

@@ -48,7 +48,7 @@ class Share:
         return joined([fetch(rows) for rows in self.slices()])
 
     def rows_of(self, whole: np.ndarray) -> np.ndarray:
-        """The same rows of an array that has one a row of the global batch."""
+        """The same rows of an array with one entry per row of the global batch."""
         return np.concatenate([whole[rows] for rows in self.slices()])
 
     def of_whole(self, batch: Batch) -> Batch:
@@ -66,7 +66,7 @@ def split(batch: Batch, count: int) -> list[Batch]:
 
 
 def counted(batch: Batch) -> np.ndarray | None:
-    """Which tokens predict one of their own document, bool `[rows, length]`; None: all."""
+    """The tokens that predict one of their own document, bool `[rows, length]`; None means all."""
     ids = batch.segment_ids
     if ids is None:
         return None

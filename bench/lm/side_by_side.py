@@ -1,4 +1,4 @@
-"""The loss curves of runs on other numbers of devices, and how far they are apart.
+"""The loss curves of runs on other numbers of devices, and their differences.
 
     python -m bench.lm.side_by_side figure.svg one/train.jsonl two/train.jsonl ..
 

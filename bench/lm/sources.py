@@ -1,4 +1,4 @@
-"""Documents of local files: `.jsonl` and `.parquet` by a column, `.txt` one document a file."""
+"""Documents of local files: a column of `.jsonl` and `.parquet`, one document per `.txt` file."""
 
 import glob
 import json

@@ -21,7 +21,7 @@ class ModelSpec:
 
     Attributes:
       layer: sizes of the attention layer; dense attention has the same heads and rotary
-        embedding, and keys and values once instead of once a branch.
+        embedding, and keys and values once instead of once per branch.
       attention: "nsa" or "dense".
       layers: blocks.
       hidden: width of the MLP.
@@ -147,7 +147,7 @@ class Training:
     """How it is trained: AdamW on matrices and vectors, weight decay on matrices only.
 
     Attributes:
-      steps, batch, seq_len: optimizer steps, sequences a step, tokens a sequence.
+      steps, batch, seq_len: Optimizer steps, sequences per step, tokens per sequence.
       lr, warmup: the highest learning rate, and the steps of its linear rise; then half a
         cosine down to a tenth of it at `steps`.
       beta1, beta2, eps, weight_decay: of AdamW.

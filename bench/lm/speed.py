@@ -15,7 +15,7 @@ from .log import Speed
 def line(
     variant: variants.Variant, task: spec.Task, commit: str | None, found: dict[str, Any]
 ) -> Speed:
-    """The line of what was `found`: a status with its reason, or what `ok` gives."""
+    """The line of a measurement: a status with its reason, or the fields of `ok`."""
     found, device = dict(found), variants.device(variant.framework)
     devices = variant.parallel.devices
     if found["status"] == "ok":
@@ -58,7 +58,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times whole steps, the batch's way to the device included, for about `seconds`.
 
-    Whatever the device or the attention refuses is a status.
+    A refusal by the device or the attention becomes a status.
     """
     try:
         learner = variants.learner(variant, task, scratch)

@@ -1,4 +1,4 @@
-"""The flags of a run on several devices and of what is watched, and what they say."""
+"""The flags of a run on several devices and of its observation, and their meanings."""
 
 from absl import flags
 
@@ -71,7 +71,7 @@ class Flags:
         return Ranks()
 
     def _check(self, framework: str) -> None:
-        """Refuses flags that would mean nothing beside the others."""
+        """Refuses flags that have no effect with the others."""
         coordinator, spread = self.given.jax_coordinator, self.given.parallel != "none"
         if coordinator is not None and framework != "jax":
             raise ValueError(f"--jax_coordinator needs --framework=jax, got {framework}")

@@ -57,10 +57,10 @@ class Streamed(Batches):
 
     Args:
       source, by: of the documents, and of their tokens.
-      batch, length, seed: as of `Batches`.
-      pack: "documents" gives the borders, "none" none; the rows are the same.
+      batch, length, seed: See `Batches`.
+      pack: "documents" gives the boundaries, "none" does not; the rows are the same.
       buffer: documents of a block, held in memory.
-      notes: folder for the positions of blocks; None: in memory only.
+      notes: Folder for the positions of blocks. By default they are only in memory.
 
     Raises:
       ConnectionError, FileNotFoundError, ValueError: as the source; ValueError too where the

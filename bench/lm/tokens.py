@@ -32,8 +32,8 @@ class Documents:
       tokens: integers `[total]`, in memory or in a file.
       starts: int64 `[documents + 1]`: where each begins, and the end.
       vocabulary: tokens there are; all of `tokens` are below it.
-      sha256: of the tokens and the borders.
-      held_out: how many of the tokens, the last, are held out; None: who reads them decides.
+      sha256: The hash of the tokens and the boundaries.
+      held_out: The number of last tokens that are held out; None if the reader decides.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Documents:
 
 
 class Tokenizer(Protocol):
-    """What makes tokens of text. `name` says which it is, the same for the same tokens."""
+    """Converts text to tokens. Equal names mean equal tokens."""
 
     name: str
     vocabulary: int
@@ -82,7 +82,7 @@ class FromFile:
     post-processor adds to a document.
 
     Raises:
-      FileNotFoundError: as of `tokenizer_file`.
+      FileNotFoundError: See `tokenizer_file`.
       ValueError: the library cannot read it.
     """
 
@@ -113,7 +113,7 @@ class FromFile:
 
 
 def tokenizer(path: str | None) -> Tokenizer:
-    """That of the file at `path`; None: bytes."""
+    """The tokenizer in the file at `path`, by default bytes."""
     return Bytes() if path is None else FromFile(path)
 
 
@@ -147,8 +147,8 @@ def kept(
 
     Args:
       texts: read where there is no such file.
-      source: what the texts follow from, as JSON.
-      folder: of the files; None: the user's cache.
+      source: The origin of the texts, as JSON.
+      folder: The folder of the files. Defaults to the user's cache.
 
     Raises:
       ValueError: there is no document with a token, or the file is damaged.

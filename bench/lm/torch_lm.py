@@ -37,7 +37,9 @@ class Packing(NamedTuple):
     varlen: VarlenMetadata  # of the rows one after the other
     segment: Tensor  # int32 [B, T]
     position: Tensor  # int64 [B, T]
-    counted: Tensor  # bool [B, T]: the next token is of the same document, and no padding
+    counted: (
+        Tensor  # bool [B, T]: the next token belongs to the same document, and is no padding
+    )
 
 
 class RMSNorm(nn.Module):

@@ -100,7 +100,7 @@ def nsa(
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
-    """`found` where `ranges(mode)` is entered, which makes no CUDA graph of what v1 does.
+    """`found` within `ranges(mode)`; v1 cannot be captured in a CUDA graph.
 
     Raises:
       NotImplementedError: its selected branch reads no ranges.
@@ -149,7 +149,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     """The learner of `task` by `variant`; `scratch` keeps initial weights for the next one.
 
     Raises:
-      ValueError: the task cannot be spread as `variant.parallel` says.
+      ValueError: The task cannot be divided as `variant.parallel` demands.
       NotImplementedError: torch, over heads, or a `selection_loss` on several devices.
     """
     from . import torch_learner, torch_lm

@@ -1,4 +1,4 @@
-"""What a run leaves behind for those who watch it, beside the lines of `train.jsonl`.
+"""The files for the observation of a run, in addition to the lines of `train.jsonl`.
 
 `heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end;
 from rank 0 `<run>.csv` and, where asked for, the files
@@ -28,7 +28,7 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is watched, and where it goes.
+    """The observed values, and their files.
 
     Attributes:
       every: steps between looks at gates and selection.
@@ -143,7 +143,7 @@ def scalars(line: log.Watch) -> dict[str, float | None]:
 
 
 def memory() -> dict[str, float | None]:
-    """What the process holds: on torch's GPU as its allocator says, and on the host."""
+    """The memory of the process: on the GPU from torch's allocator, and on the host."""
     alloc = reserved = None
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Ends a process whose steps no longer come, and says where each of its threads was."""
+"""Ends a process whose steps have stopped, and writes the stacks of its threads."""
 
 import faulthandler
 import os

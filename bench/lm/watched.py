@@ -18,9 +18,9 @@ PARITY = {"float32": 1e-5, "bfloat16": 1e-2}
 PARITY_STEPS = 20
 IN_A_ROW = 3  # looks at a head before it counts as collapsed
 STALL_S = 180.0  # likewise, between two beats
-DROP = 0.2  # of tokens/s, the last tenth of the steps beside all
+DROP = 0.2  # of tokens/s, the last tenth of the steps compared with all
 LEAST_STEPS = 20  # of a run whose tokens/s are judged
-LOSS_OF_SCALE = 0.08  # of a device's tokens/s beside one device alone
+LOSS_OF_SCALE = 0.08  # of a device's tokens/s, compared with a single device
 
 
 def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
@@ -43,7 +43,7 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
 
 
 def verdicts(path: str | Path, lines: Sequence[Line]) -> list[Verdict]:
-    """Of the runs in the file at `path`, which has `lines`, and of the heartbeats beside it."""
+    """Verdicts on the runs in the file at `path`, which has `lines`, and on its heartbeats."""
     return [*_gates(lines), *_drops(lines), *_gaps(Path(path).parent)]
 
 

@@ -8,7 +8,7 @@ as the time of the fastest dense kernel over its own. NSA is faster from a lengt
 at all longer measured ones too. What decides that:
 
     faster      its 80th percentile is below the 20th of the fastest dense kernel
-    not faster  anything else: a tie, a row that is wrong, a row that failed
+    not faster  otherwise: a tie, a row that is wrong, a row that failed
     not known   a dense kernel that is the fastest at another length was not measured at this
                 one, or no dense kernel has a time
 """
@@ -34,7 +34,7 @@ QUESTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One kernel at one length of one problem; `about` is what the page says of the problem."""
+    """One kernel at one length of one problem; `about` describes the problem on the page."""
 
     question: str
     problem: tuple
@@ -98,7 +98,7 @@ class Point:
 
     @property
     def faster(self) -> bool | None:
-        """Whether NSA is; None: not known."""
+        """Whether NSA is faster; None if not known."""
         best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
         if not best:
             return None
@@ -238,5 +238,5 @@ def _points(found: Sequence[Run]) -> tuple[Point, ...]:
 
 
 def sentence(device: str, each: Iterable[Panel]) -> str:
-    """All answers in words."""
+    """All answers as one sentence."""
     return f"{device}: {'; '.join(f'{panel.name} {panel.answer}' for panel in each)}."

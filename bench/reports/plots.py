@@ -36,7 +36,7 @@ INK = "#010203"  # becomes currentColor
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A figure as SVG text and where its PNG is."""
+    """A figure as SVG text, and the path of its PNG."""
 
     title: str
     svg: str
@@ -246,7 +246,7 @@ def _svg(figure, name: str, **how: Any) -> str:
 
 
 def _inline(svg: str, name: str) -> str:
-    """The `svg` element alone, its ids its own, its ink the colour of the text around it."""
+    """Only the `svg` element, with unique ids and the colour of the text around it."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)

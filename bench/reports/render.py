@@ -119,7 +119,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def note(record: Record) -> str:
-    """What a row says besides its numbers."""
+    """The note of a row."""
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
         parts.append(f"{record.rows_differ} rows select otherwise than the oracle")
@@ -161,7 +161,7 @@ def heading(records: Sequence[Record]) -> str:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """One table, padded so that it reads well as plain text too; notes stand below it."""
+    """One table, padded for reading as plain text, with the notes below it."""
     table = rows(records)
     notes = list(dict.fromkeys(row["note"] for row in table if row["note"]))
     for row in table:

@@ -15,11 +15,11 @@ from ..lm import log, watch
 
 @dataclasses.dataclass
 class Report:
-    """What was read, and what is said about its devices elsewhere."""
+    """The records that were read, and the files of their devices."""
 
     title: str
     files: list[str]
-    rows: list[tuple[str, Record]]  # each after its place, <file>:<line>
+    rows: list[tuple[str, Record]]  # each with its location, <file>:<line>
     training: list[tuple[str, list[log.Line]]]
     devices: list[policy.Device]
 

@@ -1,4 +1,4 @@
-"""Whether automatic choice switches from the portable path to the kernel where a file says.
+"""Whether automatic choice switches from the portable path to the kernel at a file's lengths.
 
 Two ways. The decision: a problem of one length less and of that length is described, on a GPU
 of the file's device, and the registry is asked between the kernel and the portable path, both
@@ -25,13 +25,13 @@ from ..harness.runners import RUNNERS, JaxRunner, TorchRunner
 from .threshold_evidence import PORTABLE
 
 FAR, FAR_RUN = 2**20, 8192  # lengths at which `never` still refuses: described, run
-# The attention that runs: small, 16 bits, and what every kernel takes.
+# The attention that runs: small, 16 bits, and supported by every kernel.
 HEADS, KV_HEADS, WIDTH = 4, 1, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was chosen or ran at a length, and whether it is what the file says."""
+    """The implementation that was chosen or ran at a length, compared with the file."""
 
     how: str  # decision, or ran
     framework: str
@@ -111,7 +111,7 @@ def _entries(registry: Registry, device: Device, name: str) -> tuple[Implementat
 def _decided(
     runner: JaxRunner | TorchRunner, device: Device, name: str, length: int, expected: str
 ) -> Finding:
-    """The choice between kernel and portable path, neither of which refuses by itself."""
+    """The choice between kernel and portable path, neither of which refuses on its own."""
     step, framework = policy.DECIDES[name][0], runner.framework
     entries = tuple(
         dataclasses.replace(entry, why_not=lambda problem: None)

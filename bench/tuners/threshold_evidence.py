@@ -1,4 +1,4 @@
-"""What records say of a kernel beside what it is compared with: pairs of times for one problem.
+"""Pairs of times from records: a kernel and its baseline on one problem.
 
 A pair belongs to one of the thresholds of `nsa_core.policy` and to a length. It comes from rows
 that differ in nothing but the implementation: lines of JSON, or a row of the CSV files of
@@ -23,21 +23,21 @@ from ..harness.records import Record
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
 FILES = ("fa2.jsonl", "selection.jsonl")  # of the benches that measure pairs
-# What two rows of one pair have in common, besides what their commands add.
+# The fields that are equal in both rows of a pair, in addition to those that commands add.
 SAME = (
     "bench framework mode B T S H Hkv D Dv dtype config input input_sha256 commit branch device"
 )
-# The columns of a CSV that hold a pair: the length, the time of what decides, the kernel's.
+# The columns of a CSV with a pair: the length, the baseline's time, the kernel's.
 FA2_COLUMNS = ("T", "sdpa_ms", "fa_ms")
 SELECTION_COLUMNS = ("L", "ref_ms", "tri_ms")
 FA2_PORTABLE = "library_ms"
 
-type Row = tuple[str, Record]  # after its place, <file>:<line>
+type Row = tuple[str, Record]  # with its location, <file>:<line>
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A kernel's row and what it is compared with on the same problem; times in milliseconds."""
+    """A kernel's row and its baseline on the same problem; times in milliseconds."""
 
     threshold: str
     row: Record
@@ -55,7 +55,7 @@ class Pair:
 
     @property
     def kernel_ms(self) -> float | None:
-        """None: it failed, which `problem` states."""
+        """None if it failed, which `problem` states."""
         return None if self.row.times_ms is None else self.row.times_ms[0]
 
     @property
@@ -89,7 +89,7 @@ class Pair:
 
 
 class Evidence:
-    """All pairs that were found, and where rows are that were left out, by the reason."""
+    """All pairs that were found, and the rows that were left out, by the reason."""
 
     def __init__(self):
         self.pairs: list[Pair] = []
@@ -145,7 +145,7 @@ class Evidence:
                     self._pair(threshold, kernel, group)
 
     def _pair(self, threshold: str, kernel: str, group: Sequence[Row]) -> None:
-        """The slowest run of a kernel beside the fastest of what it is compared with."""
+        """The slowest run of a kernel, and the fastest of its baseline."""
         framework, branch = group[0][1].framework, group[0][1].branch
         portable = PORTABLE[framework]
         over = portable if branch == "selected" else MASKED
@@ -174,7 +174,7 @@ class Evidence:
 
 
 def _other(extra: Mapping[str, Any]) -> str | None:
-    """Why a row is about something else than what choice decides, or None."""
+    """The reason that a row does not concern the automatic choice, or None."""
     if extra.get("path") == "dense":
         return "the dense call of FA-2, which the library does not use"
     if str(extra.get("streams") or 1) != "1":
@@ -206,7 +206,7 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
     """The rows of a CSV file of `bench.fa2` or `bench.selection`.
 
     Args:
-      device: what they are of where the file has no column `device`.
+      device: The device, if the file has no column `device`.
 
     Raises:
       ValueError: it is empty, damaged or of neither; the message names file and line.

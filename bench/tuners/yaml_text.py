@@ -1,4 +1,4 @@
-"""The text of a YAML file with other values: sections that do not change stay as they are written,
+"""The text of a YAML file with other values: unchanged sections keep their text,
 and the comments above and below a section do in any case."""
 
 import re
