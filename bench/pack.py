@@ -47,8 +47,9 @@ class Packing:
         batch, heads, self.keys = run.batch, model.n_kv_groups, run.seq_len
         dtype = getattr(torch, run.dtype.name)
         normal = functools.partial(torch.randn, dtype=dtype, device=device)
-        self.pair = [normal(batch, self.keys, heads, w) for w in (model.d_k, model.d_v)]
-        row_bytes = packing.packed_bytes(*self.pair, config.num_selected * config.select_block)
+        key, value = (normal(batch, self.keys, heads, w) for w in (model.d_k, model.d_v))
+        self.pair, slots = (key, value), config.num_selected * config.select_block
+        row_bytes = packing.packed_bytes(key, value, slots)
         most = max(1, fa2.MAX_SEQUENCES // (batch * heads))
         self.queries = next(chunks.chunks(self.keys, row_bytes, most))
         length, options = self.queries.stop, {"config": config, "device": torch.device(device)}
