@@ -362,7 +362,7 @@ class PlanTables:
             return False  # the sections would have to come from the host
         (numbers,) = SHARED.get(self, self.device, lambda: [self._on_device()])
         kernel, programs, options, arguments = self.first_launch
-        given = borders, numbers, out, borders.numel(), *arguments
+        given = borders.contiguous(), numbers, out, borders.numel(), *arguments
         triton_ops.run(kernel, (programs,), *given, **options)
         for row, kernel, programs, options, arguments in self.launches:
             triton_ops.run(kernel, (programs,), numbers[row], out, *arguments, **options)
