@@ -63,7 +63,7 @@ OF_DENSE = (
     *("layers", "hidden", "vocabulary", "norm_eps", "key_taps"),
 )
 OWN = ("seed", "lr", "warmup")
-NAMED = ("gate", "kv")  # of NSA, always
+NAMED = "gate", "kv", "n_sel", "key_taps"
 # Unnamed.
 USUAL = {
     name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w", "kv", "phi")
@@ -215,11 +215,10 @@ def _area(header: Header, lines: Sequence[Line]) -> float | None:
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
     """The step at which near targets cost `COPIED` less than new ones, between evaluations."""
-    gaps = [
-        (x.steps, x.measures["new"] - x.measures["near"])
-        for x in evaluations
-        if {"new", "near"} <= x.measures.keys()
-    ]
+    gaps = [(0, 0.0)]  # before training
+    for x in evaluations:
+        if {"new", "near"} <= x.measures.keys():
+            gaps.append((x.steps, x.measures["new"] - x.measures["near"]))
     for (before, low), (after, high) in itertools.pairwise(gaps):
         if low < COPIED <= high:
             return before + (after - before) * (COPIED - low) / (high - low)
