@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+import yaml
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nsa_torch
@@ -50,25 +51,10 @@ class Case:
     nan: bool = False  # in the values of the last token
 
 
+TABLE = yaml.safe_load(Path(__file__).with_name("context.yaml").read_text())
 CASES = {
-    "zigzag": Case(
-        103, batch=2, separate=True, given=True, apart=True, learned=True, rope=True
-    ),
-    "contiguous": Case(103, layout="contiguous", learned=True, apart=True),
-    "recompute": Case(96, recompute=True, separate=True),
-    "autocast": Case(96, learned=True, rope=True, given=True, autocast=True),
-    "batch": Case(96, batch=2, layout="contiguous"),
-    "learned": Case(96, learned=True, separate=True, apart=True),
-    "odd-length": Case(91, learned=True, rope=True),  # chunks of 12, padding of 5
-    "odd-chunks": Case(103, learned=True, rope=True, apart=True),  # chunks of 13, and d = 4
-    "short-chunks": Case(40, learned=True),  # of 5, where the halo is 7
-    "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True, rope=True),
-    "packed-odd": Case(101, layout="contiguous", lengths=(0, 61, 3, 30), learned=True),
-    "packed-short": Case(40, lengths=(25, 1, 14)),  # chunks of 5
-    "reference": Case(52, lengths=(31, 17), implementation="reference"),
-    "tiny": Case(6),
-    "heads": Case(48, heads=2, checkpoint=True),
-    "nan": Case(96, nan=True),
+    name: Case(**{x: tuple(y) if x == "lengths" else y for x, y in row.items()})
+    for name, row in TABLE["cases"].items()
 }
 PLAIN = Case(48)
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6

@@ -92,41 +92,23 @@ def test_a_graph_that_is_retained(several):
 
 
 ALL = "must be valid on all ranks of context_mesh, got an error on rank 2"
-SAME = "ValueError: arguments must have the same sizes on all ranks of context_mesh, got "
-SECOND, STALE = "without a context_mesh", "modified by an inplace operation"
-ERRORS = {  # on every rank; or on rank 2 and on the others
-    "length": SAME + "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 4, 4, 8) float32 on",
-    "dtype": "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 12, 4, 8) float16 on rank 2",
-    "sequences": "got cu_seqlens=(3,) int64 on rank 0 and cu_seqlens=(2,) int64 on rank 2",
-    "gradient": "float32 with gradient on rank 0 and query=(1, 12, 4, 8) float32 on rank 2",
-    "gradient of means": "float32 on rank 0 and x=(1, 12, 2, 8) float32 with gradient on rank 2",
-    "odd": "ValueError: query must have an even number of tokens on each rank",
-    "layout": "context_layout must be one of ('zigzag', 'contiguous'), got 'striped'",
-    "device": "context_mesh must be of the device of query, meta, got a mesh of cpu",
-    "axes": "context_mesh must have one dimension, got 2",
-    "mesh": "context_mesh must be a DeviceMesh, got ProcessGroup",
-    "invalid": ("value", ALL),
-    "axes of query": ("query must have 4 axes", ALL),
-    "kind": ("query must be a torch tensor", ALL),
-    "metadata": ("varlen must be what nsa_torch.varlen_metadata returns", ALL),
-    "second derivative": SECOND,
-    "second derivative of means": SECOND,
-    "borders written to": STALE,  # not the gradients of other sequences
-    "borders written to, recompute": STALE,
-    "after": "",
-}
+BAD = [(kind, name) for kind, names in worker.TABLE["errors"].items() for name in names]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_input_on_every_rank(several, name):
-    texts, kind = ERRORS[name], "ValueError: "
-    kind = {SECOND: "NotImplementedError: ", STALE: "RuntimeError: ", "": ""}.get(texts, kind)
-    own, others = (texts, texts) if isinstance(texts, str) else texts
+@pytest.mark.parametrize(("kind", "name"), BAD)
+def test_bad_input_on_every_rank(several, kind, name):
+    said = worker.TABLE["errors"][kind][name]
     for rank, found in enumerate(several[0]):
-        error, text = found["bad_input"][name], own if rank == 2 else others
-        assert text in error and (own != others or error.startswith(kind))
-        assert rank != 2 or own == others or "on all ranks" not in error
-        assert bool(error) == (name != "after")  # ranks go on after bad input
+        error = found["bad_input"][name]
+        if isinstance(said, dict):
+            assert (said["own"] if rank == 2 else ALL) in error
+            assert rank != 2 or "on all ranks" not in error
+        else:
+            assert said in error and error.startswith(f"{kind}: ")
+
+
+def test_ranks_go_on_after_bad_input(several):
+    assert all(found["bad_input"]["after"] == "" for found in several[0])
 
 
 def test_calls_that_ranks_have_seen_are_decided_once(several):
