@@ -31,8 +31,8 @@ from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
-from tests.paths import to_jax
-from tests.problems import Case, array, problem
+from tests.paths import named, to_jax
+from tests.problems import CASES, Case, array, problem
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
 SMALL = NSAConfig(16, 16, 32, 3, 1, 1, 40, compute_dtype=FLOAT8)
@@ -346,22 +346,6 @@ def check_branch(case, branch, got, given, indices):
 
 
 LARGE = CASE.but(D=128, Dv=128, config=MIDDLE)
-ON_GPU = {
-    "paper": LARGE.but(T=1337, S=1337, H=32, Hkv=2, config=PAPER),
-    "a chunk": LARGE.but(T=301, S=2049, H=32, Hkv=2, B=2, config=PAPER, dtype="float16"),
-    "wide": LARGE.but(T=1337, S=1337, H=32, Hkv=2, D=192, config=PAPER),
-    "four heads a group": LARGE.but(T=777, S=777, H=8, Hkv=2, D=64, Dv=96, B=2),
-    "widest": LARGE.but(T=500, S=500, H=8, D=256, Dv=256),
-    "long blocks": LARGE.but(
-        H=3, D=96, Dv=48, config=dataclasses.replace(MIDDLE, select_block=128)
-    ),
-    "short blocks": LARGE.but(
-        H=2, Hkv=2, D=32, Dv=32, config=dataclasses.replace(MIDDLE, select_block=32)
-    ),
-    "one token": LARGE.but(T=1, S=1),
-    "keys of each branch": LARGE.but(D=64, Dv=64, own=True),
-    "documents": LARGE.but(T=1500, S=1500, H=32, Hkv=2, documents=(700, 1, 33, 1, 500, 200)),
-}
 
 
 def gpu(function):
@@ -370,10 +354,10 @@ def gpu(function):
 
 @gpu
 @torch.no_grad()
-@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("name", named("gpu fp8: *"))
 def test_gpu_branches_and_blocks(name):
     """Both branches, and that the whole takes the blocks that 16 bits choose."""
-    case = ON_GPU[name]
+    case = CASES[name]
     given, where = drawn(case)
     query, key, value, gates = given
     exact = where | {"config": case.config.of_sizes}

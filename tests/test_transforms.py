@@ -10,12 +10,14 @@ import importlib.util
 import logging
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
@@ -37,7 +39,7 @@ from nsa_jax.triton_ops import compiled_for
 from nsa_torch import Branches, dispatch, fa2, heads, operators
 from nsa_torch.first_order import MESSAGE
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
-from tests import pretend
+from tests import pretend, refusals
 from tests.limits import set_limits
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
@@ -690,62 +692,21 @@ def drawn(dtype=np.float32, kind="rows"):
     return found | {"target": integers(1) + 7, "cu_seqlens_q": np.array([0, 5, 8], np.int32)}
 
 
-BY_BLOCKS, CHOSEN = {"block_size": 16}, {"pool": 16, "num_selected": 2}
-PAGED = "paged_attention", "query gates cache page_table lengths"
-LISTED = "paged_block_attention", "query key_pages value_pages page_table lengths block_indices"
-# Calls of JAX: the function, its arrays by position / by name, what else, the kind of arrays.
-CALLED = {
-    "attention": ("attention", "query key value gates", {"config": SMALL}),
-    "by reference": ("attention", "query key value gates", dict(implementation="reference")),
-    "packed": ("attention", "query key value gates / segment_ids", {"recompute": True}),
-    "sliding": ("sliding_attention", "query key value / kv_len", {"config": SMALL}),
-    "cache": ("cached_attention", "query key value gates cache", {}),
-    "blocks": ("block_attention", "query key value block_indices", BY_BLOCKS),
-    "blocks of lengths": (
-        "block_attention",
-        "query key value block_indices / query_seq_lengths key_value_seq_lengths",
-        BY_BLOCKS,
-    ),
-    "loss": ("indexer_kl", "query key lse index_query index_key block_indices", BY_BLOCKS),
-    "loss of all keys": ("indexer_kl", "query key lse index_query index_key", {"kv_len": 32}),
-    "index": ("index_blocks", "index_query index_key", CHOSEN),
-    "append": ("append", "cache key value page_table lengths", {}, "steps"),
-    "pages": (*PAGED, {}, "steps"),
-    "pages, runs": (PAGED[0], f"{PAGED[1]} cu_seqlens_q", {}, "runs"),
-    "pages, runs made even": (
-        PAGED[0],
-        f"{PAGED[1]} cu_seqlens_q",
-        {"max_seqlen_q": 5},
-        "runs",
-    ),
-    "blocks of pages": (*LISTED, BY_BLOCKS, "steps"),
-    "blocks of pages, runs": (
-        LISTED[0],
-        f"{LISTED[1]} / cu_seqlens_q",
-        BY_BLOCKS | {"include": "tail"},
-        "runs",
-    ),
-    "index of pages": (
-        "paged_index_blocks",
-        "index_query index_key_pages page_table lengths",
-        CHOSEN,
-        "steps",
-    ),
-    "copies of pages": ("copy_pages", "cache source target", {}, "steps"),
-}
+CALLED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def of_row(name, dtype=np.float32, **more):
     """A function of arrays by name, and these."""
-    function, words, options, *kind = CALLED[name]
-    first, _, rest = (x.split() for x in words.partition(" / "))
+    row, function = CALLED[name], CALLED[name]["call"]
+    options = refusals.given(row.get("options", {}))
+    first, _, rest = (x.split() for x in row["arrays"].partition(" / "))
     run = getattr(nsa_jax, function, None) or getattr(nsa_jax.PagedCache, function)
 
     def call(given):
         named = {x: given[x] for x in rest}
         return run(*(given[x] for x in first), **named, **options, **more)
 
-    arrays = drawn(dtype, *kind)
+    arrays = drawn(dtype, row.get("kind", "rows"))
     return call, {x: arrays[x] for x in (*first, *rest)}
 
 
