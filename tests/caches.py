@@ -18,8 +18,7 @@ import yaml
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from nsa_core.types import Branches
-from nsa_torch import NSAConfig
+from nsa_torch import Branches, NSAConfig
 from nsa_torch.cache import crop
 from tests.oracles import fp8, nsa
 

@@ -20,10 +20,17 @@ from torch.utils import checkpoint
 import nsa_jax
 import nsa_torch
 from nsa_core import rotation
-from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
-from nsa_torch import Branches, NSAAttention, functional, paged_attend, plan_runs
+from nsa_torch import (
+    Branches,
+    MLPParams,
+    NSAAttention,
+    PoolParams,
+    functional,
+    paged_attend,
+    plan_runs,
+)
 from nsa_torch.cache import crop
 from nsa_torch.huggingface import (
     NSAForCausalLM,

@@ -12,9 +12,16 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.paged_runs import GATHERED_KEYS
-from nsa_torch import NSAConfig, gathered_rows, paged_attend, plan_runs
+from nsa_torch import (
+    MLPParams,
+    NSAConfig,
+    PoolParams,
+    RopeMLPParams,
+    gathered_rows,
+    paged_attend,
+    plan_runs,
+)
 from tests import pretend
 from tests.caches import (
     DENSE,

@@ -19,9 +19,8 @@ from kernels_pallas.specs import append as append_spec
 from kernels_pallas.specs import decode as specs
 from kernels_pallas.specs.decode import Variant
 from kernels_pallas.specs.tile import SMEM_BYTES
-from nsa_core.compress_params import PoolParams
 from nsa_core.steps import mosaic_decode
-from nsa_torch import NSAConfig, mosaic_append, paged_attend, plans
+from nsa_torch import NSAConfig, PoolParams, mosaic_append, paged_attend, plans
 from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,

@@ -82,7 +82,11 @@ FORBIDDEN = {"policy": [SLOW | {"allowed": False}]}
 TABLE = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())
 
 
-@pytest.mark.parametrize("row", TABLE["rules"], ids=str)
+def described(row):
+    return f"{row['step']} of {row.get('length', 512)}: {row['chosen']}"
+
+
+@pytest.mark.parametrize("row", TABLE["rules"], ids=described)
 def test_the_thresholds_of_a_device(device, row):
     path = device(runtime=row.get("runtime", {}))
     changes = refusals.given(row.get("changes", {}))

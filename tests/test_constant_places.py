@@ -7,7 +7,7 @@ import pytest
 
 import nsa_jax
 from nsa_core.config import NSAConfig
-from nsa_core.types import Branches
+from nsa_jax import Branches
 
 CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
 HEADS, WIDTH = 2, 16

@@ -15,7 +15,7 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import continuous_api, model_runner
 
-from nsa_core.types import Branches
+from nsa_torch import Branches, PagedCache
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
@@ -24,7 +24,6 @@ from nsa_torch.huggingface import (
     continuous_batching_config,
     serve,
 )
-from nsa_torch.paged import PagedCache
 from tests.model_sizes import SERVED, alone, log_probabilities
 
 SIZES = SERVED | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)

@@ -19,8 +19,7 @@ import nsa_jax
 from bench.lm import jax_learner, jax_parallel, spec
 from bench.lm.jax_lm import LM
 from bench.lm.jax_parallel import Layout
-from nsa_core.types import Branches
-from nsa_jax import ffi, xla_call
+from nsa_jax import Branches, ffi, xla_call
 from tests import pretend
 
 # What XLA asks of a GPU, as it prints it of an H100.

@@ -15,8 +15,7 @@ from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_forward
-from nsa_core.types import Branches
-from nsa_jax import mosaic
+from nsa_jax import Branches, mosaic
 from nsa_jax.jax_ops import JaxOps
 from tests.cross_compile import compile_report
 from tests.problems import PAPER, Case

@@ -16,8 +16,7 @@ from torch import nn
 from bench.judge.parity import assert_parity
 from kernels_pallas.triton.descriptions import Heads
 from nsa_core import rotation
-from nsa_torch import heads
-from nsa_torch.module import NSAAttention
+from nsa_torch import NSAAttention, heads
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
 

@@ -15,10 +15,9 @@ from kernels_pallas.specs import dkv, stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
-from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import execute, input_modes, plans
+from nsa_torch import Branches, execute, input_modes, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned
 from tests.devices import needs_gpu

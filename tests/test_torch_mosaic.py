@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_core.paged_runs import plan_runs
 from nsa_core.steps import key_bounds, mosaic_lists
 from nsa_torch import (
     Branches,
@@ -23,6 +22,7 @@ from nsa_torch import (
     dispatch,
     geometry,
     paged_attend,
+    plan_runs,
     plans,
 )
 from nsa_torch.operators import REST_COUNT, arguments

@@ -31,9 +31,8 @@ from nsa_core.steps import triton_paged_blocks as paged_blocks
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.steps.params import Qkv
 from nsa_core.steps.triton_paged_blocks import Paged
-from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
-from nsa_torch import operators, triton_append
+from nsa_torch import Branches, operators, triton_append
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.triton_ops import TritonOps
 from tests.problems import PAPER, Case
