@@ -33,6 +33,7 @@ from nsa_jax import nn
 from nsa_torch import heads
 from nsa_torch.huggingface import NSAForCausalLM, from_safetensors, to_safetensors
 from nsa_torch.huggingface.convert import STARTS, DifferentError, convert, main
+from tests import refusals
 
 SIZES = dict(
     vocab_size=97,
@@ -356,30 +357,12 @@ def a_cut_file(source):
 
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-SLIDING = dict(use_sliding_window=True, sliding_window=8, layer_types=None)
-# What is done to a source, or said of it, and the error.
+VALUES = "model.layers.1.self_attn.v_proj.weight"
+# What is done to a source, and the error.
 REFUSED = {
     "architecture": (
         lambda source: Gemma2Config(vocab_size=97).save_pretrained(source),
         "model_type must be one of",
-    ),
-    "no heads": (
-        with_config(num_attention_heads=0),
-        "num_attention_heads must be an int >= 1, got 0",
-    ),
-    "activation": (with_config(hidden_act="gelu"), "hidden_act must be 'silu'"),
-    "dropout": (with_config(attention_dropout=0.1), "attention_dropout must be 0.0"),
-    "sliding": (
-        with_config(**SLIDING, max_window_layers=0),
-        "all layers must attend to all keys",
-    ),
-    "rotation": (
-        with_config(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
-        "must be one of .'default', 'linear', 'llama3', 'yarn'.*'dynamic'",
-    ),
-    "quantized": (
-        with_config(quantization_config={"quant_method": "fp8"}),
-        "quantization_config must be None",
     ),
     "no safetensors": (without_safetensors, "must have its weights in model.safetensors or"),
     "shard": (in_shards(lambda path: path.unlink()), "got no model-00002-of"),
@@ -394,37 +377,14 @@ REFUSED = {
         with_weight("score.weight", torch.ones(2, 48)),
         "got unexpected score.weight",
     ),
-    "head of a tied model": (
-        with_config(tie_word_embeddings=True),
-        "lm_head.weight must be model.embed_tokens.weight where tie_word_embeddings is true",
-    ),
     "shape": (with_weight(NORM, torch.ones(3)), f"got {NORM} of shape .3,. in place of .48,."),
     "dtype": (
         changed_weights(lambda state: state.update({UP: state[UP].to(torch.float8_e4m3fn)})),
         "up_proj.weight must be of bf16, .* got torch.float8_e4m3fn",
     ),
-    "overflow": (dict(dtype=torch.float16), "W_V_sel.weight must be finite in torch.float16"),
     "tokenizer": (
         with_file("tokenizer.json", tokenizer(97)),
         "tokens must be below vocab_size=97, got 97",
-    ),
-    "check": (dict(check=65), r"check must be in 1..64 tokens .*got 65"),
-    "check as a text": (dict(check="9"), "check must be an int >= 1, got '9'"),
-    "dtype of integers": (dict(dtype=torch.int8), "dtype must be one of .*torch.int8"),
-    "size": (dict(num_selected=1), "num_selected"),
-    "softmax": (dict(gate="softmax"), "gate must not be 'softmax'"),
-    "no gates": (dict(gate="selected"), "gate must not be 'selected' where start="),
-    "rotation after phi": (dict(phi="mlp_rope", start="shared"), "kv must be 'separate'"),
-    "name": (dict(hidden_size=3), "hidden_size must be one of"),
-    "layer": (dict(dense_layers=(2,)), "dense_layers must be in 0..1, got 2"),
-    "start": (dict(start="zero"), "start must be one of"),
-    "keys and start": (
-        dict(kv="shared"),
-        "kv must be 'separate' where start='values', got 'shared'",
-    ),
-    "start and keys": (
-        dict(start="shared", kv="separate"),
-        "kv must be 'shared' where start='shared', got 'separate'",
     ),
 }
 
@@ -435,17 +395,30 @@ def source(folders, tmp_path):
     return shutil.copytree(folders("qwen2")[0], tmp_path / "source")
 
 
-@pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.filterwarnings("ignore")
-def test_what_is_refused_leaves_nothing_behind(what, source, tmp_path):
-    change, message = REFUSED[what]
-    options = change if isinstance(change, dict) else {}
-    if what == "overflow":
-        change = changed_weights(
-            lambda x: x["model.layers.1.self_attn.v_proj.weight"].mul_(1e6)
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [pytest.param(change, {}, message, id=name) for name, (change, message) in REFUSED.items()]
+    + [
+        pytest.param(
+            changed_weights(lambda x: x[VALUES].mul_(1e6)),
+            dict(dtype=torch.float16),
+            "W_V_sel.weight must be finite in torch.float16",
+            id="overflow",
         )
-    if callable(change):
-        change(source)
+    ]
+    + [
+        pytest.param(
+            with_config(**row.pop("config", {})),
+            refusals.given(row),
+            refusals.words(sentence),
+            id=sentence,
+        )
+        for row, sentence, _ in refusals.rows("conversion")
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_refused_leaves_nothing_behind(change, options, message, source, tmp_path):
+    change(source)
     before = {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
     with pytest.raises((ValueError, OSError), match=message):
         convert(source, tmp_path / "made" / "target", **NSA | options)
