@@ -44,6 +44,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "documents": lambda lengths: f", {len(lengths)} documents" if lengths else "",
     "GiB": lambda size: f"{size / 2**30:.1f}",
     "GiB to 2 digits": lambda size: f"{size / 2**30:.2f}",
+    "difference": lambda share: f"{share:.1g}" if share else "same bits",
     "percent": lambda share: f"{100 * share:.1f}",
     "plain": lambda text: text.replace("|", "/"),
     "GiB of MiB": lambda size: f"{size / 2**10:.1f}",

@@ -1,9 +1,10 @@
 """Which calls give the same bits, and how far other results are from each other.
 
-python -m tests.test_invariance    # every call and implementation of this machine
+python -m tests.test_invariance OUT COMMIT    # appends a record per call and implementation
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
+from bench.harness import records
 from tests.devices import needs_gpu
 from tests.problems import SMALL
 
@@ -258,9 +260,13 @@ def test_repeated_calls_without_kernels(call):
 
 
 if __name__ == "__main__":
+    out, commit = sys.argv[1:]
     for call in CALLS:
-        for name in ("sdpa", "xla", "reference", "gathered", "mosaic", "triton"):
+        for name in ("mosaic", "triton", "sdpa", "xla", "reference", "gathered"):
             try:
-                print(call, "|", name, "|", differences(call, name), flush=True)
-            except Exception as error:
-                print(call, "|", name, "|", type(error).__name__, str(error)[:150], flush=True)
+                found = {"extra": {"call": call} | differences(call, name)}
+            except (NotImplementedError, ValueError) as error:  # it has no such implementation
+                found = {"status": "unsupported", "extra": {"call": call, "why": str(error)}}
+            records.append(
+                out, [records.record("invariance", commit, implementation=name, **found)]
+            )
