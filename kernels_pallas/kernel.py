@@ -1,7 +1,7 @@
-"""What a kernel is to the rest of the library: a description; the body is imported to run it.
+"""The description of a kernel: static sizes, input and output arrays.
 
-A description holds static sizes and the arrays that go in and come out. It imports no JAX, so
-that a framework can plan, allocate and look up compiled code without it.
+The body is imported when the kernel runs. A description imports no JAX, so a framework can plan,
+allocate and look up compiled code without it.
 """
 
 import dataclasses
@@ -11,16 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-# Mosaic compiles every pointer as a multiple of so many bytes, and code made of that promise may
-# compute addresses with OR in place of addition. torch's allocator gives multiples of 512; only
-# a view that starts inside its storage can break it.
+# Mosaic assumes that every pointer is a multiple of 256 bytes, and its code may compute addresses
+# with OR in place of addition. torch's allocator returns multiples of 512 bytes; only a view that
+# starts inside its storage can have another address.
 ALIGNMENT = 256
-# Scalar arguments (`Kernel.for_any_length`), which are addresses.
-SIZE = "sizes."  # what the names of scalar arguments begin with
+# Scalar arguments (`Kernel.for_any_length`) are addresses.
+SIZE = "sizes."  # prefix of the names of scalar arguments
 SCALAR_STEP = ALIGNMENT
-NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
-# Lengths whose kernels serve all lengths: each power of two has one of its own for scores, others
-# differ in short and long ones.
+NOMINAL_LENGTH = 2**18  # length of the arrays of a kernel for any length, only in their types
+# Lengths whose kernels serve all lengths. The scores have a kernel for each power of two; the
+# other steps have kernels for short and for long sequences.
 LENGTHS = tuple(2**i for i in range(9, 20))
 
 
@@ -36,41 +36,68 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
 
+def int32(*shape: int) -> Array:
+    return Array(shape, "int32")
+
+
+def float32(*shape: int) -> Array:
+    return Array(shape, "float32")
+
+
 def _plain(x: Any) -> Array:
     return x if type(x) is Array else Array(tuple(x.shape), str(x.dtype))
 
 
-SCALAR = Array((64,), "int32")
-DESCRIPTIONS = 4096  # that a function remembers: those of some hundred lengths
+SCALAR = int32(64)
+DESCRIPTIONS = 4096  # cached per function: the descriptions of a few hundred lengths
 
-# Decorates a function that describes a kernel: the same spec gives the same object.
-described = functools.lru_cache(DESCRIPTIONS)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Static sizes of a kernel.
+
+    Attributes:
+      interpret: Parameters of Pallas' interpreter. Defaults to compiled code.
+      any_length: Whether the lengths are nominal and the kernel reads its sizes at launch.
+    """
+
+    interpret: bool | object = False
+    any_length: bool = False
+
+    @property
+    def nominal(self) -> dict[str, Any]:
+        """The fields that are lengths, with their nominal values."""
+        return {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        return dataclasses.replace(self, any_length=True, **self.nominal)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """One Mosaic GPU kernel with fixed shapes, called from both frameworks.
 
-    Compared by identity: the function that describes it is cached by its static arguments, so
-    that one description is one object, traced and compiled once.
+    Kernels are compared by identity. The function that describes a kernel is cached by its spec
+    (`described`), so one description is one object, traced and compiled once.
 
     Attributes:
-      name: for messages and reports.
-      spec: the static part, a frozen dataclass.
-      body: `module:function`; the function takes this kernel and returns what `plgpu.kernel`
-        returns, nothing around it: arrays shaped as `inputs` in, a list or tuple of arrays
-        shaped as `outputs` out. Or that function itself (tests).
-      inputs: at least one.
-      outputs: at least one.
-      in_place: how many of the first outputs may take the memory of as many last inputs, in
-        their order, of which each part is read before the same part of the output is written.
-      names: of the inputs, then of the outputs (`Kernel.named`).
-      sizes: the numbers of the body that follow from lengths, by name.
+      name: Name in messages and reports.
+      spec: Static part, a frozen dataclass.
+      body: `module:function`. The function accepts this kernel and returns the function that
+        `plgpu.kernel` returns: its arguments have the shapes of `inputs`, and it returns a list
+        or tuple of arrays with the shapes of `outputs`. Tests pass the function itself.
+      inputs: At least one array.
+      outputs: At least one array.
+      in_place: Number of first outputs that may share memory with as many last inputs, in their
+        order. Each part of such an input is read before the same part of the output is written.
+      names: Names of the inputs, then of the outputs (`Kernel.named`).
+      sizes: Numbers of the body that follow from lengths, by name.
       grid: CTAs, at most two axes.
-      cluster: how many CTAs, neighbours on the grid's last axis, run together and reach each
-        other's shared memory.
-      source: `module:function` that describes it from its spec. Without (tests) it is compiled
-        for its lengths alone.
+      cluster: Number of CTAs, neighbours on the grid's last axis, that run together and access
+        each other's shared memory.
+      source: `module:function` that describes the kernel from its spec. Kernels without a source
+        (tests) are compiled only for their lengths.
     """
 
     name: str
@@ -88,28 +115,26 @@ class Kernel:
     @classmethod
     def named(
         cls,
-        name: str,
         spec: Any,
-        body: str,
-        inputs: Mapping[str, Array],
+        inputs: Mapping[str, Array | bool],
         outputs: Mapping[str, Array],
         *,
-        in_place: int = 0,
+        name: str = "",
+        body: str = "",
         sizes: Mapping[str, int] | None = None,
-        grid: tuple[int, ...] = (),
-        cluster: int = 1,
-        source: str = "",
+        **options: Any,
     ) -> Self:
         """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
 
-        One of `spec.any_length` begins with an input for each of its `sizes`.
+        Inputs that are False are left out. If the spec is for any length, the kernel begins with an
+        input for each of its `sizes`. `described` adds a name and a body by default.
         """
         sizes = dict(sizes or {})
+        given = {key: x for key, x in inputs.items() if isinstance(x, Array)}
         if getattr(spec, "any_length", False):
-            inputs = {f"{SIZE}{size}": SCALAR for size in sizes} | dict(inputs)
-        arrays = tuple(inputs.values()), tuple(outputs.values())
-        names = (*inputs, *outputs)
-        return cls(name, spec, body, *arrays, in_place, names, sizes, grid, cluster, source)
+            given = {f"{SIZE}{size}": SCALAR for size in sizes} | given
+        arrays, names = (tuple(given.values()), tuple(outputs.values())), (*given, *outputs)
+        return cls(name, spec, body, *arrays, names=names, sizes=sizes, **options)
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):
@@ -118,7 +143,7 @@ class Kernel:
 
     @property
     def any_length(self) -> bool:
-        """Whether it takes its sizes at launch, from the addresses of its first inputs."""
+        """Whether the kernel reads its sizes at launch, from the addresses of its first inputs."""
         return getattr(self.spec, "any_length", False)
 
     @property
@@ -126,14 +151,14 @@ class Kernel:
         """The names of the inputs that carry sizes."""
         return tuple(SIZE + size for size in self.sizes) if self.any_length else ()
 
-    @described
+    @functools.lru_cache(DESCRIPTIONS)  # noqa: B019
     def for_any_length(self) -> "Kernel":
         """The kernel of the same description that serves every length.
 
-        Its arrays have nominal lengths (`NOMINAL_LENGTH`), of which no address in the body may
-        depend, and before them stand scalar arguments: an input for each of `sizes`, whose
-        address is the number times `SCALAR_STEP`. Nothing is read there. An address lies among the
-        parameters of a launch, so a number costs no copy, and a CUDA graph keeps it.
+        Its arrays have nominal lengths (`NOMINAL_LENGTH`); no address in the body may depend on
+        them. Scalar arguments precede the arrays: an input for each of `sizes`, whose address is
+        the number times `SCALAR_STEP`. Nothing is read at these addresses. An address is a
+        parameter of the launch, so a number costs no copy, and a CUDA graph stores it.
         """
         module, function = self.source.split(":")
         describe = getattr(importlib.import_module(module), function)
@@ -167,3 +192,22 @@ class Kernel:
                     f"{tuple(array.shape)}"
                 )
         return [a.reshape(s.shape) for a, s in zip(arrays, self.inputs, strict=True)]
+
+
+def described(describe: Callable[[Any], Kernel]) -> Callable[[Any], Kernel]:
+    """Decorates a function that describes a kernel from its spec: equal specs give one object.
+
+    The function becomes the kernel's source. By default the kernel has the function's name, and its
+    body is the function of this name in the module of `mosaic` that has the name of the spec's.
+    """
+    module, name = describe.__module__, describe.__name__
+    body = f"kernels_pallas.mosaic.{module.rpartition('.')[2]}:{name}"
+
+    @functools.lru_cache(DESCRIPTIONS)
+    @functools.wraps(describe)
+    def cached(spec):
+        kernel = describe(spec)
+        found = {"name": kernel.name or name, "body": kernel.body or body}
+        return dataclasses.replace(kernel, source=f"{module}:{name}", **found)
+
+    return cached

@@ -59,11 +59,11 @@ def copy(spec: Copy) -> Kernel:
     """Inputs: bfloat16 `[B, T, heads, 64]`. Outputs: the same, and int32 `[B, heads]`: T."""
     x = Array((spec.B, spec.T, spec.heads, 64), "bfloat16")
     return Kernel.named(
-        "copy",
         spec,
-        f"{__name__}:copy_body",
         {"x": x},
         {"out": x, "lengths": Array((spec.B, spec.heads), "int32")},
+        name="copy",
+        body=f"{__name__}:copy_body",
         sizes={"T": spec.T},
         grid=(spec.B * spec.heads, -(-spec.T // ROWS)),
         source=f"{__name__}:copy",

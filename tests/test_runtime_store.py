@@ -243,7 +243,7 @@ def test_a_damaged_file_is_built_anew_with_a_warning(store, builds, name, caplog
     assert again.fetch([kernel(1)]) == [built_of(kernel(1))]
     assert builds == [1, 1]
     (warning, *rest) = warnings(caplog)
-    assert re.search(f"does not count, its kernel is built anew.*{words}", warning)
+    assert re.search(f"does not count, its kernel is built again.*{words}", warning)
     if name == "a folder":  # which stays in the way
         assert "cannot keep kernels" in rest.pop()
     else:

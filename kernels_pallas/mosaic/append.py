@@ -1,12 +1,12 @@
-"""New tokens to their pages, and the means which they finish.
+"""Writes new tokens to their pages, with the means that they complete.
 
 Loop order: a lane has two neighbouring columns (a 32-bit word) of the keys or the values of one new
-token. Where the token is the last of a window, position i d + l - 1, it also adds the window up:
-tokens of this call from the call, which other warps may not have written yet, older ones from
+token. If the token is the last of a window, position i d + l - 1, the lane also sums the window:
+tokens of this call from its inputs, which other warps may not have written yet, older tokens from
 their pages.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
-What bounds it is the launch: a decode step of 8 rows moves some 16 KB, and one row in `d` reads a
-window of `l` tokens.
+Latency bound: a decode step of 8 rows moves about 16 KB, and one row in `d` reads the `l` tokens of
+its window.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def write_token(warp: Any, spec: Append, sizes, refs) -> None:
     """The program of `specs.append.append`."""
 
     def entry(array, index):
-        """Of an array of int32."""
+        """An element of an int32 array."""
         return warp.fetch(warp.element(array, (index, 4)))
 
     def row_of(token):

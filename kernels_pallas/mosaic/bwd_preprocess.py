@@ -1,11 +1,12 @@
 """delta = rowsum(dO * O) - dlse, shift = lse * log2(e) - log2|gate|: FlashAttention's preprocess.
 
-Both stand beside the bounds of a row's keys, as the backward kernels read them
-(`specs/bwd_preprocess.py`). rowsum(dO * O), also the gradient of the gate, is of `combine.py`.
+Both are stored with the bounds of a row's keys, as the backward kernels read them
+(`specs/bwd_preprocess.py`). `combine.py` computes rowsum(dO * O), which is also the gradient of the
+gate.
 
-Loop order: no loop; a lane makes one row, a warp 32 neighbouring rows of the query tiles.
-Tile: 128 rows a CTA of four warps; no shared memory.
-Bandwidth bound: 12 to 20 bytes in and 16 out a row.
+Loop order: no loop; a lane computes one row, a warp 32 neighbouring rows of the query tiles.
+Tile: 128 rows per CTA of four warps; no shared memory.
+Bandwidth bound: 12 to 20 bytes are read and 16 written per row.
 """
 
 import math
@@ -17,7 +18,7 @@ from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
 
 
 def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
-    """A lane writes the statistics of one row; `refs.row`: of `[B, Hkv]`."""
+    """A lane writes the statistics of one row; `refs.row` is the row of `[B, Hkv]`."""
     head = refs.row
     place = (refs.group * WARPS + warp.warp()) * LANES + warp.lane()
     exists = place < sizes.tiles * spec.rows
@@ -48,14 +49,14 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
         size = warp.log2(warp.real(gate & 0x7FFFFFFF))
         shift = warp.bits(warp.real(shift) - size)
         signed = (shift & ~1) | warp.number(gate < 0)
-        # The last bit would make NaN of what is infinite, where the gate is 0. (Of a gate that is
-        # not finite gradients are not finite.)
+        # The last bit would turn infinity into NaN if the gate is 0. (A gate that is not finite has
+        # gradients that are not finite.)
         shift = warp.where(warp.same(shift, warp.integer(math.inf)), shift, signed)
     else:
         shift = shift & ~1
     if spec.lse_grad:
         delta = delta - of_head(refs.dlse)  # d lse / dS = P, so P * dlse is added to dS
-    # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
+    # Queries that see no key and padding rows may have NaN, which must not reach a sum.
     sees = is_query & warp.different(warp.bits(lse), warp.integer(-math.inf))
     shift_of_none = warp.where(is_query, warp.integer(math.inf), 0)
     columns = shift, warp.bits(delta), first_key, key_end

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels can do; asked before any of them is imported."""
+"""Limits of the Mosaic kernels, checked before any of them is imported."""
 
 import contextlib
 import contextvars
@@ -21,13 +21,13 @@ GRID_ROWS = 2**16 - 1  # CUDA's limit of a grid's second axis
 FP8_STEP = 32  # numbers in e4m3 that a product sums at a time
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 
-# Parameters of Pallas' GPU interpreter while `interpreted`, else False.
+# Parameters of Pallas' GPU interpreter while `interpreted`, otherwise False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
 
 
 @contextlib.contextmanager
 def interpreted(params):
-    """Within: kernels run in Pallas' GPU interpreter, on any device (tests)."""
+    """Runs kernels in Pallas' GPU interpreter, on any device (tests)."""
     token = interpret.set(params)
     try:
         yield
@@ -56,7 +56,7 @@ def why_not(problem: Any) -> str | None:
 
 
 def _fp8_why_not(problem: Any) -> str | None:
-    """Why products in e4m3 cannot run `problem`, of which they are a part."""
+    """Why products in e4m3 cannot run `problem`, or None."""
     if problem.requires_grad:
         return "has no gradient: compute under torch.no_grad(), or leave it out to train"
     if problem.cached:
@@ -67,11 +67,11 @@ def _fp8_why_not(problem: Any) -> str | None:
     return None
 
 
-@functools.cache  # every call asks, for every step
+@functools.cache  # called for every step of every call
 def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
-    """`why_not` of the sizes that no length changes."""
+    """`why_not` for the sizes that do not depend on lengths."""
     if group > ROWS:
-        return f"takes up to {ROWS} query heads a key/value head, got {group}"
+        return f"takes up to {ROWS} query heads per key/value head, got {group}"
     for name, width in (("D", D), ("Dv", Dv)):
         if width % 16 or width > WIDTH:
             return f"takes widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
@@ -99,7 +99,7 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
     """Shared memory of selected attention, the only kernel whose sizes may not fit: rows of
-    queries, keys, values, and the block list of a tile; forward or, if that is more, dq.
+    queries, keys, values, and the block list of a tile; the maximum of forward and dq.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

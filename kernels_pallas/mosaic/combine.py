@@ -1,6 +1,6 @@
 """O = sum_c g_c O_c over the branches c, and delta_c = rowsum(dO * O_c) = dg_c.
 
-Loop order: a CTA of one warpgroup takes one tile of 64 rows, a row per token's query head. It
+Loop order: a CTA of one warpgroup has one tile of 64 rows, a row per token and query head. It
 starts the TMA copies of that tile of every array, then adds slab by slab (64 columns).
 Tile: `[64, width]` of each array in shared memory.
 Bandwidth bound: each array moves once. At B=1 T=65536 H=64 Dv=128 and three branches the gated
@@ -39,7 +39,7 @@ def gated_sum(kernel: Kernel) -> Callable:
             for c, gate in enumerate(g):
                 o = buffers.read_keys(rows_s, c, i)
                 total += o * operands.across(gate, o.shape)
-            # The sum takes the place of the first branch's slab, which has been read.
+            # The sum overwrites the first branch's slab, which has been read.
             staged = rows_s.at[0, i] if spec.interpret else rows_s[0].at[0, i]
             staged[...] = total.astype(buffers.dtype)
         plgpu.commit_smem()
@@ -74,8 +74,8 @@ def deltas(kernel: Kernel) -> Callable:
 
 
 def _build(kernel: Kernel, body: Callable, slots: int) -> Callable:
-    """`slots` arrays of `[64, width]` in shared memory, a barrier each; `load(array, slot)` starts
-    the copies of the CTA's rows of an array `[rows, width]`.
+    """A kernel with `slots` arrays of `[64, width]` in shared memory, a barrier each. `load(array,
+    slot)` starts the copies of the CTA's rows of an array `[rows, width]`.
     """
     spec: Combine = kernel.spec
     buffers = operands.Buffers.of(spec, operands.Tile(1, operands.slab_width(spec.width)))
@@ -92,9 +92,7 @@ def _build(kernel: Kernel, body: Callable, slots: int) -> Callable:
         run,
         scratch={
             "rows_s": buffers.ring(slots, ROWS, spec.width),
-            "rows_full": plgpu.Barrier(
-                num_arrivals=spec.width // buffers.slab, num_barriers=slots
-            ),
+            "rows_full": operands.barriers(spec.width // buffers.slab, slots),
         },
         grid_names=("tile",),
         interpret=spec.interpret,

@@ -1,9 +1,9 @@
 """Means of windows of tokens, and the gradients of tokens that were also averaged.
 
-Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. Forward a
-warp walks over the stride blocks of a few neighbouring windows and adds each to the windows that
-it is in. Backward a warp has one stride block: its tokens are in the same windows, whose sum it
-makes once.
+Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. Forward, a
+warp loops over the stride blocks of a few neighbouring windows and adds each to the windows that
+contain it. Backward, a warp has one stride block: its tokens are in the same windows, which it sums
+once.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
 backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
@@ -25,10 +25,10 @@ class Side:
     """Keys or values: a lane's column of them.
 
     Attributes:
-      words: of a token.
-      row: of `[B]`.
-      column: the word of the lane, the last one where there is none.
-      exists: whether there is one.
+      words: Words of a token.
+      row: Row of `[B]`.
+      column: Word of the lane, at most the last one.
+      exists: Whether the lane has a word.
     """
 
     warp: Any
@@ -50,7 +50,7 @@ class Side:
         return self.warp.unpack(word, self.spec.dtype)
 
     def keys_of_slot(self, sizes, slot, refs) -> tuple:
-        """The key at the place of a slot of packed rows, and the end of its sequence's keys."""
+        """The first key of a compressed slot of packed rows, and the end of its sequence's keys."""
         place = slot * self.spec.stride
         at = (self.row * sizes.key_tiles + place // ROWS, 4)
         tiles = refs.tile_first, refs.tile_end
@@ -58,7 +58,7 @@ class Side:
         return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
-        """Two float32, rounded, where `only` holds."""
+        """Stores two float32, rounded, if `only` holds."""
         self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
 
 
@@ -67,8 +67,8 @@ def plus(a: Sequence, b: Sequence) -> list:
 
 
 def on_each_side(warp, spec: Any, refs, body: Callable[[Side, int, Any], None]) -> None:
-    """`body(side, i, part)` for what the warp has: keys (`i` 0) or values (1), and the number of
-    its part of the sequence `refs.row`.
+    """Calls `body(side, i, part)` for the warp's keys (`i` 0) or values (1) and its part of the
+    sequence `refs.row`.
     """
     index = refs.group * WARPS + warp.warp()
     column, part = index % sum(spec.columns), index // sum(spec.columns)
@@ -104,7 +104,7 @@ def average(warp: Any, spec: Means, sizes, refs) -> None:
         nothing = [warp.word(0.0)] * 2
 
         def add_block(block, totals):
-            # Of windows that do not exist the blocks may not exist either: any other does.
+            # The blocks of windows that do not exist may not exist either; any other block works.
             start = warp.smaller(first_key + block * spec.stride, sizes.S - spec.stride)
 
             def add(i, total):
@@ -139,8 +139,8 @@ def merge(warp: Any, spec: Means, sizes, refs) -> None:
     """The program of `specs.compress.merge_key_gradients`."""
 
     def stride_block(side, i, block):
-        """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`, of
-        which those of the sequence before have no keys, and so a gradient of 0.
+        """The tokens of stride block `block`, in windows from `block - l / d + 1` to `block`. The
+        windows of the sequence before have no keys, and so a gradient of 0.
         """
         name = ("dk", "dv")[i]
         compressed, output = (getattr(refs, x) for x in (f"compressed_{name}", name))

@@ -4,24 +4,24 @@ Algorithm, in the order of events of each warp:
 
     lengths, page table, Q, gates          one round trip
     (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
-    K compressed     S2 to shared memory   strips of 16 slots, dealt out to the cluster
+    K compressed     S2 to shared memory   strips of 16 slots, distributed over the cluster
       exchange 0                           maximum and sum, pushed to all CTAs
-    K sliding        S2                    while the others' arrive
+    K sliding        S2                    while the numbers of other CTAs arrive
     importance       p of the compressed strips, summed over heads and pushed by block
       exchange 1                           with maximum and sum of the sliding branch
     top-n            each CTA all blocks, no exchange
-    V compressed, V sliding, K selected    the ring never runs dry: selected strips follow
+    V compressed, V sliding, K selected    selected strips keep the ring buffer full
       exchange 2                           maximum and sum of the selected branch
     V selected
       exchange 3                           the sum over warps and CTAs, the output
 
-Loop order: split over the keys; a warp walks alone over its strips (`decode_streams.py`), all
-warps meet at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
+Loop order: split-K; each warp loops over its strips independently (`decode_streams.py`), and all
+warps synchronize at the exchanges (`decode_exchange.py`) and at the top-n (`decode_topn.py`).
 Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves rows idle. wgmma
 would pad the rows to 64 and need a barrier over 4 warps.
-Bandwidth bound where a cache is long: a strip is read once and used by 16 rows, 16 operations a
-byte. Short or alone, bound by latency: three round trips to memory and four exchanges one after
-the other (`docs/kernels/decode.md`).
+Bandwidth bound for long caches: a strip is read once and used by 16 rows, 16 operations per byte.
+For short caches or few rows bound by latency: three round trips to memory and four exchanges, one
+after the other (`docs/kernels/decode.md`).
 """
 
 from typing import Any
@@ -35,15 +35,15 @@ from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import NEW_PAGES, STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
 
-FIRST_UNIT = 2.0**120  # that sums are multiplied by before the first strip (`add_rounded`)
+FIRST_UNIT = 2.0**120  # factor of the sums before the first strip (`add_rounded`)
 
 
 def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
-    """Copies the row of the page table to shared memory, with the nearest page that exists
-    where none does; and as they are the entries of the pages of new tokens.
+    """Copies the row of the page table to shared memory, with entries clamped to existing pages,
+    and the unchanged entries of the pages of new tokens.
 
     Returns:
-      How many tokens the query sees: none if its position is negative.
+      The number of tokens that the query sees: none if its position is negative.
     """
     m, spec, capacity = lane.m, lane.spec, lane.spec.variant.capacity
     b, columns = token // spec.q_len, m.word(sizes.table_pages)
@@ -64,7 +64,7 @@ def _load_table(lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
 
 
 def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
-    """Of each branch, of the lane's two rows."""
+    """The gates of each branch for the lane's two rows."""
     m, spec = lane.m, lane.spec
     whole = spec.gate_dtype == "float32"
     size, found = 4 if whole else 2, []
@@ -82,7 +82,7 @@ def _gates(lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
 
 
 def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
-    """The program of a warp; turns of the queue as `decode_streams.py` says."""
+    """The program of a warp; `decode_streams.py` describes the turns of the queue."""
     token, kv_head = refs.b, refs.g
     lane = Lane.of(m, spec, refs.group, refs.shared)
     seen = _load_table(lane, sizes, refs, token)
@@ -101,7 +101,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     compressed_s2 = lane.logits  # later those of the selected branch
     sliding_s2 = lane.logits + (spec.kept_strips - spec.sliding_strips) * TILE_BYTES
 
-    # Of a strip: its first key, the first that is seen, and the end of those.
+    # For a strip: its first key, the first visible key, and the end of the visible keys.
 
     def slots(i):
         lead = spec.cover - 1
@@ -115,8 +115,9 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.larger(start, 0), m.word(0), m.where(start >= 0, work.seen, 0)
 
     def score(kind: int, times, begin, place, keys) -> list[Words]:
-        """S2 of strips `i` of a branch at turns `begin + i`, kept from `place` on; `keys(i)`: the
-        first key of the strip, the first and the end of those seen. Gives maximum and sum.
+        """Computes S2 of strips `i` of a branch at turns `begin + i` and stores it from `place` on.
+        `keys(i)` returns the first key of the strip, and the first and the end of the visible
+        keys. Returns maximum and sum.
         """
         compressed, chosen = kind == exchange.COMPRESSED, kind == exchange.SELECTED
         rounded = spec.fp8 and not compressed
@@ -131,8 +132,8 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
         return m.repeat(times, strip, exchange.no_keys(lane), unrolled=False)
 
     def add(state: list, times, begin, place, keys, gate: Words, norms) -> list:
-        """`state` and `g P V` of strips at turns from `begin` on; `place` has their S2, or where
-        there are no `norms` their g p.
+        """`state` plus `g P V` of strips at turns from `begin` on. `place` has their S2, or without
+        `norms` their g p.
         """
         given = norms is None
         norms = norms and exchange.gated(norms, gate)
@@ -155,18 +156,18 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
 
         return m.repeat(times, strip, state, unrolled=False)
 
-    # 1. Compressed logits; then the sliding ones, while the state of the others arrives.
+    # 1. Compressed logits; then the sliding ones, while the state of other CTAs arrives.
     state = score(exchange.COMPRESSED, work.mine, m.word(0), compressed_s2, slots)
     exchange.tell(lane, exchange.COMPRESSED, state)
     state = score(exchange.SLIDING, work.sliding, work.mine, sliding_s2, window)
     exchange.tell(lane, exchange.SLIDING, state)
 
-    # 2. Scores of blocks, pushed; g p of each strip takes the place of its S2.
+    # 2. Scores of blocks, pushed; g p of each strip overwrites its S2.
     m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
     norms = exchange.told(lane, exchange.COMPRESSED)
 
     def rank_two_strips(i, nothing):
-        """Two, of which one goes on while the other's lanes wait for each other."""
+        """Two strips, so that one continues while the lanes of the other wait for each other."""
         numbers = [i * 2, i * 2 + 1]
         at = [m.smaller(number, work.mine - 1) for number in numbers]
         places = [compressed_s2 + x * TILE_BYTES for x in at]
@@ -186,7 +187,7 @@ def decode_step(m: Any, spec: Decode, sizes: Any, refs: Any) -> None:
     m.repeat((work.mine + 1) // 2, rank_two_strips, [], unrolled=False)
     m.wait_for_bytes(lane.barrier(exchange.SLIDING))
 
-    # 3. The best blocks, with which the queue goes on.
+    # 3. The best blocks, with which the queue continues.
     block = decode_topn.select(lane, work)
     put_list = lambda: decode_topn.put_ascending(lane, block, refs.indices, token, kv_head)
     m.when(m.same(lane.number, 0), put_list)

@@ -1,16 +1,16 @@
-"""The new tokens of a decode step: their rows and the means that they finish, put in the pages.
+"""Writes the new tokens of a decode step, and the means that they complete, to the pages.
 
-A cluster does it for its key/value head, of all new tokens of the row up to the cluster's own:
-clusters do not wait for each other, so those of later tokens of the row put the same bits there
-once more. It comes before the first strips, so that what it reads does not wait behind them.
+A cluster handles its key/value head, for all new tokens of the row up to the cluster's own token.
+Clusters do not wait for each other, so the clusters of later tokens of the row write the same bits
+again. This comes before the first strips, so that its reads do not wait for them.
 
-    token p           every branch's key and value, at p % block of its page: the last CTA, a warp
-                      a row
-    p = i d + l - 1   the mean of the last l tokens too, new ones from the call, others from pages:
-                      of keys the first CTA, of values the second, whose warps add up shares of it
+    token p           key and value of every branch, at p % block of its page: the last CTA, a warp
+                      per row
+    p = i d + l - 1   also the mean of the last l tokens, new ones from the call, others from pages:
+                      the first CTA for keys, the second for values, whose warps add up shares
 
-To pages in fp8 rows are rounded, and the window's tokens are read from the row's ring where it has
-them as they were.
+For pages in fp8, rows are rounded, and the window's tokens are read from the row's ring buffer if
+it has their exact values.
 """
 
 import math
@@ -21,8 +21,8 @@ from kernels_pallas.mosaic.decode_lane import Lane
 from kernels_pallas.specs.decode import NEW_PAGES, RAW
 from kernels_pallas.specs.tile import LANES, cdiv
 
-COLUMNS = 8  # of a row that a lane has, 16 bytes
-ROWS = 8  # of a mean that a warp asks for together
+COLUMNS = 8  # of a row per lane, 16 bytes
+ROWS = 8  # of a mean that a warp loads together
 KINDS = "key", "value"
 # As in `nsa_core.rounding`.
 LARGEST, LEAST = 448.0, 1e-30
@@ -30,12 +30,12 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
-    """Of a cluster. The page table is in shared memory, and apart from it the pages of new tokens,
-    which may not exist. `value` says whether of values, otherwise of keys.
+    """The program of a cluster. The page table is in shared memory, and separately the pages of new
+    tokens, which may not exist. `value` is 1 for values and 0 for keys.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps
-    # A warp adds up several rows of a mean beside each other where they are narrow.
+    # A warp adds up several narrow rows of a mean in parallel.
     rows = LANES // (max(spec.D, spec.Dv) // COLUMNS)
     row_lanes = LANES // rows
     own_row = lane.lane // row_lanes
@@ -47,13 +47,13 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         ring = m.fetch(m.element(refs.slots, (row, 4)))
         rings = m.word(sizes.rings)
 
-    # Where things lie.
+    # Addresses.
 
     def width_of(value):
         return spec.D if spec.D == spec.Dv else m.where(value > 0, spec.Dv, spec.D)
 
     def row_bytes(value, size):
-        """Of all heads."""
+        """Bytes of a row of all heads."""
         return width_of(value) * (size * spec.Hkv)
 
     def head(array, value, size):
@@ -63,7 +63,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         return m.beyond(m.beyond(array, kv_head, width * size), column, size * COLUMNS)
 
     def one(names, number):
-        """Where the array of this number begins."""
+        """Address of the array with this number."""
         found, *others = (m.element(getattr(refs, name)) for name in names)
         for i, other in enumerate(others, 1):
             found = m.where(m.same(number, i), other, found)
@@ -76,18 +76,18 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
             m.put_words(at, words[i : i + 2], only)
 
     def put(pages, value, size, in_page, page, row, words):
-        """Puts a row in its page, of `in_page` rows, in elements of `size` bytes."""
+        """Writes a row to its page, of `in_page` rows, in elements of `size` bytes."""
         each = row_bytes(value, size)
         at = m.beyond(m.beyond(head(pages, value, size), page, each * in_page), row, each)
         put_words(at, value, words)
 
     def put_rounded(pages, scales, value, in_page, page, row, words):
-        """Puts codes of a row and its scale, as `nsa_core.rounding.rounded`."""
+        """Writes codes of a row and its scale, as `nsa_core.rounding.rounded`."""
         x = numbers(words)
         largest = m.size(x[0])
         for y in x[1:]:
             largest = m.larger(largest, m.size(y))
-        # Sizes are ordered as their bits are, NaN above infinity.
+        # Absolute values have the order of their bits, with NaN above infinity.
         largest = m.larger(m.real(m.largest(m.bits(largest))), LEAST)
         factor = m.divided(LARGEST, largest)
         x = [y * factor for y in x]
@@ -98,14 +98,16 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.put(at, m.bits(scale), m.same(lane.lane, 0))
 
     def in_ring(value, position):
-        """The lane's columns of a token of the row's ring; of a row that has none, of another's."""
+        """Address of the lane's columns of a token in the row's ring buffer; a row without a ring
+        buffer uses another row's.
+        """
         base = head(one([f"recent_{kind}" for kind in KINDS], value), value, 2)
         slot = m.smaller(m.larger(ring, 0), rings - 1)
         at = slot * spec.ring + m.larger(position, 0) % spec.ring
         return m.beyond(base, at, row_bytes(value, 2))
 
     def share_at(warp, of_lane):
-        """Where a lane of a warp keeps its columns of a share of a mean."""
+        """Address of a lane's columns of a share of a mean."""
         return lane.place("logits") + (warp * LANES + of_lane) * (4 * COLUMNS)
 
     # Numbers of a lane.
@@ -134,14 +136,14 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     # Means.
 
     def add_share(value, begin):
-        """Adds up a warp's share of the window: of the call's tokens as they are, of older ones
-        from the pages. Where these are in fp8, older ones are read from the row's ring where it has
-        what the pages' may have been rounded from (`nsa_core.rounding.is_of`).
+        """Adds up a warp's share of the window: unchanged tokens of the call, and older tokens from
+        the pages. With fp8, older tokens are read from the row's ring buffer if the pages' tokens
+        may have been rounded from them (`nsa_core.rounding.is_of`).
 
-        Rows are asked for together, before the first is added.
+        Rows are loaded together, before the first is added.
         """
-        apart = warps * rows
-        share, block = cdiv(spec.compress_block, apart), spec.block
+        stride = warps * rows
+        share, block = cdiv(spec.compress_block, stride), spec.block
         together = math.gcd(share, ROWS)
         names, new_bytes = [f"raw_{kind}" for kind in KINDS], row_bytes(value, 2)
         given = head(one([f"new_{x}" for x in names], value), value, 2)
@@ -154,7 +156,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         def some(i, sums):
             found: list[tuple[Any, Any]] = []
             for j in range(together):
-                tap = lane.warp * rows + own_row + (i * together + j) * apart
+                tap = lane.warp * rows + own_row + (i * together + j) * stride
                 position = begin + m.smaller(tap, spec.compress_block - 1)
                 old = position < first
                 entry = m.where(old, position, 0)
@@ -173,7 +175,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
                 found.append((tap, lambda old=old, words=words: stored_token(old, *words)))
             for tap, own_columns in found:
                 x = own_columns()
-                if spec.compress_block % apart:
+                if spec.compress_block % stride:
                     x = [m.where(tap < spec.compress_block, y, 0.0) for y in x]
                 sums = plus(sums, x)
             return sums
@@ -203,7 +205,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
         m.when(m.same(value, 1), lambda: put_rounded(pages, scales, value, *at))
 
     def put_row(number, new, page, inside, position):
-        """Row `new` of the array of this number: keys, then values of a branch after the other."""
+        """Writes row `new` of the array with this number: keys, then values, branch by branch."""
         value = number & 1
         names = [f"{branch}_{kind}" for branch in RAW for kind in KINDS]
         given = head(one([f"new_{name}" for name in names], number), value, 2)

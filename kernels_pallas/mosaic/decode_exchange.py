@@ -1,18 +1,19 @@
-"""What the warps of a cluster tell each other in a decode step.
+"""The exchanges between the warps of a cluster in a decode step.
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
-Each branch has two phases: logits, then values. Between them each warp pushes the maximum and
-the sum of its keys to every CTA, so p enters P V divided by the sum of the whole cluster and
-times its gate: one accumulator serves three branches, and nothing is scaled again.
+Each branch has two phases: logits, then values. Between them each warp pushes the maximum and the
+sum of its keys to every CTA, so p in P V is already divided by the sum of the whole cluster and
+multiplied by its gate: one accumulator serves three branches, without rescaling.
 
     exchange 0   maximum and sum, compressed
-    exchange 1   maximum and sum, sliding; of each block the scores of its own slots and of
-                 what these count for the block before
+    exchange 1   maximum and sum, sliding; for each block the scores of its own slots, for itself
+                 and for the block before
     exchange 2   maximum and sum, selected
     exchange 3   parts of the output
-Each has a barrier that counts its bytes and is used once. Nobody waits at the end: a CTA has
-got all that is sent to it before it writes.
+
+Each exchange has a barrier that counts its bytes and is used once. No CTA waits at the end: it has
+received all its data before it writes.
 """
 
 from collections.abc import Iterator
@@ -23,11 +24,11 @@ from kernels_pallas.specs.decode import HEADS, STAT_BYTES, STRIP, WARP_COPY_BYTE
 from kernels_pallas.specs.tile import LANES
 
 COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
-KEPT_STATS = 8  # that a lane keeps in registers between its two loops over them
+KEPT_STATS = 8  # statistics that a lane keeps in registers between its two loops over them
 
 
 def expected_bytes(lane: Lane, work: Work) -> list[Any]:
-    """What each barrier gets."""
+    """The bytes that each barrier expects."""
     spec = lane.spec
     stats = spec.cluster_warps * STAT_BYTES
     scores = work.strips * (8 * STRIP // spec.per_page)
@@ -44,7 +45,7 @@ def no_keys(lane: Lane) -> list[Words]:
 
 
 def masked(lane: Lane, s2: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
-    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`."""
+    """S2 of a strip that begins with key `first`, with keys outside `low .. high - 1` masked."""
     m = lane.m
 
     def unseen_hidden(_, s2):
@@ -95,7 +96,7 @@ def left_operand(lane: Lane, p: list[Words]) -> Words:
 
 
 def keep(lane: Lane, place: Any, s2: list[Words], only: Any = None) -> None:
-    """Where `only` holds, if given."""
+    """Stores S2 of a strip, if `only` holds."""
     where = {} if only is None else {"only": only}
     for t in range(2):
         lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES, **where)
@@ -110,7 +111,7 @@ def kept(lane: Lane, place: Any) -> list[Words]:
 
 
 def _over_pairs(lane: Lane, x: Any, combine) -> Any:
-    """Of the four lanes that have the same rows."""
+    """Combines `x` over the four lanes that have the same rows."""
     for distance in (1, 2):
         x = combine(x, lane.m.exchange(x, distance))
     return x
@@ -134,19 +135,19 @@ def tell(lane: Lane, kind: int, state: list[Words]) -> None:
 
 
 def _stats(lane: Lane, kind: int) -> Any:
-    """Where the statistics of an exchange lie."""
+    """Address of the statistics of an exchange."""
     return lane.place("sliding_stats" if kind == SLIDING else "stats")
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
-    """Where a warp's statistics of the lane's row `r` lie among its 16; `warp`: its number, of
-    four. The rows of four warps are exchanged so that 16 lanes read from all banks.
+    """Offset of a warp's statistics of the lane's row `r` among its 16; `warp`: its index, modulo
+    four. The rows of four warps are permuted so that 16 lanes read from all banks.
     """
     return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
-    """Of the lane's rows: maximum, and 1 / sum, 0 where nothing is seen."""
+    """For the lane's rows: maximum, and 1 / sum, 0 if no key is seen."""
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
@@ -175,13 +176,13 @@ def told(lane: Lane, kind: int) -> list[Words]:
 
 
 def push_scores(lane: Lane, p: list[Words], strip: Any, there: Any) -> None:
-    """Pushes what a strip of compressed slots, where it is `there`, gives to the scores of its
-    blocks, to all CTAs.
+    """Pushes the contribution of a strip of compressed slots to the scores of its blocks, to all
+    CTAs, if `there` holds.
 
-    The token in slot o of a page shares min(o + 1, cover) strides with the page's block and
-    the cover - 1 - o others, if any, with the block before (Eq. 9), so a block has two sums:
-    score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads until lane bits are
-    slot bits: 0 bit 3, 1 and 2 bits 0 and 1, 3 bit 4; bit 2 of the lane is one more copy.
+    The token in slot o of a page shares min(o + 1, cover) strides with the page's block and the
+    other cover - 1 - o strides, if any, with the block before (Eq. 9), so a block has two sums:
+    score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads until slot bits are lane
+    bits: 0 is bit 3, 1 and 2 are bits 0 and 1, 3 is bit 4; bit 2 of the lane is another copy.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     distances = 8, 1, 2, 16  # between lanes of neighbours, by slot bit
@@ -229,15 +230,15 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     """The sum of all warps of the cluster, in the order of their numbers.
 
     Yields:
-      Four neighbours of the output `[16, Dv]`, the place of the first, and whether this lane
-      has any.
+      Four neighbours of the output `[16, Dv]`, the index of the first, and whether this lane has
+      any.
     """
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     warps, width = spec.variant.warps, spec.Dv
     floats = HEADS * width
 
     def chunk(row, number):
-        """Where 32 bytes of a row of the output lie: other banks in each of four rows."""
+        """Offset of 32 bytes of a row of the output, in different banks in each of four rows."""
         return (((row & 1) << 1 | (row >> 1) & 1) ^ number) << 5
 
     place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)
@@ -247,7 +248,7 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
         ]
     else:
         places = [place + lane.pair * 8 + chunk(lane.row, i) for i in range(4)]
-    m.sync()  # lanes write where others have read
+    m.sync()  # lanes overwrite memory that others have read
     for tile in range(0, width // 8, 4 // len(places)):
         for r in range(2):
             own = acc[tile][2 * r : 2 * r + 2]

@@ -1,4 +1,4 @@
-"""Who a lane of a decode step is, and what its warp has to do."""
+"""The indices of a lane in a decode step, and the work of its warp."""
 
 import dataclasses
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
 
-NOTHING = -1e30  # a logit that is not there
-FLOOR = -1e20  # a maximum is at least this, so that 2 ** (NOTHING - maximum) is 0
+NOTHING = -1e30  # a masked logit
+FLOOR = -1e20  # lower bound of a maximum, so that 2 ** (NOTHING - maximum) is 0
 Words = list[Any]  # words of `warp.py`, or their emulation
 
 
@@ -16,9 +16,9 @@ class Lane:
     """Words of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
 
     Attributes:
-      m: the instructions.
-      number: of the warp in its cluster.
-      shared: the address of shared memory.
+      m: The instructions.
+      number: Index of the warp in its cluster.
+      shared: Address of shared memory.
     """
 
     m: Any
@@ -39,7 +39,7 @@ class Lane:
 
     @property
     def thread(self) -> Any:
-        """Of the CTA."""
+        """Index of the thread in the CTA."""
         return self.warp * LANES + self.lane
 
     def place(self, part: str) -> Any:
@@ -60,25 +60,25 @@ class Lane:
 
     @property
     def logits(self) -> Any:
-        """Where this lane keeps its logits of the warp's first strip."""
+        """Address of this lane's logits of the warp's first strip."""
         own = self.warp * (self.spec.kept_strips * TILE_BYTES)
         return self.place("logits") + own + self.lane * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a query sees, and this warp's share; words that are the same in all lanes.
+    """The visible keys of a query, and this warp's share; words that are equal in all lanes.
 
     Attributes:
-      seen: raw tokens, from the row's first.
-      count: compressed tokens.
-      strips: of compressed slots, of the whole cluster.
-      first: the warp's first one of these; the others follow `warps` apart.
-      mine: how many it has.
-      sliding: how many it has of strips of the sliding branch, of which the cluster's last warp has
-        the first one, as it has the fewest of others.
-      window_start: the first key of the sliding branch.
-      blocks: selection blocks.
+      seen: Raw tokens, from the row's first.
+      count: Compressed tokens.
+      strips: Strips of compressed slots of the whole cluster.
+      first: The warp's first one of these; its others follow at a distance of `warps`.
+      mine: The warp's number of these.
+      sliding: The warp's strips of the sliding branch. The cluster's last warp has the first one,
+        as it has the fewest other strips.
+      window_start: First key of the sliding branch.
+      blocks: Selection blocks.
     """
 
     seen: Any
@@ -92,8 +92,8 @@ class Work:
 
     @classmethod
     def of(cls, lane: Lane, seen: Any) -> "Work":
-        """Compressed token i is seen from `i stride + compress_block` tokens on; a CTA has as
-        many strips as any other, the last one fewer.
+        """Compressed token i is seen from `i stride + compress_block` tokens on. All CTAs have
+        equally many strips, except that the last has fewer.
         """
         m, spec = lane.m, lane.spec
         cluster, warps = spec.variant.cluster, spec.variant.warps

@@ -1,25 +1,25 @@
 """The keys and values of a warp in a decode step: its ring of strips, and products with them.
 
-A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it 16 bytes a lane and
-reads it with other lanes than copied it: a ring is private to its warp, whose lanes meet before
-they read a strip and before they copy over it. It lies in parts of 128 bytes per row,
-`[16 rows, 128 bytes]`, and at the end perhaps one of 64, `[16 rows, 64 bytes]`. The chunks of 16
-bytes of a row's part are exchanged by the row's number (`turned`), so that all banks are used by
-8 lanes that take
+A strip is 16 rows of K or of V, from a multiple of 16 on. A warp copies it with 16 bytes per lane,
+and reads it with a different assignment of lanes. A ring buffer is private to its warp, whose lanes
+synchronize before they read a strip and before they overwrite it. It is stored in parts of 128
+bytes per row, `[16 rows, 128 bytes]`, and possibly a last part of 64, `[16 rows, 64 bytes]`. The
+chunks of 16 bytes of a row's part are permuted by the row's index (`turned`), so that all banks are
+used by 8 lanes that access
 
     copy    the part of one row
     K       4 chunks of each of 2 rows: the order of d in a sum is free, and Q has the same
     V       a chunk of each of 8 rows, which `ldmatrix` transposes: output tile (c, e) has in its
             column i of 16 bits the width d = 16 c + 8 e + i, of 8 bits d = 16 c + 2 i + e
 
-The ring is one queue of turns over all branches, and of what comes next there are always
-`stages - 1` strips under way, while warps wait for others too:
+The ring buffer is one queue of turns over all branches. The next `stages - 1` strips are always in
+flight, also while warps wait for others:
 
     turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
            then   K selected, V selected                            known after the top-n
 
-What this launch appends lies in a warp's last compressed strip or after it. A warp waits for the
-cluster, whose first CTA appends meanwhile, before it asks for that: at the turn `meeting`.
+Tokens that this launch appends are in a warp's last compressed strip or after it. Before it loads
+that strip, at the turn `meeting`, a warp waits for the cluster, whose CTAs append meanwhile.
 """
 
 import dataclasses
@@ -34,25 +34,25 @@ CHUNK_BYTES = 16
 ROW_BYTES = 2 * PART  # of a part
 PART_BYTES = STRIP * ROW_BYTES
 LARGEST_EXPONENT = 14  # of queries as float16
-# p times scales is less than 2^MOST_P_EXPONENT as float16; where it would not be, it is made less
-# than 2^(P_EXPONENT + 1).
+# p times scales must be less than 2^MOST_P_EXPONENT as float16; otherwise it is scaled to less than
+# 2^(P_EXPONENT + 1).
 P_EXPONENT, MOST_P_EXPONENT = 10, 15
 
 
 def turned(row: Any, size: int) -> Any:
-    """What exchanges the 8 chunks of a row's part, of elements of `size` bytes: different in 8
-    rows; in 2 neighbours, the chunks that K's lanes read are too.
+    """The number that permutes (XOR) the 8 chunks of a row's part, of elements of `size` bytes. It
+    differs in 8 rows, and in 2 neighbours the chunks that K's lanes read differ too.
     """
     return row & 7 if size == 2 else (row & 1) << 2 | (row >> 1) & 3
 
 
 class Queue:
-    """The strips that a warp reads, and its ring.
+    """The strips that a warp reads, and its ring buffer.
 
     Attributes:
-      limit: turns that are known from the length.
-      total: all turns.
-      near: the first turn of values.
+      limit: Turns that are known from the length.
+      total: All turns.
+      near: First turn of values.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
@@ -85,7 +85,7 @@ class Queue:
         row, pair = lane.row, lane.pair
 
         def chunk(number: Any, size: int) -> Any:
-            """Where the lane has a chunk of its row of K."""
+            """Offset of a chunk of the lane's row of K."""
             return row * ROW_BYTES + ((number ^ turned(row, size)) << 4)
 
         self.read_keys_at = [chunk(pair * 2 + i, 2) for i in range(2)]
@@ -102,33 +102,33 @@ class Queue:
         return self.ring + turn % spec.variant.stages * spec.stage_bytes
 
     def take(self, turn: Any) -> Any:
-        """The stage of a turn, whose strip has arrived."""
+        """Waits for the strip of a turn and returns its stage."""
         self.lane.m.wait_for_copies(self.lane.spec.variant.stages - 1)
         self.lane.m.sync()
         return self._stage(turn)
 
     def refill(self, turn: Any, chosen: bool, meets: bool = False) -> None:
-        """Asks for the strip of `turn`, if there is one.
+        """Loads the strip of `turn`, if it exists.
 
         Args:
-          chosen: the blocks are known.
-          meets: the cluster may not have been waited for.
+          chosen: Whether the blocks are known.
+          meets: Whether the warp may still have to wait for the cluster.
         """
         m = self.lane.m
         end = self.total if chosen else self.limit
-        m.sync()  # what it is copied over has been read
+        m.sync()  # the overwritten strip has been read
         if meets:
             m.when(m.same(turn, self.meeting), m.wait_for_cluster)
         m.when(turn < end, lambda: self._copy(turn, chosen))
         m.end_copies()
 
     def fill_before_meeting(self) -> None:
-        """Asks for those of the first strips that were there before the launch."""
+        """Loads the first strips that existed before the launch."""
         last = self.lane.m.smaller(self.meeting, self.limit)
         self._first_turns(lambda turn: turn < last, False)
 
     def fill(self) -> None:
-        """Asks for the rest of the first strips."""
+        """Loads the rest of the first strips."""
         m = self.lane.m
 
         def rest(turn):
@@ -138,15 +138,15 @@ class Queue:
         self._first_turns(rest, False)
 
     def catch_up(self, done: Any) -> None:
-        """Asks for the selected strips among the next `stages` after `done` turns, which were
-        left out while the blocks were not known.
+        """Loads the selected strips among the next `stages` after `done` turns, which were skipped
+        while the blocks were not known.
         """
         self.lane.m.sync()
         left_out = lambda turn: (turn >= self.limit) & (turn < self.total)
         self._first_turns(left_out, True, done)
 
     def _first_turns(self, wanted, chosen: bool, done: Any = 0) -> None:
-        """Asks for those of `stages` turns after `done` that are `wanted`."""
+        """Loads the strips of `stages` turns after `done` that are `wanted`."""
         m = self.lane.m
 
         def turn(i, nothing):
@@ -193,8 +193,8 @@ class Queue:
     # Products.
 
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
-        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`; `units`: of a strip
-        of keys in fp8, with the query of `half_query`.
+        """`scale log2(e) Q K^T` of a strip: two tiles of `[16 heads, 8 keys]`. A strip of keys in
+        fp8 needs the query and the `units` of `half_query`.
         """
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
@@ -213,7 +213,7 @@ class Queue:
                 else:
                     k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
                 whole = [k[:2], k[2:]] if units is None else map(m.widened, k)
-                for words in whole:  # in two sums, of which neither waits for the other
+                for words in whole:  # in two independent sums
                     own, operands = sums[products % 2], (query[products], words)
                     dtype = spec.dtype if units is None else "float16"
                     sums[products % 2] = m.multiply(own, *operands, dtype)
@@ -226,14 +226,14 @@ class Queue:
         return tiles
 
     def _scales(self, stage: Any) -> list[Words]:
-        """Of the keys of the lane's columns of two tiles."""
+        """Scales of the keys in the lane's columns of two tiles."""
         m, at = self.lane.m, stage + self.lane.pair * 8
         places = [self.lane.spec.scales_at + 32 * tile for tile in range(2)]
         return [[m.real(x) for x in m.read_words(at, 2, place)] for place in places]
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
-        """Zeros in place of the values of a strip from key `first` on that are not those from `low`
-        to before `high`: what was never written may be NaN, and 0 * NaN is not 0.
+        """Zeroes the values of a strip from key `first` on that are outside `low .. high - 1`,
+        since values that were never written may be NaN, and 0 * NaN is not 0.
         """
         m, lane, spec = self.lane.m, self.lane, self.lane.spec
         row_bytes = spec.token_bytes * spec.Dv
@@ -273,13 +273,12 @@ class Queue:
     def add_rounded(
         self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """`add` of values in fp8.
+        """`add` for values in fp8.
 
         Args:
-          state: `acc`, and the power of two that all of it is multiplied by, so that p times scales
-            fits float16.
-          p: in float32.
-          most: of the lane's p, from 0.
+          state: `acc`, and its factor, a power of two with which p times scales fits float16.
+          p: P in float32.
+          most: Largest of the lane's p, from 0.
         """
         m, spec = self.lane.m, self.lane.spec
         stage, (acc, unit) = self.take(turn), state
@@ -319,8 +318,8 @@ class Queue:
 
 
 def _power(m: Any, bits: Any, exponent: int) -> Any:
-    """The power of two, within what float32 has, that takes a number from 0, of which `bits` are
-    the bits, to at least 2^exponent and less than twice that.
+    """The power of two in the range of float32 by which a number from 0 with these bits becomes at
+    least 2^exponent and less than twice that.
     """
     own = m.smaller(m.larger(254 + exponent - (bits >> 23), 1), 253)
     return m.real(own << 23)
@@ -336,11 +335,11 @@ class _Pages:
     """The pages of a branch's keys or values.
 
     Attributes:
-      rows: of a page.
-      row_bytes: of a row and head.
-      size: bytes of an element.
-      address: of the head's first row.
-      scales: of the head's first scale, of pages in fp8.
+      rows: Rows of a page.
+      row_bytes: Bytes of a row and head.
+      size: Bytes of an element.
+      address: Address of the head's first row.
+      scales: Address of the head's first scale, for pages in fp8.
     """
 
     lane: Lane
@@ -355,7 +354,7 @@ class _Pages:
         return (self.row_bytes, self.size) == (other.row_bytes, other.size)
 
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
-        """These pages, or others that are alike."""
+        """These pages if `condition` holds, otherwise the other ones, which must be alike."""
         m, scales = self.lane.m, self.scales
         if scales is not None:
             scales = m.where(condition, scales, other.scales)
@@ -365,10 +364,10 @@ class _Pages:
     def _places(
         self, base: Any, first: Any, row: Any, step: int, row_bytes: int, column: Any
     ) -> list[tuple[Any, int]]:
-        """Of byte `column` of rows `row`, `row + step`, .. of a strip, `row` below `step`: an
-        address, and how far behind it. Each row has all heads.
+        """For byte `column` of rows `row`, `row + step`, .. of a strip, `row` below `step`: an
+        address, and the offset from it. Each row has all heads.
 
-        All pages are read from the table first, so that these reads are under way together.
+        All pages are read from the table first, so that these reads are in flight together.
         """
         m = self.lane.m
         shift, last = self.rows.bit_length() - 1, self.rows - 1
@@ -410,7 +409,9 @@ class _Pages:
             self._copy_scales(to, first)
 
     def _copy_scales(self, to: Any, first: Any) -> None:
-        """Behind the strip, four a lane; a page has those of a head together."""
+        """Copies the scales behind the strip, four per lane; those of a head are contiguous in a
+        page.
+        """
         m, spec, lane = self.lane.m, self.lane.spec, self.lane.lane
         row = (lane & 3) << 2
         shift, last = self.rows.bit_length() - 1, self.rows - 1
@@ -445,9 +446,8 @@ def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Wo
 
 
 def half_query(lane: Lane, query: list[Words]) -> tuple[list[Words], Words]:
-    """Q in float16, of which each row is multiplied by a power of two so that it fits, as of
-    `query_fragments`; and what products with the lane's two rows are to be multiplied by, with the
-    logits' scale.
+    """Q in float16, in the order of `query_fragments`, with each row scaled by a power of two to
+    fit; and the factors of products with the lane's two rows, which include the logits' scale.
     """
     m, spec = lane.m, lane.spec
     powers, units = [], []

@@ -1,17 +1,18 @@
 """The blocks that a decode step selects: forced ones, and the best of the others.
 
-Every CTA has the scores of all blocks, so each makes the same list: its warps find the `free`
-best of their own blocks, then each warp finds where its best stand among all that were found.
-A block stands before another of a lower score, and of equal ones before a higher block. Scores
-are not negative, so their bits are compared as integers.
+Every CTA has the scores of all blocks, so all CTAs compute the same list: the warps find the `free`
+best of their own blocks, then each warp ranks its best among those of all warps. A block precedes
+blocks of lower scores, and higher blocks of equal score. Scores are not negative, so their bits are
+compared as integers.
 
-    32 blocks per warp    each lane counts the lanes whose block stands before its own
+    32 blocks per warp  each lane counts the lanes whose block precedes its own
     more                winners are extracted one by one: a lane's best, the warp's highest
                         score, the lowest block among equals
-    of all warps        each lane counts what stands before its own, read by all lanes at once
+    of all warps        each lane counts the blocks that precede its own, which all lanes read
+                        together
 
-Bound by latency: what is counted does not depend on what was counted before; an extraction
-waits twice for a reduction over the warp.
+Bound by latency: the counts are independent of each other; an extraction waits twice for a
+reduction over the warp.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ NO_BLOCK = 2**31 - 1
 
 
 def select(lane: Lane, work: Work) -> Any:
-    """The selected blocks, one a lane in no order; -1 in the lanes that have none."""
+    """The selected blocks, one per lane in no order; -1 in lanes without a block."""
     m, spec = lane.m, lane.spec
     forced = spec.num_initial + spec.num_local
     best = m.word(NO_BLOCK)
@@ -45,7 +46,7 @@ def select(lane: Lane, work: Work) -> Any:
 
 
 def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any) -> None:
-    """Writes the list `[tokens, Hkv, n]` of a token; empty places at the end."""
+    """Writes the list `[tokens, Hkv, n]` of a token, with empty slots at the end."""
     m, spec = lane.m, lane.spec
     key = m.where(block >= 0, block, NO_BLOCK)
 
@@ -61,8 +62,8 @@ def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any
 
 
 def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
-    """Bits of the scores of a lane's blocks, `NO_SCORE` for those that are not free, and which
-    blocks they are.
+    """Bits of the scores of a lane's blocks, `NO_SCORE` for blocks that are not free, and the
+    blocks.
     """
     m, spec = lane.m, lane.spec
     warps, capacity = spec.variant.warps, spec.variant.capacity
@@ -81,9 +82,9 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
 
 
 def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """In lane r the rank r, the score and the block of it, `NO_SCORE` past the last.
+    """In lane r the rank r, its score and its block, `NO_SCORE` past the last one.
 
-    A lane's blocks are sorted first, so that only its best one has a part in an extraction.
+    A lane's blocks are sorted first, so that an extraction only compares the best of each lane.
     """
     m, scores, blocks = lane.m, list(scores), list(blocks)
     for end in range(len(scores) - 1, 0, -1):
@@ -111,12 +112,12 @@ def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
 
 
 def _before(m: Any, score: Any, block: Any, other_score: Any, other: Any) -> Any:
-    """Whether a block stands before another."""
+    """Whether a block precedes another."""
     return (score > other_score) | (m.same(score, other_score) & (block < other))
 
 
 def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """`_best` of one block per lane, in the order of the lanes: ranks, scores, blocks."""
+    """`_best` for one block per lane, in the order of the lanes: ranks, scores, blocks."""
     m, (score,), (block,) = lane.m, scores, blocks
 
     def count(i, state):
@@ -128,16 +129,16 @@ def _ranked(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
 
 
 def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
-    """The best of what the warps of this CTA found, which are those of all blocks.
+    """The best blocks of all warps of this CTA, which are the best of all blocks.
 
     Args:
-      rank: of the lane's block among its warp's, of which the first count.
+      rank: Rank of the lane's block among its warp's; only the first ones are used.
     """
     m, spec = lane.m, lane.spec
     slots, found = spec.found_slots, lane.place("found")
     winners = lane.place("winners")
     own = found + lane.warp * (8 * slots)
-    m.sync_cta()  # what lies there has been read
+    m.sync_cta()  # the overwritten scores have been read
     m.write_words(own + rank * 8, [score, block], only=rank < slots)
     m.write(winners + lane.lane * 4, NO_BLOCK, only=m.same(lane.warp, 0))
     m.sync_cta()

@@ -1,8 +1,8 @@
 """dk and dv: key-stationary, of intervals of queries and of query lists, then merged.
 
-A step brings Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) to a
-warpgroup's 64 keys. Products are transposed, keys x queries, of all rows or of half of them at
-once (`Dkv.rows_at_once`), the other half after it:
+A step combines Q and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`) with a
+warpgroup's 64 keys. Products are transposed, keys x queries, with all rows or first one half of
+them and then the other (`Dkv.rows_at_once`):
 
     1. S^T   = K Q^T                                       [64 keys, rows at once]
     2. gP^T  = +-exp2(scale * log2(e) * S^T - shift)
@@ -11,31 +11,30 @@ once (`Dkv.rows_at_once`), the other half after it:
     5. dS^T  = gP^T * (dP^T - delta)
     6. dK   += dS^T Q                                      [64, D], times scale at the end
 
-shift and delta are those of `row_stats`; shift holds the gate. gP^T and dS^T stay in registers,
-as the left operand of 4 and 6. 3 is multiplied beside 4, and 5 is made beside the latter. The G
-query heads of a key/value head are rows of the query tile, so these products sum over them: GQA
-needs no reduction of its own.
+shift and delta are in `row_stats`; shift holds the gate. gP^T and dS^T stay in registers, as the
+left operand of 4 and 6. Product 3 runs in parallel with 4, and 5 is computed during 4. The G query
+heads of a key/value head are rows of the query tile, so these products sum over them: GQA needs no
+separate reduction.
 
 Intervals: the queries that see a tile of keys are neighbours. A CTA has 128 keys: a producer
-warpgroup, and two consumer warpgroups of 64 keys each; one where
-D + Dv > 384. The producer fills the stages of a ring buffer with query tiles of 64 rows, as the
-consumers leave them. Steps at both ends of an interval are masked; between them no key is
-compared. A consumer leaves out the steps of which no query sees its 64 keys.
+warpgroup, and two consumer warpgroups of 64 keys each, or one consumer if D + Dv > 384. The
+producer fills the stages of a ring buffer with query tiles of 64 rows, as the consumers release
+them. Steps at both ends of an interval are masked; between them no key is compared. A consumer
+skips the steps in which no query sees its 64 keys.
 
-Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products a pair: compressed 8.8 TFLOP =
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
 8.9 ms, sliding 2.2 TFLOP. Products that read their operands from shared memory bound both: a step
-of two warpgroups takes 2048 cycles of the tensor cores, in which shared memory moves 192 KB to
-them (1536 cycles), 32 KB of copies (256) and statistics (256). Where K and V fit in registers
+of two warpgroups needs 2048 cycles of the tensor cores, in which shared memory moves 192 KB to
+them (1536 cycles), 32 KB of copies (256) and statistics (256). If K and V fit in registers
 (D + Dv <= 128), products read a third less.
 
 Query lists, of the selected branch. A CTA is one warpgroup with 64 keys. A step has 64 query
-rows: several query tiles, each of which
-one of the four warps starts to copy as soon as all are done with the stage. Of dS^T, which 6. of
-a step multiplies, a copy may go to memory, where `stored_ds.py` finds it.
+rows: several query tiles. One of the four warps starts to copy each tile as soon as all warps have
+read the stage. dS^T, which product 6 reads, may also be written to memory for `stored_ds.py`.
 
-Stages: as many as two CTAs on an SM have room for, 2 to 4. Floors at B=1 H=64 Hkv=4 D=Dv=128
-T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which come from L2 for work
-items that run together.
+Stages: 2 to 4, the largest number with which two CTAs fit on an SM. Floors at B=1 H=64 Hkv=4
+D=Dv=128 T=65536 on an H100: 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows, which work items that
+run together read from L2.
 """
 
 import functools
@@ -71,8 +70,8 @@ from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
 from kernels_pallas.specs.work_items import WorkItem, part_column
 
 COLUMNS = 8  # query rows whose statistics are in registers at a time
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # a thread, of intervals
-AT_ONCE = 2, 1  # partials that are on their way together in the merge
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread, for intervals
+AT_ONCE = 2, 1  # partials that the merge loads together
 
 
 def down(column):
@@ -81,19 +80,19 @@ def down(column):
 
 
 def key_index(first_key, wg=0):
-    """Of a product's rows, which key each is: float32 `[64, 8]`, of the warpgroup `wg`."""
+    """The key of each row of a product: float32 `[64, 8]`, for the warpgroup `wg`."""
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 
 
 class KeyTile:
-    """A work item as its CTA knows it: a tile of keys, and the query tiles to be summed over.
+    """A CTA's work item: a tile of keys, and the query tiles to be summed over.
 
     Attributes:
-      b, g: batch row and key/value head.
-      begin, end: of its query tiles, or of its entries in the query lists.
-      partial: where the sums are written.
-      steps: how many the queries are.
+      b, g: Batch row and key/value head.
+      begin, end: Bounds of its query tiles, or of its entries in the query lists.
+      partial: Index of the partial that it writes.
+      steps: Number of steps.
     """
 
     def __init__(self, spec: Dkv, refs: Any):
@@ -109,26 +108,29 @@ class KeyTile:
         self.steps = div(self.end - self.begin + (per_step - 1), per_step)
 
     def exists(self):
-        """Whether there is a work item, and not an empty place in the table."""
+        """Whether the row of the table is a work item, not empty."""
         return self.refs.work_items[self.refs.cta.item, 0] >= 0
 
-    def bounds(self, column) -> list:
-        """Four columns of the work item from `column` on, counted from `begin`: where the queries
-        begin, where those that see all keys begin and end, and where all end.
-        """
-        item = self.refs.cta.item
-        return [self.refs.work_items[item, column + i] - self.begin for i in range(4)]
+    def ranges(self, column, first=None, last=None) -> tuple:
+        """The first step, the first and the end of the unmasked steps, and the end of all steps.
 
-    def unmasked(self, begin, end, first, last) -> tuple:
-        """The steps, from `first` to `last - 1`, of the query tiles `begin .. end - 1` alone."""
-        per_step = self.spec.tiles_per_step
-        unmasked_first = div(begin + (per_step - 1), per_step)
+        Args:
+          column: Index in the work item of the begin of the queries. The begin and the end of the
+            queries that see all keys follow it, then the end of all.
+          first, last: The first and the end of all steps. Defaults to the bounds in the work item.
+        """
+        item, per_step = self.refs.cta.item, self.spec.tiles_per_step
+        begin, full_begin, full_end, end = (
+            self.refs.work_items[item, column + i] - self.begin for i in range(4)
+        )
+        first, last = (begin, end) if first is None else (first, last)
+        unmasked_first = div(full_begin + (per_step - 1), per_step)
         unmasked_first = jnp.clip(unmasked_first, first, last)
-        unmasked_last = div(end, per_step)
-        return unmasked_first, jnp.clip(unmasked_last, unmasked_first, last)
+        unmasked_last = jnp.clip(div(full_end, per_step), unmasked_first, last)
+        return first, unmasked_first, unmasked_last, last
 
     def stage(self, i):
-        """Of the ring buffer, that of step `i`."""
+        """The stage of step `i` in the ring buffer."""
         return rem(i, self.spec.stages)
 
     def load_query_tile(self, i, t, tile) -> None:
@@ -156,9 +158,9 @@ class KeyTile:
         self.buffers.clear_rows(self.refs.do_s, self.spec.tiles_per_step)
         plgpu.commit_smem()
 
-    def sum_steps(self, wg, walk: Callable[..., Sequence[Any]]) -> None:
-        """Writes dK and dV of the 64 keys of warpgroup `wg`: what `walk(keys, sums)` returns, from
-        the left operands K and V and from zeros.
+    def sum_steps(self, wg, loop: Callable[..., Sequence[Any]]) -> None:
+        """Writes dK and dV of the 64 keys of warpgroup `wg`: the result of `loop(keys, sums)` for
+        the left operands K and V and for zeros.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
         for source, ring in ((refs.key, refs.key_s), (refs.value, refs.value_s)):
@@ -176,7 +178,7 @@ class KeyTile:
         left = (refs.key_s, wg), (refs.value_s, wg)
         if spec.keys_in_registers:
             left = tuple(buffers.in_registers(*operand) for operand in left)
-        sums = list(walk(left, zeros))
+        sums = list(loop(left, zeros))
         keys = pl.ds(wg * ROWS, ROWS)
         if spec.want_dv:
             refs.dv_partials.at[self.partial, keys][...] = sums.pop()
@@ -189,13 +191,13 @@ class KeyTile:
         """The sums of dK and dV after the query rows of a step, whose copies have arrived.
 
         Args:
-          stage: where they lie.
-          keys: the left operands K and V, 64 keys.
-          visible: called with the first of eight columns, and with first and last key of their
-            statistics: which query sees which key, `[64, 8]`; None means all see all.
-          selected: called with the first of eight columns: whether the token of a column selected
-            the block of its entry, `[8]`; None means all did, or `visible` knows.
-          take_ds: called with dS^T, in 16 bits.
+          stage: Stage of the rows.
+          keys: The left operands K and V, 64 keys.
+          visible: Function of the first of eight columns, and of the first and last key of their
+            statistics: which query sees which key, `[64, 8]`. None means that all see all.
+          selected: Function of the first of eight columns: whether the token of a column selected
+            the block of its entry, `[8]`. None means that all did, or that `visible` checks it.
+          take_ds: Called with dS^T, in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers
         key, value = keys
@@ -239,7 +241,7 @@ class KeyTile:
                 (dp,) = buffers.finish(dp, running=int(spec.want_dv))
                 ds = []  # 5. dS^T
                 for j, of_column in zip(columns, p, strict=True):
-                    # Read again: kept from above they would take 16 registers.
+                    # Read again, since keeping delta from above would need 16 registers.
                     delta = stats_of_columns(j)[1]
                     part = dp[:, j - first : j - first + COLUMNS] - down(delta)
                     ds.append((of_column * part).astype(dtype))
@@ -252,11 +254,9 @@ class KeyTile:
 
 
 def _scratch(spec: Dkv) -> dict[str, Any]:
-    """What lies in shared memory, in this order."""
+    """The arrays in shared memory, in this order."""
     buffers = Buffers.of(spec, spec.query_tile)
-    copies = (
-        spec.D + spec.Dv
-    ) // spec.query_tile.slab  # of K and V, and of Q and dO: one a slab
+    copies = (spec.D + spec.Dv) // buffers.slab  # of K and V, and of Q and dO
     per_step, stages = spec.tiles_per_step, spec.stages
     stats = stages, per_step * spec.stats_rows, ROW_STATS
     return {
@@ -265,10 +265,19 @@ def _scratch(spec: Dkv) -> dict[str, Any]:
         "query_s": buffers.rows(stages, spec.D, per_step),
         "do_s": buffers.rows(stages, spec.Dv, per_step),
         "stats_s": plgpu.SMEM(stats, jnp.float32),
-        "keys_full": plgpu.Barrier(num_arrivals=copies, num_barriers=spec.consumers),
-        "step_full": plgpu.Barrier(num_arrivals=(copies + 1) * per_step, num_barriers=stages),
-        "step_free": plgpu.Barrier(num_arrivals=spec.consumers, num_barriers=stages),
+        "keys_full": operands.barriers(copies, spec.consumers),
+        "step_full": operands.barriers((copies + 1) * per_step, stages),
+        "step_free": operands.barriers(spec.consumers, stages),
     }
+
+
+def _over_steps(step, ranges, sums):
+    """`sums = step(under_mask, i, sums)` for all steps of `KeyTile.ranges`."""
+    first, unmasked_first, unmasked_last, last = ranges
+    masked, unmasked = (functools.partial(step, x) for x in (True, False))
+    sums = lax.fori_loop(first, unmasked_first, masked, sums)
+    sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
+    return lax.fori_loop(unmasked_last, last, masked, sums)
 
 
 def partials_of_intervals(kernel: Kernel) -> Callable:
@@ -293,27 +302,21 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
             return sums
 
         def skip(i, _):
-            """Leaves a step of which no query sees a key of this warpgroup."""
+            """Skips a step in which no query sees a key of this warpgroup."""
             stage = tile.stage(i)
             plgpu.barrier_wait(refs.step_full.at[stage])
             plgpu.barrier_arrive(refs.step_free.at[stage])
 
         def consume(wg, keys, sums):
             """Adds all steps to the sums of warpgroup `wg`."""
-            first, unmasked_begin, unmasked_end, last = tile.bounds(part_column(wg))
-            unmasked_first, unmasked_last = tile.unmasked(
-                unmasked_begin, unmasked_end, first, last
-            )
-            masked, unmasked = (functools.partial(step, wg, keys, x) for x in (True, False))
+            first, *_, last = ranges = tile.ranges(part_column(wg))
             lax.fori_loop(0, first, skip, None)
-            sums = lax.fori_loop(first, unmasked_first, masked, sums)
-            sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
-            sums = lax.fori_loop(unmasked_last, last, masked, sums)
+            sums = _over_steps(functools.partial(step, wg, keys), ranges, sums)
             lax.fori_loop(last, steps, skip, None)
             return sums
 
         def produce():
-            """Fills the stages with query tiles, as consumers leave them."""
+            """Fills the stages with query tiles, as consumers release them."""
 
             def load(i, _):
                 stage = tile.stage(i)
@@ -325,7 +328,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
                 tile.load_query_tile(i, 0, tile.begin + i)
 
             lax.fori_loop(0, steps, load, None)
-            if spec.interpret:  # which wants every completed phase waited for
+            if spec.interpret:  # the interpreter requires a wait for every completed phase
 
                 def drain(i, _):
                     plgpu.barrier_wait(refs.step_free.at[tile.stage(i)])
@@ -360,7 +363,7 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
 
 
 class Entries:
-    """The entries of a work item in the query lists, `tiles_per_step` of them a step."""
+    """The entries of a work item in the query lists, `tiles_per_step` per step."""
 
     def __init__(self, spec: Dkv, refs: Any, tile: KeyTile):
         self.spec, self.refs, self.tile = spec, refs, tile
@@ -371,7 +374,7 @@ class Entries:
             self.copies = RowCopies(tile.buffers, self.group, divisor)
 
     def of_step(self, array, i) -> list:
-        """What `array`, the query list or the token bits, has for the entries of step `i`."""
+        """Elements of `array`, the query list or the token bits, for the entries of step `i`."""
         begin, end = self.tile.begin, self.tile.end
         at = [begin + i * self.per_step + t for t in range(self.per_step)]
         # A work item without entries must not read before the first one of all.
@@ -379,11 +382,11 @@ class Entries:
         return [array[entry] + 0 for entry in at]
 
     def token(self, entry):
-        """Of an entry that is a place in the selection."""
+        """The token of an entry that is a position in the selection."""
         return div(entry, self.spec.Hkv * self.spec.selection_entries)
 
     def ds_places(self, i) -> list:
-        """The places in ds of the tokens of step `i`; past the last one nowhere."""
+        """The indices in ds of the tokens of step `i`; `NO_ENTRY` past the last one."""
         refs, tile = self.refs, self.tile
         count, places = jnp.int32(self.spec.selection_entries), []
         first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
@@ -394,8 +397,8 @@ class Entries:
         return places
 
     def query_tiles(self, i) -> list:
-        """The query tiles of step `i`; none if they are single tokens, which are many: these are
-        prefetched into L1, and `load` reads them there.
+        """The query tiles of step `i`; none if they are single tokens, which are prefetched into
+        L1 for `load`.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:
@@ -407,7 +410,7 @@ class Entries:
         return []
 
     def wait(self, i) -> None:
-        """The copies of step `i` have arrived."""
+        """Waits for the copies of step `i`."""
         if self.copies is None:
             plgpu.barrier_wait(self.refs.step_full.at[self.tile.stage(i)])
             return
@@ -415,7 +418,7 @@ class Entries:
         plgpu.commit_smem()
 
     def load(self, i, tiles, varies: bool) -> None:
-        """Starts the copies of step `i`: a warp takes every fourth query tile."""
+        """Starts the copies of step `i`; each warp copies every fourth query tile."""
         if (copies := self.copies) is not None:
             pl.when(i < self.tile.steps)(lambda: self._load_by_lanes(copies, i))
             copies.commit()
@@ -443,7 +446,7 @@ class Entries:
     # Masks.
 
     def _token_of_column(self, row):
-        """The tokens of eight columns of a query tile, the first of which is `row`."""
+        """The tokens of eight columns of a query tile from `row` on."""
         column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
         column = plgpu.layout_cast(column, PER_COLUMN)
         return div(column + row, self.group)
@@ -455,8 +458,8 @@ class Entries:
         return lax.shift_right_logical(bits, token) & 1 == 1
 
     def visible(self, first, token_bits, j, key_begin, key_end):
-        """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end`: of their
-        statistics; `first`: the first entry of the step.
+        """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end` is from
+        their statistics, `first` is the first entry of the step.
         """
         spec, end, first_key = self.spec, self.tile.end, self.tile.first_key
         key = key_index(first_key)
@@ -480,7 +483,7 @@ def partials_of_lists(kernel: Kernel) -> Callable:
     stored = StoredDs(spec.query_tile.rows, spec.selection_entries, bool(spec.interpret))
 
     def body(refs):
-        # `shard_map` lets nothing that varies along its mesh into `warp_map`.
+        # `shard_map` does not allow values that vary along its mesh in `warp_map`.
         varies = any(
             jax.typeof(x).manual_axis_type.varying
             for x in (refs.query, refs.do, refs.row_stats)
@@ -509,21 +512,16 @@ def partials_of_lists(kernel: Kernel) -> Callable:
             entries.load(i + spec.stages, following, varies)
             return sums
 
-        def walk(keys, sums):
-            bounds = tile.bounds(WorkItem._fields.index("begin"))
-            first, last = jnp.int32(0), tile.steps
-            unmasked_first, unmasked_last = tile.unmasked(bounds[1], bounds[2], first, last)
-            masked, unmasked = (functools.partial(step, keys, x) for x in (True, False))
-            sums = lax.fori_loop(first, unmasked_first, masked, sums)
-            sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
-            return lax.fori_loop(unmasked_last, last, masked, sums)
+        def loop(keys, sums):
+            ranges = tile.ranges(WorkItem._fields.index("begin"), jnp.int32(0), tile.steps)
+            return _over_steps(functools.partial(step, keys), ranges, sums)
 
         @pl.when(tile.exists())
         def _():
             tile.clear_padding_rows()
             for i in range(spec.stages):
                 entries.load(jnp.int32(i), entries.query_tiles(jnp.int32(i)), varies)
-            tile.sum_steps(0, walk)
+            tile.sum_steps(0, loop)
 
     return build_kernel(
         kernel,
@@ -536,7 +534,7 @@ def partials_of_lists(kernel: Kernel) -> Callable:
 
 def merge(kernel: Kernel) -> Callable:
     """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of 64 keys and a slab
-    of columns, in their order. Bandwidth bound, but where a tile has hundreds of partials.
+    of columns, in their order. Bandwidth bound, unless a tile has hundreds of partials.
     """
     spec: Dkv = kernel.spec
     buffers = Buffers.of(spec, spec.query_tile)
@@ -548,7 +546,7 @@ def merge(kernel: Kernel) -> Callable:
         if spec.stored_rows:
             row += refs.ds_chunk[FIRST_ROW]
         b, g = div_rem(row, spec.Hkv)
-        # Which work items' tile these 64 keys belong to, and which half of it they are.
+        # The work items' tile of these 64 keys, and their half of it.
         key_tile = div(tile, spec.consumers)
         keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
         mine = row * refs.sizes.key_tiles + key_tile

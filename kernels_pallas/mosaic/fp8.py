@@ -1,10 +1,10 @@
 """Numbers in e4m3 as operands of products (`wgmma.py`): pairs of them, int16.
 
-A product wants four neighbours of a row of its left operand in a lane, and has two neighbours of
-its result there, and two more eight columns on. So columns that are summed over lie in another
-order in groups of 16, in both operands, and a result becomes a left operand without a shuffle:
+A lane holds four neighbours of a row of a left operand, but two neighbours of a result and two more
+eight columns on. So the columns that are summed over are permuted in groups of 16, in both
+operands, and a result becomes a left operand without a shuffle:
 
-    column 8 j + 2 t + e of a group   lies at place 4 t + 2 j + e      t < 4,  j, e < 2
+    column 8 j + 2 t + e of a group   is stored at 4 t + 2 j + e      t < 4,  j, e < 2
 """
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def pairs(x, interpret: bool):
         return_type=plgpu.ShapeDtypeStruct((rows, columns // 2), jnp.int16, layout=MATRIX),
     )
     def pack(_, x):
-        # Of each eight columns: two of a row, then two of the row eight below.
+        # For each eight columns: two of a row, then two of the row eight below.
         values, words = wgmma.registers(x), []
         for first in range(0, len(values), 8):
             for row in range(2):
@@ -50,7 +50,7 @@ def numbers(x):
 
 
 def _word(four):
-    """Four float32 rounded, in a word; beyond the range they are its ends."""
+    """Four float32, rounded and clamped to the range, in a word."""
     text = (
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"

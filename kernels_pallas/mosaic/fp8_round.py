@@ -1,9 +1,9 @@
 """Keys and values rounded to e4m3, in the order in which products read them.
 
-Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp sums a
-chunk of tokens; then it adds up the chunks of its columns and rounds two tiles of 64 places, 16 at
-a time: these are the two words of e4m3 of a value's column, and of two keys two lanes exchange a
-word each.
+Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of the
+first kernel sums a chunk of tokens. A warp of the second kernel adds up the chunks of its columns
+and rounds `TILES` tiles of 64 slots, 16 at a time: 16 numbers of a value's column are four words of
+e4m3, and for two keys two lanes exchange a word each.
 Tile: 32 words per warp, four warps per CTA; no shared memory.
 Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128 both read 134 MB, and `round_tokens` writes 67 MB.
 """
@@ -15,12 +15,12 @@ from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.fp8 import CHUNKS, GROUP, LOADS, TILES, Rounding
 from kernels_pallas.specs.tile import ROWS
 
-FINITE = 3.4e38  # what is larger is infinite
-EXPONENT = 23  # where it begins in the bits of a float32
+FINITE = 3.4e38  # larger numbers are infinite
+EXPONENT = 23  # lowest bit of the exponent of a float32
 AT_MOST = 7  # the largest number becomes 2^7 to 2^8
 LEAST = 27 << EXPONENT  # bits of the smallest scale, 2^-100
 SUMS = 16  # bytes of two columns of a chunk
-BATCH = 8  # chunks that are asked for together
+BATCH = 8  # chunks that are loaded together
 HALF = (1 << 16) - 1  # of a word
 
 
@@ -59,7 +59,7 @@ def add_up(warp: Any, spec: Rounding, sizes, refs) -> None:
 
 
 def _last(warp: Any, sizes, refs) -> Any:
-    """Where the tokens of a row end."""
+    """The end of the tokens of a row."""
     return warp.smaller(sizes.S, warp.fetch(warp.element(refs.end, (refs.row, 4))))
 
 
@@ -99,7 +99,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
                 scaled = []
                 for each, pair in enumerate(loaded):
                     there = key + each < stop
-                    # What is infinite becomes NaN, otherwise it would be rounded to a number.
+                    # Infinite numbers become NaN; otherwise they would be rounded to a number.
                     pair = [
                         warp.where(there, (x - m + (x - x)) * s, 0.0)
                         for x, m, s in zip(pair, mean, inverse, strict=True)
@@ -114,7 +114,7 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         warp.repeat(TILES, tile, [])
 
     def statistics(side, sums, count) -> tuple[list, list]:
-        """Of the lane's columns the mean, and the bits of the scale."""
+        """The mean of the lane's columns, and the bits of the scale."""
 
         def add(turn, found):
             loaded = []
@@ -140,8 +140,8 @@ def round_all(warp: Any, spec: Rounding, sizes, refs) -> None:
         return mean, scale
 
     def write_keys(side, place, scaled, exists) -> None:
-        """Lane 4 j + t of eight has columns 8 j + 2 t and the next one; the word at 4 t has those
-        of both j.
+        """Lane 4 j + t of eight has columns 8 j + 2 t and 8 j + 2 t + 1; the word at 4 t has the
+        columns of both j.
         """
         words = 2 * side.words // 4
         high = (side.column >> 2) & 1

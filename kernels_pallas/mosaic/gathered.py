@@ -1,15 +1,15 @@
 """Selected attention block by block: queries that selected a block are gathered, then merged.
 
-Algorithm: of each token and far block j a softmax of one block with its lse_log2, or the query's
-gradient by the statistics of the whole row (formulas: `softmax.py`):
+Algorithm: for each token and far block j a softmax of one block with its lse_log2, or dQ from the
+statistics of the whole row (formulas: `softmax.py`):
 
     forward   S = Q K_j^T [64, block],  P = 2^(c S - m),  O_j = P V_j / l
     dq        S = Q K_j^T, dP = dO V_j^T,  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
 
 Loop order: key-stationary. A CTA is one warpgroup with one work item, a selection block of 64 or
 128 keys, which stays in shared memory, and some of the entries (token, slot) that chose it. A step
-gathers the query heads of as many tokens as 64 rows have room for, so that no product is wasted,
-and scatters as many results:
+gathers the query heads of the tokens that fit in 64 rows, so that no product is wasted, and
+scatters their results:
 
     load(0)
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
@@ -19,7 +19,7 @@ A far block ends before the first token of its tile, so its tokens see all of it
 the next step are read one step ahead, so that its copies find them in the cache.
 Tiles: 64 // G tokens x G heads, and one block.
 
-The merge: (O, m, l) begins as the output of the walk over a tile's near blocks (`selected.py`), its
+The merge: (O, m, l) begins as the output of the loop over a tile's near blocks (`selected.py`), its
 log-sum-exp in log2, and 1. Then, per slot j of a token's selection that has a far block, in the
 order of slots,
 
@@ -29,15 +29,15 @@ order of slots,
               result O / l,  lse = (m + log2 l) ln 2
     dq        dQ' = dQ + dQ_j
 
-Tiles that are not gathered have the walk's. Slots without a far block are passed over: what their
-partials hold is undefined. Those before the first and after the last one that a token of the tile
-has are not read. Loop order: query-stationary, some tiles of 64 rows a CTA, one after the other;
-the partials of the next slots are in flight. Where a row of a segment has no work items, nothing
-else is read.
+Tiles that are not gathered keep the result of the loop. Slots without a far block are skipped,
+since their partials are undefined. Slots before the first and after the last far block of the
+tile's tokens are not read. Loop order: query-stationary, a few tiles of 64 rows per CTA, one after
+the other; the partials of the next slots are in flight. If a row of a segment has no work items,
+nothing else is read.
 
-Bound: HBM, which writes the partials, and reads them once. Floors at B=1 H=32 Hkv=8 D=Dv=128
-T=32768, 13 far blocks a token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq 0.67 TFLOP = 0.67 ms;
-partials are 3.5 GB, written and read 2.1 ms.
+Bound: HBM, in which the partials are written and read once. Floors at B=1 H=32 Hkv=8 D=Dv=128
+T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq 0.67 TFLOP = 0.67 ms;
+partials are 3.5 GB, written and read in 2.1 ms.
 """
 
 import functools
@@ -69,19 +69,19 @@ class Rows(NamedTuple):
     kv_head: Any
     token: Any  # [64]
     entry: Any  # [64], `(token * Hkv + kv_head) * n + slot`
-    segment_token: Any  # the first one of the segment
-    first: Any  # the place of the first row's entry among `entries`
-    end: Any  # where the entries of the work item end
+    segment_token: Any  # first token of the segment
+    first: Any  # index of the first row's entry in `entries`
+    end: Any  # end of the entries of the work item
 
 
-def forward(kernel: Kernel) -> Callable:
+def partials(kernel: Kernel) -> Callable:
     """The body of `specs.gathered.partials`."""
     spec = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
     c, dtype = spec.scale * LOG2E, buffers.dtype
 
     def store_lse(refs, rows, lse_log2):
-        """To `[slot, tile, row of the tile]`, where the row's token stands."""
+        """Stores to `[slot, tile, row of the tile]` of the row's token."""
         slot, tile_tokens = rem(rows.entry, spec.n), spec.tile.tokens
         token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
         index = (slot * tiles + div(token, tile_tokens)) * ROWS
@@ -106,7 +106,7 @@ def forward(kernel: Kernel) -> Callable:
     return _build(kernel, {"query": spec.D}, spec.Dv, work)
 
 
-def dq(kernel: Kernel) -> Callable:
+def partial_dq(kernel: Kernel) -> Callable:
     """The body of `specs.gathered.partial_dq`."""
     spec = kernel.spec
     buffers, gathered_rows = _token_buffers(spec), _gathered_rows(spec)
@@ -136,8 +136,8 @@ def _gathered_rows(spec: GatheredAttention) -> GatheredRows:
 
 
 def staged_columns(spec: GatheredAttention, loaded: int, out_width: int) -> int:
-    """Columns of the result that are in shared memory at a time: all, or an atom where an SM then
-    has room for three CTAs; `loaded`: columns of query rows.
+    """Columns of the result that are in shared memory at a time: all, or an atom if an SM then has
+    room for three CTAs; `loaded`: columns of query rows.
     """
     slab, others = spec.token_tile.slab, (spec.D + spec.Dv) * spec.parts + loaded
     fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
@@ -148,10 +148,10 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     """A kernel of partials.
 
     Args:
-      rows: widths of the arrays `[B, T, H, .]` that are gathered, to be multiplied with the keys
-        and, if there are two, with the values.
-      work: `work(refs, rows)` starts what a step needs besides and returns a function of its
-        products `[64, block]` whose result, float32 `[64, out_width]`, is scattered to
+      rows: Widths of the gathered arrays `[B, T, H, .]`. The first is multiplied with the keys, the
+        second, if any, with the values.
+      work: `work(refs, rows)` starts the other loads of a step and returns a function of its
+        products `[64, block]`. The result, float32 `[64, out_width]`, is scattered to
         `refs.partials`.
     """
     spec: GatheredAttention = kernel.spec
@@ -172,7 +172,7 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
         if spec.copied_by_lanes and not spec.interpret:
             copies = RowCopies(buffers, group, spec.Hkv * spec.n)
 
-        # Sums, not loads: under `shard_map` only they have the type of what varies.
+        # Sums, not loads: under `shard_map` only sums have the type of varying values.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
         columns = refs.items.at[segment * refs.sizes.items + refs.cta.item]
         item = WorkItem(*(columns[i] + 0 for i in range(len(WorkItem._fields))))
@@ -204,7 +204,7 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
             pl.when(i < steps)(lambda: operands.by_warps(tokens, load_token, varies))
 
         def store(i, column):
-            """Starts the copies of what is staged, the columns from `column` on."""
+            """Starts the copies of the staged columns, from `column` on."""
             if copies is not None:
                 all_before = segment_token * (spec.Hkv * spec.n)
                 count = refs.sizes.segment_tokens * (spec.Hkv * spec.n)
@@ -240,12 +240,12 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
                 plgpu.commit_smem()
             *products, _ = buffers.products(*pairs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # all four warps are done with these rows and the last output
+            plgpu.commit_smem()  # all four warps have read these rows and the last output
             load(i + 1)
             result = compute(*products)
             for column in range(0, out_width, staged):
                 if column:
-                    # Each warp waits for the copies of the columns before that it started.
+                    # Each warp waits for its own copies of the columns before.
                     done = lambda _: plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     operands.by_warps(4, done, varies)
                     plgpu.commit_smem()
@@ -276,8 +276,8 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
             "key_tile": buffers.ring(1, spec.block, spec.D),
             "value_tile": buffers.ring(1, spec.block, spec.Dv),
             **{f"{name}_tile": buffers.rows(1, x, tokens) for name, x in tiles.items()},
-            "keys_ready": plgpu.Barrier(num_arrivals=(spec.D + spec.Dv) // slab),
-            "rows_ready": plgpu.Barrier(num_arrivals=tokens * (sum(rows.values()) // slab)),
+            "keys_ready": operands.barriers((spec.D + spec.Dv) // slab),
+            "rows_ready": operands.barriers(tokens * (sum(rows.values()) // slab)),
         },
         grid_names=("item",),
         interpret=spec.interpret,
@@ -318,8 +318,8 @@ def merge(kernel: Kernel) -> Callable:
             **added,
             "partial_ring": buffers.rows(stages, width),
             "out_tile": buffers.rows(1, width),
-            "partial_ready": plgpu.Barrier(num_arrivals=slabs + len(lse), num_barriers=stages),
-            "rows_ready": plgpu.Barrier(num_arrivals=slabs * (1 + len(added))),
+            "partial_ready": operands.barriers(slabs + len(lse), stages),
+            "rows_ready": operands.barriers(slabs * (1 + len(added))),
         },
         grid_names=("row", "tiles"),
         interpret=spec.interpret,
@@ -348,17 +348,17 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return lambda columns: array.at[b, tokens, heads, columns]
 
     def in_segment():
-        """Where the tile's rows are in arrays of the segment."""
+        """The position of the tile's rows in arrays of the segment."""
         first = tile * spec.tile.tokens
         return b, first, kv_head * spec.group, refs.sizes.segment_tokens
 
-    def walked():
+    def looped():
         """The loop's result."""
         rows = buffers.read_rows(refs.out_tile, 0, width)
         return [x.astype(jnp.float32) for x in rows]
 
     def write(result):
-        """Puts a result where the copy to `out` reads it."""
+        """Writes a result to shared memory, for the copy to `out`."""
         for i, x in enumerate(result):
             buffers.write_slab(refs.out_tile, 0, i, x)
 
@@ -374,7 +374,7 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
 
     def load(first, end, i):
-        """Starts the copies of slot `first + i`, if there is one."""
+        """Starts the copies of slot `first + i`, if it exists."""
 
         @pl.when(first + i < end)
         def _():
@@ -392,15 +392,17 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
                 plgpu.copy_gmem_to_smem(source, refs.lse_ring.at[stage], ready)
 
     def merge_slots(first, end):
-        """The loop's result, with those of the slots `first .. end - 1`; with it is carried
+        """Merges the loop's result with the slots `first .. end - 1`; forward also carries
         (row_max, row_sum).
         """
         selection = refs.indices, refs.position, b, kv_head
         token = all_tile * spec.tile.tokens
-        slots = _gathered_rows(spec).far_slots(*selection, token, refs.sizes.T)  # a bit a slot
-        count, acc, carry = end - first, walked(), None
+        slots = _gathered_rows(spec).far_slots(
+            *selection, token, refs.sizes.T
+        )  # one bit per slot
+        count, acc, carry = end - first, looped(), None
         if forward:
-            lse = tile_rows.values(refs.walked_lse, *in_segment()) * LOG2E
+            lse = tile_rows.values(refs.looped_lse, *in_segment()) * LOG2E
             seen = lse > softmax.EMPTY
             carry = [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
 
@@ -420,9 +422,9 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
                 carry = [new_max, row_sum * decay + jnp.where(exists, weight, 0.0)]
                 acc = [x * across(decay, x.shape) for x in acc]
                 partial = [x * across(weight, x.shape) for x in partial]
-            # What no entry wrote may be anything.
+            # Partials without an entry are undefined.
             partial = [jnp.where(across(exists, x.shape), x, 0.0) for x in partial]
-            plgpu.commit_smem()  # all four warps are done with this stage
+            plgpu.commit_smem()  # all four warps have read this stage
             load(first, end, i + stages)
             return [x + y for x, y in zip(acc, partial, strict=True)], carry
 
@@ -434,14 +436,14 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         write(acc)
 
     def keep():
-        """What is left to do in a tile that is not gathered, whose rows are the loop's."""
+        """Finishes a tile that is not gathered, whose rows are those of the loop."""
         if not forward:
             return
-        lse = tile_rows.values(refs.walked_lse, *in_segment())
+        lse = tile_rows.values(refs.looped_lse, *in_segment())
         tile_rows.put(refs.lse, lse, *in_segment())
         if spec.gated or spec.added:
             one = operands.full((ROWS,), 1.0, PER_ROW)
-            write(gated_and_added(walked(), one))
+            write(gated_and_added(looped(), one))
 
     def run():
         index = refs.cta.row * refs.sizes.all_tiles + all_tile
@@ -450,8 +452,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Writes the loop's rows, after `merged` changed them."""
-            given = [(refs.walked, refs.out_tile)]
+            """Writes the loop's rows after `merged` has changed them."""
+            given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []
             for source, target in given:
                 buffers.load_rows(heads_of(source), target, 0, width, refs.rows_ready)

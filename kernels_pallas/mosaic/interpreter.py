@@ -1,7 +1,7 @@
-"""Where the programs of warps run while kernels are interpreted.
+"""The machine that runs the programs of warps while kernels are interpreted.
 
-Pallas' interpreter has no instructions of a warp. Who interprets kernels, which are the tests,
-hands over a machine that has them (`use`); a kernel that is compiled never asks for one.
+Pallas' interpreter has no instructions of a warp. The tests, which interpret kernels, pass a
+machine that has them to `use`. Compiled kernels need none.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ _machine: Any = None
 
 
 def use(machine: Any) -> None:
-    """From now on warps run on `machine`, whose functions `run` and `warpgroup` run programs on the
-    functions of `warp.py`.
+    """Runs warps on `machine`, whose functions `run` and `warpgroup` run programs on the functions
+    of `warp.py`.
     """
     global _machine
     _machine = machine
 
 
 def machine() -> Any:
-    """What warps run on.
+    """The machine of `use`.
 
     Raises:
-      RuntimeError: nobody handed one over.
+      RuntimeError: There is none.
     """
     if _machine is None:
         raise RuntimeError(
@@ -40,10 +40,11 @@ def written(
     scalars: Sequence[Any],
     outputs: Sequence,
 ) -> list[Any]:
-    """What a warpgroup writes into arrays in shared memory: `outputs`, of 32-bit numbers.
+    """The arrays of 32-bit numbers, with the types `outputs`, that a warpgroup writes to shared
+    memory.
 
-    `program(warp, arrays, words, places)` has the instructions, the whole of `arrays`, the scalars
-    as words and the addresses of the outputs.
+    The arguments of `program(warp, arrays, words, places)` are the instructions, the whole
+    `arrays`, the scalars as words and the addresses of the outputs.
     """
 
     def run(arrays, scalars):
@@ -59,5 +60,5 @@ def written(
 
 
 def shape_of(array: Any) -> Sequence[int]:
-    """Of a reference in a kernel, or of an array."""
+    """The shape of a reference in a kernel, or of an array."""
     return array.type.shape if hasattr(array, "type") else array.shape

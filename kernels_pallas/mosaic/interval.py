@@ -1,12 +1,12 @@
 """Interval attention: the compressed and the sliding branch, forward and dq.
 
-Algorithm: FlashAttention's online softmax, and its backward with the queries standing still
-(`mainloop.py`); |g| P is computed again from `shift`. One kernel of dq has both branches where
-there is room for a tile of the result: Q and dO are read once, and dQ is written once.
+Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`); |g| P
+is computed again from `shift`. One kernel of dq handles both branches if a tile of the result fits:
+Q and dO are read once, and dQ is written once.
 
-Loop order: query-stationary and persistent. One CTA an SM takes work items, the longest first if
-asked to. A work item is two or three neighbouring tiles of 64 query rows. A warpgroup a tile
-computes (`spec.consumers`), and one more copies the keys and values that all of them read.
+Loop order: query-stationary and persistent. One CTA per SM processes work items, optionally the
+longest first. A work item is two or three neighbouring tiles of 64 query rows. Each tile has a
+consumer warpgroup (`spec.consumers`), and a producer warpgroup copies the keys and values for all.
 
     producer warpgroup    for each work item, for each block:
                                wait free[stage], copy to ring[stage]
@@ -14,18 +14,17 @@ computes (`spec.consumers`), and one more copies the keys and values that all of
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
-A query may see two intervals, each of arrays of its own (`spec.second_keys`): a work item goes
-over one after the other. Its tile of the result holds what the first gave, rounded.
+A query may see two intervals, each with its own arrays (`spec.second_keys`): a work item loops over
+one after the other. Its tile of the result holds the rounded result of the first.
 
-Forward multiplies P V of a block beside the work on the next one. The producer warpgroup runs
-ahead by the stages of the ring buffer, into the next work item. Of the keys of a work item come
-first the blocks that some row sees in part, under a mask, then those that every row sees in full,
-without one:
+Forward multiplies P V of a block during the work on the next one. The producer warpgroup runs
+ahead by the stages of the ring buffer, into the next work item. The blocks of a work item that some
+row sees in part come first, with a mask, then those that every row sees in full, without a mask:
 
     keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks                  0     ..           left        ..       right        ..
 
-Tiles: 64 rows x `block` keys a warpgroup, 64 to 128 forward, 64 dq; stages: `specs/interval.py`.
+Tiles: 64 rows x `block` keys per warpgroup, 64 to 128 forward, 64 dq; stages: `specs/interval.py`.
 
 Bound: compute; dq has three products where forward has two. Floors at B=1 H=64 Hkv=4 D=Dv=128
 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s): forward, compressed 4.40 TFLOP = 4.4 ms, sliding 1.10
@@ -71,8 +70,8 @@ def dq(kernel: Kernel) -> Callable:
 
 
 class KeyBounds(NamedTuple):
-    """Which keys of an interval a work item sees: every row those from `full_from` to `full_to`,
-    some row those from `begin` to `end`.
+    """The keys of an interval that a work item sees: every row sees `full_from` to `full_to`, some
+    row sees `begin` to `end`.
     """
 
     begin: Any
@@ -82,7 +81,7 @@ class KeyBounds(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """What the consumer warpgroups do at a time; `bounds`: of each interval."""
+    """A work item of the consumer warpgroups, with the bounds of each interval."""
 
     b: Any
     kv_head: Any
@@ -91,23 +90,23 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """Hands out work items: `turns` of them to this CTA, every `ctas`-th."""
+    """The work items of this CTA: `turns` of them, every `ctas`-th."""
 
-    intervals: list  # refs of the kernel, in which arrays of keys are those of each interval
+    intervals: list  # refs of the kernel for each interval, with its arrays of keys
     turns: Any
-    work_item: Callable[[Any], WorkItem]  # of a turn; past the last one, the last work item
+    work_item: Callable[[Any], WorkItem]  # of a turn; past the last turn, the last work item
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What is done with the tiles of a warpgroup.
+    """The work on the tiles of a warpgroup.
 
     Attributes:
-      mainloop_of: of the spec, of refs with the keys of an interval, and of a tile.
-      rows: widths of the arrays of query rows that are read; the tile of the first one takes the
-        result too where there is no room for one more.
-      out, out_width: the array `[B, T, H, out_width]` of the result.
-      overlap_pv: whether the product of a block's factor runs beside the work on the next block.
+      mainloop_of: Function of the spec, of refs with the keys of an interval, and of a tile.
+      rows: Widths of the arrays of query rows that are read. The first one's tile also holds the
+        result if there is no room for another tile.
+      out, out_width: The array `[B, T, H, out_width]` of the result.
+      overlap_pv: Whether a block's factor is multiplied during the work on the next block.
     """
 
     spec: IntervalAttention
@@ -119,8 +118,8 @@ class Tiles:
 
     @property
     def has_out_tile(self) -> bool:
-        """Whether there is room for the output beside the query, so that the next query can be
-        copied while the output is.
+        """Whether the output fits in addition to the query, so that the next query can be copied
+        together with the output.
         """
         return self.spec.has_room(*self.rows.values(), self.out_width)
 
@@ -153,9 +152,7 @@ def _build(kernel: Kernel, tiles: Tiles) -> Callable:
                 plgpu.set_max_registers(producer, action="decrease")
             _produce(spec, refs, scheduler)
 
-    def barriers(arrivals, count):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
+    barriers = operands.barriers
     return build_kernel(
         kernel,
         body,
@@ -210,8 +207,8 @@ def _schedule(spec: IntervalAttention, refs) -> Scheduler:
 
 
 def split(bounds: KeyBounds, spec: IntervalAttention):
-    """Number of blocks, at least one, number of those under a mask, and the first key of the
-    i-th. Of a work item that sees no key the block lies where copies read zeros.
+    """Number of blocks, at least one, number of masked blocks, and the first key of the i-th block.
+    The block of a work item that sees no key is at a position at which copies read zeros.
     """
     block = spec.block
     begin, full_from, full_to, end = bounds
@@ -219,7 +216,7 @@ def split(bounds: KeyBounds, spec: IntervalAttention):
     if spec.fp8:
         begin = div(begin, GROUP) * GROUP
     blocks = div(jnp.maximum(end - begin, 1) + (block - 1), block)
-    # Every row sees the blocks [left, right) in full; the others come first.
+    # Every row sees the blocks [left, right) in full; the other blocks come first.
     left = div(full_from - begin + (block - 1), block)
     left = jnp.clip(left, 0, blocks)
     right = div(jnp.maximum(full_to - begin, 0), block)
@@ -259,8 +256,8 @@ def _consume(tiles: Tiles, refs, scheduler: Scheduler, wg) -> None:
         load(work_item, refs.added, out_tile, width, refs.added_ready)
 
     def attend(each, bounds, tile, done):
-        """The result of an interval of the tile, `[64, width]`, and its blocks; `done`: blocks
-        before it.
+        """The result of an interval of the tile, `[64, width]`, and its number of blocks; `done`:
+        blocks before it.
         """
         blocks, masked, key_at = split(bounds, spec)
         of_tile = (
@@ -362,7 +359,7 @@ def _produce(spec: IntervalAttention, refs, scheduler: Scheduler) -> None:
         return done, following
 
     done, _ = lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), scheduler.work_item(0)))
-    if spec.interpret:  # which wants every completed phase waited for
+    if spec.interpret:  # the interpreter requires a wait for every completed phase
 
         def drain(i, _):
             stage = rem(i, stages)

@@ -1,11 +1,9 @@
-"""The lists of selected attention, made without a sort, and the work items of query lists.
+"""The lists of selected attention, built without a sort, and the work items of query lists.
 
-The bitmap. The bitmap of a selection in shared memory: a word per block, a bit per token.
-
-Both lists are made from it: what a sort would
-bring together stands in one word. One warp has up to 64 neighbouring tokens, which may belong
-to several sequences; it takes these one after the other, since blocks count from the first key
-of their sequence.
+The bitmap of a selection is in shared memory, a word per block with a bit per token. Both lists are
+built from it, since a word has all tokens that a sort would group. One warp has up to 64
+neighbouring tokens, which may belong to several sequences. It handles the sequences one after the
+other, since blocks are counted from the first key of their sequence.
 
     for sequence in range(bitmap.sequences(tokens)):
         first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
@@ -13,19 +11,18 @@ of their sequence.
 
     bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
 
-Lanes read one entry of the selection each, `FETCHES` in flight, and set bits by atomic OR:
-entries that meet in one word do no harm, and no order of them matters.
+Each lane handles one entry of the selection, with `FETCHES` entries in flight, and sets bits by
+atomic OR. Several entries may have the same word, and their order does not matter.
 
-The block list of a tile. Algorithm, a warp per tile; for each sequence that the tile's tokens
-belong to, and each window of
-`WINDOW` of its blocks:
+The block list of a tile. Algorithm, a warp per tile; for each sequence of the tile's tokens, and
+each window of `WINDOW` of its blocks:
 
     1. clear    one word per block and 32 tokens in shared memory
     2. join     every entry of the selection sets the bit of its token
-    3. compact  32 blocks at a time, a lane a block: a vote says which have a bit; the number of
-                votes of the lanes below is the place in the list
+    3. compact  32 blocks at a time, a lane per block: a vote finds the blocks with a bit, and the
+                number of votes of lower lanes is the index in the list
 
-Beside it a warp counts what `specs.selected.BlockCounts` says.
+A warp also computes `specs.selected.BlockCounts`.
 
     shared memory [WARPS, words, WINDOW] int32
 
@@ -33,44 +30,44 @@ Beside it a warp counts what `specs.selected.BlockCounts` says.
         word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
         word 1       0      0    0b0001   0         bits: tokens 32 to 63
 
-Bitmaps come in the order of the blocks, so the list does too. Bound by latency: a warp waits
-for `FETCHES` entries of the selection at a time, then for shared memory; the work grows with
-the blocks of the sequence, not with those selected.
+Bitmaps are in the order of the blocks, so the list is sorted too. Bound by latency: a warp waits
+for `FETCHES` entries of the selection at a time, then for shared memory. The work grows with the
+blocks of the sequence, not with the selected blocks.
 
 The query lists of blocks (`specs/block_query_lists.py`):
 
     count_entries    entries of (row, tile of keys, chunk of tokens)
-    running sum      where they begin, by the framework
-    fill_lists       the same walk again; each entry goes to its place
+    running sum      their offsets, computed by the framework
+    fill_lists       the same traversal again; each entry is written to its offset
 
-The walk, a warp a chunk of tokens:
+The traversal, a warp per chunk of tokens:
 
-    for each window of tiles of keys                `next_entry`: a counter a tile
+    for each window of tiles of keys                `next_entry`: a counter per tile
         for each word of tokens of the chunk
             for each sequence of these tokens
                 set the bits of its blocks
-                a lane a tile of keys: pass over the words of the blocks that touch the tile,
-                and count or write the query tiles with a bit
+                a lane per tile of keys: iterate over the words of the blocks that touch the
+                tile, and count or write the query tiles with a bit
 
     shared memory   bits [WARPS, bits]      a word per block, a bit per token
-                    next_entry [WARPS, window]  entries counted, or where the next one goes
+                    next_entry [WARPS, window]  entries counted, or the offset of the next one
 
-No two warps write to one counter, so there are no atomics in global memory and the order is
-fixed. Bound by latency, as block lists; the passes over bitmaps grow with the product
-of chunks and blocks, entries are written once.
+No two warps write to one counter, so global memory needs no atomics and the order is fixed. Bound
+by latency, as block lists. The passes over bitmaps grow with the product of chunks and blocks;
+entries are written once.
 
-The work items of query lists (`specs/work_items.py`). Algorithm, a warp a row of `[B, Hkv]` and a
+The work items of query lists (`specs/work_items.py`). Algorithm, a warp per row of `[B, Hkv]` and
 segment of the tokens:
 
-    for 32 tiles of keys at a time, a lane a tile
-        the list of the tile in this segment lies between two `edges`, and is cut into work
-        items of `longest` entries; a prefix sum over the lanes gives each its place
-        the partials of a tile stand together, so for these the warp counts the items of the
-        tile in all segments, and takes a prefix sum of the totals too
-    mark the rows of the table that are left in the segment as empty
+    for 32 tiles of keys at a time, a lane per tile
+        the list of the tile in this segment is between two `edges`, and is cut into work items
+        of `longest` entries; a prefix sum over the lanes gives the index of each
+        the partials of a tile are contiguous, so the warp also counts the items of the tile in
+        all segments, with another prefix sum of the totals
+    mark the remaining rows of the table of the segment as empty
 
-Bound by latency: two or three loads of `edges` a tile, and a store of 28 bytes per item; some
-microseconds beside the milliseconds of what reads the table.
+Bound by latency: two or three loads of `edges` per tile, and a store of 28 bytes per item; a few
+microseconds, compared with the milliseconds of the kernels that read the table.
 """
 
 import dataclasses
@@ -85,7 +82,7 @@ from kernels_pallas.specs.block_query_lists import (
     BlockQueryLists,
 )
 from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention, first_near
-from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS, cdiv
 from kernels_pallas.specs.work_items import MAX_HALVES, WorkItem, WorkItems
 
 NOWHERE = 2**31 - 1  # a block after all others
@@ -96,20 +93,24 @@ type Word = Any  # a 32-bit value per lane, of either machine (`warp.py`, `inter
 
 
 class Tokens(NamedTuple):
-    """Of each token, by word and lane."""
+    """Properties of each token, by word and lane."""
 
-    sequence: list[Word]  # first key of its sequence; -1: it may select nothing
+    sequence: list[Word]  # first key of its sequence; -1 if it may not select any block
     position: list[Word]  # in the sequence
-    bound: list[Word]  # how many blocks of the sequence it may select
+    bound: list[Word]  # number of blocks of the sequence that it may select
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBitmap:
-    """Of `tokens` neighbours, 64 at most, of a selection: `refs` has `indices` `[B, T, Hkv, n]`,
-    `position` and `key_start` `[B, T]`, int32, and the row `b` and the head `g`.
+    """The bitmap of up to 64 neighbouring tokens of a selection.
 
-    `warp`: the instructions that the program runs on; `T`: an integer or a word; `first`: blocks
-    before it do not count.
+    Attributes:
+      warp: The instructions of the program.
+      refs: `indices` `[B, T, Hkv, n]`, `position` and `key_start` `[B, T]`, int32, and the row `b`
+        and the head `g`.
+      T: An integer or a word.
+      tokens: Number of tokens.
+      first: Blocks before it are ignored.
     """
 
     warp: Any
@@ -121,12 +122,12 @@ class BlockBitmap:
 
     @property
     def words(self) -> int:
-        """Words a block."""
-        return -(-self.tokens // LANES)
+        """Words per block."""
+        return cdiv(self.tokens, LANES)
 
     def load(self, token0: Word, most_of=None) -> Tokens:
-        """The tokens from `token0` on; `most_of`: of a token, how many blocks it may select at
-        most.
+        """The tokens from `token0` on; `most_of`: function of a token, the largest number of blocks
+        that it may select.
         """
         warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
@@ -148,7 +149,7 @@ class BlockBitmap:
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
-        """How many there are; tokens of one stand beside each other."""
+        """The number of sequences; tokens of a sequence are neighbours."""
         warp = self.warp
         count, before = warp.word(0), warp.word(-1)
         for first_key in tokens.sequence:
@@ -160,8 +161,8 @@ class BlockBitmap:
         return count
 
     def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
-        """The first key of the sequence after the one that begins at `before`, `Tokens.bound`
-        of its tokens and 0 of others, and the largest of these.
+        """The first key of the sequence after the one that begins at `before`, `Tokens.bound` of
+        its tokens and 0 for others, and the largest of these.
         """
         warp = self.warp
         later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
@@ -184,9 +185,9 @@ class BlockBitmap:
         warp.repeat(rows, clear_row, [])
 
     def join(self, bits, window: int, low, token0, own, also=None, state=()):
-        """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
-        `own` selected. Returns the last `state = also(entry, token, block, selected, state)` of
-        all entries of their selection, of any window (`each`).
+        """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds `own`
+        selected. Returns the last `state = also(entry, token, block, selected, state)` of all
+        entries of their selection, in any window (`each`).
         """
         warp = self.warp
 
@@ -209,7 +210,7 @@ class BlockBitmap:
 
     def each(self, token0, visit, state):
         """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
-        selection, an entry per lane, some at a time; `exists`: whether the lane has one.
+        selection, an entry per lane, a few at a time; `exists`: whether the lane has an entry.
         """
         warp = self.warp
 
@@ -230,15 +231,15 @@ class BlockBitmap:
                 state = visit(entry, self._token(entry), block, exists, state)
             return state
 
-        steps = -(-self.tokens * self.spec.n // LANES)
+        steps = cdiv(self.tokens * self.spec.n, LANES)
         fetches = min(steps, FETCHES)
-        return warp.repeat(-(-steps // fetches), some, state)
+        return warp.repeat(cdiv(steps, fetches), some, state)
 
     def _token(self, entry: Word) -> Word:
         return self.warp.smaller(entry // self.spec.n, self.tokens - 1)
 
     def bound(self, values: list[Word], token: Word) -> Word:
-        """The value of a token, of `Tokens.bound` or alike."""
+        """The value of a token, from `Tokens.bound` or a similar list."""
         warp = self.warp
         found = warp.shuffle(values[0], token & (LANES - 1))
         if self.words == 1:
@@ -268,7 +269,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
     mine = (refs.b * spec.Hkv + refs.g) * sizes.tiles + tile
 
     def address(array, entry, words=1, word=0):
-        """Of an entry of this tile's list in `starts` or `members`."""
+        """Address of an entry of this tile's list in `starts` or `members`."""
         row = 4 * spec.entries
         lead = (mine, words * row), (warp.word(word), row)
         return warp.element(array, *lead, (entry, 4))
@@ -350,7 +351,7 @@ def make_list(warp: Any, spec: SelectedAttention, sizes, refs) -> None:
             warp.put(address(refs.members, entry, words, word), 0, past)
         return nothing
 
-    warp.repeat(-(-spec.entries // LANES), clear_entries, [])
+    warp.repeat(cdiv(spec.entries, LANES), clear_entries, [])
     of_tile = warp.element(refs.counts, (mine, 4 * COUNTS), (lane, 4))
     exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
     own_count = found[0]
@@ -367,9 +368,11 @@ tile_block_lists = warp_kernel(
 BLOCKS = BlockCounts._fields.index("blocks")
 
 
-def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False) -> None:
-    """The walk over chunk `WARPS * group + warp` of row `refs.row`; `fill`: entries are written,
-    else counted; `gather`: entries are those of `fill_gather_lists`.
+def list_chunk(
+    warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=False
+) -> None:
+    """The traversal of chunk `WARPS * group + warp` of row `refs.row`. With `fill` entries are
+    written, otherwise counted; with `gather` they are the entries of `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv
@@ -381,8 +384,8 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
     bitmap = BlockBitmap(warp, spec, refs, sizes.T, tokens_of_word, first)
 
     def far_end(token):
-        """Where the far blocks end of a token whose tile is gathered, as
-        `selected.tile_is_gathered` says; else 0.
+        """The end of the far blocks of a token whose tile is gathered, otherwise 0
+        (`selected.tile_is_gathered`).
         """
         tile = token // spec.tile
         before = (refs.b * spec.Hkv + refs.g) * sizes.tiles + warp.larger(tile - 1, 0)
@@ -401,12 +404,12 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
         place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
         return warp.element(refs.edges, (place, 4), (after, 4))
 
-    # Of the first token of every query tile, as an int32.
+    # The bits of the first token of every query tile, as an int32.
     first_bits = sum(1 << (u * spec.tokens) for u in range(spec.query_tiles_of_word))
     first_bits -= 2**32 if first_bits >= 2**31 else 0
 
     def tile_entries(low, high, seen, low_block, query_tile0):
-        """Counts or writes the entries of the tiles `low .. high - 1`, a lane a tile."""
+        """Counts or writes the entries of the tiles `low .. high - 1`, a lane per tile."""
         first_key, blocks, last, end_of_bit0 = seen
         tile_from = warp.larger(first_key // ROWS, low)
         tile_to = warp.smaller((last + (ROWS - 1)) // ROWS, high)
@@ -418,8 +421,8 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
             tile = low + offset
             key = tile * ROWS
             seen = (tile >= tile_from) & (tile < tile_to)
-            # Bits below `early` are tokens that end before the tile: positions grow by one a bit.
-            # early < 32 wherever `seen` holds.
+            # Bits below `early` are tokens that end before the tile: positions grow by one per
+            # bit. early < 32 if `seen` holds.
             early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first_key, 0) // spec.block
 
@@ -448,8 +451,8 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
 
     def gather_entries(token0, own, first, count):
         """Writes the entries of a sequence, of which `bits` has `count` blocks. Every block is a
-        tile of keys, block 0 the tile `first` of the window: a lane an entry of the selection,
-        whose place in the list follows from the bits of the tokens before.
+        tile of keys, block 0 the tile `first` of the window. Each lane has an entry of the
+        selection; the bits of the tokens before give its index in the list.
         """
         begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
@@ -480,7 +483,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
         warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance, [])
 
     def write_entries(entry, query_tiles, members, offset, query_tile0):
-        """Writes an entry for each bit of `query_tiles`, from place `entry` on."""
+        """Writes an entry for each bit of `query_tiles`, from index `entry` on."""
 
         def write(_, state):
             entry, query_tiles = state
@@ -532,7 +535,7 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
                 if gather:
                     gather_entries(token0, own, first_key // ROWS - low, count)
                 else:
-                    # Of the sequence: the end of the keys that its last token sees, and of those
+                    # The end of the keys that the sequence's last token sees, and of the keys
                     # that a token at bit 0 would see.
                     (sequence,), (position,) = tokens.sequence, tokens.position
                     mine, ends = warp.same(sequence, first_key), first_key + position + 1
@@ -561,20 +564,20 @@ def walk(warp: Any, spec: BlockQueryLists, sizes, refs, *, fill: bool, gather=Fa
         warp.put(warp.element(refs.edges, (lane, 4)), 0, first)
 
 
-def _walk(**options: bool):
+def _lists(**options: bool):
     return warp_kernel(
-        functools.partial(walk, **options),
+        functools.partial(list_chunk, **options),
         lambda spec: {"bits": (WARPS, spec.bits), "next_entry": (WARPS, spec.window)},
     )
 
 
-count_entries = _walk(fill=False)
-fill_lists = _walk(fill=True)
-fill_gather_lists = _walk(fill=True, gather=True)
+count_entries = _lists(fill=False)
+fill_lists = _lists(fill=True)
+fill_gather_lists = _lists(fill=True, gather=True)
 
 
-SEGMENT_SIZES = "cut", "offset", "capacity"  # of `WorkItems.sizes`: of each segment
-NUMBER_BITS = 19  # of a work item in its row; above them its entries, 2048 at most
+SEGMENT_SIZES = "cut", "offset", "capacity"  # sizes of each segment in `WorkItems.sizes`
+NUMBER_BITS = 19  # for the index of a work item in its row, below its entries, at most 2048
 
 
 def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
@@ -591,8 +594,8 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
             found = warp.where(segment >= i, x, found)
         return found
 
-    # Its first chunk and that of the next one, where its work items begin for row 0, and how many
-    # it has room for.
+    # First chunk of the segment and of the next one, index of its first work item for row 0, and
+    # its capacity.
     if spec.halving:
         ends, offsets, capacities = (_of_segments(sizes, x) for x in SEGMENT_SIZES)
         bounds = [0, *ends[:-1]], ends, offsets, capacities
@@ -616,18 +619,18 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return warp.fetch(warp.element(refs.edges, (tile * chunks + chunk, 4)))
 
     def put(index, item, exists):
-        """Writes the item `index` of this row and segment."""
+        """Writes item `index` of this row and segment."""
         index = warp.where(exists, offset + row * sizes.items + index, 0)
         for column, x in enumerate(item):
             at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
             warp.put(warp.element(refs.table, *at), x, exists)
 
     def items_of(tile, begin, end):
-        """How many a list has."""
+        """Number of items of a list."""
         return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
 
     def partials_of(tile, count):
-        """The first partials of the tiles in this segment; `count` after these 32 tiles."""
+        """The first partials of the tiles in this segment, and `count` after these 32 tiles."""
         ends = [edge(tile, warp.word(cut)) for cut in [0, *_of_segments(sizes, "cut")]]
         counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
         total = functools.reduce(lambda x, y: x + y, counts)
@@ -647,7 +650,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         begin, end = edge(tile, low), edge(tile, high)
         key, unmasked = first_key(tile), end
         if not lists.clipped:
-            # The first token that sees the tile to its end, and its chunk.
+            # The first token that sees the whole tile, and its chunk.
             first_query = sizes.first_query if spec.placed else first_position
             token = warp.larger(key + (ROWS - 1) - first_query, 0)
             if spec.placed:
@@ -686,7 +689,7 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
 
 
 def _prefix_sum(warp: Any, x):
-    """The sum of the lanes before."""
+    """The sum of the lower lanes."""
     total, distance = x, 1
     while distance < LANES:
         other = warp.shuffle(total, warp.larger(warp.lane() - distance, 0))
@@ -696,15 +699,15 @@ def _prefix_sum(warp: Any, x):
 
 
 def _of_segments(sizes, name):
-    """A size of each segment (`WorkItems.sizes`)."""
+    """A size for each segment (`WorkItems.sizes`)."""
     return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
 
 def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
-    """Where 32 work items of row `refs.row` go, one a lane.
+    """Moves 32 work items of row `refs.row` to their sorted positions, one per lane.
 
-    An item counts those of its segment that are before it: that have more entries, or as many and
-    a lower number. The lanes read 32 others at a time, and show them to each other.
+    An item counts the items of its segment that precede it: those with more entries, or with
+    equally many and a lower index. The lanes read 32 others at a time and exchange them.
     """
     lane, columns = warp.lane(), WorkItem._fields
     own = (refs.group * WARPS + warp.warp()) * LANES + lane
@@ -720,7 +723,7 @@ def order_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
         return (refs.row * sizes.items + item, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
 
     def order(item):
-        """Higher for what comes first: entries, then the lower number."""
+        """A sort key, larger for earlier items: entries, then the lower index."""
         begin, end = (
             warp.fetch(warp.element(refs.table, *at(item, columns.index(name))))
             for name in ("begin", "end")

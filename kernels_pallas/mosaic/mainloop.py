@@ -1,4 +1,4 @@
-"""A tile of queries goes from block to block of keys: what forward and dq do, on either list.
+"""The loop of forward and dq: a tile of queries iterates over blocks of keys.
 
     interval.py   blocks of an interval of keys, which neighbouring tiles share
     selected.py   blocks of a tile's list
@@ -9,10 +9,10 @@ Per block of keys, formulas as in `softmax.py`:
     dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
 
 in which P = 0 for keys that a row must not see and for rows that do not have the block. At the
-end out = gate * O / l + added, and dQ is scaled and takes the gate's sign.
+end out = gate * O / l + added, and dQ is multiplied by the scale and the gate's sign.
 
-A block's matrix (P forward, dS in dq) is multiplied with its values or keys at once, or, with
-`overlap_pv`, beside the work by element on the next block:
+A block's matrix (P forward, dS in dq) is multiplied with its values or keys immediately, or, with
+`overlap_pv`, during the work by element on the next block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
@@ -49,12 +49,12 @@ type Spec = IntervalAttention | SelectedAttention
 
 
 class TilePlace(NamedTuple):
-    """Where the tile of a warpgroup is."""
+    """The indices of a warpgroup's tile."""
 
     b: Any
     kv_head: Any
     index: Any  # along the tokens
-    slot: Any  # which of the scratch's tiles is its own
+    slot: Any  # index among the scratch's tiles
 
 
 def rows_of(size: Tile, array, at: TilePlace):
@@ -67,14 +67,14 @@ def rows_of(size: Tile, array, at: TilePlace):
 class Block(NamedTuple):
     """A block of keys and values, at these stages of the ring buffers.
 
-    `free_key` and `free_value` give a stage back, once: it is no more read, and the block that
-    takes it next may be copied.
+    `free_key` and `free_value` release a stage, once: it is no longer read, and the next block of
+    this stage may be copied.
     """
 
     key_stage: Any
     value_stage: Any
-    row_mask: Any  # [64], the rows that have this block at all; None means all
-    visible: Callable[[], Any]  # [64, block], or None where its rows see all of it
+    row_mask: Any  # [64], the rows that have this block; None means all
+    visible: Callable[[], Any]  # [64, block], or None if its rows see all of it
     free_key: Callable[[], None]
     free_value: Callable[[], None]
 
@@ -83,14 +83,13 @@ type Factor = tuple[Block, Any]  # to be multiplied: P or dS, `[64, block]`, 16 
 
 
 class Mainloop(NamedTuple):
-    """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
-    `value_ready` of a block's stages, and frees both.
+    """The operations of a kernel on a tile whose rows have arrived. They wait for `key_ready` and
+    `value_ready` of a block's stages, and release both.
 
     `attend(block, before, state)` returns the next state and the matrix of the block's factor;
-    `multiply(factor, state)` adds the product to the state. With `overlap_pv` the product
-    of the factor `before` is `attend`'s, so that it runs beside the work by element; otherwise,
-    and for the first block, `before` is None. `finish(state)` is the result, float32
-    `[64, width]`.
+    `multiply(factor, state)` adds the product to the state. With `overlap_pv`, `attend` multiplies
+    the factor `before`, during the work by element; otherwise, and for the first block, `before` is
+    None. `finish(state)` is the result, float32 `[64, width]`.
     """
 
     state: Any
@@ -102,7 +101,7 @@ class Mainloop(NamedTuple):
 def over_blocks(
     mainloop: Mainloop,
     block_at: Callable[[bool, Any], Block],
-    border: Any,
+    boundary: Any,
     blocks: Any,
     masked_first: bool,
     overlap_pv: bool,
@@ -110,12 +109,13 @@ def over_blocks(
     """The last state of `mainloop` on a tile.
 
     Args:
-      block_at: gives a block by whether some of its keys are masked, and by its number.
-      border: of the `blocks` blocks, those before this number are masked and the others not, or
-        the other way round.
-      masked_first: whether it is those before it.
-      overlap_pv: whether a factor is multiplied beside the next block. There must be a block
-        then, and the first one is masked.
+      block_at: Function that returns a block. Its arguments are whether some keys are masked, and
+        the index of the block.
+      boundary: Number of first blocks that are all masked or all unmasked; the other blocks are the
+        opposite.
+      masked_first: Whether the first blocks are the masked ones.
+      overlap_pv: Whether a factor is multiplied during the next block. At least one block must
+        exist then, and the first one is masked.
     """
 
     def step(under_mask, i, carried):
@@ -123,13 +123,13 @@ def over_blocks(
         before = block_at(False, i - 1), matrix
         return mainloop.attend(block_at(under_mask, i), before, state)
 
-    def step_alone(under_mask, i, state):
+    def step_without_overlap(under_mask, i, state):
         block = block_at(under_mask, i)
         state, matrix = mainloop.attend(block, None, state)
         return mainloop.multiply((block, matrix), state)
 
-    def walk(first, body, carried):
-        middle = jnp.maximum(border, first)
+    def loop(first, body, carried):
+        middle = jnp.maximum(boundary, first)
         body_before, body_after = (
             functools.partial(body, under_mask)
             for under_mask in (masked_first, not masked_first)
@@ -138,9 +138,9 @@ def over_blocks(
         return lax.fori_loop(middle, blocks, body_after, carried)
 
     if not overlap_pv:
-        return walk(0, step_alone, mainloop.state)
+        return loop(0, step_without_overlap, mainloop.state)
     carried = mainloop.attend(block_at(True, jnp.int32(0)), None, mainloop.state)
-    state, matrix = walk(1, step, carried)
+    state, matrix = loop(1, step, carried)
     return mainloop.multiply((block_at(False, blocks - 1), matrix), state)
 
 
@@ -149,8 +149,8 @@ class Ring:
     """Blocks of `rows` rows and `width` columns.
 
     Attributes:
-      buffers: make and multiply them.
-      by_column: whether a row is a column of values, and a column a pair of keys.
+      buffers: The buffers that allocate and multiply them.
+      by_column: Whether a row is a column of values, and a column a pair of keys.
     """
 
     buffers: Buffers
@@ -159,17 +159,17 @@ class Ring:
     by_column: bool = False
 
     def scratch(self, stages: int):
-        """Of the ring."""
+        """The type of the ring buffer."""
         return self.buffers.ring(stages, self.rows, self.width)
 
     @property
     def copies(self) -> int:
-        """Of a block."""
+        """Copies per block."""
         return self.width // self.buffers.slab
 
     def load(self, array, b, kv_head, first, ref, stage, barrier) -> None:
-        """Starts copies of the block of `array` whose first key is `first`, by columns a multiple
-        of `GROUP`.
+        """Starts copies of the block of `array` whose first key is `first`; with `by_column` it is
+        a multiple of `GROUP`.
         """
 
         def by_token(columns):
@@ -186,7 +186,7 @@ class Ring:
 
 
 def rings(spec: Any) -> tuple[Ring, Ring]:
-    """Of the keys and the values that a kernel reads; `spec`: an `AttentionSizes` with `tile` and
+    """The ring buffers of a kernel's keys and values; `spec`: an `AttentionSizes` with `tile` and
     `block`.
     """
     if not spec.fp8:
@@ -203,7 +203,7 @@ def rings(spec: Any) -> tuple[Ring, Ring]:
 
 
 def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """What forward does with the tile `at`."""
+    """The operations of forward on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, interpret = spec.tile, spec.scale * LOG2E, bool(spec.interpret)
     tile_rows = TileRows.of(spec)
@@ -229,7 +229,7 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
         if before is not None:
             acc = finish_multiply(before, acc)
         state = softmax.rescaled(state._replace(acc=acc), row_max, p)
-        # Converted before the wait, P would serialize the products (`wgmma.py`).
+        # If P were converted before the wait, the products would be serialized (`wgmma.py`).
         return state, fp8.pairs(p, interpret) if spec.fp8 else p.astype(values.dtype)
 
     def start_multiply(before, acc):
@@ -248,7 +248,7 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
     def finish(state):
         inverse, lse = softmax.normalizer(state, offset)  # [64]
-        if spec.fp8 and not spec.added:  # a branch alone, whose keys have their mean again
+        if spec.fp8 and not spec.added:  # lse of a single branch includes the mean of its keys
             lse += _logit(spec, buffers, refs, at, refs.key_mean)
         rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
         tile_rows.put(refs.lse, lse, *rows)
@@ -263,8 +263,8 @@ def forward(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
 
 
 def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
-    """The tile's query times the scales of keys in e4m3, a left operand in registers, and what its
-    rows were divided by, `[64]`.
+    """The tile's query times the scales of keys in e4m3, a left operand in registers, and the
+    divisors of its rows, `[64]`.
     """
     interpret, slab = bool(spec.interpret), buffers.slab
     slabs = range(spec.D // slab)
@@ -278,11 +278,11 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
 
 
 def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
-    """Of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
+    """The logit of the tile's query rows, `[64]`, with a key `[B, Hkv, D]`, float32."""
     logit = 0.0
     for i in range(spec.D // buffers.slab):
         logit += _query_times(spec, buffers, refs, at, key, i).sum(axis=1)
-        plgpu.commit_smem()  # or registers would hold all slabs at once
+        plgpu.commit_smem()  # otherwise registers would hold all slabs at once
     return logit * spec.scale
 
 
@@ -294,7 +294,7 @@ def _query_times(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, columns
 
 
 def dq(spec: Spec, refs: Any, at: TilePlace) -> Mainloop:
-    """What dq does with the tile `at`."""
+    """The operations of dq on the tile `at`."""
     buffers = Buffers.of(spec, spec.tile)
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = bool(spec.interpret)

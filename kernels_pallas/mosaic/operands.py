@@ -1,11 +1,11 @@
-"""Matrix operands in shared memory: one buffer, seen as the copy engine and as wgmma see it.
+"""Matrix operands in shared memory: one buffer, in the views of the copy engine and of wgmma.
 
 A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
-`token * G + head`, so no row is wasted on padding heads. Columns stand in slabs of 64 (of 32 or 16
-where a width is no multiple of 64), each slab one swizzled TMA box. A box `[tokens, G, width]`
-lies in memory exactly as the `[64, width]` operand that wgmma reads: a `RefUnion` gives both
-views. Boxes may start at any token or key, and what lies outside the array reads as zero and
-is not written, so no array is ever padded.
+`token * G + head`, so no row is wasted on padding heads. Columns are stored in slabs of 64 (32 or
+16 if a width is not a multiple of 64), each slab one swizzled TMA box. A box `[tokens, G, width]`
+has the same memory layout as the `[64, width]` operand that wgmma reads: a `RefUnion` provides both
+views. Boxes may start at any token or key. Elements outside the array read as zero and are not
+written, so arrays need no padding.
 
 Interpret mode has no such aliases: there each operand is only its box, and products are plain
 `jnp.dot` in float32.
@@ -50,18 +50,22 @@ PARAMS = plgpu.CompilerParams(
 
 
 def matrix_type(shape, dtype=jnp.float32):
-    """Of registers that lie as a product's result."""
+    """The type of registers with the layout of a product's result."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=MATRIX)
 
 
 def load(ref, layout):
-    """Of memory into registers, element by element."""
+    """Loads memory into registers, element by element."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def barriers(arrivals: int, count: int = 1):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Makes shared-memory operands and multiplies them; `interpret` as in `plgpu.kernel`."""
+    """Allocates shared-memory operands and multiplies them; `interpret` as in `plgpu.kernel`."""
 
     dtype: jnp.dtype
     tile: Tile
@@ -69,7 +73,7 @@ class Buffers:
 
     @classmethod
     def of(cls, spec: Any, tile: Tile, dtype: str | None = None) -> Self:
-        """Of a kernel with this spec."""
+        """The buffers of a kernel with this spec."""
         return cls(jnp.dtype(dtype or spec.dtype), tile, bool(spec.interpret))
 
     @property
@@ -94,8 +98,8 @@ class Buffers:
         )
 
     def rows(self, copies: int, width: int, tiles: int = 1):
-        """Scratch of `copies` operands of query rows: `tiles` tiles, one under the other, and
-        rows that stand for nothing up to a multiple of 64.
+        """Scratch of `copies` operands of query rows: `tiles` tiles, one below the other, with
+        padding rows up to a multiple of 64.
         """
         slabs = width // self.slab
         if self.interpret:
@@ -119,14 +123,14 @@ class Buffers:
         return box.reshape(self.tile.tokens, self.tile.group, self.slab)
 
     def load_rows(self, source, ref, copy, width, barrier, tile=0):
-        """Starts copies of `source(columns)`, a `[tokens, G, slab]` slice, one a slab."""
+        """Starts copies of `source(columns)`, a `[tokens, G, slab]` slice, one per slab."""
         for i in range(width // self.slab):
             columns = pl.ds(i * self.slab, self.slab)
             box = self._row_box(ref, copy, i, tile)
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
     def clear_rows(self, ref, tiles: int):
-        """Zeros for padding rows, which copies never write."""
+        """Zeroes padding rows, which copies never write."""
         if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape
@@ -136,27 +140,27 @@ class Buffers:
                 ref[0].at[copy, i][...] = zeros
 
     def store_rows(self, ref, copy, width, target, tile=0):
-        """Starts copies to `target(columns)`, one a slab."""
+        """Starts copies to `target(columns)`, one per slab."""
         for i in range(width // self.slab):
             columns = pl.ds(i * self.slab, self.slab)
             plgpu.copy_smem_to_gmem(self._row_box(ref, copy, i, tile), target(columns))
 
     def load_keys(self, source, ring, stage, barrier):
-        """Starts copies of `source(columns)`, a `[keys, slab]` slice, one a slab."""
+        """Starts copies of `source(columns)`, a `[keys, slab]` slice, one per slab."""
         box = ring if self.interpret else ring[1]
         for i in range(self._slabs(ring)):
             columns = pl.ds(i * self.slab, self.slab)
             plgpu.copy_gmem_to_smem(source(columns), box.at[stage, i], barrier)
 
     def store_keys(self, ring, stage, target):
-        """Starts copies to `target(columns)`, a `[keys, slab]` slice, one a slab."""
+        """Starts copies to `target(columns)`, a `[keys, slab]` slice, one per slab."""
         box = ring if self.interpret else ring[1]
         for i in range(self._slabs(ring)):
             columns = pl.ds(i * self.slab, self.slab)
             plgpu.copy_smem_to_gmem(box.at[stage, i], target(columns))
 
     def write_keys(self, ring, stage, value):
-        """Puts float32 registers `[keys, width]` where copies read them."""
+        """Writes float32 registers `[keys, width]` to shared memory, for copies."""
         ref = ring if self.interpret else ring[0]
         for i in range(self._slabs(ring)):
             part = value[:, i * self.slab : (i + 1) * self.slab]
@@ -181,7 +185,7 @@ class Buffers:
         return jnp.pad(box, ((0, -box.shape[0] % ROWS), (0, 0)))
 
     def write_rows(self, ref, copy, value, added=None):
-        """Puts float32 registers `[64, width]`, plus slabs if given, where copies read them."""
+        """Writes float32 registers `[64, width]`, plus optional slabs, to shared memory."""
         for i in range(value.shape[1] // self.slab):
             part = value[:, i * self.slab : (i + 1) * self.slab]
             if added is not None:
@@ -189,7 +193,7 @@ class Buffers:
             self.write_slab(ref, copy, i, part)
 
     def write_slab(self, ref, copy, i, part):
-        """Puts float32 registers `[64, slab]` where copies of slab `i` read them."""
+        """Writes float32 registers `[64, slab]` to slab `i` in shared memory."""
         part = part.astype(self.dtype)
         if not self.interpret:
             ref[0].at[copy, i][...] = part
@@ -213,7 +217,7 @@ class Buffers:
         return plgpu.RefType(self._matrix_transforms)
 
     def in_registers(self, ref, copy):
-        """An operand `[64, width]` in registers, for products that read it as the left one."""
+        """An operand `[64, width]` in registers, for products that read it as the left operand."""
         if self.interpret:
             return self._matrix(ref, copy)
         slabs = range(self._slabs(ref))
@@ -221,11 +225,11 @@ class Buffers:
         return side_by_side(parts, interpret=False)
 
     def start_product(self, left, right, some=None):
-        """Starts `left @ right.T` of operands `(ref, copy)`, the narrower of which says how many
-        columns count; the left one may be in registers. What is returned belongs to `finish`:
-        until then it counts as running, and no loop may begin another round (`wgmma.py`).
+        """Starts `left @ right.T` of operands `(ref, copy)`; the left one may be in registers. The
+        narrower width is the number of columns that are summed. The result is pending until
+        `finish`, and until then no iteration of a loop may begin (`wgmma.py`).
 
-        `some`: the first row of the right operand that counts and how many do; None means all.
+        `some`: first row and number of rows of the right operand that are used; None means all.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:
@@ -234,7 +238,7 @@ class Buffers:
             right = self._rows(right, some)
             width = min(left.shape[1], right.shape[1])
             result = jnp.dot(left[:, :width], right[:, :width].T)
-            plgpu.commit_smem()  # else the race detector takes these reads for later ones
+            plgpu.commit_smem()  # otherwise the race detector attributes these reads to later code
             return result
         right, copy = right
         shape = ROWS, right[0].shape[2] if some is None else some[1]
@@ -251,13 +255,13 @@ class Buffers:
         return start(left if registers else left[0][0].at[left[1]], right[0].at[copy])
 
     def _rows(self, operand, some):
-        """Those of an operand `(ref, copy)` that count (interpret mode)."""
+        """The rows of an operand `(ref, copy)` that are used (interpret mode)."""
         matrix = self._matrix(*operand)
         return matrix if some is None else matrix[some[0] : sum(some)]
 
     def start_sum(self, total, left, right, some=None):
         """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; in e4m3
-        `total + left @ right.T`. As `start_product`.
+        `total + left @ right.T`. The rest is as in `start_product`.
         """
         if self.interpret:
             if self.is_fp8:
@@ -280,9 +284,7 @@ class Buffers:
         return start(total, left, right[0].at[copy])
 
     def finish(self, *sums, running: int = 0) -> list:
-        """Sums that were started, in registers; of all that were, the `running` newest may be
-        under way still.
-        """
+        """The pending sums in registers; the `running` newest products may still be pending."""
         if self.interpret:
             return list(sums)
         shapes = [matrix_type(x.shape) for x in sums]
@@ -295,12 +297,11 @@ class Buffers:
         return wait(*sums)
 
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
-        """`left @ right.T` of each pair of operands `(ref, copy)`, side by side, then what
-        `meanwhile` returns, which runs beside them. The narrower one says how many columns.
+        """`left @ right.T` of each pair of operands `(ref, copy)`, in parallel, then the result of
+        `meanwhile`, which runs during the products. The narrower width is the number of columns.
 
-        Mosaic's own products suit operands that stay where they are: the compiler keeps their
-        descriptors. By `start_product` such kernels take up to 11 % longer
-        (docs/kernels/gathered.md).
+        Mosaic's own products suit operands at constant addresses, whose descriptors the compiler
+        keeps. With `start_product` such kernels are up to 11 % slower (docs/kernels/gathered.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()
@@ -317,7 +318,7 @@ class Buffers:
         return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def add_product(self, total, left, right):
-        """`total + left @ right`, of registers and an operand `(ref, copy)`, at once."""
+        """`total + left @ right`, of registers and an operand `(ref, copy)`, without overlap."""
         if self.interpret:
             return self.start_sum(total, left, right)
         right, copy = right
@@ -327,8 +328,8 @@ class Buffers:
             return_type=matrix_type(total.shape, total.dtype),
         )
         def product(_, total, left, right):
-            # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may
-            # lie anywhere: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
+            # `plgpu.wgmma` would multiply the slabs one by one, as narrow products. Tiles may
+            # have any strides: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
             right = mgpu.memref_slice(right, (slice(None), slice(None), 0))
             right = mgpu.memref_transpose(right, (1, 0, 2, 3))
             total = mgpu.WGMMAAccumulator.from_registers(total)
@@ -341,15 +342,15 @@ class Buffers:
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
-    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, where queries are
-    the columns of a product.
+    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, if queries are the
+    columns of a product.
 
     Args:
       ref: float32 `[columns, 4]` in shared memory.
-      start: a column.
-      interpret: whether in interpret mode.
-      group: if not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]` of which the first `group`
-        rows of each token count; columns after the last token see nothing.
+      start: First column.
+      interpret: Whether kernels are interpreted.
+      group: If not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]`, of which the first `group` rows
+        of each token are used; columns after the last token see no key.
     """
     columns = 8
     if interpret:
@@ -377,7 +378,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
         registers = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
         indices = list(np.ndindex(registers[0].shape))
         for index, (first,) in zip(indices, layout.thread_idxs(shape), strict=True):
-            # A register holds two neighbours; one load has all statistics of one of them.
+            # A register holds two neighbours; one load has all statistics of a neighbour.
             rows = []
             for i in range(2):
                 at = column = arith.addi(first, _index(start + i))
@@ -423,7 +424,7 @@ def by_column(ref, shape, interpret: bool):
         for i, (index, (column,)) in enumerate(
             zip(indices, layout.thread_idxs(shape[1:]), strict=True)
         ):
-            if first is None:  # the others are at constant distances of eight columns
+            if first is None:  # the others follow at multiples of eight columns
                 first = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, column))
             i8 = ir.IntegerType.get_signless(8)
             pointer = llvm.getelementptr(first.type, first, [], [32 * i], i8, 0)
@@ -453,8 +454,8 @@ def side_by_side(parts, interpret: bool):
 
 
 def with_sign_bit(x, shift, interpret: bool):
-    """`x`, which is not negative, with the sign that the last bit of `shift` stands for; float32,
-    both of one shape.
+    """`x`, which is not negative, with the last bit of `shift` as its sign; float32, both of one
+    shape.
     """
     if interpret:
         bits, sign = (lax.bitcast_convert_type(y, jnp.uint32) for y in (x, shift))
@@ -485,10 +486,10 @@ def _index(number: int):
 
 
 def by_warps(count: int, function, varies: bool) -> None:
-    """`function(i)` for each `i` below `count`, dealt out to the four warps.
+    """Calls `function(i)` for each `i` below `count`, distributed over the four warps.
 
-    `varies`: each by all of them, as `shard_map` lets nothing that varies along its mesh into
-    `warp_map`.
+    With `varies` all warps make each call, since `shard_map` does not allow values that vary along
+    its mesh in `warp_map`.
     """
     if varies:
         for i in range(count):
@@ -520,7 +521,7 @@ def div_rem(x, n) -> tuple:
 
 
 def row_index():
-    """Of each row, its index."""
+    """The index of each row."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
 
 
@@ -535,15 +536,14 @@ def full(shape, value, layout):
 
 @functools.cache
 def check_registers(*warpgroups: int) -> None:
-    """Raises unless warpgroups may hold these registers per thread.
+    """Raises an error unless warpgroups may have these registers per thread.
 
-    `setmaxnreg` waits for registers that never come when the pool is too small: the GPU hangs
-    instead of failing. The pool is what the launch allocated, `warpgroups` times the largest
-    multiple of 8 that fits.
+    If the pool is too small, `setmaxnreg` waits forever and the GPU hangs. The pool is the
+    allocation of the launch, `warpgroups` times the largest multiple of 8 that fits.
     """
     threads = 128 * len(warpgroups)
     pool = min(REGISTERS // threads // 8 * 8, 255 // 8 * 8) * len(warpgroups)
     if sum(warpgroups) > pool or any(
         count % 8 or not 24 <= count <= 240 for count in warpgroups
     ):
-        raise ValueError(f"{warpgroups=} registers a thread do not fit a pool of {pool}")
+        raise ValueError(f"{warpgroups=} registers per thread do not fit a pool of {pool}")

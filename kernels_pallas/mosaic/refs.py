@@ -26,19 +26,19 @@ def build_kernel(
 ) -> Callable[..., Any]:
     """`plgpu.kernel` of `body(refs)`, in which each ref has its name: `refs.query`.
 
-    `plgpu.kernel` takes scratch by name too, but lays it out in alphabetical order.
+    `plgpu.kernel` also accepts scratch by name, but lays it out in alphabetical order.
 
     Args:
-      kernel: made by `Kernel.named`.
-      body: takes one object whose attributes are the refs. An input that a description leaves
-        out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python integers, or
-        scalars that the kernel learns at its launch. `refs.cta` has the CTA's place on each axis
-        of the grid (`cta_index`).
-      scratch: types of the scratch refs, in the order in which they are stored in memory.
-      options: of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
+      kernel: A kernel of `Kernel.named`.
+      body: A function of one object whose attributes are the refs. An input that a description
+        leaves out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python
+        integers, or scalars that the kernel reads at launch. `refs.cta` has the CTA's index on each
+        axis of the grid (`cta_index`).
+      scratch: Types of the scratch refs, in their order in memory.
+      options: Options of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
 
     Raises:
-      ValueError: an array has no name, or two refs have the same one.
+      ValueError: An array has no name, or two refs have the same one.
     """
     scratch = dict(scratch or {})
     names = *kernel.names, *scratch
@@ -71,7 +71,7 @@ def sizes_of(kernel: Kernel, scalars: Sequence[Any]) -> SimpleNamespace:
 
 
 def scalar_of(argument: Any) -> Any:
-    """The number that a scalar argument's address is (`Kernel.for_any_length`): int32."""
+    """The number in a scalar argument's address (`Kernel.for_any_length`), int32."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -88,10 +88,10 @@ def scalar_of(argument: Any) -> Any:
 
 
 def cta_index(kernel: Kernel, axis: str) -> Any:
-    """Where the CTA is on an axis of the grid, an int32 scalar.
+    """The CTA's index on an axis of the grid, an int32 scalar.
 
-    Of a kernel for any length the compiler must not know that this is less than the grid of its
-    nominal lengths: it would divide by `Hkv` as if there were two sequences, `index >= Hkv`.
+    In a kernel for any length the compiler must not know that the index is less than the grid of
+    the nominal lengths: for two sequences it would replace a division by `Hkv` by `index >= Hkv`.
     """
     index = lax.axis_index(axis)
     if not kernel.any_length:

@@ -1,23 +1,20 @@
-"""Copies of rows that a list names, by lanes: 16 bytes each, in place of a TMA copy a token.
+"""Copies of listed rows by lanes, 16 bytes each, instead of a TMA copy per token.
 
-A multiprocessor starts a TMA copy in 13 to 14 cycles, however little it moves. Of few heads a
-token, 64 rows are so many copies that this bounds a step. A warp's instruction of 16 bytes a lane
-moves four rows of a slab.
+A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few heads
+per token, 64 rows need more copies than a step has time for. An instruction of a warp with 16
+bytes per lane moves four rows of a slab.
 
     thread t   16 bytes t % 8 of the rows t / 8, t / 8 + 16, ..   of each slab
 
-The lanes write what wgmma reads: the copies of a step are waited for by each thread, then
-`commit_smem` makes them known. Rows lie in shared memory as `operands.py` says.
+The lanes write memory that wgmma reads: each thread waits for its copies of a step, then
+`commit_smem` makes them visible. `operands.py` describes the layout of rows in shared memory.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
-from kernels_pallas.mosaic.warp import SCALAR
 
 BYTES = 16  # of a lane
 NUMBER_BYTES = 2
@@ -33,7 +30,7 @@ class RowCopies:
     """Copies between operands of 64 rows, which are the heads of `64 // group` tokens, and arrays.
 
     Attributes:
-      divisor: an entry of the list is `token * divisor` and something less than `divisor`.
+      divisor: An entry of the list is `token * divisor` plus a number below `divisor`.
     """
 
     buffers: Buffers
@@ -41,13 +38,14 @@ class RowCopies:
     divisor: int
 
     def load(self, entries, first, end, place, pairs, stats=()) -> None:
-        """Starts copies of the rows of the entries from `first` on, past `end` of the last one.
+        """Starts copies of the rows of the entries from `first` on; from `end` on the last entry is
+        repeated.
 
         Args:
-          entries: the list, int32.
+          entries: The list, int32.
           place: b, kv_head and T.
-          pairs: arrays `[B, T, H, width]`, and the operand `(ref, copy)` that takes their rows.
-          stats: `row_stats` of single tokens, and where in shared memory they go.
+          pairs: Arrays `[B, T, H, width]`, and the operand `(ref, copy)` for their rows.
+          stats: `row_stats` of single tokens, and their target in shared memory.
         """
         sources, targets = zip(*pairs, strict=True)
         targets = [ref[0].at[copy] for ref, copy in targets]
@@ -85,13 +83,13 @@ class RowCopies:
         self._call(load, [entries, *sources, *stats], targets, [first, end, *place])
 
     def store(self, entries, first, end, place, target, staged, column: int) -> None:
-        """Puts rows of an operand into an array: of each entry from `first` to `end - 1`.
+        """Copies rows of an operand to an array, for each entry from `first` to `end - 1`.
 
         Args:
-          place: b, entries of a row of the array, and what is less than the entries there.
-          target: `[B, count, group, width]`.
-          staged: the operand `(ref, copy)`, and how many columns of it.
-          column: of the array, from which on they go.
+          place: b, entries of a row of the array, and the number to subtract from an entry.
+          target: Array `[B, count, group, width]`.
+          staged: The operand `(ref, copy)`, and the number of its columns.
+          column: First column of the array.
         """
         ref, copy, columns = staged
 
@@ -116,28 +114,24 @@ class RowCopies:
         self._call(store, [entries, target], [ref[0].at[copy]], words)
 
     def commit(self) -> None:
-        """The copies since the last call are a group, which may be empty."""
+        """Commits the copies since the last call as a group, which may be empty."""
         self._call(lambda warp, *_: warp.end_copies(), [], [], [])
 
     def wait(self, left: int) -> None:
-        """All groups of this thread but the last `left` have arrived."""
+        """Waits until all groups of this thread except the last `left` have arrived."""
         self._call(lambda warp, *_: warp.wait_for_copies(left), [], [], [])
 
     def _call(self, function: Callable, refs: Sequence, operands: Sequence, numbers) -> None:
-        types = [plgpu.RefType()] * len(refs), [self.buffers._matrix_ref] * len(operands)
-        types = *types[0], *types[1], *[SCALAR] * len(numbers)
-
-        @plgpu.inline_mgpu(arg_types=types, return_type=())
-        def call(_, *arguments):
+        def call(*arguments):
             rest = arguments[len(refs) :]
-            words = [warp.scalar(x) for x in rest[len(operands) :]]
+            words = rest[len(operands) :]
             function(warp, arguments[: len(refs)], rest[: len(operands)], words)
-            return ()
 
-        call(*refs, *operands, *numbers)
+        types = [self.buffers._matrix_ref] * len(operands)
+        warp.each(call, [*refs, *operands], numbers, types=types)
 
     def _rows(self, warp):
-        """The rows of a thread, and where in a slab its 16 bytes of each lie."""
+        """The rows of a thread, and the offset of its 16 bytes of each row in a slab."""
         thread = _thread(warp)
         part, first = thread % PARTS, thread // PARTS
         swizzled = (part ^ first % PARTS) * BYTES  # of rows of 128 bytes
@@ -145,17 +139,19 @@ class RowCopies:
             yield first + row, (first + row) * SLAB_ROW_BYTES + swizzled
 
     def _used(self, row):
-        """Whether a row stands for a head; None means all do."""
+        """Whether a row is a head, not padding; None means that all rows are."""
         used = ROWS // self.group * self.group
         return row < used if used < ROWS else None
 
     def _address(self, warp, array, at, heads: int, head):
-        """Of a thread's 16 bytes of the first slab: `array[at, head]`, of `[.., heads, width]`."""
+        """Address of a thread's 16 bytes in the first slab of `array[at, head]`; the array is
+        `[.., heads, width]`.
+        """
         width = interpreter.shape_of(array)[-1] * NUMBER_BYTES
         part = _thread(warp) % PARTS
         return warp.element(array, (at, heads * width), (head, width), (part, BYTES))
 
 
 def _thread(warp):
-    """Of the CTA, which is one warpgroup."""
+    """Index of the thread in the CTA, which is one warpgroup."""
     return warp.warp_of_cta() * 32 + warp.lane()

@@ -1,12 +1,12 @@
-"""Loads and stores of one value a row, for the 64 query rows of a tile, without shared memory.
+"""Loads and stores of one value per row, for the 64 query rows of a tile, without shared memory.
 
     TileRows       rows of neighbouring tokens: their addresses follow from the first one
     GatheredRows   rows of tokens from a list: each lane reads its own address
 
-Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, laid
-out as `operands.PER_ROW`: a quad of lanes holds each row, and its first lane stores. Addresses
-are computed by lane on the words of `warp.py`; Pallas' interpreter indexes the arrays where it
-stores, since a machine for warps would write to the whole of them.
+Row `r` is query head `r % G` of the `r // G`-th token. Values are in registers, `[64]`, with the
+layout `operands.PER_ROW`: a quad of lanes holds each row, and its first lane stores. Each lane
+computes addresses with the words of `warp.py`. For stores, Pallas' interpreter indexes the arrays,
+since a machine for warps would write whole arrays.
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ class GatheredRows:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return ROWS // self.group
 
     def load_entries(self, lists, first, end):
-        """Of each row, the entry `first + row // group` of an int32 list that ends at `end`;
-        past it the last one.
+        """For each row, the entry `first + row // group` of an int32 list that ends at `end`, or
+        the last entry.
         """
 
         def load(warp, row, refs, words):
@@ -61,7 +61,7 @@ class GatheredRows:
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
     def prefetch_entries(self, lists, first, end):
-        """Prefetches what `load_entries` will read into L1."""
+        """Prefetches the entries of `load_entries` into L1."""
         if self.interpret:
             return
 
@@ -73,8 +73,8 @@ class GatheredRows:
         _by_row(prefetch, [lists], [first, end], [], [])
 
     def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
-        """Of `token`, by row, what dq needs of `row_stats`; `stats_tiles`: the tokens of a
-        query tile there, and how many of them there are.
+        """The statistics of `row_stats` that dq needs for `token`, by row. `stats_tiles`: the
+        tokens of a query tile there, and the number of tiles.
         """
         stats_tile, count = stats_tiles
 
@@ -95,8 +95,8 @@ class GatheredRows:
         return SoftmaxStats(*_by_row(load, [row_stats], words, [token], dtypes, self.interpret))
 
     def put(self, array, value, b, kv_head, length, index, only):
-        """`array[b, kv_head, index] = value` where `only`, by row; float32 `[B, Hkv, length]`,
-        in which the rows of a token are neighbours.
+        """`array[b, kv_head, index] = value` if `only`, by row; float32 `[B, Hkv, length]`, in
+        which the rows of a token are neighbours.
         """
         if self.interpret:
             for i in range(self.tokens):
@@ -118,9 +118,9 @@ class GatheredRows:
         _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
 
     def far_slots(self, indices, position, b, kv_head, first, length):
-        """Of each row a bit a slot of int32 `indices` `[B, T, Hkv, n]`: whether it has a block
-        that the row's token may see and that is far from the tile of tokens from `first` on
-        (`specs/selected.py`), which are at `position` `[B, T]`; `length` is T.
+        """One bit per slot of int32 `indices` `[B, T, Hkv, n]` for each row. A bit is set if the
+        slot has a block that the row's token may see and that is far from the tile of tokens from
+        `first` on (`specs/selected.py`). Tokens are at `position` `[B, T]`; `length` is T.
         """
         _, _, heads, n = indices.shape
 
@@ -153,8 +153,8 @@ class GatheredRows:
 
 @dataclasses.dataclass(frozen=True)
 class TileRows:
-    """Rows of `tokens` neighbouring tokens, of float32 arrays `[B, T, H]`: `heads` rows each,
-    of which the first `group` stand for a query head. `length` is T.
+    """Rows of `tokens` neighbouring tokens, for float32 arrays `[B, T, H]`. A token has `heads`
+    rows, of which the first `group` are query heads. `length` is T.
     """
 
     tokens: int
@@ -164,12 +164,12 @@ class TileRows:
 
     @classmethod
     def of(cls, spec: Any) -> "TileRows":
-        """Of a kernel whose tiles have a row for each head."""
+        """The rows of a kernel whose tiles have a row for each head."""
         tile = spec.tile
         return cls(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
-        """Of each row the array's value, from token `first` and head `head` on; `otherwise` in
+        """The array's value for each row, from token `first` and head `head` on; `otherwise` in
         padding rows. Rows past the last token have its values.
         """
 
@@ -184,7 +184,7 @@ class TileRows:
         return _by_row(load, [array], words, [], [jnp.float32], self.interpret)[0]
 
     def put(self, array, value, b, first, head, length):
-        """Stores a value of each row where `values` loads it; nothing past the last token."""
+        """Stores a value per row at the addresses of `values`; nothing past the last token."""
         if self.interpret:
             heads = pl.ds(head, self.group)
             value = value[: self.tokens * self.heads].reshape(self.tokens, self.heads)
@@ -208,7 +208,7 @@ class TileRows:
         _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, warp, row, array, words):
-        """Of a row's value; past the last token or head, of theirs."""
+        """Address of a row's value; past the last token or head, the address of the last."""
         heads = interpreter.shape_of(array)[2]
         b, first, head, length = words
         token = warp.smaller(first + row // self.heads, length - 1)
@@ -216,16 +216,16 @@ class TileRows:
         return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
 
     def token(self, first, length):
-        """Of each row its token, from `first` on; past the last one, that one."""
+        """The token of each row, from `first` on, at most the last one."""
         return jnp.minimum(first + div(row_index(), self.heads), length - 1)
 
 
 def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
-    """Arrays `[64]` of these types, from what `function` returns in each lane for its rows.
+    """Arrays `[64]` of these types, from the results of `function` in each lane for its rows.
 
-    `function(warp, row, refs, words, *words_of_row)` takes and returns words of the instructions
-    `warp`: `words` are the scalars, `words_of_row` the row's elements of `rows`, arrays `[64]`.
-    Interpreted, `refs` are read as a whole.
+    `function(warp, row, refs, words, *words_of_row)` has words of the instructions `warp` as
+    arguments and results: `words` are the scalars, `words_of_row` the row's elements of `rows`,
+    arrays `[64]`. The interpreter reads whole `refs`.
     """
     if interpret:
 
@@ -239,14 +239,10 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
 
         shapes = [jax.ShapeDtypeStruct((ROWS,), x) for x in dtypes]
         return interpreter.written(program, [*refs, *rows], scalars, shapes)
-    types = [plgpu.RefType()] * len(refs) + [warp.SCALAR] * len(scalars)
-    results = [plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=PER_ROW) for dtype in dtypes]
 
-    @plgpu.inline_mgpu(arg_types=(*types, *[PER_ROW] * len(rows)), return_type=results)
-    def call(_, *arguments):
-        refs_, scalars_ = arguments[: len(refs)], arguments[len(refs) :][: len(scalars)]
-        rows_ = arguments[len(refs) + len(scalars) :]
-        words = [warp.scalar(x) for x in scalars_]
+    def call(*arguments):
+        refs_, rest = arguments[: len(refs)], arguments[len(refs) :]
+        words, rows_ = rest[: len(scalars)], rest[len(scalars) :]
         layout, shape = PER_ROW.to_mgpu(), (ROWS,)
         registers = [np.empty(layout.registers_shape(shape), object) for _ in dtypes]
         indices = list(np.ndindex(layout.registers_shape(shape)))
@@ -265,4 +261,5 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
             for x, d in zip(registers, dtypes, strict=True)
         ]
 
-    return call(*refs, *scalars, *rows)
+    results = [plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=PER_ROW) for dtype in dtypes]
+    return warp.each(call, refs, scalars, rows, PER_ROW, result=results)

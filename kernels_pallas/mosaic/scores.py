@@ -1,28 +1,27 @@
 """Scores and the best blocks: S = Q K^T, or for groups of more than 16 heads S^T = K Q^T.
 
-Of up to 16 heads. Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2), whose lse the
-compressed branch made;
-its sums over phases (`specs/scores.py`) and over the heads of a group go to the score row of
-each token in shared memory, and a warp takes the n best from there (`warp_topk.py`).
+Up to 16 heads. Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2) with the lse of the
+compressed branch. The sums of P over phases (`specs/scores.py`) and over the heads of a group are
+added to the score row of each token in shared memory, from which a warp selects the n best
+(`warp_topk.py`).
 
 Loop order: query-stationary. For each tile of query rows (a CTA of 2 to 4 warpgroups): for each
 chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
-phases one product; at the end of a chunk its top-k. A tile whose tokens select all blocks that they
-may makes no product.
-Tile: 64 query rows a warpgroup, `64 // heads` tokens, in registers as the left operand, so that
-a product reads keys only: half the shared-memory traffic of both from there. With 16 heads a
-warp has one token, with fewer 2 to 8: the sum over heads is an exchange of its lanes, once a
-step. The warpgroups share the ring buffer of keys and refill it in turn.
+phases one product; at the end of a chunk its top-k. A tile whose tokens select all their candidate
+blocks needs no product.
+Tile: 64 query rows per warpgroup, `64 // heads` tokens, in registers as the left operand, so that
+a product only reads keys: half the shared-memory traffic of two shared operands. With 16 heads a
+warp has one token, with fewer heads 2 to 8: the sum over heads is an exchange of its lanes, once
+per step. The warpgroups share the ring buffer of keys and refill it in turn.
 
-Four warpgroups run on an SM, at 128 registers a thread, so that others multiply while one makes
-probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2
-TFLOP = 2.2 ms; 8.8 G exponentials at 16 a clock and SM, 2.4 ms; query once 1.1 GB = 0.33 ms.
+Four warpgroups run on an SM, at 128 registers per thread, so that some multiply while another
+computes probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2
+TFLOP = 2.2 ms; 8.8 G exponentials at 16 per clock and SM, 2.4 ms; query once 1.1 GB = 0.33 ms.
 
-Of more heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2); the sum
-over the heads of a group
-runs along a row of registers. While a product runs, the probabilities of the one before it are
-made. The score rows of a tile stay in shared memory, where a warp per token takes out the best
-blocks that are not forced.
+More heads (swap A and B). Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2). The sum over
+the heads of a group runs along a row of registers. During a product, the probabilities of the
+product before it are computed. The score rows of a tile stay in shared memory, from which a warp
+per token selects the best blocks that are not forced.
 
 Loop order: query-stationary. For each tile of query rows (a CTA of one warpgroup): for each
 chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
@@ -67,7 +66,7 @@ from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 
 def tokens_of_tile(spec: Scores, refs, mine, tile_index) -> tuple:
-    """The first token of tile `mine`, the `tile_index`-th of its row, and where its tokens end."""
+    """The first token of tile `mine`, the `tile_index`-th of its row, and the end of its tokens."""
     if spec.query_tiles:
         return refs.first_token[mine] + 0, refs.end_token[mine] + 0
     return tile_index * spec.tile.tokens, refs.sizes.T
@@ -75,7 +74,7 @@ def tokens_of_tile(spec: Scores, refs, mine, tile_index) -> tuple:
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
-    probability zero, where a row sees nothing or is padding; `length`: T.
+    probability zero, for padding and for rows that see no key; `length`: T.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, bool(spec.interpret))
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)
@@ -84,7 +83,7 @@ def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
 
 def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> None:
     """Starts copies of the keys of product `q`: one phase of 64 blocks, from `base` on; `place`:
-    the batch and the key/value head.
+    the batch row and the key/value head.
     """
     stage = rem(q, spec.tiling.stages)
     blocks, phase = pl.ds(base + div(q, spec.ratio) * KEYS, KEYS), rem(q, spec.ratio)
@@ -92,17 +91,17 @@ def load_keys(spec: Scores, buffers: operands.Buffers, refs, place, base, q) -> 
     buffers.load_keys(source, refs.key_s, stage, refs.key_full.at[stage])
 
 
-def walk_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
+def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     """The steps of chunk `k`: `carry = step(under_mask, i, carry)` for each step `i`.
 
-    A step has `ratio` products, one a phase, of 64 blocks. Only those at both ends of what the
-    rows of a tile see need a mask.
+    A step has `ratio` products, one per phase, of 64 blocks. Only the steps at both ends of the
+    visible keys of a tile need a mask.
 
     Args:
-      steps: of the whole tile.
-      base: the block that the first step begins with.
-      key_begin, key_end: where the keys of the tile's last row begin, and where those of its
-        first row end.
+      steps: Steps of the whole tile.
+      base: First block of the first step.
+      key_begin, key_end: Begin of the keys of the tile's last row, and end of the keys of its first
+        row.
     """
     chunk = spec.tiling.chunk
     step_keys = jnp.int32(KEYS * spec.ratio)
@@ -120,7 +119,7 @@ def walk_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
     return lax.fori_loop(right, stop, masked, carry)
 
 
-# A product's registers after rows 8 apart have been added: 8 rows per warp.
+# A product's registers after rows at distance 8 have been added: 8 rows per warp.
 FOLDED = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -137,7 +136,7 @@ def best_blocks_qk(kernel: Kernel):
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
     step_keys = KEYS * r
     scale_log2 = spec.scale * LOG2E
-    unshared = r - spec.cover + 1  # phases that count for their own block alone
+    unshared = r - spec.cover + 1  # phases that only count for their own block
     run = functools.partial(_each_warp, topk)
     sums_shape, sums_layout = (
         ((ROWS // 2, KEYS), FOLDED) if heads == 16 else ((ROWS, KEYS), MATRIX)
@@ -147,7 +146,7 @@ def best_blocks_qk(kernel: Kernel):
         wg = lax.axis_index("wg")
         b, g = div_rem(refs.cta.bg, spec.Hkv)
         tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
+        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more work
         mine = b * tiles + tile_index
         first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
         base = refs.base_block[mine, 0]
@@ -157,7 +156,7 @@ def best_blocks_qk(kernel: Kernel):
             last_token = jnp.minimum(tile.tokens, last_of_tile - first_of_tile) - 1
             if spec.query_tiles:
                 last_token = jnp.maximum(last_token, 0)
-            # Then no token has more than `spec.free` blocks to choose from (`WarpTopK.extract`).
+            # No token has more than `spec.free` blocks to choose from (`WarpTopK.extract`).
             all_win = refs.own_block[mine, last_token] < spec.n
             steps = jnp.where(all_win, 0, steps)
         products = steps * r
@@ -187,7 +186,7 @@ def best_blocks_qk(kernel: Kernel):
         lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, *places)  # [64]
 
         def refill(q):
-            """Loads what follows product `q` in its stage, once all are done with it."""
+            """Loads the next keys of the stage of product `q`, once all warpgroups have read it."""
             stage = rem(jnp.maximum(q, 0), stages)
             turn = rem(stage, warpgroups) == wg
 
@@ -196,11 +195,11 @@ def best_blocks_qk(kernel: Kernel):
                 plgpu.barrier_wait(refs.key_free.at[stage])
                 load(q + stages)
 
-        # With a stage to spare, a warpgroup that refills need not wait for the others.
+        # With a spare stage, a warpgroup that refills does not wait for the others.
         lag = 1 if stages >= 3 else 0
 
         def probabilities(under_mask, i, phase):
-            """Of 64 keys of one phase, `[64, 64]`, or folded to `sums_shape`."""
+            """Probabilities of 64 keys of one phase, `[64, 64]`, or folded to `sums_shape`."""
             q = i * r + phase
             stage = rem(q, stages)
             plgpu.barrier_wait(refs.key_full.at[stage])
@@ -227,7 +226,7 @@ def best_blocks_qk(kernel: Kernel):
                 return own
 
             def shared_phase(phase, carry):
-                """Counts `r - phase` times of `cover` for the block, else for the next one."""
+                """Counts `r - phase` times of `cover` for the block, the rest for the next one."""
                 own, following = carry
                 p = probabilities(under_mask, i, phase)
                 times = jnp.asarray(r - phase, jnp.float32)
@@ -240,7 +239,7 @@ def best_blocks_qk(kernel: Kernel):
             own = lax.fori_loop(0, unshared, unshared_phase, zeros) * float(spec.cover)
             following = zeros
             if unshared < r:
-                # Unrolled, more than one of them would take too many registers.
+                # Unrolling more than one of them would need too many registers.
                 carry = shared_phase(unshared, (own, None))
                 own, following = lax.fori_loop(unshared + 1, r, shared_phase, carry)
             place = i * KEYS - chunk_begin
@@ -253,7 +252,7 @@ def best_blocks_qk(kernel: Kernel):
             """Scores of chunk `k`, and the best of them and of the chunks before."""
             step_of_chunk = functools.partial(step, k * chunk)
             run("begin_chunk", [refs.scores_s], [], [wg, k])
-            carry = walk_chunk(
+            carry = over_chunk(
                 spec, step_of_chunk, carry, k, steps, base, last_begin, first_end
             )
             if spec.free > 0:
@@ -271,7 +270,7 @@ def best_blocks_qk(kernel: Kernel):
             _write_interpreted(spec, run, refs, own_block, wg, b, first_token, g, last_of_tile)
             key_free = refs.key_free
 
-            def drain(q, _):  # the interpreter wants every completed phase waited for
+            def drain(q, _):  # the interpreter requires a wait for every completed phase
                 stage = rem(q, stages)
                 turn = rem(stage, warpgroups) == wg
                 pl.when(turn)(lambda: plgpu.barrier_wait(key_free.at[stage]))
@@ -293,8 +292,8 @@ def best_blocks_qk(kernel: Kernel):
             "key_s": buffers.ring(stages, KEYS, spec.D),
             "scores_s": plgpu.SMEM((score_rows, topk.words), jnp.float32),
             "winners_s": plgpu.SMEM((score_rows, topk.winner_slots), jnp.int32),
-            "key_full": plgpu.Barrier(num_arrivals=spec.D // tile.slab, num_barriers=stages),
-            "key_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "key_full": operands.barriers(spec.D // tile.slab, stages),
+            "key_free": operands.barriers(warpgroups, stages),
         },
         grid_names=("bg", "tile"),
         num_threads=warpgroups,
@@ -317,12 +316,7 @@ def _queries(spec: Scores, query, b, g, token, length):
         ]
         return jnp.concatenate([jnp.pad(x, missing, mode="edge") for x in rows])
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[warp.SCALAR] * 4),
-        return_type=operands.matrix_type((ROWS, spec.D), dtype),
-    )
-    def read(_, query, *places):
-        b, g, token, length = map(warp.scalar, places)
+    def read(query, b, g, token, length):
         lane, heads = warp.lane(), spec.tiling.heads
         words = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
@@ -343,14 +337,15 @@ def _queries(spec: Scores, query, b, g, token, length):
         shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, spec.D))
         return mgpu.optimization_barrier(_matrix(registers.reshape(shape), MATRIX))
 
-    return read(query, b, g, token, length)
+    result = operands.matrix_type((ROWS, spec.D), dtype)
+    return warp.each(read, [query], [b, g, token, length], result=result)
 
 
 def _product(buffers: operands.Buffers, queries, ring, stage):
     """`queries @ keys.T`, float32 `[64, 64]`, of the keys of a stage of `ring`.
 
-    As `mgpu.wgmma`, but its fence of the left operand makes ptxas copy all of that for each
-    product; here it never changes.
+    `mgpu.wgmma` fences its left operand, for which ptxas copies the whole operand for each product.
+    Here it never changes and needs no fence.
     """
     if buffers.interpret:
         return buffers.start_product(queries.astype(jnp.float32), (ring, stage))
@@ -400,7 +395,7 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
 
 
 def _fold(probs, interpret: bool):
-    """Adds rows 8 apart, which one lane has: `[64, 64]` to `[32, 64]`."""
+    """Adds rows at distance 8, which are in one lane: `[64, 64]` to `[32, 64]`."""
     if interpret:
         return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)
     result = plgpu.ShapeDtypeStruct((ROWS // 2, KEYS), jnp.float32, layout=FOLDED)
@@ -420,9 +415,9 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
     """Calls the function `name` of `topk` in every warp, with words for `numbers`.
 
     Args:
-      rows: of tokens, arrays in shared memory.
-      arrays: in global memory.
-      sums: matrices of the warpgroup, float32.
+      rows: Rows of tokens, arrays in shared memory.
+      arrays: Arrays in global memory.
+      sums: Matrices of the warpgroup, float32.
     """
     if topk.spec.interpret:
         return _each_interpreted_warp(topk, name, rows, arrays, numbers, sums)
@@ -437,8 +432,8 @@ def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
 
 
 def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
-    """As `_each_warp`, of which the interpreter sees what the warpgroup reads and writes: its own
-    rows. Arrays that are no refs are shapes of what it only writes, which is returned.
+    """`_each_warp` in the interpreter, which only sees the warpgroup's own rows as read and
+    written. Arrays that are not refs are shapes of arrays that are only written, and are returned.
     """
     wg, count = numbers[0], ROWS // topk.heads
     own = pl.ds(wg * count, count)
@@ -473,7 +468,7 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
 
 
 def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g, end):
-    """`WarpTopK.write` where it is interpreted: the tokens of a warpgroup, one by one."""
+    """`WarpTopK.write` in the interpreter: the tokens of a warpgroup, one by one."""
     count, tokens = ROWS // spec.tiling.heads, spec.tile.tokens
     # In an array of one tile, of one row and one head.
     of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
@@ -489,7 +484,7 @@ def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g
 
 
 def _pairs(matrix: np.ndarray) -> list:
-    """`_floats` of NumPy's `[64, 64]` or `[32, 64]`: words of four warps, `[4, 32]`."""
+    """`_floats` of a NumPy array `[64, 64]` or `[32, 64]`: words of four warps, `[4, 32]`."""
     lane = np.arange(32)
     of_warp = matrix.reshape(4, -1, KEYS)
     return [
@@ -506,7 +501,7 @@ def _matrix(registers, layout):
 
 
 def _floats(matrix):
-    """By row of a lane, its pairs of neighbours (`WarpTopK.add`)."""
+    """Pairs of neighbours, by row of a lane (`WarpTopK.add`)."""
     pairs = matrix.registers.reshape(KEYS // 8, -1)
 
     def pair(register):
@@ -524,7 +519,7 @@ def _floats(matrix):
     return [[pair(register) for register in column] for column in pairs.T]
 
 
-# One row of 128 * k columns a warp, four neighbours a lane.
+# One row of 128 * k columns per warp, four neighbours per lane.
 ROW_PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((KQ_WARPS, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
@@ -540,13 +535,13 @@ def best_blocks_kq(kernel: Kernel):
     several_chunks = spec.chunks > 1 and free > 0
     winners = -(-spec.chunks * free // 128) * 128 if several_chunks else 1
     step_keys = KEYS * r
-    # Score rows in fours, one a warp.
+    # Groups of four score rows, one per warp.
     fours = [pl.ds(first, KQ_WARPS) for first in range(0, score_rows, KQ_WARPS)]
 
     def body(refs):
         b, g = div_rem(refs.cta.bg, spec.Hkv)
         tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
+        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more work
         mine = b * tiles + tile_index
         first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
         tokens = pl.ds(first_of_tile, tile.tokens)
@@ -564,7 +559,7 @@ def best_blocks_kq(kernel: Kernel):
         last_end = refs.key_end[mine, rows - 1]
         keys = jnp.maximum(last_end - base * r, 0)
         steps = div(keys + step_keys - 1, step_keys)
-        products = jnp.maximum(steps * r, 1)  # the first is made in any case
+        products = jnp.maximum(steps * r, 1)  # the first product is always computed
 
         def load(q):
             """Starts the copies of the keys of product `q`: one phase of 64 blocks."""
@@ -574,8 +569,8 @@ def best_blocks_kq(kernel: Kernel):
                 load_keys(spec, buffers, refs, (b, g), base, q)
 
         def multiply(q, meanwhile):
-            """Logits K Q^T `[64, rows]` of product `q`, and what `meanwhile` returns: it runs
-            beside it.
+            """Logits K Q^T `[64, rows]` of product `q`, and the result of `meanwhile`, which runs
+            during the product.
             """
             stage = rem(q, stages)
 
@@ -608,7 +603,7 @@ def best_blocks_kq(kernel: Kernel):
         plgpu.commit_smem()
 
         def fold(p):
-            """For each token the columns of its heads, 8 apart, added up: `[64, 8]` each."""
+            """The sum over each token's heads of its groups of 8 columns: `[64, 8]` each."""
             sums = []
             for token in range(0, rows, heads):
                 folded = p[:, token : token + 8]
@@ -618,7 +613,7 @@ def best_blocks_kq(kernel: Kernel):
             return sums
 
         def store(scores_s, place, sums, add=False):
-            """Puts what is left to add of each token's `sums` `[64, 8]` in its score row."""
+            """Adds up each token's `sums` `[64, 8]` and writes them to its score row."""
             for t, folded in enumerate(sums):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
                 score = folded.sum(axis=1)  # [64]
@@ -627,12 +622,12 @@ def best_blocks_kq(kernel: Kernel):
                 blocks[...] = score
 
         def step(chunk_begin, under_mask, i, logits):
-            """Scores of 64 blocks, from the logits of their first phase to the next ones."""
+            """Scores of 64 blocks from the logits of their first phase; returns the next logits."""
             place = i * ROWS - chunk_begin
 
             def one_phase(phase, carry):
-                """own += times * P and next += (cover - times) * P of one phase, while the
-                product of the phase after it runs.
+                """own += times * P and next += (cover - times) * P of one phase, during the
+                product of the next phase.
                 """
                 logits, *own = carry
                 times = jnp.minimum(spec.cover, r - phase)
@@ -683,7 +678,7 @@ def best_blocks_kq(kernel: Kernel):
 
         def extract(scores, indices, keep):
             """Calls `keep(four, i, value, index)` with the `i`-th best of each score row, ties
-            to the lower index. All rows go together: one's reductions hide another's latency.
+            to the lower index. All rows are handled together, to hide the latency of reductions.
             """
 
             def one(i, scores):
@@ -706,7 +701,7 @@ def best_blocks_kq(kernel: Kernel):
         ahead, _ = multiply(jnp.int32(0), lambda: None)
 
         def take(k, ahead):
-            """The best of chunk `k`; `ahead`: the logits of its first product."""
+            """Selects the best of chunk `k`; `ahead`: the logits of its first product."""
             chunk_begin = k * chunk
             for t in range(score_rows):
                 over = refs.next_s.at[t, pl.ds(chunk, ROWS)]
@@ -719,7 +714,7 @@ def best_blocks_kq(kernel: Kernel):
                 over[...] = zero
             plgpu.commit_smem()
             step_of_chunk = functools.partial(step, chunk_begin)
-            ahead = walk_chunk(
+            ahead = over_chunk(
                 spec, step_of_chunk, ahead, k, steps, base, last_begin, first_end
             )
             plgpu.commit_smem()
@@ -796,8 +791,8 @@ def best_blocks_kq(kernel: Kernel):
             "chosen_s": plgpu.SMEM((max(free, 1), score_rows), jnp.int32),
             "value_s": plgpu.SMEM((score_rows, winners), jnp.float32),
             "index_s": plgpu.SMEM((score_rows, winners), jnp.int32),
-            "query_full": plgpu.Barrier(num_arrivals=slabs),
-            "key_full": plgpu.Barrier(num_arrivals=slabs, num_barriers=stages),
+            "query_full": operands.barriers(slabs),
+            "key_full": operands.barriers(slabs, stages),
         },
         grid_names=("bg", "tile"),
         interpret=spec.interpret,
@@ -805,9 +800,9 @@ def best_blocks_kq(kernel: Kernel):
 
 
 def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, length, end):
-    """Puts the blocks of four tokens, a warp each, from the tile's token `first` on, which is
-    `token`: `chosen`, `n` arrays `[4]`, into `selection` `[B, T, Hkv, n]`; `length` is T, `end`
-    where the tile's tokens end.
+    """Writes the blocks of four tokens, a warp each, to `selection` `[B, T, Hkv, n]`. `chosen` has
+    `n` arrays `[4]`; the tile's token `first` is `token`; `length` is T, `end` is the end of the
+    tile's tokens.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)
     if spec.interpret:
@@ -832,7 +827,7 @@ def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, lengt
 
 
 def _batcher(n: int):
-    """Comparisons of Batcher's odd-even merge sort of `n` places, in order."""
+    """Comparisons of Batcher's odd-even merge sort of `n` elements, in order."""
     p = 1
     while p < n:
         k = p

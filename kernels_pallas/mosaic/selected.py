@@ -1,13 +1,12 @@
 """Selected attention, forward and dq: tiles of queries loop over their block lists.
 
-Algorithm: FlashAttention's online softmax, and its backward with the queries standing still
-(`mainloop.py`). In rows of tokens that did not select a block P = 0, and the maximum stays, or
-shift = +inf.
+Algorithm: FlashAttention's online softmax, and its query-stationary backward (`mainloop.py`). Rows
+of tokens that did not select a block have P = 0 and an unchanged maximum, or shift = +inf.
 
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
 share every block that one of them selected (`lists.py`); rows of tokens that did not are masked.
-The warpgroup copies for itself: a stage of a ring buffer is refilled as soon as all four warps are
-done with it.
+The warpgroup issues its own copies: a stage of a ring buffer is refilled as soon as all four warps
+have read it.
 
 Several small CTAs on an SM hide each other's latency: at D = Dv = 128 and blocks of 64 keys three
 in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/value head are the
@@ -16,12 +15,11 @@ slowest grid axis, so that the keys of one head stay in L2.
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..              full_blocks      ..       blocks
 
-A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
+A gathered tile skips the far blocks of its list (`specs/selected.py`).
 
-Forward multiplies P V of a block beside the work on the next one where `specs.selected.overlap_pv`.
-Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
-has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
-`specs.selected.dq_stages`.
+With `specs.selected.overlap_pv` forward multiplies P V of a block during the work on the next one.
+Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec. They are
+from `specs.selected`: `forward_stages`, `FP8_STAGES` for e4m3, `dq_stages`.
 
 Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
 L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels/selected.md).
@@ -64,31 +62,31 @@ def dq(kernel: Kernel) -> Callable:
 
 def list_counts(block_counts, index) -> BlockCounts:
     """Row `index` of `block_counts`."""
-    # Sums, not loads: under `shard_map` only they have the type of what varies.
+    # Sums, not loads: under `shard_map` only sums have the type of varying values.
     return BlockCounts(*(block_counts[index, i] + 0 for i in range(COUNTS)))
 
 
-class Walked(NamedTuple):
+class LoopBlocks(NamedTuple):
     """The blocks that a tile loops over."""
 
     full_blocks: Any  # need no mask by key, and come first
     blocks: Any
-    far_begin: Any  # places in the list from here on are `far` further than in the loop
-    far: Any  # how many blocks of the list are passed over; None means none is in any tile
+    far_begin: Any  # from here on, list indices are `far` larger than loop indices
+    far: Any  # blocks of the list that are skipped; None means none in any tile
 
     def place(self, i):
-        """Of the `i`-th one in the list."""
+        """Index in the list of the `i`-th block."""
         return i if self.far is None else i + jnp.where(i >= self.far_begin, self.far, 0)
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Whether far blocks of a tile are left to `specs/gathered.py`: the block list of the tile
-    before it is longer than `gather_limit`. Its own list cannot decide, as no output may depend
-    on tokens after its own.
+    """Whether `specs/gathered.py` handles the far blocks of a tile: the block list of the tile
+    before it is longer than `gather_limit`. Its own list cannot decide, since an output must not
+    depend on later tokens.
 
     Args:
-      tile: along the tokens.
-      index: of its list in `block_counts` (`specs.selected.BlockCounts`).
+      tile: Index of the tile along the tokens.
+      index: Index of its list in `block_counts` (`specs.selected.BlockCounts`).
     """
     before = list_counts(block_counts, jnp.where(tile > 0, index - 1, index)).blocks
     return (tile > 0) & (before > gather_limit)
@@ -105,11 +103,11 @@ def _build(
     """A kernel.
 
     Args:
-      mainloop_of: what to do with a tile.
-      rows: widths of the arrays of query rows that are read; the first one's tile takes `added`
-        and the result too.
-      out, width: the array `[B, T, H, width]` of the result.
-      overlap_pv: whether the product of a block's factor runs beside the work on the next block.
+      mainloop_of: Function that returns the operations on a tile.
+      rows: Widths of the arrays of query rows that are read. The first one's tile also holds
+        `added` and the result.
+      out, width: The array `[B, T, H, width]` of the result.
+      overlap_pv: Whether a block's factor is multiplied during the work on the next block.
     """
     spec: SelectedAttention = kernel.spec
     buffers, size = Buffers.of(spec, spec.tile), spec.tile
@@ -130,18 +128,18 @@ def _build(
             source = rows_of(size, getattr(refs, name), tile)
             to = getattr(refs, f"{name}_tile")
             buffers.load_rows(source, to, 0, columns, refs.rows_ready)
-        walked = _walked(spec, refs, tile)
+        looped = _loop_blocks(spec, refs, tile)
         key_end = refs.key_end.at[b * refs.sizes.tiles + tile.index]
         key_end = operands.load(key_end, PER_ROW)  # [64]
         token = div(operands.row_index(), size.group)  # [64]
 
         def load(ring, source, blocks, ready, stages, i):
-            """Starts the copy of block `i`, if there is one."""
+            """Starts the copy of block `i`, if it exists."""
 
-            @pl.when(i < walked.blocks)
+            @pl.when(i < looped.blocks)
             def _():
                 stage = rem(i, stages)
-                start = refs.starts[walked.place(i)]
+                start = refs.starts[looped.place(i)]
 
                 def copy(array, row, first):
                     ring.load(array, row, kv_head, first, blocks, stage, ready.at[stage])
@@ -176,7 +174,7 @@ def _build(
 
         def block_at(under_mask, i):
             key_stage, value_stage = rem(i, spec.key_stages), rem(i, spec.value_stages)
-            place = walked.place(i)
+            place = looped.place(i)
             bits = lax.broadcast(refs.members[0, place], (ROWS,))
             if spec.words == 2:
                 high = lax.broadcast(refs.members[1, place], (ROWS,))
@@ -184,7 +182,7 @@ def _build(
             row_mask = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
 
             def free_key():
-                plgpu.commit_smem()  # all four warps are done with this stage
+                plgpu.commit_smem()  # all four warps have read this stage
                 load_key(i + spec.key_stages)
 
             def free_value():
@@ -194,17 +192,17 @@ def _build(
             seen = (lambda: visible(place)) if under_mask else (lambda: None)
             return Block(key_stage, value_stage, row_mask, seen, free_key, free_value)
 
-        loop, blocks = mainloop_of(spec, refs, tile), walked.blocks
+        loop, blocks = mainloop_of(spec, refs, tile), looped.blocks
         state = lax.cond(
             blocks > 0,
-            lambda: over_blocks(loop, block_at, walked.full_blocks, blocks, False, overlap_pv),
+            lambda: over_blocks(loop, block_at, looped.full_blocks, blocks, False, overlap_pv),
             lambda: loop.state,
         )
         result = loop.finish(state)  # [64, width]
 
         out_tile, added = refs.query_tile, None
         if spec.added:
-            plgpu.commit_smem()  # all four warps are done with the query
+            plgpu.commit_smem()  # all four warps have read the query
             source = rows_of(size, refs.added, tile)
             buffers.load_rows(source, out_tile, 0, width, refs.added_ready)
             plgpu.barrier_wait(refs.added_ready)
@@ -216,10 +214,7 @@ def _build(
             _store_total(spec, refs, tile, result)
         plgpu.wait_smem_to_gmem(0)
 
-    def barriers(arrivals, count=1):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-    tiles = rows | {"query": max(spec.D, width)}
+    barriers, tiles = operands.barriers, rows | {"query": max(spec.D, width)}
     return build_kernel(
         kernel,
         body,
@@ -240,29 +235,26 @@ def _build(
     )
 
 
-def _walked(spec: SelectedAttention, refs, tile: TilePlace) -> Walked:
-    """All blocks of the list, or of a gathered tile those that are near."""
+def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
+    """All blocks of the list, or the near blocks of a gathered tile."""
     counts = refs.block_counts
     index = refs.cta.head * refs.sizes.tiles + tile.index
     found = list_counts(counts, index)
     if not spec.gather_limit:
-        return Walked(found.full_blocks, found.blocks, None, None)
+        return LoopBlocks(found.full_blocks, found.blocks, None, None)
     gathered = tile_is_gathered(counts, tile.index, index, spec.gather_limit)
     far = jnp.where(gathered, found.far_end - found.far_begin, 0)
     far_full = jnp.clip(found.full_blocks - found.far_begin, 0, far)
-    return Walked(found.full_blocks - far_full, found.blocks - far, found.far_begin, far)
+    return LoopBlocks(found.full_blocks - far_full, found.blocks - far, found.far_begin, far)
 
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
-    """Stores the sum of the branches' outputs, each times its gate, in the order of branches, as
-    `combine.gated_sum` does; `result`: of this one, which is on its way from the query's tile.
+    """Stores the sum of the branches' outputs, each times its gate, in the order of branches, as in
+    `combine.gated_sum`. `result`: the output of this branch, which is being copied from the query's
+    tile.
     """
-    size, width, buffers, out_tile = (
-        spec.tile,
-        spec.Dv,
-        Buffers.of(spec, spec.tile),
-        refs.query_tile,
-    )
+    size, width, out_tile = spec.tile, spec.Dv, refs.query_tile
+    buffers = Buffers.of(spec, size)
     tile_rows = TileRows.of(spec)
     places = tile.b, tile.index * size.tokens, tile.kv_head * size.group, refs.sizes.T
     gates = refs.gate_0, refs.gate_1, refs.gate_2

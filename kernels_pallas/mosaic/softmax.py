@@ -13,7 +13,7 @@ With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
               dS  = +-|g| P * (dP - delta)                delta = rowsum(dO * O) - dlse
               dQ  = scale * dS K                          the sign of the gate g at the end
 
-The callers multiply matrices; what stands here is by element.
+The callers multiply matrices; this module has the operations by element.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ ABSENT = 3e38  # as a row's maximum: every probability becomes exactly 0
 
 
 class SoftmaxState(NamedTuple):
-    """Of the blocks so far; `acc` may be None, for none."""
+    """State after some blocks; `acc` may be None."""
 
     acc: Any  # [64, width]
     row_max: Any  # [64], in log2
@@ -37,9 +37,9 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxStats(NamedTuple):
-    """What the backward pass needs of each row, `[64]` (`specs/bwd_preprocess.py`)."""
+    """Statistics of rows for the backward pass, `[64]` (`specs/bwd_preprocess.py`)."""
 
-    shift: Any  # +inf: all probabilities are 0
+    shift: Any  # +inf makes all probabilities 0
     delta: Any
     sign: Any  # of the gate, 1 or -1
 
@@ -50,7 +50,7 @@ def zeros(width: int):
 
 
 def initial_state(width: int) -> SoftmaxState:
-    """Before the first block."""
+    """The state before the first block."""
     return SoftmaxState(
         zeros(width),
         operands.full((ROWS,), MASKED, PER_ROW),
@@ -62,12 +62,12 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
     """P `[64, keys]` of a block relative to the new maximum, and that maximum.
 
     Args:
-      row_max: of the blocks before, `[64]`.
+      row_max: Maximum of the blocks before, `[64]`.
       scores: S, `[64, keys]`.
-      c: scale * log2(e); a number, or of each row.
-      visible: `[64, keys]`, the keys that each row sees; None means all.
-      row_mask: `[64]`, the rows that have this block at all; None means all.
-      offset: P is 2^offset times as large.
+      c: scale * log2(e), a number or one per row.
+      visible: Keys that each row sees, `[64, keys]`; None means all.
+      row_mask: Rows that have this block, `[64]`; None means all.
+      offset: P is multiplied by 2^offset.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
@@ -83,7 +83,7 @@ def block_softmax(row_max, scores, c, visible=None, row_mask=None, offset: float
 
 
 def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
-    """The state relative to a new maximum, with the sum of a block's P; `acc` without it."""
+    """The state relative to a new maximum; the sum includes a block's P, `acc` does not."""
     acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]
     row_sum = row_sum * decay + p.sum(axis=1)
@@ -99,8 +99,8 @@ def online_softmax(state: SoftmaxState, scores, c: float):
 
 
 def normalizer(state: SoftmaxState, offset: float = 0.0):
-    """1 / l and the natural log-sum-exp, `[64]`; where no key is seen, 0 and -inf. `offset`: of
-    P in `block_softmax`.
+    """1 / l and the natural log-sum-exp, `[64]`; 0 and -inf for rows that see no key. `offset`: as
+    in `block_softmax`.
     """
     _, row_max, row_sum = state
     seen = row_sum > 0
@@ -109,20 +109,20 @@ def normalizer(state: SoftmaxState, offset: float = 0.0):
 
 
 def probabilities(scores, c: float, shift, visible=None):
-    """|g| P = 2^(c S - shift) of scores S, all of one shape; 0 where a key is not visible."""
+    """|g| P = 2^(c S - shift) of scores S, all of one shape; 0 for keys that are not visible."""
     p = jnp.exp2(scores * c - shift)
     return p if visible is None else jnp.where(visible, p, 0.0)
 
 
 def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
-    """dS `[64, keys]` of a block but for the sign of the gate: |g| P * (dP - delta).
+    """dS `[64, keys]` of a block without the sign of the gate: |g| P * (dP - delta).
 
     Args:
       scores: S, `[64, keys]`.
       dp: dO V^T, `[64, keys]`.
       c: scale * log2(e).
-      stats: of the rows.
-      visible: `[64, keys]`, the keys that each row sees; None means all.
+      stats: Statistics of the rows.
+      visible: Keys that each row sees, `[64, keys]`; None means all.
     """
     shift, delta = (across(x, scores.shape) for x in (stats.shift, stats.delta))
     p = probabilities(scores, c, shift, visible)

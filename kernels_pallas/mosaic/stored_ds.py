@@ -1,37 +1,36 @@
-"""How dS lies in memory between `dkv`, which writes it, and `stored_ds_dq`, which reads it.
+"""The memory layout of dS, which `dkv` writes and `stored_ds_dq` reads, and the kernel of dq.
 
-`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq wants dS
-`[64 rows, 64 keys]` as one. A warp holds 16 rows of either, as matrices of 8 x 8. So the 16 keys
-x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a lane has
-eight numbers that one lane of dq wants, and either moves them by one instruction:
+`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq needs dS
+`[64 rows, 64 keys]` as a left operand. A warp holds 16 rows of either, as matrices of 8 x 8. So the
+16 keys x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a
+lane has eight numbers for one lane of dq, and each moves them with one instruction:
 
-    place of a token and slot   [group_rows / 16, 4, 32, 8]
+    slot of a token   [group_rows / 16, 4, 32, 8]
 
-    axis   who has it
+    axis   owner
     0      16 heads: a warp of dq
     1      16 keys: a warp of dkv
     2      lane l
     3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
 
-Of a group of eight heads, `[4, 32, 4]`: the 16 rows of a warp are two tokens, each with a place of
-its own.
+With a group of eight heads the layout is `[4, 32, 4]`: the 16 rows of a warp are two tokens, each
+with its own slot.
 
-In Pallas' interpreter a place is `[group_rows, 64]` in plain order.
+In Pallas' interpreter a slot is `[group_rows, 64]` in plain order.
 
-The kernel of dq. dq of selected attention from the dS that `dkv` wrote: the sum of dS K over a
-token's blocks.
+The kernel of dq adds dS K over the blocks of a token, from the dS that `dkv` wrote.
 
-Query-stationary: a CTA is one warpgroup with one tile of 64 query rows, and takes the blocks of
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows, and reads the blocks of
 the tile's list, `[64 keys, D]` each, through a ring buffer. A warp holds dS of its 16 rows, which
-are one token's: it reads them from global memory a block ahead, or takes zeros where its token
-did not select the block. Nothing is masked and no exponential is made.
+belong to one token. It reads them from global memory one block ahead, or uses zeros if its token
+did not select the block. The kernel needs no masks and no exponentials.
 
     K of block i    TMA, a ring in shared memory ─┐
                                                   ├─► dQ += dS K
     dS of block i   global memory ─► registers ───┘
 
-Bound: L2 to shared memory, as the loop of `selected_dq`, but half of its bytes, and dS from HBM
-once. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
+Bound: L2 to shared memory, as in the loop of `selected_dq`, but with half of its bytes, and dS once
+from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections, and 8.6 GB of dS.
 """
 
 import dataclasses
@@ -57,8 +56,8 @@ from kernels_pallas.specs.stored_ds import FIRST_ROW, HEADS, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
 
 PART = 16  # rows, or keys, of a warp
-HALF_BYTES = 8  # of a lane: of 8 heads and 16 keys
-NO_ENTRY = -1  # the place of no entry, and the block of an empty slot
+HALF_BYTES = 8  # of a lane, for 8 heads and 16 keys
+NO_ENTRY = -1  # the index of no entry, and the block of an empty slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +70,22 @@ class StoredDs:
 
     @property
     def tokens(self) -> int:
-        """Of 64 rows."""
+        """Tokens of 64 rows."""
         return ROWS // self.group_rows
 
     @property
     def tokens_of_warp(self) -> int:
-        """Whose heads are the 16 rows of a warp, or some of these."""
+        """Tokens whose heads are the 16 rows of a warp, or part of them."""
         return max(PART // self.group_rows, 1)
 
     @property
     def _by_lane(self):
-        """Shape and layout of a number of each token of a warp, by thread."""
+        """Shape and layout of a number per token of a warp, by thread."""
         shape = (WARPS * LANES * self.tokens_of_warp,)
         return shape, plgpu.Layout.WG_STRIDED(shape, self.tokens_of_warp)
 
     def write(self, ds, transposed, places) -> None:
-        """Writes `transposed`, dS^T `[64 keys, 64 rows]`: each token to its place in `ds`, if that
+        """Writes `transposed`, dS^T `[64 keys, 64 rows]`: each token to its index in `ds`, if that
         is not negative.
         """
         if self.interpret:
@@ -118,17 +117,16 @@ class StoredDs:
 
         Args:
           indices: int32 `[B, T, Hkv, n]`.
-          places: `position` `[B, T]`, and of packed rows `key_start` `[B, T]`: blocks are then
-            their first keys, otherwise numbers in the sequence.
-          first: the first of the tokens.
+          places: `position` `[B, T]`, and for packed rows `key_start` `[B, T]`: blocks are then
+            identified by their first keys, otherwise by their index in the sequence.
+          first: First token.
           length: T.
         """
         shape, layout = self._by_lane
 
-        def load(_, *arguments):
+        def load(*arguments):
             count = 1 + len(places)
-            words = [warp.scalar(x) for x in arguments[count:]]
-            found = [x.value for x in slots(warp, arguments[:count], words)]
+            found = [x.value for x in slots(warp, arguments[:count], arguments[count:])]
             kind = ir.VectorType.get((len(found),), found[0].type)
             held = vector.from_elements(kind, found)
             registers = np.array([held], object)
@@ -137,7 +135,7 @@ class StoredDs:
             )
 
         def slots(warp, arrays, words):
-            """A lane takes the slot of its number, of each token of its warp."""
+            """The lane's slot of each token of its warp: the slot with the lane's index."""
             b, kv_head, first, length = words
             own = [first + self._token(warp, half) for half in range(self.tokens_of_warp)]
             return [slot_of(warp, arrays, b, kv_head, token, length) for token in own]
@@ -173,19 +171,17 @@ class StoredDs:
             found = found.swapaxes(1, 2).reshape(-1, LANES)  # of 16 or 8 rows
             return found[:: len(found) // self.tokens]
 
-        types = [plgpu.RefType()] * len(arrays) + [warp.SCALAR] * 4
         result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
-        call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
-        return call(*arrays, *scalars)
+        return warp.each(load, arrays, scalars, result=result)
 
     def read(self, ds, blocks, block, token):
         """dS `[64 rows, 64 keys]` of a block; zeros for tokens that did not select it or do not
         see it.
 
         Args:
-          blocks: of `blocks_of_tile`.
-          block: as in `blocks`.
-          token: where in ds the first token of the 64 rows is: `row * T + first`.
+          blocks: The result of `blocks_of_tile`.
+          block: A block as in `blocks`.
+          token: Index in ds of the first token of the 64 rows: `row * T + first`.
         """
         if self.interpret:
             return self._read_interpreted(ds, blocks, block, token)
@@ -224,17 +220,19 @@ class StoredDs:
         return jnp.concatenate(parts)
 
     def _token(self, warp, half: int):
-        """Of the tile, that of the first or the second 8 rows of the warp."""
+        """Token of the tile for the first or the second 8 rows of the warp."""
         rows = warp.warp() * PART + half * HEADS
         return rows // self.group_rows
 
     @property
     def _halves(self) -> int:
-        """How many times 8 heads of a token a lane has numbers of."""
+        """Number of groups of 8 heads of a token in a lane."""
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
-        """Of a lane's numbers of 16 keys and 8 or 16 heads; `part`: of the tile, by so many."""
+        """Address of a lane's numbers of 16 keys and 8 or 16 heads; `part`: index of the heads in
+        the tile.
+        """
         lane_bytes = HALF_BYTES * self._halves
         keys_bytes = LANES * lane_bytes
         part_bytes = KEYS // PART * keys_bytes
@@ -282,7 +280,7 @@ def dq(kernel: Kernel):
         plgpu.barrier_wait(refs.list_ready)
 
         def load_key(i):
-            """Starts the copy of block `i`, if there is one."""
+            """Starts the copy of block `i`, if it exists."""
 
             @pl.when(i < count)
             def _():
@@ -295,7 +293,7 @@ def dq(kernel: Kernel):
                 )
 
         def ds_of(i):
-            """dS of block `i`, zeros past the last one: `[64, 64]`."""
+            """dS of block `i`, `[64, 64]`; zeros past the last block."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
             if not spec.packed:
                 start = div(start, KEYS)

@@ -1,18 +1,18 @@
-"""What a warp does: a 32-bit word per lane, and the instructions on words.
+"""The instructions of a warp on words: a word is a 32-bit value per lane.
 
-For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
-bytes. A program that takes its instructions as an argument also runs where kernels are interpreted,
-on an object with the same functions (`interpreter.py`).
+They are for bodies of `plgpu.inline_mgpu`, since Pallas has neither shuffles nor votes. Addresses
+are in bytes. A program with its instructions as an argument also runs in Pallas' interpreter, on an
+object with the same functions (`interpreter.py`).
 
-In clusters of CTAs there are also copies that a lane waits for itself, products of 16 rows, and
-stores to a neighbour's shared memory:
+Clusters of CTAs add asynchronous copies that a lane waits for, products of 16 rows, and stores to
+another CTA's shared memory:
 
-    copy      cp.async of 16 bytes; a lane reads what it copied, so a warp needs no barrier
+    copy      cp.async of 16 bytes; a lane reads its own copies, so a warp needs no barrier
     multiply  mma.m16n8k16, sums in float32
     push      st.async: a store to a CTA of the cluster, whose barrier counts the bytes
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,10 +31,23 @@ def _i32():
     return ir.IntegerType.get_signless(32)
 
 
+def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Callable:
+    """A binary operator of `Word`; without `of_floats` it is only for integers."""
+
+    def apply(self, other: Number) -> "Word":
+        return _apply(of_floats if of_floats and self.real else of_integers, self, other)
+
+    return apply
+
+
+def _comparison(kind: str) -> Callable:
+    return lambda self, other: _compare(kind, self, other)
+
+
 class Word:
     """An integer, a float32 or a truth value of each lane; a Python number is a constant.
 
-    Comparisons are of signed integers; `//` and `%` are for integers from 0; `>>` fills with
+    Comparisons are for signed integers; `//` and `%` are for integers from 0; `>>` fills with
     zeros.
     """
 
@@ -45,56 +58,23 @@ class Word:
     def real(self) -> bool:
         return isinstance(self.value.type, ir.F32Type)
 
-    def __add__(self, other: Number) -> "Word":
-        return _apply(arith.addf if self.real else arith.addi, self, other)
-
-    def __radd__(self, other: int) -> "Word":
-        return self + other
-
-    def __rmul__(self, other: int) -> "Word":
-        return self * other
-
     def __rsub__(self, other: int) -> "Word":
         return word(other) - self
 
-    def __sub__(self, other: Number) -> "Word":
-        return _apply(arith.subf if self.real else arith.subi, self, other)
-
-    def __mul__(self, other: Number) -> "Word":
-        return _apply(arith.mulf if self.real else arith.muli, self, other)
-
-    def __floordiv__(self, other: Number) -> "Word":
-        return _apply(arith.divui, self, other)
-
-    def __mod__(self, other: Number) -> "Word":
-        return _apply(arith.remui, self, other)
-
-    def __rshift__(self, other: Number) -> "Word":
-        return _apply(arith.shrui, self, other)
-
-    def __and__(self, other: Number) -> "Word":
-        return _apply(arith.andi, self, other)
-
-    def __lshift__(self, other: Number) -> "Word":
-        return _apply(arith.shli, self, other)
-
-    def __or__(self, other: Number) -> "Word":
-        return _apply(arith.ori, self, other)
-
-    def __xor__(self, other: Number) -> "Word":
-        return _apply(arith.xori, self, other)
-
-    def __lt__(self, other: Number) -> "Word":
-        return _compare("slt", self, other)
-
-    def __le__(self, other: Number) -> "Word":
-        return _compare("sle", self, other)
-
-    def __gt__(self, other: Number) -> "Word":
-        return _compare("sgt", self, other)
-
-    def __ge__(self, other: Number) -> "Word":
-        return _compare("sge", self, other)
+    __add__ = __radd__ = _operator(arith.addi, arith.addf)
+    __sub__ = _operator(arith.subi, arith.subf)
+    __mul__ = __rmul__ = _operator(arith.muli, arith.mulf)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __rshift__ = _operator(arith.shrui)
+    __lshift__ = _operator(arith.shli)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __lt__ = _comparison("slt")
+    __le__ = _comparison("sle")
+    __gt__ = _comparison("sgt")
+    __ge__ = _comparison("sge")
 
 
 def word(x: Number) -> Word:
@@ -107,7 +87,7 @@ def _apply(operation, *operands: Number) -> Word:
     return Word(operation(*(word(x).value for x in operands)))
 
 
-def _compare(kind, a, b) -> Word:
+def _compare(kind: str, a: Number, b: Number) -> Word:
     a, b = word(a), word(b)
     if a.real:
         ordered = getattr(arith.CmpFPredicate, "O" + kind.removeprefix("s").upper())
@@ -146,17 +126,17 @@ def number(condition: Word) -> Word:
 
 
 def bit(place: Number) -> Word:
-    """The integer with this bit alone, `place` from 0 to 31."""
+    """The integer with only this bit set, `place` from 0 to 31."""
     return word(1) << place
 
 
 def ones(x: Word) -> Word:
-    """How many bits are set."""
+    """The number of bits that are set."""
     return _ptx("popc.b32 $0, $1;", x)
 
 
 def bits(x: Word) -> Word:
-    """A float32 as an integer; those from 0 are ordered as the floats are."""
+    """A float32 as an integer; numbers from 0 keep their order."""
     return Word(arith.bitcast(_i32(), x.value))
 
 
@@ -175,11 +155,6 @@ def floating(x: Word) -> Word:
     return Word(arith.sitofp(ir.F32Type.get(), x.value))
 
 
-def log2(x: Word) -> Word:
-    """Of float32, within 2^-22, or relative to a result beyond 1."""
-    return _ptx("lg2.approx.f32 $0, $1;", x, result=ir.F32Type.get())
-
-
 def pack(low: Word, high: Word, dtype: str) -> Word:
     """Two float32 as two numbers of `dtype` in one word."""
     return _ptx(f"cvt.rn.{TYPES[dtype]}x2.f32 $0, $2, $1;", low, high)
@@ -190,7 +165,7 @@ def unpack(x: Word, dtype: str) -> list[Word]:
     if dtype == "bfloat16":
         return [real(x << 16), real(x & -(1 << 16))]
     text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h%d; }"
-    return [_ptx(text % half, x, result=ir.F32Type.get()) for half in range(2)]
+    return [_to_float32(text % half)(x) for half in range(2)]
 
 
 def codes(x: Sequence[Word]) -> Word:
@@ -200,28 +175,26 @@ def codes(x: Sequence[Word]) -> Word:
     return _ptx(text + "mov.b32 $0, {h0, h1}; }", *x)
 
 
-def divided(a: Number, b: Number) -> Word:
-    """`a / b` of float32, rounded to the nearest."""
-    return _ptx("div.rn.f32 $0, $1, $2;", a, b, result=ir.F32Type.get())
-
-
 def lane() -> Word:
     return Word(utils.thread_idx()) & 31
 
 
 def warp() -> Word:
-    """Number of the warp in its warpgroup."""
+    """Index of the warp in its warpgroup."""
     return warp_of_cta() % 4
 
 
 def warp_of_cta() -> Word:
-    """Number of the warp in its CTA."""
+    """Index of the warp in its CTA."""
     return Word(utils.warp_idx())
 
 
 def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads=False) -> Any:
-    """An instruction: a word, or a list of words where `result` is a list of types; `together`: all
-    lanes take part; `reads`: memory, or what others do.
+    """An instruction: a word, or a list of words if `result` is a list of types.
+
+    Args:
+      together: Whether all lanes execute it together.
+      reads: Whether it reads memory or other lanes.
     """
     values, several = [word(x).value for x in operands], isinstance(result, list)
     options = {"has_side_effects": reads, "convergent": together}
@@ -229,20 +202,32 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
     return list(map(Word, found)) if several else Word(found)
 
 
+def _to_float32(text: str) -> Callable[..., Word]:
+    """An instruction whose result is a float32."""
+    return lambda *operands: _ptx(text, *operands, result=ir.F32Type.get())
+
+
+log2 = _to_float32("lg2.approx.f32 $0, $1;")  # within 2^-22, beyond 1 relative to the result
+exp2 = _to_float32("ex2.approx.ftz.f32 $0, $1;")
+divided = _to_float32("div.rn.f32 $0, $1, $2;")  # rounded to the nearest
+quotient = _to_float32("div.approx.ftz.f32 $0, $1, $2;")
+multiply_add = _to_float32("fma.rn.ftz.f32 $0, $1, $2, $3;")  # `a * b + c`, rounded once
+
+
 def _do(text: str, *operands: Number, only: "Word | None" = None, together=False) -> None:
-    """An instruction without a result, where `only` holds."""
+    """An instruction without a result, in lanes in which `only` holds."""
     values = [word(x).value for x in operands]
     predicate = None if only is None else only.value
     utils.inline_ptx(text, *values, predicate=predicate, convergent=together)
 
 
 def _listed(first: int, count: int) -> str:
-    """The operands `first` and after of an instruction, as a vector."""
+    """The operands of an instruction from `first` on, as a vector."""
     return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
 
 
 def exchange(x: Word, distance: int) -> Word:
-    """The float32 of the lane `distance` away, a power of two."""
+    """The float32 of the lane at `distance`, a power of two."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return _ptx(text, x, result=ir.F32Type.get(), together=True)
 
@@ -254,22 +239,22 @@ def shuffle(x: Word, source: Number) -> Word:
 
 
 def largest(x: Word) -> Word:
-    """Of all lanes."""
+    """The largest integer of all lanes."""
     return _ptx("redux.sync.max.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
 
 
 def smallest(x: Word) -> Word:
-    """Of all lanes."""
+    """The smallest integer of all lanes."""
     return _ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
 
 
 def votes(condition: Word) -> Word:
-    """One bit per lane: where it holds."""
+    """One bit per lane, set if the condition holds."""
     return _ballot("ne", number(condition), 0)
 
 
 def first_equal(a: Word, b: Word) -> Word:
-    """The lowest lane where both are the same."""
+    """The lowest lane in which both are equal."""
     lanes = _ballot("eq", a, b)
     return _ptx("{ .reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t; }", lanes)
 
@@ -281,7 +266,7 @@ def _ballot(kind: str, a: Number, b: Number) -> Word:
 
 
 def sync() -> None:
-    """What lanes wrote before, all lanes read after."""
+    """Makes earlier writes of all lanes visible to all lanes."""
     _do("bar.warp.sync 0xffffffff;", together=True)
 
 
@@ -296,22 +281,22 @@ def read(address: Word, offset: int = 0) -> Word:
 
 
 def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -> None:
-    """Puts an integer in shared memory, where `only` holds."""
+    """Writes an integer to shared memory, if `only` holds."""
     _do(f"st.shared.b32 [$0+{offset}], $1;", address, x, only=only)
 
 
 def join(address: Word, x: Word, only: Word) -> None:
-    """Sets the bits of `x` in shared memory, where `only` holds; lanes may meet there."""
+    """Sets the bits of `x` in shared memory, if `only` holds; lanes may have the same address."""
     _do("red.shared.or.b32 [$0], $1;", address, x, only=only)
 
 
 def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
-    """Puts two float32 beside each other in shared memory, at a multiple of 8."""
+    """Writes two neighbouring float32 to shared memory, at a multiple of 8."""
     _do(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", address, x, y)
 
 
 def element(ref, *places: tuple[Number, int]):
-    """Address in global memory: index and bytes a step of each axis."""
+    """Address in global memory, from the index and the stride in bytes of each axis."""
     i64 = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
     for index, size in places:
@@ -326,24 +311,24 @@ def fetch(address: Word, offset: int = 0) -> Word:
 
 
 def prefetch(address: Word) -> None:
-    """Asks for the line of global memory with this address, into the cache next to the warp."""
+    """Prefetches the line of global memory with this address into L1."""
     _do("prefetch.global.L1 [$0];", address)
 
 
 def put(address: Word, x: Number, only: Word) -> None:
-    """Puts an integer in global memory, where `only` holds."""
+    """Writes an integer to global memory, if `only` holds."""
     _do("st.global.b32 [$0], $1;", address, x, only=only)
 
 
 def put_several(address: Word, values: Sequence[Word], only: Word) -> None:
-    """Puts 2 or 4 integers in global memory, from a multiple of their bytes, where `only` holds."""
+    """Writes 2 or 4 integers to global memory, at a multiple of their bytes, if `only` holds."""
     text = f"st.global.v{len(values)}.b32 [$0], {_listed(1, len(values))};"
     _do(text, address, *values, only=only)
 
 
 def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
-    """2 or 4 integers from global memory that is read once and not written, from a multiple of
-    their bytes; zeros where `only` does not hold.
+    """2 or 4 integers from global memory that is read once and not written, at a multiple of their
+    bytes; zeros if `only` does not hold.
     """
     load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
@@ -361,15 +346,15 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
 
 
 def transposed(pair: Word) -> Word:
-    """An 8 x 8 matrix of 16-bit numbers whose row `l // 4` lane `l` has the columns `2 * (l % 4)`
-    and the next one of, transposed.
+    """The transpose of an 8 x 8 matrix of 16-bit numbers. Lane `l` has the columns `2 * (l % 4)`
+    and `2 * (l % 4) + 1` of row `l // 4`.
     """
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return _ptx(text, pair, together=True, reads=True)
 
 
 def when(condition: Word, body) -> None:
-    """`body()` where `condition` holds, which is the same in all lanes."""
+    """Runs `body()` if `condition` holds, which is the same in all lanes."""
     with utils.when(condition.value):
         body()
 
@@ -377,8 +362,8 @@ def when(condition: Word, body) -> None:
 def repeat(times: Number, body, state, *, unrolled: bool = True):
     """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
 
-    `times` is the same in all lanes, or they part: what they do together then never ends.
-    `unrolled`: the compilers may write several turns one after the other.
+    `times` must be the same in all lanes; otherwise they diverge, and instructions that all lanes
+    execute together deadlock. `unrolled`: the compilers may unroll the loop.
     """
     if not unrolled:
         times = _ptx("mov.b32 $0, $1;", times, reads=True)  # which LLVM cannot count
@@ -398,19 +383,6 @@ def repeat(times: Number, body, state, *, unrolled: bool = True):
 # Of clusters.
 
 
-def exp2(x: Word) -> Word:
-    return _ptx("ex2.approx.ftz.f32 $0, $1;", x, result=ir.F32Type.get())
-
-
-def quotient(a: Number, b: Number) -> Word:
-    return _ptx("div.approx.ftz.f32 $0, $1, $2;", a, b, result=ir.F32Type.get())
-
-
-def multiply_add(a: Number, b: Number, c: Number) -> Word:
-    """`a * b + c`, rounded once."""
-    return _ptx("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c, result=ir.F32Type.get())
-
-
 def widened(codes: Word) -> list[Word]:
     """Four numbers of e4m3 as float16, two in a word."""
     halves = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.rn.f16x2.e4m3x2 $0, h%d; }"
@@ -418,16 +390,16 @@ def widened(codes: Word) -> list[Word]:
 
 
 def even_and_odd(x: Word) -> Word:
-    """Bytes 0 and 2 of a word, then 1 and 3."""
+    """Bytes 0 and 2 of a word, then bytes 1 and 3."""
     return _ptx("prmt.b32 $0, $1, $1, 0x3120;", x)
 
 
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
     """`acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
-    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has of A the pairs of columns
-    2 c and 2 c + 8 in rows r and r + 8, of B the pairs of rows 2 c and 2 c + 8 in column r, of
-    the result columns 2 c and 2 c + 1 in rows r and r + 8.
+    PTX ISA, "Matrix Fragments for mma.m16n8k16": lane `4 r + c` has the pairs of columns 2 c and
+    2 c + 8 of A in rows r and r + 8, the pairs of rows 2 c and 2 c + 8 of B in column r, and
+    columns 2 c and 2 c + 1 of the result in rows r and r + 8.
     """
     kind = TYPES[dtype]
     names = [_listed(*each) for each in ((0, 4), (4, 4), (8, 2), (10, 4))]
@@ -442,9 +414,9 @@ def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
 
 
 def read_transposed(address: Word, offset: int = 0) -> list[Word]:
-    """Four matrices of 8 rows of 16 bytes in shared memory, transposed: lane `l` has the address of
-    row `l % 8` of matrix `l // 8`, and gets of each the 16-bit column `l // 4` of rows `2 (l % 4)`
-    and the next one.
+    """Four matrices of 8 rows of 16 bytes in shared memory, transposed. Lane `l` has the address of
+    row `l % 8` of matrix `l // 8`, and receives the 16-bit column `l // 4` of rows `2 (l % 4)` and
+    `2 (l % 4) + 1` of each matrix.
     """
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
     text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
@@ -454,7 +426,7 @@ def read_transposed(address: Word, offset: int = 0) -> list[Word]:
 def write_words(
     address: Word, words: Sequence[Word], offset: int = 0, only: Word | None = None
 ) -> None:
-    """Puts 2 or 4 neighbours in shared memory, where `only` holds."""
+    """Writes 2 or 4 neighbours to shared memory, if `only` holds."""
     text = f"st.shared.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *map(_integer, words), only=only)
 
@@ -472,17 +444,17 @@ def fetch_words(address: Word) -> list[Word]:
 def fetch_half(address: Word, dtype: str) -> Word:
     """A number of 16 bits of global memory, which the kernel never writes, as float32."""
     load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
-    return _ptx(f"{{ .reg .b16 h; {load} }}", address, result=ir.F32Type.get())
+    return _to_float32(f"{{ .reg .b16 h; {load} }}")(address)
 
 
 def put_words(address: Word, words: Sequence[Word], only: Word, offset: int = 0) -> None:
-    """Puts 2 or 4 neighbours in global memory, where `only` holds."""
+    """Writes 2 or 4 neighbours to global memory, if `only` holds."""
     text = f"st.global.v{len(words)}.b32 [$0+{offset}], {_listed(1, len(words))};"
     _do(text, address, *words, only=only)
 
 
 def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> Word:
-    """The address in global memory `steps * size + more` bytes on."""
+    """The address in global memory `steps * size + more` bytes after `address`."""
     text, values = "mad.wide.s32 $0, $2, $3, $1;", [address, steps, size]
     if more is not None:
         text = "{ .reg .b64 t, u; mad.wide.s32 t, $2, $3, $1; cvt.s64.s32 u, $4; "
@@ -493,8 +465,8 @@ def beyond(address: Word, steps: Word, size: int, more: Word | None = None) -> W
 def copy(
     to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
 ) -> None:
-    """Starts a copy of 16 bytes of global memory to shared memory, where `only` holds; past the L1
-    cache, so that what another multiprocessor has put there is read.
+    """Starts a copy of 16 bytes from global to shared memory, if `only` holds. It bypasses L1, so
+    that it reads the writes of other multiprocessors.
     """
     text = "cp.async.cg.shared.global.L2::128B"
     _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address, only=only)
@@ -506,20 +478,21 @@ def end_copies() -> None:
 
 
 def wait_for_copies(left: int) -> None:
-    """All of a lane's groups but the last `left` have arrived."""
+    """Waits until all of a lane's groups except the last `left` have arrived."""
     _do(f"cp.async.wait_group {left};")
 
 
 def sync_cta() -> None:
-    """What warps wrote before, all warps of the CTA read after."""
+    """Makes earlier writes of all warps visible to all warps of the CTA."""
     _do("bar.sync 0;", together=True)
 
 
 def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
-    """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came.
+    """Opens barriers from `address` on, 8 bytes each. Each completes once, when its bytes have
+    arrived.
 
-    `publish`: what this lane has put in global memory is there for every warp of the cluster that
-    has called `wait_for_cluster`.
+    `publish`: Writes of this lane to global memory become visible to every warp of the cluster
+    that has called `wait_for_cluster`.
     """
     first = same(warp_of_cta() * 32 + lane(), 0)
     for i, _ in enumerate(bytes_):
@@ -533,15 +506,15 @@ def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False
 
 
 def wait_for_cluster() -> None:
-    """All CTAs have opened their barriers: from here on a warp may push."""
+    """Waits until all CTAs have opened their barriers; afterwards a warp may push."""
     _do("barrier.cluster.wait.aligned;", together=True)
 
 
 def push(
     barrier: Word, address: Word, words: Sequence[Word], cta: Word, only: Word | None = None
 ) -> None:
-    """Puts 2 or 4 neighbours in the shared memory of CTA `cta` of the cluster, where `only`
-    holds; its barrier counts them. `barrier` and `address` are this CTA's.
+    """Writes 2 or 4 neighbours to the shared memory of CTA `cta` of the cluster, if `only` holds.
+    The barrier of that CTA counts them. `barrier` and `address` are this CTA's.
     """
     to, its_barrier = (
         _ptx("mapa.shared::cluster.u32 $0, $1, $2;", x, cta) for x in (address, barrier)
@@ -552,7 +525,7 @@ def push(
 
 
 def wait_for_bytes(barrier: Word) -> None:
-    """All bytes of a barrier of this CTA have come."""
+    """Waits until all bytes of a barrier of this CTA have arrived."""
     wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], 0;"
     lines = "AGAIN${:uid}: " + wait + " @!p bra AGAIN${:uid};"
     _do("{ .reg .pred p; " + lines + " }", barrier, together=True)
@@ -562,24 +535,29 @@ def wait_for_bytes(barrier: Word) -> None:
 
 
 def scalar(number) -> Word:
-    """What `inline_mgpu` gives for an argument of the layout `SCALAR`."""
+    """The word of an argument of `inline_mgpu` with the layout `SCALAR`."""
     return Word(number.registers.flat[0])
 
 
-def each(function, refs, numbers, matrices=(), layout=None) -> None:
-    """Calls `function` in every warp of a Pallas kernel: with references, with scalars as
-    words, and with matrices of this layout.
-    """
-    types = [plgpu.RefType()] * len(refs), [SCALAR] * len(numbers), [layout] * len(matrices)
+def each(function, refs, numbers, matrices=(), layout=None, *, types=(), result: Any = ()):
+    """Calls `function` in every warp of a Pallas kernel: with references, with scalars as words,
+    and with matrices of this layout.
 
-    @plgpu.inline_mgpu(arg_types=[x for each in types for x in each], return_type=())
+    Args:
+      types: Types of the last references. Defaults to references without transforms.
+      result: Types of the results.
+    """
+    plain = [plgpu.RefType()] * (len(refs) - len(types))
+    rest = [SCALAR] * len(numbers) + [layout] * len(matrices)
+
+    @plgpu.inline_mgpu(arg_types=[*plain, *types, *rest], return_type=result)
     def call(_, *arguments):
         rest = arguments[len(refs) :]
         words = map(scalar, rest[: len(numbers)])
-        function(*arguments[: len(refs)], *words, *rest[len(numbers) :])
-        return ()
+        found = function(*arguments[: len(refs)], *words, *rest[len(numbers) :])
+        return () if found is None else found
 
-    call(*refs, *numbers, *matrices)
+    return call(*refs, *numbers, *matrices)
 
 
 def integer(x: float) -> int:

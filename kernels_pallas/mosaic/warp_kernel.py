@@ -3,9 +3,9 @@
     program(instructions, spec, sizes, refs)
 
 `instructions` is the module `warp`, which emits PTX, or in interpret mode an object with the
-same functions (`interpreter.py`): one text of a program, two machines. `sizes` has the numbers
-of `Kernel.sizes`: integers, or words that the kernel learns at its launch. `refs` has the arrays of
-the kernel and those in shared memory by name, and where the CTA is: `group` of the CTAs of `row`,
+same functions (`interpreter.py`): one source for two machines. `sizes` has the numbers of
+`Kernel.sizes`: integers, or words that the kernel reads at launch. `refs` has the arrays of the
+kernel and those in shared memory by name, and the CTA's indices: `group` among the CTAs of `row`,
 or of head `g` of `[B, kv_heads]` in `b`.
 Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 """
@@ -36,15 +36,16 @@ def warp_kernel(
     """The body that runs `program` in every warp of a kernel's grid, rows and CTAs of a row.
 
     The kernel states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; in clusters rows
-    times cluster). If its spec says `interpret`, `interpreter.machine` runs the warps on the host,
-    from NumPy or JAX arrays, in `jit` too.
+    times cluster). With `spec.interpret`, `interpreter.machine` runs the warps on the host, from
+    NumPy or JAX arrays, also in `jit`.
 
     Args:
-      program: as above; lanes that have nothing to do must not write.
-      shared: of a spec, names and shapes of the int32 arrays in shared memory, for the whole CTA.
-      by_head: whether rows are those of `[B, spec.Hkv]`.
-      in_clusters: whether it has the instructions of clusters; `group` is the number in one.
-      warps: of a spec, how many a CTA has, a multiple of 4.
+      program: The program described above. Idle lanes must not write.
+      shared: Function of a spec: names and shapes of the int32 arrays in shared memory, for the
+        whole CTA.
+      by_head: Whether rows are those of `[B, spec.Hkv]`.
+      in_clusters: Whether it uses the instructions of clusters; `group` is the CTA's index in one.
+      warps: Function of a spec: warps of a CTA, a multiple of 4.
     """
 
     def build(kernel: Kernel) -> Callable:
@@ -83,9 +84,9 @@ def warp_kernel(
             at = [refs.cta_index(kernel, "row")]
             if by_head:
                 at = [*operands.div_rem(at[0], kv_heads)]
-            # A cluster has as many CTAs at any length.
+            # The number of CTAs of a cluster does not depend on lengths.
             at += [lax.axis_index("rank") if cluster > 1 else refs.cta_index(kernel, "group")]
-            traced = kernel.any_length  # else integers of the program's text
+            traced = kernel.any_length  # otherwise the sizes are constants
 
             def with_sizes(*arguments):
                 words = arguments[len(names) :] if traced else sizes.values()

@@ -1,26 +1,25 @@
 """Top-k of a token's block scores by one warp: iterated extraction of the maximum.
 
-Scores of a token stand in its score row in shared memory, in stripes of 32 entries, one a lane:
+Scores of a token are in its score row in shared memory, in stripes of 32 entries, one per lane:
 
     stripe 0        winners of the chunks before, if there are several chunks
     stripe 1 ...    scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-A lane owns a column and knows its best entry, or its best two. To extract one winner, a warp
-takes the maximum of its lanes (`redux`) and the lowest entry among equals. Then the winner's
-column is read once more, a stripe a lane, for the best that is left; where two were known, only
-once both are taken.
+A lane owns a column and knows its best entry, or its best two. To extract a winner, a warp finds
+the maximum of its lanes (`redux`) and the lowest entry among equals. Then all lanes read the
+winner's column again, a stripe each, for its best remaining entry; if two entries were known, only
+after both are extracted.
 
-A token with at most `free` blocks to choose from takes all of them, without their scores, if there
-is one chunk.
+With a single chunk, a token with at most `free` blocks to choose from selects all of them without
+their scores.
 
-Cost: at the start a read and some instructions for each stripe, more where two are known. Then for
-each winner two reductions; for each column that is read again a read, and a reduction and a vote
-for each entry that is known. A warp extracts for up to four tokens at once, so that one's latency
-hides another's.
+Cost: at the start a read and a few instructions for each stripe, more if two entries are known.
+Then two reductions for each winner; for each column that is read again a read, and a reduction and
+a vote for each known entry. A warp extracts for up to four tokens at once, to hide latency.
 
-All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
-are not negative, are compared as integers; -1.0 is below all of them.
+A single warp does all of this (`warp.py`), without waiting for others. Scores, which are not
+negative, are compared as integers; -1.0 is below all of them.
 """
 
 import dataclasses
@@ -32,22 +31,22 @@ from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slot
 
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
 NO_SCORE = warp.integer(-1.0)  # in place of a score
-TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
+TAKEN = -(2**31)  # in place of an extracted score, below `NO_SCORE`
 TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels/scores.md)
 WARP_ROWS = 16  # of a product of 64 rows
-TOGETHER = 4  # tokens whose best a warp takes at a time
+TOGETHER = 4  # tokens for which a warp extracts at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpTopK:
-    """What the warps of a CTA do with their score rows.
+    """The operations of the warps of a CTA on their score rows.
 
-    In all functions: `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]`
-    are in shared memory; `wg` is the number of the warpgroup, whose tokens are its own; `k` is
-    that of the chunk.
+    In all functions: `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]` are
+    in shared memory; `wg` is the index of the warpgroup, which has its own tokens; `k` is the index
+    of the chunk.
 
     Attributes:
-      warp: the module `warp`, or what has the same functions where kernels are interpreted.
+      warp: The module `warp`, or an object with the same functions if kernels are interpreted.
     """
 
     spec: Scores
@@ -90,7 +89,7 @@ class WarpTopK:
         return WARP_ROWS // self.heads
 
     def _own_rows(self, wg) -> list:
-        """Which score rows are this warp's."""
+        """The score rows of this warp."""
         warp = self.warp
         first = wg * (ROWS // self.heads) + warp.warp() * self.tokens
         return [first + token for token in range(self.tokens)]
@@ -104,7 +103,7 @@ class WarpTopK:
         return warp.shared(winners) + number * (4 * self.winner_slots)
 
     def begin_chunk(self, scores, wg, k) -> None:
-        """Begins a chunk with the carry of the one before; the first has no winners before."""
+        """Begins a chunk with the carry of the one before; the first one has no earlier winners."""
         warp = self.warp
         lane, is_first = warp.lane(), warp.same(k, 0)
         warp.sync()
@@ -123,16 +122,17 @@ class WarpTopK:
         warp.sync()
 
     def add(self, scores, wg, place, own, following) -> None:
-        """Puts the scores of 64 blocks in the score rows, from `place` on in the chunk.
+        """Writes the scores of 64 blocks to the score rows, from index `place` of the chunk on.
 
-        `own` and `following` are sums over phases, as a product's registers have them: by token
-        of the lane (one, or two 8 rows apart) and 8 columns the pair of neighbours `8 * j +
-        2 * (lane % 4)`. A block's score is its `own` and the `following` of the one before.
+        `own` and `following` are sums over phases, in the layout of a product's registers: for each
+        token of the lane (one, or two at a distance of 8 rows) and 8 columns the pair of neighbours
+        `8 * j + 2 * (lane % 4)`. A block's score is its `own` and the `following` of the block
+        before.
         """
         warp = self.warp
         lane = warp.lane()
-        sharing = min(self.heads, 8)  # lanes, 4 apart, that have rows of one token
-        width = 8 * sharing  # columns that these lanes share out, a pair each
+        sharing = min(self.heads, 8)  # lanes, at distance 4, that have rows of one token
+        width = 8 * sharing  # columns that these lanes split, a pair each
         inner = lane & (width // 2 - 1)
         first = warp.same(inner, 0)
         left = (lane & (31 ^ (width // 2 - 1))) | ((lane + 31) & (width // 2 - 1))
@@ -160,10 +160,10 @@ class WarpTopK:
             )
 
     def extract(self, scores, winners, own_block, base_block, wg, k, begin) -> None:
-        """Takes the best out of the score rows of a chunk, ties to the lower block.
+        """Extracts the best blocks of the score rows of a chunk, ties to the lower block.
 
-        `own_block` and `base_block` `[score_rows]`: as in `specs.scores.best_blocks`; `begin`:
-        the first block of the tile.
+        `own_block` and `base_block` `[score_rows]`: as in `specs.scores.best_blocks`; `begin`: the
+        first block of the tile.
         """
         warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
@@ -179,7 +179,7 @@ class WarpTopK:
             warp.repeat(self.tokens // together, some, [])
 
     def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
-        """Of the score rows with these numbers."""
+        """`extract` for the score rows with these indices."""
         warp = self.warp
         spec, lane, front = self.spec, warp.lane(), self.front
         places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
@@ -218,7 +218,7 @@ class WarpTopK:
                 of_few = warp.where(place < column.count, place + spec.num_initial, NO_BLOCK)
                 blocks.append(warp.where(all_win, of_few, block))
             found.append((column, blocks, values))
-        warp.sync()  # all have read what is written over now
+        warp.sync()  # all lanes have read the rows that are now overwritten
         for column, blocks, values in found:
             for t, (block, value) in enumerate(zip(blocks, values, strict=True)):
                 warp.write(column.slots + lane * 4, block, 4 * LANES * t)
@@ -229,8 +229,8 @@ class WarpTopK:
     def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
         """Adds the forced blocks to the winners and writes them, ascending.
 
-        They are distinct: the place of a block is the number of smaller ones. `selection`:
-        `[B, T, Hkv, n]`; `length` is T; the tile has the tokens `first .. end - 1` at most.
+        Blocks are distinct: the index of a block is the number of smaller ones. `selection`:
+        `[B, T, Hkv, n]`; `length` is T; the tile has at most the tokens `first .. end - 1`.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -273,13 +273,13 @@ class WarpTopK:
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """The columns of a score row, a lane each. An entry is `32 * stripe + column`.
+    """The columns of a score row, one per lane. An entry is `32 * stripe + column`.
 
     Attributes:
-      of: which entries there are.
-      score_row, slots: addresses of the score row and of the winners.
-      shift: entry of the first block of the token's sequence, less `of.front`.
-      low, count: the first entry that is free to be chosen, and how many are.
+      of: The sizes of score rows.
+      score_row, slots: Addresses of the score row and of the winners.
+      shift: Entry of the first block of the token's sequence, minus `of.front`.
+      low, count: First entry that may be chosen, and the number of such entries.
     """
 
     of: WarpTopK
@@ -291,7 +291,7 @@ class _Columns:
 
     @property
     def known(self) -> int:
-        """The best entries of its column that a lane knows."""
+        """Number of best entries of its column that a lane knows."""
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:
@@ -312,8 +312,8 @@ class _Columns:
         return [best, at, second, second_at][: 2 * self.known]
 
     def refilled(self, entry, most, known) -> list:
-        """`known` once `entry` has been taken at the score `most`: its lane learns the best of
-        what is left in its column where it knows nothing more.
+        """`known` after `entry` was extracted with the score `most`: a lane that knows no more
+        entries reads the best remaining entries of its column.
         """
         warp = self.of.warp
         if self.of.stripes <= self.known:
@@ -323,7 +323,7 @@ class _Columns:
             lane, front, stripes = warp.lane(), self.of.front, self.of.stripes
             column, row = entry & 31, entry >> 5
             place = self.score_row + (column + lane * STRIPE_WORDS) * 4
-            if stripes < LANES:  # the other lanes read what nobody writes to now
+            if stripes < LANES:  # the other lanes read memory that no lane writes meanwhile
                 place = warp.where(lane < stripes, place, self.slots)
             value = warp.read(place)
             left = warp.below(column + lane * LANES - self.low, self.count)
@@ -348,7 +348,7 @@ class _Columns:
         return warp.repeat(warp.number(no_more), refill, known)
 
     def block(self, entry):
-        """Which block an entry is."""
+        """The block of an entry."""
         warp = self.of.warp
         block = entry - self.of.front - self.shift
         if self.of.front:
@@ -358,7 +358,7 @@ class _Columns:
 
 
 def _take(warp, hits, known, values, entries):
-    """The next winner of a score row: its entry and score, what the lanes know without it, and
+    """The next winner of a score row: its entry and score, the known entries without it, and
     `values` and `entries` with it, in the lane that `hits`.
     """
     best, at = known[:2]
@@ -375,7 +375,7 @@ def _take(warp, hits, known, values, entries):
 
 
 def _sums_of_heads(warp, pairs, lane, sharing: int):
-    """Pairs summed over `sharing` lanes, 4 apart; each keeps those of one in `sharing`."""
+    """Pairs summed over `sharing` lanes at distance 4; each lane keeps one in `sharing` pairs."""
     distance = 4
     while distance < 4 * sharing:
         lower = warp.same(lane & distance, 0)

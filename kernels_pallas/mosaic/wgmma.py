@@ -4,16 +4,17 @@
 a 64-bit descriptor in registers. Here a product that adds to nothing starts from nothing
 (scale-d 0), and offsets are constants of the instruction's text.
 
-A product is under way from `product` or `added` until `wait` gives its registers back. Until
-then nothing may touch them, nor those of its left operand, and no round of a loop may begin.
-Registers that a later product reads may be made, if the same round fences and starts it; in
-another round they are made after the wait. Else ptxas waits after every instruction (its
-remarks C7510 to C7514, which `Cubin.remarks` keeps). It deletes a product that nobody reads.
+A product is pending from `product` or `added` until `wait` returns its registers. Until then no
+instruction may access them or the registers of its left operand, and no iteration of a loop may
+begin. Registers that a later product reads may be computed meanwhile if the same iteration fences
+and starts that product; otherwise they must be computed after the wait. If these rules are broken,
+ptxas waits after every instruction (its remarks C7510 to C7514, stored in `Cubin.remarks`). ptxas
+deletes a product whose result is unused.
 
-Operands lie in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, each slab one
-swizzled box (`operands.py`). `Q K^T` sums along their rows; the columns of `P V` lie along the
-rows of V, which is read transposed. Numbers in e4m3 go in pairs, int16: a pair is a column here.
-They are never read transposed, as the instruction cannot.
+Operands are stored in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, each slab one
+swizzled box (`operands.py`). `Q K^T` sums along their rows; the columns of `P V` are the rows of V,
+which is read transposed. Numbers in e4m3 are stored in pairs, int16, and a pair counts as a column.
+They are never read transposed, which the instruction does not support.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
@@ -31,21 +32,21 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from kernels_pallas.specs.tile import ROWS
 
-THREADS = 128  # of a warpgroup, over which the 64 rows and the columns of a result lie
-STEP = 16  # columns of the left operand that one instruction takes
+THREADS = 128  # of a warpgroup, which hold the 64 rows and the columns of a result
+STEP = 16  # columns of the left operand of one instruction
 BYTES = 2  # of a column: a number, or a pair in e4m3
-SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and what a descriptor calls it
+SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and their code in a descriptor
 MAX_COLUMNS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A matrix in shared memory: its slabs `[slabs, rows / 8, 1, 8, slab]`, as Mosaic tiles them.
+    """A matrix in shared memory: its slabs `[slabs, rows / 8, 1, 8, slab]`, in Mosaic's tiling.
 
     Attributes:
-      ref: its memory.
-      transposed: read as `[width, rows]`; a right operand only.
-      some: the first of its rows that count and how many do, multiples of 8; None means all.
+      ref: Its memory.
+      transposed: Whether it is read as `[width, rows]`; only for right operands.
+      some: First row and number of rows that are used, multiples of 8; None means all.
     """
 
     ref: ir.Value
@@ -89,7 +90,7 @@ class Operand:
         return arith.ori(word, number(leading >> 4 << 16)) if leading else word
 
     def descriptor(self, name: str, word: str, step: int) -> str:
-        """Text that makes the descriptor `name` of a step; `word`: the register of `word()`."""
+        """PTX that computes the descriptor `name` of a step; `word` is the register of `word()`."""
         high = self._stride >> 4 | SWIZZLES[self._shape[2] * BYTES] << 30
         offset = self._offset(step)
         low = f"add.u32 low, {word}, {offset};" if offset else f"mov.b32 low, {word};"
@@ -104,14 +105,14 @@ class Operand:
 
 
 def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
-    """Starts `left @ right.T`; `left` may be in registers. The narrower one says how many columns
-    of both count.
+    """Starts `left @ right.T`; `left` may be in registers. The width of the narrower operand is the
+    number of columns that are summed.
 
     Returns:
-      Registers that are under way, in the order of `registers`.
+      Pending registers, in the order of `registers`.
 
     Raises:
-      ValueError: no instruction has these sizes.
+      ValueError: No instruction has these sizes.
     """
     if not isinstance(left, Operand):
         depth = min(_depth(left), right.width)
@@ -127,8 +128,8 @@ def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value
 def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
-    """Starts `total + left @ right` of a transposed operand, of another `total + left @ right.T`;
-    `left` and `total` are registers. As `product`.
+    """Starts `total + left @ right` if `right` is transposed, otherwise `total + left @ right.T`.
+    `left` and `total` are registers. The rest is as in `product`.
     """
     columns, depth = right.rows, right.width
     if right.transposed:
@@ -143,7 +144,7 @@ def _depth(left: Sequence[ir.Value]) -> int:
 
 
 def _registers_of_step(step: int, word: str) -> tuple[str, str]:
-    """`of_step` of a left operand in registers."""
+    """`of_step` for a left operand in registers."""
     first = int(word.removeprefix("$")) + 4 * step
     return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
 
@@ -157,19 +158,19 @@ def _start(
     depth: int,
     flags: str,
 ) -> list[ir.Value]:
-    """The instructions of a product, a group of their own.
+    """The instructions of a product, as a separate group.
 
     Args:
-      total: what it adds to; empty: nothing.
-      words: registers of the left operand.
-      of_step: of a step and the first of these registers, text that comes before its
-        instruction, and what stands there as the left operand.
-      columns, depth: of the result, and what is summed over.
-      flags: which operands are transposed.
+      total: Registers to add to; may be empty.
+      words: Registers of the left operand.
+      of_step: Function of a step and the first of these registers: the PTX before its instruction,
+        and the left operand in the instruction.
+      columns, depth: Columns of the result, and of the sum.
+      flags: Which operands are transposed.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
         raise ValueError(f"no product of {columns} columns over a depth of {depth}")
-    # Operands of the text: results, what they add to, the left operand, the right one.
+    # Operands of the PTX: results, registers to add to, the left operand, the right operand.
     count = columns // 2
     left_word = count + len(total)
     sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
@@ -194,18 +195,18 @@ def _start(
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """The registers again; products started from here on may read and add to them."""
+    """The registers again; products that start after the fence may read and add to them."""
     return _hold("wgmma.fence.sync.aligned;", groups)
 
 
 def wait(running: int, *groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """The registers of products, once at most the `running` newest are under way."""
+    """The registers of products, once at most the `running` newest products are pending."""
     return _hold(f"wgmma.wait_group.sync.aligned {running};", groups)
 
 
 def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Of `[64, columns]` in the layout of products: 32-bit registers in the order in which the
-    instruction names them, float32 or two 16-bit numbers each.
+    """The 32-bit registers of `[64, columns]` in the layout of products, in the order of the
+    instruction, a float32 or two 16-bit numbers each.
     """
     float32 = isinstance(array.mlir_dtype, ir.F32Type)
     kind = ir.F32Type.get() if float32 else ir.IntegerType.get_signless(32)
@@ -218,7 +219,7 @@ def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
-    """float32 `[64, columns]` of its registers."""
+    """float32 `[64, columns]` from its registers."""
     layout = mgpu.WGMMA_LAYOUT
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     vectors = np.empty(len(registers) // 2, object)
@@ -234,7 +235,7 @@ def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
 
 
 def array_of_pairs(registers: Sequence[ir.Value], dtype: ir.Type) -> mgpu.FragmentedArray:
-    """16-bit `[64, columns]` of its registers, as `registers` gives them."""
+    """16-bit `[64, columns]` from its registers, in the order of `registers`."""
     layout, i32 = mgpu.WGMMA_LAYOUT, ir.IntegerType.get_signless(32)
     pair, single = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32)
     vectors = np.empty(len(registers), object)
@@ -254,7 +255,7 @@ def number(value: int) -> ir.Value:
 
 
 def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[ir.Value]]:
-    """Registers that nothing moves across an instruction."""
+    """Registers that compilers do not move across an instruction."""
     values = [value for group in groups for value in group]
     letters = ["f" if value.type == ir.F32Type.get() else "r" for value in values]
     constraints = [f"={letter}" for letter in letters] + [str(i) for i in range(len(values))]
@@ -263,7 +264,7 @@ def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[i
 
 
 def _asm(text: str, constraints, types, values) -> list[ir.Value]:
-    """The results of an instruction; `types`: theirs."""
+    """The results of an instruction, of these types."""
     whole = llvm.StructType.get_literal(types) if types else ir.Type.parse("!llvm.void")
     done: Any = llvm.inline_asm(
         whole, list(values), text, ",".join(constraints), asm_dialect=0, has_side_effects=True

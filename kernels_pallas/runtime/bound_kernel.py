@@ -1,8 +1,8 @@
-"""A kernel bound to the sizes of a problem: what is left to a launch is the addresses.
+"""A kernel bound to the sizes of a problem; a launch only adds the addresses.
 
-`BoundKernel` works out all that no address changes. The first launch with certain addresses
-encodes their tensor maps and lays the parameters out; as allocators give the same addresses
-again and again, the next ones find all that and are a call of the driver.
+`BoundKernel` computes everything that does not depend on addresses. The first launch with given
+addresses encodes their tensor maps and lays out the parameters. Allocators return the same
+addresses repeatedly, so later launches reuse both and are a single call of the driver.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ REMEMBERED = 256  # launches of a kernel that differ in stream or addresses
 
 
 class _Bound(NamedTuple):
-    """What `cuLaunchKernelEx` takes: a pointer to `launch`, and `parameters`, which refer to
+    """The arguments of `cuLaunchKernelEx`: a pointer to `launch`, and `parameters`, which refer to
     `memory`.
     """
 
@@ -34,11 +34,11 @@ class BoundKernel:
     """A loaded kernel with the sizes of a problem; any thread may launch it.
 
     Args:
-      cubin: of the kernel.
-      function: where it is loaded.
-      shapes: of all inputs and outputs, contiguous.
-      sizes: as `Kernel.sizes`; those that the cubin does not ask for do not count.
-      grid: as `Kernel.grid`.
+      cubin: The kernel's machine code.
+      function: The loaded machine code.
+      shapes: Shapes of all inputs and outputs, contiguous.
+      sizes: As `Kernel.sizes`; sizes that the cubin does not use are ignored.
+      grid: As `Kernel.grid`.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class BoundKernel:
     ):
         self.cubin, self.sizes, self.context = cubin, dict(sizes), function.context
         self.grid = (*reversed(grid), 1, 1, 1)[:3]
-        # Where the parameters are stored in memory of their own; but for the maps, words.
+        # Offsets of the parameters in their own memory; all except tensor maps are words.
         self._offsets: list[int] = []
         self._pointers: list[tuple[int, int]] = []  # word, argument
         self._numbers: list[tuple[int, int]] = []  # word, value
-        # Offset, argument; what the driver takes before the address, and after it.
+        # Offset, argument; the driver's arguments before the address, and after it.
         self._maps: list[tuple[int, int, tuple[int, int], tuple[Any, ...]]] = []
         end = 0
         for parameter in cubin.parameters:
@@ -90,16 +90,16 @@ class BoundKernel:
         """Queues one run.
 
         Args:
-          stream: a CUstream of the device; 0 for the default one.
-          addresses: of the inputs and outputs, multiples of 256 bytes.
+          stream: A CUstream of the device; 0 is the default stream.
+          addresses: Addresses of the inputs and outputs, multiples of 256 bytes.
 
         Raises:
-          ValueError: an address is none.
-          RuntimeError: in the driver's words.
+          ValueError: An address is not a multiple of 256 bytes.
+          RuntimeError: The driver reports an error.
         """
         key = (stream, *addresses)
         # A thread that has not called the CUDA runtime yet has no context, which tensor maps
-        # need too, and another device may be current.
+        # also need, and another device may be current.
         if error := self._push(self._context):
             self._check(error, "cuCtxPushCurrent")
         try:
@@ -111,7 +111,7 @@ class BoundKernel:
             self._check(error, "cuLaunchKernelEx")
 
     def node(self, addresses: Sequence[int]) -> tuple[driver.KernelNode, _Bound]:
-        """A run as a node of a graph, and what it refers to."""
+        """A run as a node of a graph, and the memory that it refers to."""
         bound = self._bind((0, *addresses))
         launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
         handle, shared_bytes = self._handle.value, launch.shared_bytes
@@ -121,7 +121,7 @@ class BoundKernel:
         )
 
     def _remembered(self, key: tuple[int, ...]) -> _Bound:
-        """`_bind`, for the next launches too."""
+        """`_bind`, cached for the next launches."""
         bound = self._bind(key)
         with self._lock:
             if len(self._bound) >= REMEMBERED:
@@ -130,7 +130,7 @@ class BoundKernel:
         return bound
 
     def _bind(self, key: tuple[int, ...]) -> _Bound:
-        """Lays the parameters out for a stream and addresses; in the kernel's context."""
+        """Lays out the parameters for a stream and addresses, in the kernel's context."""
         stream, *addresses = key
         for i, address in enumerate(addresses):
             if address % ALIGNMENT:
@@ -169,8 +169,8 @@ class BoundKernel:
 
 
 def _encoded(found: TensorMap, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """A tensor map of an actual shape: type and rank; dims, strides, box, steps, interleave,
-    swizzle, l2, oob.
+    """The arguments of a tensor map for a shape: type and rank; dims, strides, box, steps,
+    interleave, swizzle, l2, oob.
     """
     strides, rank = byte_strides(shape, found.item_bytes), len(found.axes)
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank

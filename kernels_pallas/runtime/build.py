@@ -1,9 +1,9 @@
-"""Kernels to machine code for Hopper, in child processes; a GPU is not needed.
+"""Kernels to machine code for Hopper, in child processes; no GPU is needed.
 
-A child (`build_child`) imports JAX, traces and lowers a kernel, and has the plugin compile it
-with the recorder in place of the CUDA driver. Only the plugin would run in threads: 21 kernels
-take two processors 20 s in two processes, 25 s in two threads of one, and more processors leave
-the latter with 15 s of Python (two cores of a server, 2026-11).
+A child (`build_child`) imports JAX, traces and lowers a kernel, and compiles it with JAX's plugin,
+with the recorder in place of the CUDA driver. Processes are faster than threads, in which only the
+plugin runs in parallel: on two cores of a server 21 kernels need 20 s in two processes and 25 s in
+two threads, of which 15 s are Python (2026-11).
 """
 
 import base64
@@ -34,7 +34,7 @@ TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
 PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
 
-# Called when a kernel is done: how many are, of how many.
+# Called when a kernel is done, with the number of kernels that are done and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -46,8 +46,9 @@ class Built(NamedTuple):
 
 
 def progress(waited_for: bool = False) -> Progress | None:
-    """Tells on stderr how many kernels are done and how long the others take: on a terminal in a
-    line that is drawn over itself, elsewhere in a line each if it is `waited_for`, else None.
+    """A function that prints to stderr how many kernels are done and an estimate of the remaining
+    time: on a terminal in one line that is overwritten, otherwise in a line per kernel if
+    `waited_for`, otherwise None.
     """
     begin, drawn = time.monotonic(), sys.stderr.isatty()
 
@@ -63,20 +64,20 @@ def progress(waited_for: bool = False) -> Progress | None:
 def build(
     kernels: Sequence[Kernel], jobs: int | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[int, Built | RuntimeError]]:
-    """Builds `kernels`, each in one of `jobs` processes (default: one a processor).
+    """Builds `kernels` in `jobs` processes, by default one per processor.
 
     Yields:
-      The place of a kernel in `kernels`, in the order in which they are done, and its machine
-      code, or an error with its name and the compiler's words.
+      The index of a kernel in `kernels`, in the order in which they are done, and its machine
+      code, or an error with its name and the compiler's message.
 
     Raises:
-      ValueError: a kernel cannot be described to another process.
-      RuntimeError: a C compiler, ptxas or JAX's CUDA plugin is missing.
+      ValueError: A kernel cannot be described to another process.
+      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.
     """
     requests = [canonical(describe(kernel)) for kernel in kernels]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(kernels))
     LOG.info("building %d kernels in %d processes", len(kernels), jobs)
-    # Those with most arguments take longest: none of them is to be what is left at the end.
+    # Kernels with more arguments need more time, so they come first.
     todo = sorted(
         range(len(kernels)), key=lambda i: len((*kernels[i].inputs, *kernels[i].outputs))
     )
@@ -107,7 +108,7 @@ def build(
 
 
 class Child(NamedTuple):
-    """A process that builds one kernel after the other; what it prints is in `log`."""
+    """A process that builds one kernel after the other; `log` has its output."""
 
     process: subprocess.Popen[str]
     log: IO[str]
@@ -115,8 +116,8 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def started(variables: dict[str, str]) -> Iterator[Child]:
-    """A process, which is ended at the end."""
-    # -P: not the modules of the working directory before this one's.
+    """A process, killed at exit."""
+    # -P: modules of the working directory must not hide others.
     command = [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child", *PLACES]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
@@ -130,7 +131,7 @@ def started(variables: dict[str, str]) -> Iterator[Child]:
 
 
 def _read(child: Child) -> Built | str:
-    """What a process answers: machine code, or why there is none."""
+    """The reply of a process: machine code, or the reason of a failure."""
     assert child.process.stdout
     if not (line := child.process.stdout.readline()).endswith("\n"):
         status = child.process.wait()
@@ -143,7 +144,7 @@ def _read(child: Child) -> Built | str:
 
 
 def why_not() -> str | None:
-    """What this machine lacks to build kernels; None means nothing."""
+    """The tool that this machine lacks to build kernels, in a sentence, or None."""
     if _compiler() is None:
         return "a C compiler is missing, which builds kernels: install gcc"
     if not has_plugin():
@@ -154,11 +155,11 @@ def why_not() -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables that make a process find the recorder, built in `folder`, and ptxas, and the
-    modules that this one finds.
+    """Environment variables with which a process finds the recorder, built in `folder`, ptxas, and
+    the modules of this process.
 
     Raises:
-      RuntimeError: a C compiler, ptxas or JAX's CUDA plugin is missing.
+      RuntimeError: A C compiler, ptxas or JAX's CUDA plugin is missing.
     """
     if reason := why_not():
         raise RuntimeError(reason)
@@ -171,10 +172,10 @@ def environment(folder: Path) -> dict[str, str]:
         raise RuntimeError(f"{compiler} could not build the recorder:\n{done.stderr}")
     variables = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")}
     variables["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    # Otherwise a first use of JAX has its CUDA plugin ask libraries that fail without a GPU.
+    # Otherwise the first use of JAX initializes its CUDA plugin, which fails without a GPU.
     variables["JAX_PLATFORMS"] = "cpu"
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    # Mosaic takes the first ptxas on PATH; a CUDA toolkit's version may be any.
+    # Mosaic uses the first ptxas on PATH, and a CUDA toolkit may have another version.
     for name, first in (("PATH", ptxas.parent), ("LD_LIBRARY_PATH", folder)):
         rest = variables.get(name)
         variables[name] = f"{first}{os.pathsep}{rest}" if rest else str(first)
@@ -182,7 +183,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def has_plugin(*names: str) -> bool:
-    """Whether JAX's CUDA plugin is there; it is not imported."""
+    """Whether JAX's CUDA plugin is installed; it is not imported."""
     with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
         return any(map(importlib.util.find_spec, names or PLUGINS))
     return False
@@ -193,7 +194,7 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """That which comes with the plugin, otherwise one on PATH or of a CUDA toolkit."""
+    """The ptxas of the plugin, otherwise one on PATH or of a CUDA toolkit."""
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:

@@ -1,9 +1,9 @@
-"""A process that makes machine code of kernels, with the recorder as its CUDA driver.
+"""A process that compiles kernels to machine code, with the recorder as its CUDA driver.
 
-`build` starts it, and names the places of the kernels that it may be asked for. It reads a line of
-JSON for each kernel and writes one for each reply. What a launch must know is not asked of Mosaic:
-the plugin's launcher runs with an address for each argument that tells whose it is, and the
-recorder writes down what it does.
+`build` starts it with the names of the modules that may describe kernels. It reads one line of JSON
+per kernel and writes one per reply. The launch parameters do not come from Mosaic: the plugin's
+launcher runs with an address for each argument that identifies it, and the recorder logs the
+launcher's calls.
 """
 
 import base64
@@ -30,18 +30,20 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import cubin, description, lowering
 from kernels_pallas.runtime.build import PLUGINS
 
-ARGUMENT = 1 << 32  # distance of the addresses that tell arguments apart
+ARGUMENT = 1 << 32  # distance between the addresses that identify arguments
 FIRST = 0x7F00 * ARGUMENT
 PARAMETER_INFO = 0x17  # EIATTR_KPARAM_INFO
 NO_BITS = 8  # SHT_NOBITS: a section without content
-DEVICE_SINCE = Version("0.12.0.dev0")  # of jaxlib: launchers take the kernel and the device too
+DEVICE_SINCE = Version("0.12.0.dev0")  # of jaxlib: launchers also accept kernel and device
 
 
 class Compiled(NamedTuple):
-    """What the plugin's compiler gave, and what it told the driver.
+    """The results of the plugin's compiler, and its calls of the driver.
 
-    `start`: the launcher, a function of the stream and of an array of addresses. `layout`: bytes
-    of each parameter. `log`: what it printed, with ptxas' figures.
+    Attributes:
+      start: The launcher, a function of the stream and of an array of addresses.
+      layout: Bytes of each parameter.
+      log: The output of the compiler, with ptxas' figures.
     """
 
     start: Callable[[int, Any], None]
@@ -62,7 +64,7 @@ def recorder() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _context() -> Iterator[None]:
-    """The recorder's primary context is the current one."""
+    """Makes the recorder's primary context current."""
     context = ctypes.c_void_p()
     recorder().cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
     recorder().cuCtxPushCurrent_v2(context)
@@ -73,18 +75,18 @@ def _context() -> Iterator[None]:
 
 
 def recorded(call: str) -> list[dict[str, Any]]:
-    """What the driver was told in calls of this name since `recorder_clear`."""
+    """The recorded driver calls of this name since `recorder_clear`."""
     lines = map(json.loads, recorder().recorder_log().splitlines())
     return [line for line in lines if line["call"] == call]
 
 
 def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
-    """Machine code of `kernel` for Hopper: what a launch must know of it, and the image.
+    """Machine code of `kernel` for Hopper: its launch parameters, and the image.
 
     Raises:
-      ValueError: what `lowering.lower` raises.
-      RuntimeError: the plugin could not compile it, in the words of ptxas, or launches it in a
-        way that is not known here.
+      ValueError: The same as in `lowering.lower`.
+      RuntimeError: The plugin could not compile the kernel, with the message of ptxas, or launches
+        it in an unknown way.
     """
     compiled = compile_kernel(kernel)
     sizes = tuple(kernel.sizes) if kernel.any_length else ()
@@ -126,7 +128,7 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
 
 
 def compile_kernel(kernel: Kernel) -> Compiled:
-    """As `build`, before the launcher ran."""
+    """Compiles `kernel` without running its launcher."""
     code = lowering.lower(kernel)
     for name in PLUGINS:
         with contextlib.suppress(ModuleNotFoundError):
@@ -155,7 +157,7 @@ def compile_kernel(kernel: Kernel) -> Compiled:
 
 
 def launcher(compiled: Any) -> Callable[[int, Any], None]:
-    """What the plugin's compiler gave, as a function of the stream and of an array of addresses."""
+    """The launcher in the compiler's result, a function of a stream and an array of addresses."""
     function, address = compiled[0], compiled[1]
     pointer = ctypes.c_void_p
     if Version(importlib.metadata.version("jaxlib")) < DEVICE_SINCE:
@@ -166,9 +168,9 @@ def launcher(compiled: Any) -> Callable[[int, Any], None]:
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dict[str, Any]:
-    """What the plugin's launcher does with these addresses of inputs and outputs: a launch as the
-    recorder writes it down, its numbers as `cuLaunchKernelEx` gets them, parameters in
-    hexadecimal digits.
+    """The launch that the plugin's launcher makes with these addresses of inputs and outputs, as
+    the recorder logs it: the numbers that `cuLaunchKernelEx` receives, parameters in hexadecimal
+    digits.
     """
     expect(compiled.layout)
     recorder().recorder_clear()
@@ -180,7 +182,7 @@ def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> dic
 
 
 def expect(layout: Sequence[int]) -> None:
-    """Tells the recorder the bytes of the parameters of the launches to come."""
+    """Sets the bytes of the parameters of the launches to come in the recorder."""
     recorder().recorder_expect(len(layout), (ctypes.c_int * len(layout))(*layout))
 
 
@@ -206,12 +208,12 @@ def unpacked(packed: bytes) -> Iterator[Map]:
 
 
 def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
-    """A recorded map with the axis of `array`, argument `index`, that each dimension is."""
+    """A recorded map, with the axis of `array`, argument `index`, for each dimension."""
     item_bytes = jnp.dtype(array.dtype).itemsize
     strides = cubin.byte_strides(array.shape, item_bytes)
     axes = []
     for dim in zip(found.dims, (item_bytes, *found.strides), strict=True):
-        # The last of those that look alike: they have size 1, and so has what is between.
+        # The last of the axes that match: they have size 1, as have the axes between them.
         alike = [
             axis
             for axis in range(len(array.shape))
@@ -226,10 +228,10 @@ def _tensor_map(found: Map, index: int, array: Array) -> cubin.TensorMap:
 
 
 def _figures(name: str, log: str) -> dict[str, Any]:
-    """The figures in a log of ptxas, summed where a kernel has functions of its own.
+    """The figures in a log of ptxas, summed over the functions of a kernel.
 
     Raises:
-      RuntimeError: they are not for Hopper, or not there.
+      RuntimeError: The figures are missing or not for Hopper.
     """
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
@@ -250,15 +252,15 @@ def _figures(name: str, log: str) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of what makes machine code."""
-    said = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=True)
-    release = re.search(r"release ([\d.]+)", said.stdout)
-    assert release, said.stdout
+    """Versions of JAX and ptxas."""
+    printed = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=True)
+    release = re.search(r"release ([\d.]+)", printed.stdout)
+    assert release, printed.stdout
     return {"jax": importlib.metadata.version("jax"), "ptxas": release[1]}
 
 
 def _layout(image: bytes, entry: str) -> list[int]:
-    """Bytes of the function's parameters, as the ELF image's `.nv.info.<entry>` says."""
+    """Bytes of the function's parameters, from the ELF image's `.nv.info.<entry>`."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
     heads = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
@@ -281,7 +283,7 @@ def _layout(image: bytes, entry: str) -> list[int]:
 
 @contextlib.contextmanager
 def _printing_to(file: IO[bytes]) -> Iterator[None]:
-    """Sends what C code prints to a file."""
+    """Redirects the output of C code to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -308,7 +310,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     description.PLACES[:] = sys.argv[1:]
-    # Replies have the way out for themselves; what else is printed goes where errors go.
+    # Only replies go to stdout; all other output goes to stderr.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         for line in sys.stdin:

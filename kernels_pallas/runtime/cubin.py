@@ -1,7 +1,7 @@
-"""What a launch must know of a kernel's machine code, as JSON and back.
+"""The launch parameters of a kernel's machine code, to JSON and back.
 
-A kernel is compiled for shapes, but a cubin names none: a tensor map says which axis of which
-argument each of its dimensions is, and a launch fills in the sizes (`bound_kernel.BoundKernel`).
+A kernel is compiled for shapes, but a cubin contains none: a tensor map names the axis of an
+argument for each of its dimensions, and a launch adds the sizes (`bound_kernel.BoundKernel`).
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class TensorMap(NamedTuple):
-    """What `cuTensorMapEncodeTiled` is called with, but for sizes, strides and address.
+    """The arguments of `cuTensorMapEncodeTiled`, without sizes, strides and address.
 
     Attributes:
-      argument: whose memory it describes, from its first byte on.
-      item_bytes: of an element.
-      axes: the argument's axis that each dimension is, the last axis first. Axes that are
-        missing have size 1.
-      enums: the driver's type, interleave, swizzle, l2, oob.
-      box: elements that a copy moves, by dimension.
-      steps: distance between these, by dimension.
+      argument: Argument whose memory it describes, from its first byte on.
+      item_bytes: Bytes of an element.
+      axes: Axis of the argument for each dimension, the last axis first. Missing axes have size 1.
+      enums: The driver's type, interleave, swizzle, l2, oob.
+      box: Elements that a copy moves, by dimension.
+      steps: Distance between these, by dimension.
     """
 
     argument: int
@@ -37,21 +36,21 @@ class Cubin(NamedTuple):
     """A kernel's machine code, without its image.
 
     Attributes:
-      name: of the kernel.
-      entry: of its function in the image.
-      block: threads of a CTA, by axis.
+      name: Name of the kernel.
+      entry: Name of its function in the image.
+      block: Threads of a CTA, by axis.
       cluster: CTAs of a cluster, neighbours on the grid's first axis (CUDA's).
-      shared_bytes: dynamic shared memory of a CTA.
-      attributes: number (a CUfunction_attribute) and value of those that are set before the
-        first launch.
-      parameters: in the order of the function's. A number is that of an argument, whose address
-        it is: inputs, then outputs, without those that carry sizes. A name is one of
-        `Kernel.sizes`, carried by an address: `value << 8`. Others are tensor maps by value, one
-        after the other.
-      registers: of a thread.
-      stack_bytes, spill_store_bytes, spill_load_bytes: of a thread, as ptxas says.
-      remarks: of ptxas: warnings and performance losses, such as serialised wgmma.
-      versions: of jax and ptxas.
+      shared_bytes: Dynamic shared memory of a CTA.
+      attributes: Number (a CUfunction_attribute) and value of each attribute that is set before
+        the first launch.
+      parameters: Parameters of the function, in order. A number stands for the address of an
+        argument: inputs, then outputs, without scalar arguments. A name is one of `Kernel.sizes`,
+        passed as an address: `value << 8`. The others are tensor maps by value, one after the
+        other.
+      registers: Registers of a thread.
+      stack_bytes, spill_store_bytes, spill_load_bytes: Bytes of a thread, reported by ptxas.
+      remarks: Warnings and performance losses reported by ptxas, such as serialised wgmma.
+      versions: Versions of jax and ptxas.
     """
 
     name: str
@@ -84,7 +83,7 @@ def _tuples(data: Any) -> Any:
 
 
 def byte_strides(shape: Sequence[int], item_bytes: int) -> list[int]:
-    """Of a contiguous array, by axis."""
+    """Strides of a contiguous array, by axis."""
     strides = [item_bytes]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

@@ -1,8 +1,7 @@
-"""A kernel in JSON: what another process needs to describe it again, and what a key is made of.
+"""A kernel in JSON, from which keys are computed and other processes describe it again.
 
-A kernel is a function of its spec: `Kernel.source` names the function, the spec travels by its
-class and its fields. Nothing else is ever read as code, and no name is followed but of what modules
-of `PLACES` define themselves.
+A kernel is a function of its spec. `Kernel.source` names the function; the spec is stored as its
+class and its fields. No other name is resolved, and only names that modules of `PLACES` define.
 """
 
 import dataclasses
@@ -13,15 +12,15 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 
-# Packages and modules; tests add theirs, whose sources are no part of keys.
+# Packages and modules. Tests add their own, whose sources are not part of keys.
 PLACES = ["kernels_pallas.specs"]
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
-    """The description of a kernel, of values that JSON holds.
+    """The description of a kernel, in values that JSON supports.
 
     Raises:
-      ValueError: the kernel has no `source`, or its spec holds what is no static size.
+      ValueError: The kernel has no `source`, or its spec has a value that is not a static size.
     """
     if not kernel.source:
         raise ValueError(f"{kernel.name} must have a source to be built elsewhere, got none")
@@ -29,16 +28,16 @@ def describe(kernel: Kernel) -> dict[str, Any]:
 
 
 def described(description: dict[str, Any]) -> Kernel:
-    """The kernel of a description: that which its source makes of the spec.
+    """The kernel of a description: the result of its source for its spec.
 
     Raises:
-      ValueError: it names what no module of `PLACES` defines.
+      ValueError: No module of `PLACES` defines a name in the description.
     """
     return _named(description["source"])(_value(description["spec"]))
 
 
 def canonical(value: Any) -> str:
-    """JSON that is equal where the values are."""
+    """JSON that is equal if the values are equal."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

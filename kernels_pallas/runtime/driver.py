@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that loading and launching takes, by ctypes."""
+"""The calls of the CUDA driver that load and launch kernels, through ctypes."""
 
 import contextlib
 import ctypes
@@ -59,10 +59,10 @@ class Function(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver, for calls that may take long: without Python's lock.
+    """The driver, for calls that may block: without Python's lock.
 
     Raises:
-      RuntimeError: there is none.
+      RuntimeError: There is no driver.
     """
     try:
         return ctypes.CDLL(DRIVER)
@@ -72,13 +72,13 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """The driver, for calls that return at once: under Python's lock, which costs less."""
+    """The driver, for calls that return immediately: with Python's lock, which is cheaper."""
     library()
     return ctypes.PyDLL(DRIVER)
 
 
 def check(error: int, what: str) -> None:
-    """Raises RuntimeError with CUDA's name for an error, and its words; 0 is none."""
+    """Raises RuntimeError with CUDA's name and description of an error; 0 means no error."""
     if error:
         found = []
         for function in (library().cuGetErrorName, library().cuGetErrorString):
@@ -92,21 +92,21 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     """Calls the driver.
 
     Raises:
-      RuntimeError: it returned an error; `of` says what the call was for.
+      RuntimeError: The call returned an error; `of` names its purpose.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 
 
 def load(cubin: Cubin, image: bytes, device: int) -> Function:
-    """Loads machine code into the primary context of a GPU, which is the frameworks' too, although
-    another thread may capture a CUDA graph.
+    """Loads machine code into the primary context of a GPU, which the frameworks also use. Another
+    thread may capture a CUDA graph meanwhile.
 
-    What is loaded stays loaded until the process ends: CUDA graphs and queued launches refer to
-    it, and nothing says when the last one is gone.
+    Loaded code stays loaded until the process ends: CUDA graphs and queued launches refer to it,
+    and their end is not observable.
 
     Raises:
-      RuntimeError: in the driver's words; where it is older than what compiled the kernel, with
-        what to do.
+      RuntimeError: The driver reports an error. If the driver is older than the compiler of the
+        kernel, the message has a remedy.
     """
     of = f"{cubin.name} on device {device}"
     module, function, context = (ctypes.c_void_p() for _ in range(3))
@@ -133,7 +133,7 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
         call("cuModuleGetFunction", ctypes.byref(function), module, cubin.entry.encode(), of=of)
         for attribute in cubin.attributes:
             call("cuFuncSetAttribute", function, *attribute, of=of)
-        # The driver may put off loading until the first launch, which may be in a capture.
+        # The driver may defer loading to the first launch, which may be part of a capture.
         if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
             call("cuFuncLoad", function, of=of)
     assert function.value
@@ -142,7 +142,7 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
 
 @contextlib.contextmanager
 def current(context: int, of: str = "") -> Iterator[None]:
-    """Within: the current context."""
+    """Makes a context current."""
     call("cuCtxPushCurrent_v2", ctypes.c_void_p(context), of=of)
     try:
         yield
@@ -152,7 +152,7 @@ def current(context: int, of: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed(of: str) -> Iterator[None]:
-    """Within: no call of this thread disturbs a capture of another one."""
+    """Allows calls of this thread during a capture of another thread."""
     mode = ctypes.c_int(RELAXED)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
     try:

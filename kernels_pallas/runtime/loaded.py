@@ -1,9 +1,9 @@
-"""Kernels for any length, loaded once a GPU, for whichever framework launches them.
+"""Kernels for any length, loaded once per GPU and shared by the frameworks.
 
     Kernel -> its form for any length -> store (disk, or built) -> driver -> BoundKernel
 
-What is loaded stays loaded, and the kernel alive, until the process ends: CUDA graphs and
-queued launches refer to the machine code, and nothing says when the last one is gone.
+Loaded code stays loaded, and its kernel alive, until the process ends: CUDA graphs and queued
+launches refer to the machine code, and their end is not observable.
 """
 
 import functools
@@ -27,11 +27,11 @@ def bound(
     """`kernel` on a GPU, loaded.
 
     Args:
-      prefetch: what is launched next. It is asked for where something has to be built, and built
-        and loaded at once with it.
+      prefetch: Returns the kernels that are launched next. If a kernel must be built, they are
+        built and loaded with it.
 
     Raises:
-      RuntimeError: as `load`.
+      RuntimeError: The same as in `load`.
     """
     generic = kernel.for_any_length()
     load([generic], device, prefetch=prefetch)
@@ -40,7 +40,7 @@ def bound(
 
 
 def is_loaded(kernel: Kernel, device: int) -> bool:
-    """Of a kernel for any length."""
+    """Whether a kernel for any length is loaded."""
     return (kernel, device) in _loaded
 
 
@@ -50,14 +50,14 @@ def load(
     jobs: int | None = None,
     prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
-    """Loads kernels for any length, built where they are not on disk.
+    """Loads kernels for any length, and builds those that are not on disk.
 
     Args:
-      jobs: processes that build; by default one a core.
-      prefetch: as in `bound`.
+      jobs: Processes that build. Defaults to one per core.
+      prefetch: As in `bound`.
 
     Raises:
-      RuntimeError: a kernel is on no disk and could not be built, or could not be loaded.
+      RuntimeError: A kernel could not be loaded, or is not on disk and could not be built.
     """
     with _lock:
         missing = [x for x in kernels if not is_loaded(x, device)]
@@ -79,17 +79,17 @@ def load(
 
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
-    """Whether a kernel, for any length, is there."""
+    """Whether a kernel for any length is on disk."""
     return store().get(kernel) is not None
 
 
 @functools.cache
 def store() -> Store:
-    """That of this process."""
+    """The store of this process."""
     return Store()
 
 
 @functools.cache
 def can_build() -> bool:
-    """Whether kernels can be made here."""
+    """Whether this machine can build kernels."""
     return build.why_not() is None

@@ -1,4 +1,4 @@
-"""Kernels to MLIR, as the compiler of JAX's CUDA plugin takes it. Imports JAX."""
+"""Kernels to MLIR for the compiler of JAX's CUDA plugin. Imports JAX."""
 
 from typing import Any
 
@@ -8,15 +8,14 @@ from kernels_pallas.kernel import Kernel
 
 
 def lower(kernel: Kernel) -> bytes:
-    """The MLIR bytecode of `kernel` for Hopper, as the plugin's compiler takes it.
+    """The MLIR bytecode of `kernel` for Hopper, for the plugin's compiler.
 
-    Needs neither a GPU nor the plugin, but a process whose first device of JAX is a CPU or a Hopper
-    GPU: Mosaic asks it for its size of shared memory.
+    It needs neither a GPU nor the plugin. JAX's first device in the process must be a CPU or a
+    Hopper GPU, since Mosaic reads its size of shared memory.
 
     Raises:
-      ValueError: `kernel.call` is anything but one Mosaic GPU kernel that takes exactly the
-        arguments, in order, and gives exactly the results, in order; or the results are not
-        `kernel.outputs`.
+      ValueError: `kernel.call` is not exactly one Mosaic GPU kernel that accepts all arguments in
+        order and returns all results in order; or the results are not `kernel.outputs`.
     """
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
     traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)

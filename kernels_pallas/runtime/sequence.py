@@ -1,15 +1,15 @@
-"""Launches that follow each other, as one CUDA graph where their addresses come again.
+"""Consecutive launches, as one CUDA graph if their addresses repeat.
 
-A launch costs the host several microseconds, a graph of many as much as one. Allocators give the
-same addresses again and again; a graph holds those of the launches it was made of:
+A launch costs the host several microseconds, a graph of many launches as much as one. Allocators
+return the same addresses repeatedly, and a graph contains the addresses of its launches:
 
     addresses new          launch, launch, ..
     ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels
     ... and again          cuGraphLaunch
 
-The graph is made node by node, not by a capture: while a stream is captured, no other thread may
-wait for the device. To make one costs what several launches of it save. Where addresses rarely
-come again, few are made.
+The graph is built node by node, not by a capture, since during a capture no other thread may wait
+for the device. Building a graph costs as much as several launches of it save. If addresses rarely
+repeat, few graphs are built.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.bound_kernel import BoundKernel
 
 LOG = logging.getLogger("kernels_pallas.runtime")
-GRAPH_AFTER: int = 3  # runs with the same addresses before there is a graph
+GRAPH_AFTER: int = 3  # runs with the same addresses before a graph is built
 COUNTED = 256  # addresses of a sequence whose runs are counted
-GRAPHS = 64  # of a sequence at most, the oldest dropped first
-# A sequence with FREE_GRAPHS graphs makes another one where those beyond them were worth it, each
-# used USES_OF_A_GRAPH times, or where the same addresses have come MANY_RUNS times.
+GRAPHS = 64  # of a sequence, at most; the oldest is dropped first
+# A sequence with FREE_GRAPHS graphs builds another one if the graphs beyond these were used
+# USES_OF_A_GRAPH times each, or after MANY_RUNS runs with the same addresses.
 FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
 
@@ -36,8 +36,8 @@ class LaunchSequence:
     """Plans of one device that run one after the other; any thread may launch them.
 
     Args:
-      kernels: two or more.
-      arguments: of each, which of the sequence's addresses it takes.
+      kernels: Two or more kernels.
+      arguments: For each kernel, the indices of its addresses among the sequence's.
     """
 
     def __init__(self, kernels: Sequence[BoundKernel], arguments: Sequence[Sequence[int]]):
@@ -56,10 +56,10 @@ class LaunchSequence:
         """Queues one run.
 
         Args:
-          stream, addresses: as in `BoundKernel.launch`.
+          stream, addresses: As in `BoundKernel.launch`.
 
         Raises:
-          as `BoundKernel.launch`.
+          The same as `BoundKernel.launch`.
         """
         graph = self.graphs.get(addresses)
         if graph is not None and graph.launch(stream):
@@ -84,7 +84,7 @@ class LaunchSequence:
                 return
             try:
                 graph = _Graph(self, addresses)
-            except RuntimeError as error:  # launches do as well
+            except RuntimeError as error:  # launches without a graph still work
                 LOG.warning("no CUDA graph of %s: %s", self.name, error)
                 self._off = True
                 return
@@ -95,7 +95,7 @@ class LaunchSequence:
 
 
 class _Graph:
-    """The launches of a sequence with certain addresses, as the driver runs them at once."""
+    """The launches of a sequence with given addresses, as one graph of the driver."""
 
     def __init__(self, sequence: LaunchSequence, addresses: tuple[int, ...]):
         self.of, context = sequence.name, sequence.kernels[0][0].context
@@ -104,7 +104,7 @@ class _Graph:
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
         self._start, self._asked = driver.library().cuGraphLaunch, quick.cuStreamIsCapturing
-        self._lock = threading.Lock()  # the driver takes one call at a time of such a graph
+        self._lock = threading.Lock()  # the driver allows one call at a time per graph
         graph, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
         with driver.current(context, self.of), driver.relaxed(self.of):
             driver.call("cuGraphCreate", ctypes.byref(graph), 0, of=self.of)
@@ -115,7 +115,7 @@ class _Graph:
             finally:
                 driver.call("cuGraphDestroy", graph, of=self.of)
         end: Any = weakref.finalize(self, _destroy, self._handle, context)
-        end.atexit = False  # the context may be gone then
+        end.atexit = False  # the context may no longer exist
 
     def _add(self, graph: ctypes.c_void_p, sequence: LaunchSequence, addresses) -> None:
         """The launches, each after the one before; the graph copies their parameters."""
@@ -133,15 +133,15 @@ class _Graph:
             before, count = node, 1
 
     def launch(self, stream: int) -> bool:
-        """Queues it; False, and nothing is queued, on a stream that is being captured, where it
-        would become a graph in a graph.
+        """Queues the graph. On a stream that is being captured nothing is queued and the result is
+        False, since it would become a graph in a graph.
         """
         status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:
             if error := self._push(self._context):
                 driver.check(error, f"{self.of}: cuCtxPushCurrent")
             try:
-                # An error: the default stream, while another one is captured.
+                # The default stream gives an error while another stream is captured.
                 if self._asked(handle, ctypes.byref(status)) or status.value:
                     return False
                 error = self._start(self._handle, handle)
@@ -153,6 +153,6 @@ class _Graph:
 
 
 def _destroy(handle: ctypes.c_void_p, context: int) -> None:
-    """The driver waits until what runs of it has ended."""
+    """Destroys a graph; the driver waits until its runs have ended."""
     with driver.current(context), driver.relaxed(""):
         driver.library().cuGraphExecDestroy(handle)

@@ -1,14 +1,14 @@
-"""Machine code of kernels on disk, so that each is compiled once on a machine.
+"""Machine code of kernels on disk, so that each kernel is compiled once per machine.
 
-A file holds one kernel: a line with a checksum, a line of JSON (the `Cubin`), the image. It is
-named by a key: the hash of what the kernel is (source and spec), of the code that its machine code
-follows from, and of the architecture. Whatever changes in that code, a comment too, all kernels are
-built anew. A file that is damaged counts as missing, so that the worst that a folder can do is cost
-a compilation. So does one that another version of JAX made, where this one can make it anew; what
-comes with the package was made by whichever JAX packed it, and runs beside any or none.
+A file holds one kernel: a line with a checksum, a line of JSON (the `Cubin`), the image. Its name
+has a key: the hash of the kernel (source and spec), of the sources that determine its machine code,
+and of the architecture. Any change of these sources, even of a comment, rebuilds all kernels. A
+damaged file counts as missing, so a damaged folder only costs a compilation. The same holds for a
+file that another version of JAX built, if this machine can rebuild it. Kernels of the package were
+built by any JAX and run with any or none.
 
-A folder that others may write to, or that belongs to another user, is refused, since what lies
-in it is run. Where the folder cannot be used, kernels stay in memory.
+A folder that others may write to, or that belongs to another user, is refused, since its contents
+are executed. If the folder cannot be used, kernels stay in memory.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from kernels_pallas.runtime.build import LOG, Built, Progress
 from kernels_pallas.runtime.description import canonical, describe
 
 FORMAT = 3
-PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is absent
-LIMIT_BYTES = 1 << 30  # of a folder; past it those go that were not used for longest
+PRESETS = Path(__file__).with_name("presets")  # part of the package, or absent
+LIMIT_BYTES = 1 << 30  # of a folder; beyond it the least recently used files are removed
 SUFFIX = ".kernel"
-LAYERS = "layers.json"  # beside kernels: the layers that all kernels are there of
+LAYERS = "layers.json"  # the layers whose kernels are all in the folder
 SOURCES = Path(__file__).parents[1]
 IN_MEMORY = "kernels built here are kept in memory"
 
 
 def key_of(kernel: Kernel) -> str:
-    """What names a kernel's machine code: 64 hexadecimal digits.
+    """The key of a kernel's machine code: 64 hexadecimal digits.
 
     Raises:
-      ValueError: as `description.describe`, or its name is none for a file.
+      ValueError: The same as in `description.describe`, or the name is not valid for a file.
     """
     if not re.fullmatch(r"[\w.-]+", kernel.name):
         raise ValueError(
@@ -58,7 +58,7 @@ def key_of(kernel: Kernel) -> str:
 
 @functools.cache
 def sources(folder: Path) -> str:
-    """SHA-256 of the names and contents of all sources of a package but those for Triton."""
+    """SHA-256 of the names and contents of all sources of a package except Triton's."""
     found = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
         name, content = path.relative_to(folder).as_posix(), path.read_bytes()
@@ -68,7 +68,7 @@ def sources(folder: Path) -> str:
 
 
 class Entry(NamedTuple):
-    """A file of a store; `used`: seconds since the epoch."""
+    """A file of a store; `used` is in seconds since the epoch."""
 
     path: Path
     name: str
@@ -82,8 +82,8 @@ class Store:
     """A folder of kernels. Any thread and any number of processes may use it at once.
 
     Args:
-      folder: default: one in the user's cache directory; it is made at the first `put`.
-      presets: a folder that is only read, and looked at first.
+      folder: Folder, created at the first `put`. Defaults to one in the user's cache directory.
+      presets: Read-only folder that is searched first.
     """
 
     def __init__(
@@ -97,10 +97,7 @@ class Store:
         self._memory: dict[str, Built] = {}
 
     def get(self, kernel: Kernel) -> Built | None:
-        """The machine code of `kernel`, as it is compiled: for any length where it can be.
-
-        None where there is none, or none that may be used.
-        """
+        """The stored machine code of `kernel`, or None if there is none that may be used."""
         key = key_of(kernel)
         if built := self._memory.get(key):
             return built
@@ -110,7 +107,7 @@ class Store:
         return _read(self.folder / name, key) if self._is_trusted() else None
 
     def put(self, kernel: Kernel, built: Built) -> None:
-        """Keeps the machine code of `kernel`, in memory where the folder cannot be used."""
+        """Stores the machine code of `kernel`, in memory if the folder cannot be used."""
         key = key_of(kernel)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,18 +131,18 @@ class Store:
         jobs: int | None = None,
         progress: Progress | None = None,
     ) -> list[Built]:
-        """The machine code of `kernels`; each that is missing is built by one process.
+        """The machine code of `kernels`; missing kernels are built, each by one process.
 
         Raises:
-          ValueError: as `description.describe`.
-          RuntimeError: some could not be built; the others were, and are kept.
+          ValueError: The same as in `description.describe`.
+          RuntimeError: Some kernels could not be built; the others were built and stored.
         """
         wanted = {key_of(kernel): kernel for kernel in kernels}
         found = {key: self.get(kernel) for key, kernel in wanted.items()}
         errors = {}
         with contextlib.ExitStack() as stack:
             locks = {}
-            # All processes take locks in the order of the keys, so that none waits in a circle.
+            # All processes acquire locks in the order of the keys, which prevents deadlocks.
             for key in sorted(key for key, built in found.items() if built is None):
                 locks[key] = lock = self._lock(key)
                 stack.callback(lock.release)
@@ -169,19 +166,20 @@ class Store:
         return [built for kernel in kernels if (built := found[key_of(kernel)])]
 
     def layers(self) -> list[dict[str, Any]]:
-        """The layers that `add_layers` was told of, presets first."""
+        """The layers of `add_layers`, presets first."""
         found = [_layers(x) for x in (self._presets, self.folder) if x is not None]
         return [layer for layers in found for layer in layers]
 
     def add_layers(self, layers: Sequence[dict[str, Any]]) -> None:
-        """Notes that all kernels of these layers are there: descriptions that JSON holds."""
+        """Records that all kernels of these layers, described in JSON values, are stored."""
         known = _layers(self.folder)
         known += [layer for layer in layers if layer not in known]
         _write_whole(self.folder / LAYERS, json.dumps(known, indent=1).encode())
 
     def serves(self, layer: dict[str, Any]) -> bool:
-        """Whether kernels of a layer are there; of a folder where no layer was noted that is not
-        known, and they may be."""
+        """Whether the kernels of a layer are stored, or may be: a folder with kernels but without
+        recorded layers may contain them.
+        """
         if self._presets is not None and layer in _layers(self._presets):
             return True
         if not self._is_trusted():
@@ -190,12 +188,14 @@ class Store:
         return layer in noted or (not noted and bool(self._files(self.folder, False)))
 
     def entries(self) -> list[Entry]:
-        """The files, presets first, then those used last."""
+        """The files, presets first, then the most recently used."""
         presets = self._files(self._presets, True) if self._presets else []
         return [*presets, *self._files(self.folder, False)]
 
     def clear(self) -> int:
-        """Removes all files but presets, and forgets what is in memory; how many kernels."""
+        """Removes all files except presets, and the kernels in memory. Returns the number of
+        removed kernels.
+        """
         self._memory.clear()
         found = self._files(self.folder, False)
         for path in (
@@ -208,22 +208,22 @@ class Store:
         return len(found)
 
     def refusal(self) -> str | None:
-        """Why the folder, which is there, may not be trusted, or None."""
+        """Why the existing folder may not be trusted, or None."""
         status = self.folder.stat()
         if status.st_uid != os.geteuid():
             return (
                 f"{self.folder} is refused: it must belong to user {os.geteuid()}, not to "
-                f"{status.st_uid}, since what lies in it is run"
+                f"{status.st_uid}, since its contents are executed"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return (
-                f"{self.folder} is refused: others may write to it, and what lies in it is "
-                f"run: chmod go-w '{self.folder}'"
+                f"{self.folder} is refused: others may write to it, and its contents are "
+                f"executed: chmod go-w '{self.folder}'"
             )
         return None
 
     def _is_trusted(self) -> bool:
-        """Whether the folder is there, and may be trusted; why not is said once."""
+        """Whether the folder exists and may be trusted; a refusal is logged once."""
         if not self.folder.is_dir():
             return False
         if reason := self.refusal():
@@ -232,7 +232,7 @@ class Store:
 
     @staticmethod
     def _files(folder: Path, preset: bool) -> list[Entry]:
-        """Those used last first."""
+        """The files, most recently used first."""
         found = []
         for path in folder.glob(f"*{SUFFIX}"):
             name, _, key = path.stem.rpartition("-")
@@ -242,8 +242,8 @@ class Store:
         return sorted(found, key=lambda entry: -entry.used)
 
     def _lock(self, key: str) -> filelock.BaseFileLock:
-        """A lock that is held: no other process builds this kernel. Where the folder can hold none,
-        it is not.
+        """A lock, held so that no other process builds this kernel; not held if the folder cannot
+        contain locks.
         """
         folder = self.folder / "locks"
         lock = filelock.FileLock(folder / key)
@@ -259,12 +259,12 @@ class Store:
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Once."""
+    """Logs a message once."""
     LOG.warning("%s", message)
 
 
 def _read(path: Path, key: str, preset: bool = False) -> Built | None:
-    """What `Store.put` wrote; None where it is missing, damaged, or to be made again."""
+    """The contents of a file of `Store.put`; None if it is missing, damaged, or must be rebuilt."""
     try:
         head, _, rest = path.read_bytes().partition(b"\n")
         if head != _checksum(key, rest):
@@ -281,12 +281,12 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _warn(f"{path} does not count, its kernel is built anew: {error}")
+        _warn(f"{path} does not count, its kernel is built again: {error}")
         return None
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
-    """Those noted in a folder; none where the note is missing or damaged."""
+    """The layers recorded in a folder; none if the record is missing or damaged."""
     try:
         return json.loads((folder / LAYERS).read_bytes())
     except (OSError, ValueError):
@@ -294,7 +294,7 @@ def _layers(folder: Path) -> list[dict[str, Any]]:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is there as a whole or not at all."""
+    """Writes a file atomically."""
     with tempfile.NamedTemporaryFile(suffix=".tmp", dir=path.parent, delete=False) as file:
         try:
             file.write(content)
@@ -307,7 +307,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Of a file of this key alone."""
+    """The checksum of a file, which includes its key."""
     return b"sha256 " + hashlib.sha256(key.encode() + content).hexdigest().encode()
 
 

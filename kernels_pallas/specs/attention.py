@@ -1,24 +1,23 @@
-"""What kernels of attention share: the sizes of the problem, and the descriptions of a branch.
+"""The sizes that all kernels of attention share, and the descriptions of query-stationary kernels.
 
 AttentionSizes   forward and gradients of each branch, gathered or not
-forward, dq      of a branch whose queries loop over the keys: `interval.py`, `selected.py`
+forward, dq      kernels whose queries loop over the keys: `interval.py`, `selected.py`
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel
+from kernels_pallas.kernel import Array, Kernel, Spec, float32
 from kernels_pallas.specs import tile
 from kernels_pallas.specs.fp8 import rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSizes:
+class AttentionSizes(Spec):
     """Static sizes.
 
     B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
     G = H / Hkv query heads; D: width of query and key; Dv: width of value and output.
-    any_length: B, T and S are nominal, and the kernel learns the sizes at its launch.
     """
 
     B: int
@@ -30,18 +29,11 @@ class AttentionSizes:
     Dv: int
     dtype: str
     scale: float
-    interpret: bool | object = False
-    any_length: bool = False
-    fp8: bool = False  # keys and values are in e4m3, and S counts places (`specs/fp8.py`)
-
-    def for_any_length(self, **nominal: Any) -> Self:
-        """The same with nominal lengths; `nominal`: those of other fields."""
-        lengths = {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
-        return dataclasses.replace(self, any_length=True, **lengths, **nominal)
+    fp8: bool = False  # keys and values are in e4m3, and S counts slots (`specs/fp8.py`)
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.H // self.Hkv
 
     def rows(self, width: int, tokens: int | None = None) -> Array:
@@ -50,7 +42,7 @@ class AttentionSizes:
 
     def by_head(self, tokens: int | None = None) -> Array:
         """`[B, tokens, H]`, float32: a value of each query head; by default all T tokens."""
-        return Array((self.B, self.T if tokens is None else tokens, self.H), "float32")
+        return float32(self.B, self.T if tokens is None else tokens, self.H)
 
     def keys(self, width: int) -> Array:
         """`[B, S, Hkv, width]`: key, value or a gradient of them."""
@@ -65,48 +57,43 @@ class AttentionSizes:
 
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
-    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`; of keys in
-    e4m3, where nothing is added, the mean that they are less by. `more`: outputs.
+    """Output and log-sum-exp for `inputs`, the gate if `gated`, and the sum if `added`. Keys in
+    e4m3 without `added` have the mean that was subtracted from them. `more`: further outputs.
     """
-    out, inputs = spec.rows(spec.Dv), dict(inputs)
-    if spec.gated:
-        inputs["gate"] = spec.by_head()
-    if spec.added:
-        inputs["added"] = out
-    elif spec.fp8:
-        inputs["key_mean"] = inputs["key_scale"]
+    out = spec.rows(spec.Dv)
     return Kernel.named(
-        f"{branch}_forward",
         spec,
-        f"kernels_pallas.mosaic.{branch}:forward",
-        inputs,
+        {
+            **inputs,
+            "gate": spec.gated and spec.by_head(),
+            "added": spec.added and out,
+            "key_mean": spec.fp8 and not spec.added and inputs["key_scale"],
+        },
         {"out": out, "lse": spec.by_head(), **more},
+        name=f"{branch}_forward",
         in_place=spec.added,
         sizes=spec.sizes,
         grid=spec.grid,
-        source=f"kernels_pallas.specs.{branch}:forward",
     )
 
 
 def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
-    """dq for `inputs`, dO, the statistics of query rows in tiles as `spec.stats_tile`, and the sum
-    if `added`; `before`: written into an array that is there.
+    """dq for `inputs`, dO, the statistics of query rows in tiles of `spec.stats_tile`, and the sum
+    if `added`. With `before`, dq is written into an existing array.
     """
     out = spec.rows(spec.D)
-    inputs = inputs | {"do": spec.rows(spec.Dv)}
-    inputs["row_stats"] = tile.row_stats(spec, *spec.stats_tile)
-    if spec.added:
-        inputs["added"] = out
-    if before:
-        inputs["before"] = out
     return Kernel.named(
-        f"{branch}_dq",
         spec,
-        f"kernels_pallas.mosaic.{branch}:dq",
-        inputs,
+        {
+            **inputs,
+            "do": spec.rows(spec.Dv),
+            "row_stats": tile.row_stats(spec, *spec.stats_tile),
+            "added": spec.added and out,
+            "before": before and out,
+        },
         {"dq": out},
+        name=f"{branch}_dq",
         in_place=spec.added or before,
         sizes=spec.sizes | {"stats_tiles": tile.cdiv(spec.T, spec.stats_tile[0])},
         grid=spec.grid,
-        source=f"kernels_pallas.specs.{branch}:dq",
     )

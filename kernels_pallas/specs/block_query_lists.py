@@ -1,7 +1,7 @@
 """The query lists of blocks: which queries selected the keys of each tile of keys.
 
 Key-stationary kernels loop over them: `dkv` (dk, dv) and `gathered`. The tokens are
-cut into chunks, and lists stand one after the other:
+cut into chunks, and the lists are stored one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
@@ -14,34 +14,33 @@ unless blocks end within tiles.
 """
 
 import dataclasses
-from typing import Self
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import Array, Kernel, Spec, described, int32
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
-# Above its token bits an entry has first key of its block - first key of the tile, -127 to 63, as
-# a block has at most 128 keys (`capability.BLOCK`): with the bias it is not negative.
+# The upper bits of an entry hold first key of its block - first key of the tile, -127 to 63, as a
+# block has at most 128 keys (`capability.BLOCK`). With the bias the number is not negative.
 BLOCK_OFFSET_BIAS = 128
-BLOCK_OFFSET_SHIFT = 16  # token bits below it: one a token of the query tile
-CHUNKS = 512  # into which the T tokens of a row of [B, Hkv] are cut at most
+BLOCK_OFFSET_SHIFT = 16  # below it: one bit per token of the query tile
+CHUNKS = 512  # of the T tokens of a row of [B, Hkv], at most
 BITS = 1024  # blocks of a window at most, about; `BlockQueryLists.bits` is the exact number
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQueryLists:
+class BlockQueryLists(Spec):
     """The static sizes of a problem.
 
     Attributes:
-      block: keys of a selected block.
-      tokens: neighbours in a query tile, which is what the reader of the lists copies at a
-        time. An entry is a query tile and a block that some of its tokens selected; it stands
-        in the list of every tile of keys that the block touches.
-      packed: sequences may begin at any key; tiles of places of packed rows (`nsa_core.varlen`)
-        are like those of keys of one sequence.
-      tile, limit: with `limit` only tokens of gathered tiles have entries, of blocks that are far
-        from their tile (`specs/selected.py`): `tile` is the tokens of a tile, `limit` the
-        `gather_limit` (`selected.tile_is_gathered`).
+      block: Keys of a selected block.
+      tokens: Neighbouring tokens of a query tile, which the reader of the lists copies together.
+        An entry is a query tile and a block that some of its tokens selected. It is in the list
+        of every tile of keys that the block touches.
+      packed: Whether sequences may begin at any key. Tiles of slots of packed rows
+        (`nsa_core.varlen`) are like tiles of keys of one sequence.
+      tile, limit: With `limit` only tokens of gathered tiles have entries, for blocks that are far
+        from their tile (`specs/selected.py`). `tile` is the number of tokens of a tile, `limit`
+        the `gather_limit` (`selected.tile_is_gathered`).
     """
 
     B: int
@@ -54,19 +53,12 @@ class BlockQueryLists:
     packed: bool
     tile: int = 0
     limit: int = 0
-    interpret: bool | object = False
-    any_length: bool = False
-
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths."""
-        lengths = {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
-        return dataclasses.replace(self, any_length=True, **lengths)
 
     # Blocks and tiles of keys.
 
     @property
     def aligned(self) -> bool:
-        """Tiles and blocks nest: each tile lies in one block, or each block in one tile."""
+        """Tiles and blocks nest: each tile is part of one block, or each block of one tile."""
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 
     @property
@@ -76,7 +68,7 @@ class BlockQueryLists:
 
     @property
     def has_token_bits(self) -> bool:
-        """An entry must say which tokens and which keys it is about."""
+        """An entry must name its tokens and its keys."""
         return self.tokens > 1 or self.clipped
 
     @property
@@ -102,13 +94,13 @@ class BlockQueryLists:
 
     @property
     def window(self) -> int:
-        """Tiles of keys that a warp looks at at a time."""
+        """Tiles of keys that a warp handles together."""
         return max(min(BITS, BITS * self.block // ROWS) // LANES, 1) * LANES
 
     @property
     def bits(self) -> int:
         """Blocks that touch a window at most."""
-        return (-(-self.window * ROWS // self.block) // LANES + 1) * LANES
+        return (cdiv(self.window * ROWS, self.block) // LANES + 1) * LANES
 
     # Sizes that grow with the number of tokens.
 
@@ -118,12 +110,12 @@ class BlockQueryLists:
 
     @property
     def entries(self) -> int:
-        """Of all lists at most."""
+        """Entries of all lists, at most."""
         return self.rows * self.T * self.n * self.key_tiles_of_block
 
     @property
     def query_tiles(self) -> int:
-        return -(-self.T // self.tokens)
+        return cdiv(self.T, self.tokens)
 
     @property
     def query_tiles_of_word(self) -> int:
@@ -132,8 +124,7 @@ class BlockQueryLists:
 
     @property
     def words_of_chunk(self) -> int:
-        tokens = self.query_tiles_of_word * self.tokens
-        return -(-self.T // (tokens * CHUNKS))
+        return cdiv(self.T, self.query_tiles_of_word * self.tokens * CHUNKS)
 
     @property
     def chunk(self) -> int:
@@ -142,17 +133,17 @@ class BlockQueryLists:
 
     @property
     def chunks(self) -> int:
-        return -(-self.T // (self.chunk * self.tokens))
+        return cdiv(self.T, self.chunk * self.tokens)
 
     # Arguments of the kernels.
 
     @property
     def edges(self) -> Array:
-        return Array((1 + self.rows * self.key_tiles * self.chunks,), "int32")
+        return int32(1 + self.rows * self.key_tiles * self.chunks)
 
     @property
     def list(self) -> Array:
-        return Array((self.entries,), "int32")
+        return int32(self.entries)
 
     @property
     def tiles(self) -> int:
@@ -164,15 +155,14 @@ class BlockQueryLists:
         """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
         `counts`.
         """
-        by_token = (self.B, self.T)
-        shapes = {
-            "indices": (*by_token, self.Hkv, self.n),
-            "position": by_token,
-            "key_start": by_token,
+        by_token = self.B, self.T
+        found = {
+            "indices": int32(*by_token, self.Hkv, self.n),
+            "position": int32(*by_token),
+            "key_start": int32(*by_token),
         }
-        if self.limit:
-            shapes["counts"] = self.B, self.Hkv, self.tiles, COUNTS
-        return {name: Array(shape, "int32") for name, shape in shapes.items()}
+        counts = int32(self.B, self.Hkv, self.tiles, COUNTS)
+        return found | ({"counts": counts} if self.limit else {})
 
 
 @described
@@ -180,7 +170,7 @@ def count_entries(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`. Output: `edges` before the running sum, zero and the number of
     entries of each row, tile of keys and chunk of tokens.
     """
-    return _kernel("count_entries", spec, spec.selection, {"edges": spec.edges})
+    return _kernel("count_entries", spec, {}, {"edges": spec.edges})
 
 
 @described
@@ -189,30 +179,26 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
 
     - the query tile of each entry;
     - if `has_token_bits`, `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
-      << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
+      << BLOCK_OFFSET_SHIFT` plus one bit per token of the query tile that selected the block.
     """
-    outputs = {"query_list": spec.list} | (
-        {"token_bits": spec.list} if spec.has_token_bits else {}
-    )
-    return _kernel("fill_lists", spec, spec.selection | {"edges": spec.edges}, outputs)
+    names = ("query_list", "token_bits")[: 1 + spec.has_token_bits]
+    return _kernel("fill_lists", spec, {"edges": spec.edges}, dict.fromkeys(names, spec.list))
 
 
 @described
 def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
-    """As `fill_lists`, of a spec of single tokens whose blocks are tiles of keys. Output, int32
-    `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
+    """As `fill_lists`, for a spec of single tokens whose blocks are tiles of keys. Output, int32
+    `[entries]`: the position of each entry in the selection, `(token * Hkv + head) * n + slot`.
     """
-    inputs = spec.selection | {"edges": spec.edges}
-    return _kernel("fill_gather_lists", spec, inputs, {"entries": spec.list})
+    return _kernel("fill_gather_lists", spec, {"edges": spec.edges}, {"entries": spec.list})
 
 
 def _kernel(name, spec, inputs, outputs):
     return Kernel.named(
-        name,
         spec,
-        f"kernels_pallas.mosaic.lists:{name}",
-        inputs,
+        spec.selection | inputs,
         outputs,
+        body=f"kernels_pallas.mosaic.lists:{name}",
         sizes={
             "T": spec.T,
             "key_tiles": spec.key_tiles,
@@ -222,5 +208,4 @@ def _kernel(name, spec, inputs, outputs):
             "tiles": spec.tiles,
         },
         grid=warp_grid(spec.rows, spec.chunks),
-        source=f"kernels_pallas.specs.block_query_lists:{name}",
     )

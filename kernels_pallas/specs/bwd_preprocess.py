@@ -1,28 +1,28 @@
-"""Row statistics that the backward kernels read: what FlashAttention's preprocess makes.
+"""Row statistics that the backward kernels read, as in FlashAttention's preprocess.
 
-A row is a query head of a token; the rows of a query tile lie together, four float32 each:
+A row is a query head of a token. The rows of a query tile are contiguous, four float32 each:
 
     shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
     delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
-    first_key, key_end                       gP = 0 before the one, and from the other on
+    first_key, key_end                       gP = 0 before first_key and from key_end on
 
-where delta_c = rowsum(dO * O_c) is of the branch's own output (`specs.combine.deltas`). The gate
-g_c stands in the exponent, so that nothing is multiplied by it in a loop; the last bit of `shift`,
-worth 2^-23 of it at most, is 1 where the gate is negative. Without a gate g_c is 1, and only then
-there may be a gradient dlse of the log-sum-exp.
+where delta_c = rowsum(dO * O_c) uses the branch's own output (`specs.combine.deltas`). The gate
+g_c is part of the exponent, so no loop multiplies by it. The last bit of `shift`, at most 2^-23 of
+its value, is 1 if the gate is negative. Without a gate g_c is 1, and only then the log-sum-exp may
+have a gradient dlse.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Kernel, Spec, described, float32, int32
 from kernels_pallas.specs import tile
 
 
 @dataclasses.dataclass(frozen=True)
-class RowStats:
-    """Static sizes. A query tile has `tokens` tokens and `rows` rows, of which `tokens * group`
-    stand for a query head and the others for none. `interval`: rows have a first key, else 0.
+class RowStats(Spec):
+    """Static sizes. A query tile has `tokens` tokens and `rows` rows; the first `tokens * group`
+    rows are query heads, the others padding. With `interval` rows have a first key, otherwise 0.
     """
 
     B: int
@@ -34,16 +34,14 @@ class RowStats:
     interval: bool = False
     gated: bool = False
     lse_grad: bool = False
-    interpret: bool | object = False
-    any_length: bool = False
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths."""
-        return dataclasses.replace(self, any_length=True, B=2, T=NOMINAL_LENGTH)
+    @property
+    def nominal(self) -> dict[str, Any]:
+        return {"B": 2, "T": NOMINAL_LENGTH}
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.H // self.Hkv
 
     @property
@@ -56,31 +54,30 @@ class RowStats:
 def row_stats(spec: RowStats) -> Kernel:
     """Inputs, float32 `[B, T, H]` but for the bounds of keys:
 
-      lse: natural log-sum-exp of a branch, -inf where a query sees nothing;
-      delta: delta_c = rowsum(dO * O_c);
-      key_end: int32 `[B, T]`, end of the keys that a token may see;
-      first_key: if `interval`, int32 `[B, T]`;
-      gate: if `gated`;
-      dlse: if `lse_grad`, the gradient of the log-sum-exp.
+      lse: Natural log-sum-exp of a branch, -inf if a query sees no key.
+      delta: delta_c = rowsum(dO * O_c).
+      key_end: int32 `[B, T]`, end of the keys that a token may see.
+      first_key: int32 `[B, T]`, if `interval`.
+      gate: If `gated`.
+      dlse: Gradient of the log-sum-exp, if `lse_grad`.
 
     Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row that sees
-    nothing has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO are
-    zeros too, so it adds nothing. Where the gate is 0, shift is +inf.
+    no key has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0; its query and dO are zeros too, so it
+    adds nothing. If the gate is 0, shift is +inf.
     """
-    by_head = Array((spec.B, spec.T, spec.H), "float32")
-    key = Array((spec.B, spec.T), "int32")
-    inputs = {"lse": by_head, "delta": by_head, "key_end": key}
-    inputs |= {"first_key": key} if spec.interval else {}
-    inputs |= {"gate": by_head} if spec.gated else {}
-    inputs |= {"dlse": by_head} if spec.lse_grad else {}
-    outputs = {"row_stats": tile.row_stats(spec, spec.tokens, spec.rows)}
+    by_head, key = float32(spec.B, spec.T, spec.H), int32(spec.B, spec.T)
     return Kernel.named(
-        "bwd_preprocess",
         spec,
-        "kernels_pallas.mosaic.bwd_preprocess:row_stats",
-        inputs,
-        outputs,
+        {
+            "lse": by_head,
+            "delta": by_head,
+            "key_end": key,
+            "first_key": spec.interval and key,
+            "gate": spec.gated and by_head,
+            "dlse": spec.lse_grad and by_head,
+        },
+        {"row_stats": tile.row_stats(spec, spec.tokens, spec.rows)},
+        name="bwd_preprocess",
         sizes={"T": spec.T, "tiles": spec.tiles},
         grid=tile.warp_grid(spec.B * spec.Hkv, tile.cdiv(spec.tiles * spec.rows, tile.LANES)),
-        source="kernels_pallas.specs.bwd_preprocess:row_stats",
     )

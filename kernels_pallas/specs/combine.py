@@ -5,31 +5,29 @@ deltas      delta_c = rowsum(dO * O_c) = dg_c, the gradient of gate c
 """
 
 import dataclasses
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32
 from kernels_pallas.specs.tile import ROWS, cdiv
 
 
 @dataclasses.dataclass(frozen=True)
-class Combine:
-    """Static sizes: `branches` outputs of `rows` rows (one a token and query head)."""
+class Combine(Spec):
+    """Static sizes: `branches` outputs of `rows` rows, one per token and query head."""
 
     rows: int
     width: int
     branches: int
     dtype: str
-    interpret: bool | object = False
-    any_length: bool = False
-
-    def for_any_length(self) -> Self:
-        """The same with a nominal number of rows."""
-        return dataclasses.replace(self, any_length=True, rows=NOMINAL_LENGTH)
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows, one a CTA."""
-        return cdiv(self.rows, ROWS)
+    def nominal(self) -> dict[str, Any]:
+        return {"rows": NOMINAL_LENGTH}
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Sizes and grid: a tile of 64 rows per CTA."""
+        return {"sizes": {"rows": self.rows}, "grid": (cdiv(self.rows, ROWS),)}
 
     @property
     def out(self) -> Array:
@@ -39,19 +37,19 @@ class Combine:
     @property
     def per_row(self) -> Array:
         """A gate g_c or a delta_c; the leading and last axis are those of `row_io.TileRows`."""
-        return Array((1, self.rows, 1), "float32")
+        return float32(1, self.rows, 1)
 
 
 @described
 def gated_sum(spec: Combine) -> Kernel:
     """O = sum_c g_c O_c.
 
-    Inputs: `branches` gates, float32 `[1, rows, 1]`, then as many outputs `[rows, width]`.
+    Inputs: `branches` gates, float32 `[1, rows, 1]`, then `branches` outputs `[rows, width]`.
     Output: their gated sum `[rows, width]`.
     """
     inputs = {f"gate_{c}": spec.per_row for c in range(spec.branches)}
     inputs |= {f"out_{c}": spec.out for c in range(spec.branches)}
-    return _kernel("gated_sum", spec, inputs, {"total": spec.out})
+    return Kernel.named(spec, inputs, {"total": spec.out}, **spec.launch)
 
 
 @described
@@ -63,17 +61,4 @@ def deltas(spec: Combine) -> Kernel:
     """
     inputs = {"do": spec.out} | {f"out_{c}": spec.out for c in range(spec.branches)}
     outputs = {f"delta_{c}": spec.per_row for c in range(spec.branches)}
-    return _kernel("deltas", spec, inputs, outputs)
-
-
-def _kernel(name: str, spec: Combine, inputs, outputs) -> Kernel:
-    return Kernel.named(
-        name,
-        spec,
-        f"kernels_pallas.mosaic.combine:{name}",
-        inputs,
-        outputs,
-        sizes={"rows": spec.rows},
-        grid=(spec.tiles,),
-        source=f"kernels_pallas.specs.combine:{name}",
-    )
+    return Kernel.named(spec, inputs, outputs, **spec.launch)

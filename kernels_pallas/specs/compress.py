@@ -1,4 +1,4 @@
-"""Compression by means: compressed tokens, and the gradients of the tokens that they stand for.
+"""Compression by means: compressed tokens, and the gradients of the tokens that they average.
 
 A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi = mean):
 
@@ -6,22 +6,24 @@ A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi =
     merge_key_gradients   dK_p = sum of the dK_p of other branches + sum of dKc_i over the
                           windows i that p is in / l
 
-Both take keys and values in one launch. Sums are float32, rounded once to the dtype of the tokens.
-In packed rows compressed tokens stand in the slots of their sequences (`nsa_core.varlen`), which
-say the keys that there are: no window crosses a boundary.
+Each launch handles keys and values. Sums are float32, rounded once to the dtype of the tokens.
+In packed rows compressed tokens are in the slots of their sequences (`nsa_core.varlen`), so no
+window crosses a boundary.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, int32
 from kernels_pallas.specs import tile
 
-WINDOWS = 4  # that a warp makes at most
+WINDOWS = 4  # of a warp, at most
 
 
 class TokenWords:
-    """How the keys and values of a token, two columns of 16 bits a word, lie on lanes of warps."""
+    """Distribution of a token's keys and values over the lanes of warps, two 16-bit columns per
+    word.
+    """
 
     Hkv: int
     D: int
@@ -34,23 +36,23 @@ class TokenWords:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Warps side by side that have these words, a word per lane."""
+        """Neighbouring warps that hold these words, a word per lane."""
         key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
         return key, value
 
 
 @dataclasses.dataclass(frozen=True)
-class Means(TokenWords):
+class Means(TokenWords, Spec):
     """Static sizes: keys `[B, S, Hkv, D]`, values `[B, S, Hkv, Dv]`, in 16 bits; widths are
     multiples of 2.
 
     Attributes:
-      block, stride: `l` and `d` of the windows, tokens; `l` is a multiple of `d`.
-      others: branches whose gradients of the same tokens `merge_key_gradients` adds.
-      placed: of these, how many of the first have gradients by places.
-      multiple: of which the number of compressed tokens is one: zeros follow the last window's.
-      places, unit: of packed rows, how many and of which each sequence has a multiple; 0: rows of
-        one sequence.
+      block, stride: `l` and `d` of the windows, in tokens; `l` is a multiple of `d`.
+      others: Branches whose gradients of the same tokens `merge_key_gradients` adds.
+      placed: Number of first branches whose gradients are stored by slot.
+      multiple: Divisor of the number of compressed tokens; zeros follow the last window's.
+      places, unit: The slots of packed rows, and the divisor of each sequence's number of slots. 0
+        means rows of one sequence.
     """
 
     B: int
@@ -66,15 +68,11 @@ class Means(TokenWords):
     places: int = 0
     unit: int = 0
     placed: int = 0
-    interpret: bool | object = False
-    any_length: bool = False
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths."""
-        lengths = {"B": 2, "S": NOMINAL_LENGTH}
-        if self.packed:
-            lengths["places"] = NOMINAL_LENGTH // self.unit * self.unit
-        return dataclasses.replace(self, any_length=True, **lengths)
+    @property
+    def nominal(self) -> dict[str, Any]:
+        places = NOMINAL_LENGTH // self.unit * self.unit if self.packed else self.places
+        return {"B": 2, "S": NOMINAL_LENGTH, "places": places}
 
     @property
     def packed(self) -> bool:
@@ -95,7 +93,7 @@ class Means(TokenWords):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 64 places."""
+        """Tiles of 64 slots."""
         return self.places // tile.ROWS
 
     @property
@@ -133,21 +131,21 @@ class Means(TokenWords):
 def compress_means(spec: Means) -> Kernel:
     """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`.
 
-    Of packed rows then `tile_first`, `tile_end`, int32 `[B, key_tiles]`: `varlen.KeyTiles`.
+    For packed rows then `tile_first`, `tile_end`, int32 `[B, key_tiles]`: `varlen.KeyTiles`.
 
     Outputs: `[B, rows, Hkv, D]`, `[B, rows, Hkv, Dv]`, the means of their windows, then zeros.
     """
     inputs = dict(zip(("key", "value"), spec.tokens, strict=True)) | _key_tiles(spec)
     outputs = dict(zip(("compressed_key", "compressed_value"), spec.means, strict=True))
-    return _kernel("compress_means", spec, inputs, outputs, tile.cdiv(spec.rows, spec.windows))
+    return _kernel(spec, inputs, outputs, tile.cdiv(spec.rows, spec.windows))
 
 
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
-    """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then of
-    each of the `others` `dk` `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` of the `placed` ones, and
-    after these of each its `dv` likewise; of packed rows `tile_first` and `tile_end`. Slots
-    without a window have zeros.
+    """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then for
+    each of the `others` `dk` `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` of the `placed` ones, then
+    likewise each `dv`; for packed rows `tile_first` and `tile_end`. Slots without a window have
+    zeros.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """
@@ -158,26 +156,22 @@ def merge_key_gradients(spec: Means) -> Kernel:
             inputs[f"{name}_{i}"] = placed if i < spec.placed else array
     outputs = dict(zip(("dk", "dv"), spec.tokens, strict=True))
     parts = spec.rows if spec.packed else tile.cdiv(spec.S, spec.stride)
-    return _kernel("merge_key_gradients", spec, inputs | _key_tiles(spec), outputs, parts)
+    return _kernel(spec, inputs | _key_tiles(spec), outputs, parts)
 
 
 def _key_tiles(spec: Means) -> dict[str, Array]:
     if not spec.packed:
         return {}
-    array = Array((spec.B, spec.key_tiles), "int32")
-    return {"tile_first": array, "tile_end": array}
+    return dict.fromkeys(("tile_first", "tile_end"), int32(spec.B, spec.key_tiles))
 
 
-def _kernel(name: str, spec: Means, inputs, outputs, parts: int) -> Kernel:
-    """A warp has a word a lane of one of `parts` parts of a sequence."""
+def _kernel(spec: Means, inputs, outputs, parts: int) -> Kernel:
+    """Each lane of a warp has a word of one of `parts` parts of a sequence."""
+    count = {"key_tiles": spec.key_tiles} if spec.packed else {"C": spec.C}
     return Kernel.named(
-        name,
         spec,
-        f"kernels_pallas.mosaic.compress:{name}",
         inputs,
         outputs,
-        sizes={"S": spec.S, "rows": spec.rows}
-        | ({"key_tiles": spec.key_tiles} if spec.packed else {"C": spec.C}),
+        sizes={"S": spec.S, "rows": spec.rows, **count},
         grid=tile.warp_grid(spec.B, parts * sum(spec.columns)),
-        source=f"kernels_pallas.specs.compress:{name}",
     )

@@ -1,27 +1,27 @@
 """One decode step over a paged cache: three branches, their gates and the choice, in one launch.
 
 A page is a selection block: `block` raw tokens and `block / stride` compressed ones. Compressed
-token `i` lies in slot `i + compress_block / stride - 1` of its row, slot `s` in place
-`s % per_page` of page `s // per_page`: the page of its last raw token.
+token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at index
+`s % per_page` of page `s // per_page`, the page of its last raw token.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
-warp takes strips of 16 keys. Of the sizes of a problem only `capacity` compiles anything: the
-pages of a row, of which shared memory keeps the numbers, the scores and the logits.
+warp handles strips of 16 keys. `capacity` is the only size that is compiled in: the pages of a
+row, for which shared memory holds the numbers, the scores and the logits.
 """
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
 from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
 
-STRIP = 16  # keys that a product of a warp takes
+STRIP = 16  # keys of a warp's product
 HEADS = 16  # query rows of a product; those beyond the group are idle
 WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 each
 TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
-NEW_PAGES = 2  # that a row's new tokens lie in at most
+NEW_PAGES = 2  # pages of a row's new tokens, at most
 BARRIERS = 8  # the last words of shared memory; four are used
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
@@ -31,13 +31,13 @@ GATE_DTYPES = "float32", "bfloat16", "float16"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What one compiled kernel has of the machine.
+    """Resources of one compiled kernel.
 
     Attributes:
-      cluster: CTAs.
-      warps: of a CTA.
-      stages: of a warp's ring.
-      capacity: pages of a row at most.
+      cluster: CTAs of a cluster.
+      warps: Warps of a CTA.
+      stages: Pipeline stages of a warp's ring buffer.
+      capacity: Pages of a row, at most.
     """
 
     cluster: int
@@ -46,14 +46,14 @@ class Variant:
     capacity: int
 
 
-# What is compiled. Of a capacity, the first ones take the least time alone, the later ones serve
-# more clusters at once.
+# The compiled variants. For each capacity, the first ones have the least latency, the later ones
+# serve more clusters at once.
 VARIANTS = (
     Variant(8, 4, 2, 128),
     Variant(4, 4, 4, 128),
     Variant(4, 4, 2, 128),
     Variant(2, 4, 2, 128),
-    Variant(4, 8, 2, 128),  # where D is so wide that half an SM is not enough
+    Variant(4, 8, 2, 128),  # for D so wide that half an SM is not enough
     Variant(8, 4, 4, 512),
     Variant(3, 8, 4, 512),
     Variant(4, 4, 2, 512),
@@ -69,27 +69,26 @@ VARIANTS = (
     Variant(4, 8, 2, 1024),
     Variant(8, 8, 2, 2560),
 )
-# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster, as
-# `cuOccupancyMaxActiveClusters` has it; of 4, 8 and 16 one less, since chips differ in which SMs
-# they lack.
+# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster, from
+# `cuOccupancyMaxActiveClusters`; for 4, 8 and 16 one less, since chips differ in their missing SMs.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 8: 14, 16: 6}
-SMEM = SMEM_BYTES - 1024  # of a CTA, beside what Mosaic aligns it by and a word of its own
-HALF_SM = SMEM_BYTES // 2 - 1024  # of shared memory, where two CTAs share an SM
+SMEM = SMEM_BYTES - 1024  # of a CTA, without Mosaic's alignment and its own word
+HALF_SM = SMEM_BYTES // 2 - 1024  # shared memory of a CTA if two share an SM
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
-    """Static sizes; at a launch `B`, `pages` and `table_pages` are numbers alone.
+class Decode(Spec):
+    """Static sizes; `B`, `pages` and `table_pages` are only numbers at a launch.
 
     Attributes:
-      q_len: tokens of a row, the last of which is the row's newest.
-      pages: of the pool.
-      table_pages: columns of the page table.
-      gate_dtype: float32 or one of 16 bits.
-      variant: cluster, warps, stages and capacity.
-      append: whether the step puts its new tokens in their pages.
-      fp8: whether all pages but those of compressed keys are in 8 bits, with scales.
-      rings: of the newest tokens of rows, where a step appends to such pages.
+      q_len: Tokens of a row, the last of which is the row's newest.
+      pages: Pages of the pool.
+      table_pages: Columns of the page table.
+      gate_dtype: float32 or a 16-bit dtype.
+      variant: Cluster, warps, stages and capacity.
+      append: Whether the step writes its new tokens to their pages.
+      fp8: Whether all pages except those of compressed keys are in 8 bits, with scales.
+      rings: Ring buffers of the newest tokens of rows, if a step appends to such pages.
     """
 
     B: int
@@ -114,14 +113,11 @@ class Decode:
     append: bool = False
     fp8: bool = False
     rings: int = 0
-    interpret: bool | object = False
-    any_length: bool = False
 
-    def for_any_length(self) -> Self:
-        """The same with a nominal batch, pool and table."""
+    @property
+    def nominal(self) -> dict[str, Any]:
         lengths = dict.fromkeys(("B", "pages", "table_pages"), NOMINAL_LENGTH)
-        lengths["rings"] = NOMINAL_LENGTH if self.keeps else 0
-        return dataclasses.replace(self, any_length=True, **lengths)
+        return lengths | {"rings": NOMINAL_LENGTH if self.keeps else 0}
 
     @property
     def tokens(self) -> int:
@@ -129,7 +125,7 @@ class Decode:
 
     @property
     def G(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.H // self.Hkv
 
     @property
@@ -149,7 +145,7 @@ class Decode:
 
     @property
     def keeps(self) -> bool:
-        """Whether the step puts its tokens in rings too."""
+        """Whether the step also writes its tokens to ring buffers."""
         return self.append and self.fp8
 
     @property
@@ -159,12 +155,12 @@ class Decode:
 
     @property
     def token_bytes(self) -> int:
-        """Of an element of a token's keys or values, and of compressed values."""
+        """Bytes of an element of a token's keys or values, and of compressed values."""
         return 1 if self.fp8 else 2
 
     @property
     def scales_at(self) -> int:
-        """Where in a stage the scales of a strip of tokens lie, behind it."""
+        """Offset in a stage of the scales of a strip of tokens, behind the strip."""
         return STRIP * max(self.D, self.Dv)
 
     @property
@@ -180,12 +176,12 @@ class Decode:
 
     @property
     def sliding_strips(self) -> int:
-        """But for `spare_strips`."""
+        """Without `spare_strips`."""
         return cdiv(cdiv(self.window, STRIP), self.cluster_warps)
 
     @property
     def spare_strips(self) -> int:
-        """One more of the cluster's last warp, where a window can begin within a strip."""
+        """One more strip of the cluster's last warp, if a window can begin within a strip."""
         strips = cdiv(self.window + STRIP - 1, STRIP) if self.window else 0
         return cdiv(strips, self.cluster_warps) - self.sliding_strips
 
@@ -197,7 +193,7 @@ class Decode:
 
     @property
     def kept_strips(self) -> int:
-        """Whose logits a warp keeps: compressed, later selected; sliding behind them."""
+        """Strips whose logits a warp stores: compressed, later selected, then sliding."""
         return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
 
     @property
@@ -212,25 +208,25 @@ class Decode:
 
     @property
     def slice(self) -> int:
-        """Floats of the output `[16, Dv]` that a CTA adds up, in fours; the last one has fewer
-        where they do not come out even.
+        """Floats of the output `[16, Dv]` that a CTA adds up, a multiple of 4; the last CTA may
+        have fewer.
         """
         return 4 * cdiv(HEADS * self.Dv // 4, self.variant.cluster)
 
     @property
     def found_slots(self) -> int:
-        """Of the best blocks that a warp finds."""
+        """Slots for the best blocks of a warp."""
         return 16 if self.free <= 16 else LANES
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where each part of shared memory begins, and where all end.
+        """The offset of each part of shared memory, and the end of all.
 
-        What warps find lies over the scores, which the warps of the CTA have read before. The
-        selected branch's statistics lie over those of the compressed one: a warp that has strips of
-        it read them before it pushed scores, and without these no warp goes on to the selected
-        branch. `partial_out` lies over what lies behind: every warp of the cluster has read that
-        before the third exchange ends.
+        `found` reuses the memory of the scores, which the warps of the CTA have read before. The
+        selected branch's statistics reuse the memory of the compressed branch's: a warp with
+        compressed strips reads these before it pushes scores, and no warp starts the selected
+        branch without all scores. `partial_out` reuses the memory from `sliding_stats` on: every
+        warp of the cluster has read it before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -258,7 +254,7 @@ class Decode:
 
     @property
     def resident(self) -> int:
-        """Clusters that an H100 runs at once: two CTAs an SM where registers and memory allow."""
+        """Clusters that an H100 runs at once: two CTAs per SM if registers and memory allow."""
         shared = self.variant.warps == 4 and self.offsets["end"] <= HALF_SM
         return CLUSTERS[self.variant.cluster] * (2 if shared else 1)
 
@@ -286,22 +282,24 @@ def why_not(spec: Decode) -> str | None:
     }
     for name, (value, allowed, words) in limits.items():
         if value not in allowed:
-            return f"the decode kernel takes {name} of {words}, got {value}"
+            return f"the decode kernel supports {name} of {words}, got {value}"
     if spec.H % spec.Hkv:
-        return f"the decode kernel takes H of a multiple of Hkv, got {spec.H} and {spec.Hkv}"
+        return f"the decode kernel needs H to be a multiple of Hkv, got {spec.H} and {spec.Hkv}"
     if spec.fp8:
         if spec.dtype != "bfloat16":
-            return f"the decode kernel takes bfloat16 beside pages in fp8, got {spec.dtype}"
+            return f"the decode kernel needs bfloat16 with pages in fp8, got {spec.dtype}"
         if spec.D % 64:
-            return f"the decode kernel takes D of 64, 128 or 192 of pages in fp8, got {spec.D}"
+            return (
+                f"the decode kernel needs D of 64, 128 or 192 with pages in fp8, got {spec.D}"
+            )
         if spec.per_page % 4:  # scales are copied four at a time
             return (
-                "the decode kernel takes select_block / compress_stride of 4, 8 or 16 of pages in "
-                f"fp8, got {spec.per_page}"
+                "the decode kernel needs select_block / compress_stride of 4, 8 or 16 with pages "
+                f"in fp8, got {spec.per_page}"
             )
     if spec.table_pages > spec.variant.capacity and not spec.any_length:
         most, got = spec.variant.capacity, spec.table_pages
-        return f"the decode kernel takes page tables of up to {most} columns, got {got}"
+        return f"the decode kernel supports page tables of up to {most} columns, got {got}"
     if (needed := spec.offsets["end"]) > SMEM:
         return f"the decode kernel has {SMEM} bytes of shared memory, needs {needed}"
     return None
@@ -313,25 +311,25 @@ def decode(spec: Decode) -> Kernel:
 
     Inputs:
 
-    - `query` `[tokens, H, D]`: token `t` of row `b`, at `q_len * b + t`, stands at position
+    - `query` `[tokens, H, D]`: token `t` of row `b`, at `q_len * b + t`, has the position
       `length - q_len + t`.
     - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
-    - `page_table` int32 `[B, table_pages]`: entries past a row's pages may be anything.
+    - `page_table` int32 `[B, table_pages]`: entries past a row's pages may have any value.
     - `lengths` int32 `[B]`: 0 is padding.
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
     - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
       `sliding_value`, which may be the same arrays.
-    - of pages in `fp8`: these arrays but `compressed_key` are float8_e4m3fn, and behind them come
+    - With `fp8`: these arrays except `compressed_key` are float8_e4m3fn. They are followed by
       float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages, Hkv,
       block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
-    - of a step that appends: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv,
-      .]`, which it writes to the pages, with the means of raw ones that they finish; `raw_key` and
-      `raw_value`, pages of these, which may be the selected ones. A token without a page is not
-      written. To pages in `fp8`: also `raw_key_scale` and `raw_value_scale`, and of the rings
+    - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`,
+      which the step writes to the pages, with the means of raw tokens that they complete;
+      `raw_key` and `raw_value`, pages of these, which may be the selected ones. A token without a
+      page is not written. With `fp8` also `raw_key_scale` and `raw_value_scale`, and the rings
       `recent_key`, `recent_value` `[rings, 2 l, Hkv, .]` and int32 `slots` `[B]`.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
-    each token selected, ascending, -1 in empty places. A token before position 0 has zeros and
+    each token selected, ascending, -1 in empty slots. A token before position 0 has zeros and
     -1.
 
     Raises:
@@ -339,70 +337,63 @@ def decode(spec: Decode) -> Kernel:
     """
     if reason := why_not(spec):
         raise NotImplementedError(reason)
-    heads = spec.tokens, spec.H
+    heads, kinds = (spec.tokens, spec.H), {"key": spec.D, "value": spec.Dv}
+    page_dtype = FP8 if spec.fp8 else spec.dtype
     pages, scales = {}, {}
     for branch, rows in (
         ("compressed", spec.per_page),
         ("selected", spec.block),
         ("sliding", spec.block),
     ):
-        for name, width in (("key", spec.D), ("value", spec.Dv)):
-            shape, array = (spec.pages, rows, spec.Hkv, width), f"{branch}_{name}"
+        for kind, width in kinds.items():
+            array = f"{branch}_{kind}"
             rounded = spec.fp8 and array != "compressed_key"
-            pages[array] = Array(shape, FP8 if rounded else spec.dtype)
+            dtype = FP8 if rounded else spec.dtype
+            pages[array] = Array((spec.pages, rows, spec.Hkv, width), dtype)
             if rounded:
-                scales[f"{array}_scale"] = Array((spec.pages, spec.Hkv, rows), "float32")
+                scales[f"{array}_scale"] = float32(spec.pages, spec.Hkv, rows)
     pages |= scales
     if spec.append:
-        for name, rows, width in _appended(spec):
-            places = (spec.pages, rows) if rows else (spec.tokens,)
-            dtype = FP8 if rows and spec.fp8 else spec.dtype
-            pages[name] = Array((*places, spec.Hkv, width), dtype)
+        for branch in RAW:
+            for kind, width in kinds.items():
+                new = Array((spec.tokens, spec.Hkv, width), spec.dtype)
+                pages[f"new_{branch}_{kind}"] = new
+        for kind, width in kinds.items():
+            pages[f"raw_{kind}"] = Array((spec.pages, spec.block, spec.Hkv, width), page_dtype)
     if spec.keeps:
-        shape = spec.pages, spec.Hkv, spec.block
-        pages |= {f"raw_{kind}_scale": Array(shape, "float32") for kind in ("key", "value")}
-        for kind, width in (("key", spec.D), ("value", spec.Dv)):
-            pages[f"recent_{kind}"] = Array(
-                (spec.rings, spec.ring, spec.Hkv, width), spec.dtype
-            )
-        pages["slots"] = Array((spec.B,), "int32")
+        scale = float32(spec.pages, spec.Hkv, spec.block)
+        pages |= {f"raw_{kind}_scale": scale for kind in kinds}
+        for kind, width in kinds.items():
+            shape = spec.rings, spec.ring, spec.Hkv, width
+            pages[f"recent_{kind}"] = Array(shape, spec.dtype)
+        pages["slots"] = int32(spec.B)
+    rings = {"rings": spec.rings} if spec.keeps else {}
     return Kernel.named(
-        "decode",
         spec,
-        "kernels_pallas.mosaic.decode:decode",
         {
             "query": Array((*heads, spec.D), spec.dtype),
             "gates": Array((*heads, 3), spec.gate_dtype),
-            "page_table": Array((spec.B, spec.table_pages), "int32"),
-            "lengths": Array((spec.B,), "int32"),
+            "page_table": int32(spec.B, spec.table_pages),
+            "lengths": int32(spec.B),
             **pages,
         },
         {
             "out": Array((*heads, spec.Dv), spec.dtype),
-            "indices": Array((spec.tokens, spec.Hkv, spec.n), "int32"),
+            "indices": int32(spec.tokens, spec.Hkv, spec.n),
         },
-        sizes={"pages": spec.pages, "table_pages": spec.table_pages}
-        | ({"rings": spec.rings} if spec.keeps else {}),
+        sizes={"pages": spec.pages, "table_pages": spec.table_pages, **rings},
         grid=(spec.tokens * spec.Hkv * spec.variant.cluster,),
         cluster=spec.variant.cluster,
-        source="kernels_pallas.specs.decode:decode",
     )
-
-
-def _appended(spec: Decode) -> list[tuple[str, int, int]]:
-    """Of each array of a step that appends: rows of a page (0: new tokens), and width."""
-    widths = ("key", spec.D), ("value", spec.Dv)
-    new = [(f"new_{branch}_{kind}", 0, n) for branch in RAW for kind, n in widths]
-    return new + [(f"raw_{kind}", spec.block, n) for kind, n in widths]
 
 
 @functools.lru_cache(1024)
 def with_variant(spec: Decode) -> Decode:
     """`spec` with the variant for its batch and its page table.
 
-    Of the least capacity that is enough: where clusters wait for others, they take that much
-    longer, so the fewest rounds of them, and of these the first. Where none fits, that of the
-    most pages, of which `why_not` says why.
+    Of the variants with the least sufficient capacity, the first one with the fewest rounds of
+    clusters, since clusters that wait for others add a round. If none fits, the variant with the
+    most pages, for which `why_not` gives the reason.
     """
     clusters, found = spec.tokens * spec.Hkv, []
     for variant in VARIANTS:

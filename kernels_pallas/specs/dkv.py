@@ -1,7 +1,7 @@
 """Gradients of keys and values: key-stationary, split over work items, then merged.
 
-A work item is a tile of keys and a run of the query tiles that see it. `partials` sums over one
-work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
+A work item is a tile of keys and some consecutive query tiles that see it. `partials` sums over
+one work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
 gives the same bits.
 
 | branch              | query tiles of a work item                       | rows of a query tile |
@@ -12,25 +12,26 @@ gives the same bits.
 
 A work item is eight int32, and sixteen of an interval:
 
-| int      | what                                                                          |
+| int      | content                                                                       |
 |----------|-------------------------------------------------------------------------------|
-| 0        | row of `[B, Hkv]`; negative: an empty place in the table                      |
+| 0        | row of `[B, Hkv]`; a negative number is an empty row of the table             |
 | 1        | first key                                                                     |
 | 2, 5     | begin and end of its query tiles, or list entries                             |
-| 3, 4     | of a list, begin and end of those that see all keys of the tile: no key is    |
-|          | compared; with token bits, tokens that did not select the block have shift = +inf  |
-| 6        | which partial it writes                                                       |
-| 7        | nothing                                                                       |
-| 8 to 11  | of an interval, what 2 to 5 are, of the first 64 keys of the tile; not before |
-|          | 2 nor after 5                                                                 |
-| 12 to 15 | and of the second 64 keys, where the tile has as many                         |
+| 3, 4     | lists: begin and end of the entries that see all keys of the tile, for which  |
+|          | no key is compared; with token bits, tokens that did not select the block     |
+|          | have shift = +inf                                                             |
+| 6        | index of the partial that it writes                                           |
+| 7        | unused                                                                        |
+| 8 to 11  | intervals: the same as 2 to 5 for the first 64 keys of the tile, clipped to   |
+|          | the range of 2 and 5                                                          |
+| 12 to 15 | intervals: the same for the second 64 keys of a tile of 128                   |
 """
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Self
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, float32, int32
 from kernels_pallas.specs import stored_ds, tile
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
@@ -43,28 +44,28 @@ from kernels_pallas.specs.tile import (
     Tile,
 )
 
-BOTH_WIDTHS = 320  # D + Dv at most where registers hold the sums of both gradients
-WHOLE_STEP_WIDTHS = 256  # and, beside these, the products of all 64 rows of a step
+BOTH_WIDTHS = 320  # D + Dv, at most, if registers hold the sums of both gradients
+WHOLE_STEP_WIDTHS = 256  # the same if they also hold the products of all 64 rows of a step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dkv(AttentionSizes):
-    """Sizes of the problem, and of the work that it is cut into.
+    """Sizes of the problem and of its work items.
 
     Attributes:
-      work_items: in the table; some may be empty.
-      interval_partials: of intervals, how many partials there may be.
-      list_entries: of the query lists, for the selected branch; 0: intervals.
-      block: keys of a selected block, if each list entry has token bits, which say where its
-        block begins and which tokens of the query tile selected it; 0: all tokens of an entry
+      work_items: Work items of the table; some may be empty.
+      interval_partials: Partials of intervals, at most.
+      list_entries: Entries of the query lists, for the selected branch. 0 means intervals.
+      block: Keys of a selected block, if each list entry has token bits: the start of its block
+        and the tokens of the query tile that selected it. 0 means that all tokens of an entry
         selected all keys of the tile.
-      single_token: a list entry is one token, not neighbours that share a copy; for groups of
-        up to `ROW_STATS_MIN_ROWS` query heads.
-      want_dk, want_dv: which gradients this kernel makes.
-      selection_entries: list entries are places in a selection of so many blocks per token; 0:
-        query tiles.
-      stored_rows: dS is written too, of so many rows of `[B, Hkv]` (`specs/stored_ds.py`), which
-        needs `selection_entries`; 0: it is not.
+      single_token: Whether a list entry is one token, not neighbours that share a copy; for groups
+        of up to `ROW_STATS_MIN_ROWS` query heads.
+      want_dk, want_dv: Which gradients this kernel computes.
+      selection_entries: If not 0, list entries are positions in a selection of this number of
+        blocks per token, otherwise query tiles.
+      stored_rows: If not 0, the rows of `[B, Hkv]` whose dS is written (`specs/stored_ds.py`),
+        which needs `selection_entries`.
     """
 
     work_items: int
@@ -78,15 +79,13 @@ class Dkv(AttentionSizes):
     selection_entries: int = 0
     stored_rows: int = 0
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths, of tables and lists too."""
+    @property
+    def nominal(self) -> dict[str, Any]:
         length = "list_entries" if self.gathered else "interval_partials"
-        nominal = {"work_items": NOMINAL_LENGTH, length: NOMINAL_LENGTH}
-        if self.stored_rows:
-            nominal["stored_rows"] = 2
-        return super().for_any_length(**nominal)
+        lengths = dict.fromkeys(("work_items", length), NOMINAL_LENGTH)
+        return super().nominal | lengths | {"stored_rows": 2 * bool(self.stored_rows)}
 
-    # Sizes of a CTA: no length counts.
+    # Sizes of a CTA, which do not depend on lengths.
 
     @property
     def gathered(self) -> bool:
@@ -100,14 +99,14 @@ class Dkv(AttentionSizes):
 
     @property
     def keys_in_registers(self) -> bool:
-        """K and V, the left operands of the first two products, are read from registers, not from
-        shared memory, where the sums leave room for them.
+        """Whether the first two products read their left operands K and V from registers, not
+        from shared memory: the sums must leave room for them.
         """
         return self.D + self.Dv <= 128
 
     @property
     def item_ints(self) -> int:
-        """Of a work item."""
+        """int32 of a work item."""
         return WORK_ITEM_INTS if self.gathered else INTERVAL_ITEM_INTS
 
     @property
@@ -117,8 +116,8 @@ class Dkv(AttentionSizes):
 
     @functools.cached_property
     def query_tile(self) -> Tile:
-        """What one TMA copy per slab brings: neighbouring tokens, or a single one. Gathered
-        tiles have the fewest rows in which the tokens of a copy have room.
+        """The rows of one TMA copy per slab: neighbouring tokens, or a single one. Gathered tiles
+        have the fewest rows that hold the tokens of a copy.
         """
         slab = tile.slab_width(self.D, self.Dv)
         if self.single_token:
@@ -127,7 +126,7 @@ class Dkv(AttentionSizes):
 
     @property
     def copied_by_lanes(self) -> bool:
-        """Whether lanes copy the rows of a step, not TMA."""
+        """Whether lanes copy the rows of a step instead of TMA."""
         return self.single_token and tile.copied_by_lanes(self.group, self.query_tile.slab)
 
     @property
@@ -137,8 +136,8 @@ class Dkv(AttentionSizes):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a step that are multiplied together: half where the sums of both gradients
-        leave no more registers.
+        """Rows of a step that are multiplied together: half of them if the sums of both gradients
+        leave too few registers.
         """
         both = not self.gathered and self.want_dk and self.want_dv
         wide = self.D + self.Dv > WHOLE_STEP_WIDTHS
@@ -151,18 +150,18 @@ class Dkv(AttentionSizes):
 
     @property
     def stages(self) -> int:
-        """Steps in flight. Gathered rows lie anywhere in memory, so they take as many stages as
-        two CTAs on one SM have room for.
+        """Steps in flight. Gathered rows are scattered in memory, so they use all stages that two
+        CTAs on one SM have room for.
         """
         if not self.gathered:
             return 2
-        operands = ROWS * (self.D + self.Dv) * 2  # K and V; as large again: Q and dO of a stage
+        operands = ROWS * (self.D + self.Dv) * 2  # of K and V, and of Q and dO of a stage
         stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
         return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
 
     @property
     def passes(self) -> list[Self]:
-        """One kernel for dk and dv, or one each; dS is dk's."""
+        """One kernel for dk and dv, or one each; the kernel of dk writes dS."""
         if self.D + self.Dv <= BOTH_WIDTHS:
             return [self]
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
@@ -182,7 +181,7 @@ class Dkv(AttentionSizes):
 
     @property
     def merged_slabs(self) -> int:
-        """Of columns, of the gradients that are wanted: each is a CTA's of `merge`."""
+        """Slabs of the wanted gradients' columns, one per CTA of `merge`."""
         return sum(self.widths.values()) // self.query_tile.slab
 
     # Sizes that grow with a length.
@@ -197,10 +196,10 @@ class Dkv(AttentionSizes):
 
     @property
     def partials(self) -> dict[str, Array]:
-        """Float32 sums: one a work item, or as many as intervals may have."""
+        """Float32 sums: one per work item of lists, `interval_partials` of intervals."""
         count = self.work_items if self.gathered else self.interval_partials
         return {
-            f"{name}_partials": Array((count, self.tile_keys, width), "float32")
+            f"{name}_partials": float32(count, self.tile_keys, width)
             for name, width in self.widths.items()
         }
 
@@ -211,47 +210,43 @@ def partials(spec: Dkv) -> Kernel:
 
     Inputs:
       query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
-      row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
-        G count;
+      row_stats: of `specs.bwd_preprocess` by `query_tile`; for a single token 8 rows, of which
+        G are used;
       work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
       query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with
         `selection_entries` `(token * Hkv + head) * selection_entries + slot`;
       token_bits: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
-        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it;
+        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit per token that selected it;
       ds_chunk: with `selection_entries`, of `stored_ds`: partials are counted from its first one.
 
     Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
-    `[count, tile_keys, Dv]`, of lists one a work item, of intervals `interval_partials`; an empty
-    work item writes none. Of `stored_rows` also ds.
+    `[count, tile_keys, Dv]`, for lists one per work item, for intervals `interval_partials`. An
+    empty work item writes none. With `stored_rows` also ds.
     """
-    query_tile, ints = spec.query_tile, functools.partial(Array, dtype="int32")
-    inputs = {
-        **spec.operands,
-        "do": spec.rows(spec.Dv),
-        "row_stats": tile.row_stats(spec, query_tile.tokens, spec.stats_rows),
-        "work_items": ints((spec.work_items, spec.item_ints)),
-    }
-    if spec.gathered:
-        inputs["query_list"] = ints((spec.list_entries,))
-        if spec.block:
-            inputs["token_bits"] = ints((spec.list_entries,))
+    query_tile, entries = spec.query_tile, int32(spec.list_entries)
     outputs, sizes = spec.partials, {}
-    if spec.selection_entries:
-        inputs["ds_chunk"] = stored_ds.DS_CHUNK
     if spec.stored_rows:
         stored = spec.stored_rows, spec.T, spec.selection_entries
         outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)
     if spec.stored_rows or spec.copied_by_lanes:
         sizes["T"] = spec.T
+    kind = "lists" if spec.gathered else "intervals"
     return Kernel.named(
-        "dkv_partials",
         spec,
-        f"kernels_pallas.mosaic.dkv:partials_of_{'lists' if spec.gathered else 'intervals'}",
-        inputs,
+        {
+            **spec.operands,
+            "do": spec.rows(spec.Dv),
+            "row_stats": tile.row_stats(spec, query_tile.tokens, spec.stats_rows),
+            "work_items": int32(spec.work_items, spec.item_ints),
+            "query_list": spec.gathered and entries,
+            "token_bits": spec.gathered and spec.block > 0 and entries,
+            "ds_chunk": spec.selection_entries > 0 and stored_ds.DS_CHUNK,
+        },
         outputs,
+        name="dkv_partials",
+        body=f"kernels_pallas.mosaic.dkv:partials_of_{kind}",
         sizes=sizes,
         grid=(spec.work_items,),
-        source="kernels_pallas.specs.dkv:partials",
     )
 
 
@@ -260,27 +255,25 @@ def merge(spec: Dkv) -> Kernel:
     """dk and dv: the sums of the partials of each tile of keys.
 
     Inputs: the outputs of `partials`; `first` and `count`, int32 `[B * Hkv * key_tiles]`: which
-    partials belong to a tile of keys. Of `stored_rows` also ds_chunk, and the output of one
-    gradient before: other rows of `[B, Hkv]` are not written. Outputs, as wanted: dk
+    partials belong to a tile of keys. With `stored_rows` also ds_chunk, and the existing output of
+    one gradient: other rows of `[B, Hkv]` are not written. Outputs, as wanted: dk
     `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`.
     """
-    by_tile = Array((spec.B * spec.Hkv * spec.key_tiles,), "int32")
+    by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}
     outputs = {name: spec.keys(width) for name, width in spec.widths.items()}
     if spec.stored_rows:
         (before,) = outputs.values()
         inputs |= {"ds_chunk": stored_ds.DS_CHUNK, "before": before}
     return Kernel.named(
-        "dkv_merge",
         spec,
-        "kernels_pallas.mosaic.dkv:merge",
         inputs,
         outputs,
+        name="dkv_merge",
         in_place=spec.stored_rows > 0,
         sizes={"key_tiles": spec.key_tiles},
         grid=(
             spec.stored_rows or spec.B * spec.Hkv,
             tile.cdiv(spec.S, ROWS) * spec.merged_slabs,
         ),
-        source="kernels_pallas.specs.dkv:merge",
     )

@@ -1,21 +1,22 @@
-"""Selected attention block by block: of each block, the queries that selected it are gathered.
+"""Selected attention block by block: for each block, the queries that selected it are gathered.
 
-For tiles whose neighbours chose other blocks (`mosaic.selected.tile_is_gathered`), so that the
-block list of a tile would be long. Blocks near the tile, which its tokens share, are walked over
-(`specs/selected.py`); a block that is far is gathered. Two kernels, forward (`partials`, `merge`)
-and for the query's gradient (`partial_dq`, `merge_dq`):
+These kernels handle tiles whose tokens chose different blocks (`mosaic.selected.tile_is_gathered`),
+so that the block list of a tile would be long. The loop of `specs/selected.py` covers the blocks
+near the tile, which its tokens share; far blocks are gathered. There are two kernels for forward
+(`partials`, `merge`) and two for dq (`partial_dq`, `merge_dq`):
 
-    partials   one result for each token, key/value head and far block
-    merge      one for each token: the loop's and those of its far blocks, in a fixed order
+    partials   a result for each token, key/value head and far block
+    merge      a result for each token: that of the loop and those of its far blocks, in a fixed
+               order
 
-Partials take memory, so the tokens are taken in segments, one after the other.
+Partials need memory, so the tokens are processed in segments, one after the other.
 Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, float32, int32
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import (
@@ -29,30 +30,29 @@ from kernels_pallas.specs.tile import (
 )
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
-TILES_OF_CTA = 4  # that are merged one after the other: few CTAs find that nothing was gathered
-SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
+TILES_OF_CTA = 4  # merged one after the other, so that few CTAs have nothing to merge
+SEGMENT_WORDS = 64  # int32 words that name the segment; 256 bytes, the alignment of launches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredAttention(AttentionSizes):
-    """Sizes; a selection block has `parts` times 64 keys, positions count in so many tokens."""
+    """Sizes; a selection block has `parts` times 64 keys, positions count in `parts` tokens."""
 
     n: int  # selected blocks of a token
     gather_limit: int  # as in `SelectedAttention`
     segment_tokens: int
     segments: int
-    items: int  # work items of a segment, as many for each row of [B, Hkv]
+    items: int  # work items of a segment, the same number for each row of [B, Hkv]
     parts: int = 1
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
-    stays: bool = False  # merge finds what it does not change in the output
+    stays: bool = False  # the output already holds the rows that merge does not change
     stats_tile: tuple[int, int] = (0, 0)  # as in `SelectedAttention`
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths, of segments too."""
-        spec = super().for_any_length()
-        lengths = {"segment_tokens": NOMINAL_LENGTH, "items": NOMINAL_LENGTH}
-        return dataclasses.replace(spec, segments=1, **lengths)
+    @property
+    def nominal(self) -> dict[str, Any]:
+        lengths = dict.fromkeys(("segment_tokens", "items"), NOMINAL_LENGTH)
+        return super().nominal | lengths | {"segments": 1}
 
     @property
     def block(self) -> int:
@@ -61,12 +61,12 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def token_tile(self) -> Tile:
-        """What is gathered at a time: the heads of one token."""
+        """The rows that are gathered together: the heads of one token."""
         return Tile(self.group, slab_width(self.D, self.Dv), self.group)
 
     @property
     def copied_by_lanes(self) -> bool:
-        """Whether lanes copy the rows of a step, not TMA."""
+        """Whether lanes copy the rows of a step instead of TMA."""
         return copied_by_lanes(self.group, self.token_tile.slab)
 
     @property
@@ -76,7 +76,7 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def tiles(self) -> int:
-        """Of a segment."""
+        """Tiles of a segment."""
         return cdiv(self.segment_tokens, self.tile.tokens)
 
     @property
@@ -101,7 +101,7 @@ class GatheredAttention(AttentionSizes):
     @property
     def partial_lse(self) -> Array:
         """lse_log2 of partial outputs, by slot and row of `tile`."""
-        return Array((self.B, self.Hkv, self.n * self.tiles * ROWS), "float32")
+        return float32(self.B, self.Hkv, self.n * self.tiles * ROWS)
 
     def partial_rows(self, width: int) -> Array:
         """`[B, (token, kv_head, slot), G, width]`."""
@@ -110,18 +110,18 @@ class GatheredAttention(AttentionSizes):
 
     @property
     def _segment(self) -> Array:
-        return Array((SEGMENT_WORDS,), "int32")
+        return int32(SEGMENT_WORDS)
 
     @property
     def _items(self) -> Array:
-        return Array((self.segments * self.items, WORK_ITEM_INTS), "int32")
+        return int32(self.segments * self.items, WORK_ITEM_INTS)
 
     @property
     def _partial_inputs(self) -> dict[str, Array]:
         return {
             **self.operands,
             "items": self._items,
-            "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
+            "entries": int32(self.B * self.Hkv * self.T * self.n),
             "segment": self._segment,
         }
 
@@ -131,12 +131,12 @@ class GatheredAttention(AttentionSizes):
         return Array(shape, self.dtype)
 
     @property
-    def _selection(self) -> dict[str, Array]:
-        items = {"items": self._items} if self.stays else {}
-        return items | {
-            "block_counts": Array((self.B * self.Hkv * self.all_tiles, COUNTS), "int32"),
-            "indices": Array((self.B, self.T, self.Hkv, self.n), "int32"),
-            "position": Array((self.B, self.T), "int32"),
+    def _selection(self) -> dict[str, Array | bool]:
+        return {
+            "items": self.stays and self._items,
+            "block_counts": int32(self.B * self.Hkv * self.all_tiles, COUNTS),
+            "indices": int32(self.B, self.T, self.Hkv, self.n),
+            "position": int32(self.B, self.T),
         }
 
 
@@ -149,25 +149,23 @@ def partials(spec: GatheredAttention) -> Kernel:
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
       items: int32 `[segments * items, 8]`, `WorkItem`: a block and some of the entries that chose
-        it; empty ones are the last of their row. Its tokens see the block to its end. Keys count in
+        it. Empty items are the last of their row. The tokens see the whole block. Keys count in
         `parts`.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
       segment: int32 `[64]`: its index, first token and first tile.
 
-    Outputs, undefined where there is no entry:
+    Outputs, undefined without an entry:
       partials: `[B, segment_tokens * Hkv * n, G, Dv]`.
       partial_lse: float32 `[B, Hkv, n * tiles * 64]`, lse_log2 by slot and row of `tile`.
     """
     outputs = {"partials": spec.partial_rows(spec.Dv), "partial_lse": spec.partial_lse}
     return Kernel.named(
-        "gathered_forward",
         spec,
-        "kernels_pallas.mosaic.gathered:forward",
         spec._partial_inputs,
         outputs,
+        name="gathered_forward",
         sizes=spec.sizes,
         grid=(spec.items,),
-        source="kernels_pallas.specs.gathered:partials",
     )
 
 
@@ -177,94 +175,90 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 
     Inputs, after those of `partials`:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, in tiles of `stats_tile`.
+      row_stats: float32, the output of `bwd_preprocess` in tiles of `stats_tile`.
 
-    Output, undefined where there is no entry:
+    Output, undefined without an entry:
       partials: `[B, segment_tokens * Hkv * n, G, D]`.
     """
     inputs = spec._partial_inputs
     inputs["do"] = spec.rows(spec.Dv)
     inputs["row_stats"] = row_stats(spec, *spec.stats_tile)
     return Kernel.named(
-        "gathered_dq",
         spec,
-        "kernels_pallas.mosaic.gathered:dq",
         inputs,
         {"partials": spec.partial_rows(spec.D)},
+        name="gathered_dq",
         sizes=spec.sizes | {"stats_tiles": cdiv(spec.T, spec.stats_tile[0])},
         grid=(spec.items,),
-        source="kernels_pallas.specs.gathered:partial_dq",
     )
 
 
 @described
 def merge(spec: GatheredAttention) -> Kernel:
-    """added + gate * O of a segment, with O = sum_j 2^(lse_j - lse) O_j in gathered tiles, where j
-    is the loop or a far block, and O that of the loop elsewhere.
+    """added + gate * O of a segment. In gathered tiles O = sum_j 2^(lse_j - lse) O_j, in which j is
+    the loop or a far block; in other tiles O is the loop's output.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       partials, partial_lse: of `partials`.
-      items: as in `partials`, if it `stays`: a row without any is passed over.
+      items: as in `partials`, if `stays`: a row without any is skipped.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, of each token among the keys, in `parts`.
       gate: float32 `[B, T, H]`, if `gated`.
       segment: as in `partials`.
-      walked: `[B, segment_tokens, H, Dv]`, the output of the loop.
+      looped: `[B, segment_tokens, H, Dv]`, the output of the loop.
       added: `[B, segment_tokens, H, Dv]`, if `added`.
-      walked_lse: float32 `[B, segment_tokens, H]`, natural, of the loop.
+      looped_lse: float32 `[B, segment_tokens, H]`, natural, of the loop.
 
     Outputs, in place of the last two inputs:
       out: `[B, segment_tokens, H, Dv]`.
       lse: float32 `[B, segment_tokens, H]`, natural.
     """
-    tokens, out = spec.segment_tokens, spec.rows(spec.Dv, spec.segment_tokens)
-    inputs = {"partials": spec._partials_by_token(spec.Dv), "partial_lse": spec.partial_lse}
-    inputs |= spec._selection
-    if spec.gated:
-        inputs["gate"] = spec.by_head()
-    inputs |= {"segment": spec._segment, "walked": out}
-    if spec.added:
-        inputs["added"] = out
-    inputs["walked_lse"] = spec.by_head(tokens)
+    lse, out = spec.by_head(spec.segment_tokens), spec.rows(spec.Dv, spec.segment_tokens)
     return Kernel.named(
-        "gathered_merge",
         spec,
-        "kernels_pallas.mosaic.gathered:merge",
-        inputs,
-        {"out": out, "lse": spec.by_head(tokens)},
+        {
+            "partials": spec._partials_by_token(spec.Dv),
+            "partial_lse": spec.partial_lse,
+            **spec._selection,
+            "gate": spec.gated and spec.by_head(),
+            "segment": spec._segment,
+            "looped": out,
+            "added": spec.added and out,
+            "looped_lse": lse,
+        },
+        {"out": out, "lse": lse},
+        name="gathered_merge",
         in_place=2,
         sizes=spec.sizes,
         grid=spec.tile_grid,
-        source="kernels_pallas.specs.gathered:merge",
     )
 
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """dQ of a segment: that of the loop, and in gathered tiles of far blocks j too, sum_j dQ_j.
+    """dQ of a segment: dQ of the loop, in gathered tiles plus sum_j dQ_j over far blocks j.
 
     Inputs:
       partials: of `partial_dq`.
       items, block_counts, indices, position, segment: as in `merge`.
-      walked: `[B, segment_tokens, H, D]`, dQ of the loop, plus what that was added to.
+      looped: `[B, segment_tokens, H, D]`, dQ of the loop, with the array that it was added to.
 
     Output:
-      dq: `[B, segment_tokens, H, D]`, in place of `walked`.
+      dq: `[B, segment_tokens, H, D]`, in place of `looped`.
     """
     out = spec.rows(spec.D, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.D)} | spec._selection
-    inputs |= {"segment": spec._segment, "walked": out}
+    inputs |= {"segment": spec._segment, "looped": out}
     return Kernel.named(
-        "gathered_merge_dq",
         spec,
-        "kernels_pallas.mosaic.gathered:merge",
         inputs,
         {"dq": out},
+        name="gathered_merge_dq",
+        body="kernels_pallas.mosaic.gathered:merge",
         in_place=1,
         sizes=spec.sizes,
         grid=spec.tile_grid,
-        source="kernels_pallas.specs.gathered:merge_dq",
     )

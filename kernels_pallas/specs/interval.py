@@ -6,9 +6,9 @@ Bodies: `mosaic/interval.py`.
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, int32
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.fp8 import GROUP
@@ -22,33 +22,38 @@ from kernels_pallas.specs.tile import (
     slab_width,
 )
 
-# Keys, of the forward pass where no width is over 128; a product sums over 16 at a time.
+# Keys of a block of the forward pass, if no width is over 128; a product sums 16 at a time.
 BLOCKS = 96, 112, 128
-FP8_BLOCKS = 64, 96, 128  # the same of keys in e4m3, of which it sums 32
-SECOND = "second_"  # what the names of the second interval's arrays begin with
+FP8_BLOCKS = 64, 96, 128  # the same for keys in e4m3; a product sums 32 at a time
+SECOND = "second_"  # prefix of the names of the second interval's arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntervalAttention(AttentionSizes):
-    """Sizes of the problem and of a CTA, and what is fused."""
+    """Sizes of the problem and of a CTA, and the fused operations."""
 
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
     longest_first: bool = False  # later tokens see more keys: start them first
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
-    second_keys: int | None = None  # of the array of a second interval, which dq sees too
-    # dq of two intervals: of these rows of [B, Hkv], on so many SMs, others as they were `before`.
+    second_keys: int | None = None  # keys of a second interval's array, for dq only
+    # dq of two intervals handles these rows of [B, Hkv] on `sms` SMs. With `before` other rows of
+    # an existing array stay unchanged.
     first_row: int = 0
     end_row: int | None = None
     sms: int = SMS
     before: bool = False
 
-    def for_any_length(self, **nominal: Any) -> Self:
-        if self.second_keys is not None:
-            nominal["second_keys"] = NOMINAL_LENGTH
-        nominal |= {"first_row": 0, "end_row": None, "sms": SMS}
-        return super().for_any_length(**nominal)
+    @property
+    def nominal(self) -> dict[str, Any]:
+        second = None if self.second_keys is None else NOMINAL_LENGTH
+        return super().nominal | {
+            "second_keys": second,
+            "first_row": 0,
+            "end_row": None,
+            "sms": SMS,
+        }
 
     @functools.cached_property
     def tile(self) -> Tile:
@@ -61,12 +66,12 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups of a CTA that compute: each has a tile, all share the keys."""
+        """Consumer warpgroups of a CTA: each has a tile, all share the keys."""
         return consumers(self.D, self.Dv)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread in a consumer warpgroup and in the producer."""
+        """Registers of a thread in a consumer warpgroup and in the producer."""
         if self.consumers == 3:
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
@@ -78,13 +83,13 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def rows_of_keys(self) -> int:
-        """Of `[B, Hkv]`, those that count."""
+        """Number of rows of `[B, Hkv]` that are computed."""
         end = self.B * self.Hkv if self.end_row is None else self.end_row
         return end - self.first_row
 
     @property
     def work_items(self) -> int:
-        """Each is `consumers` neighbouring tiles, which a CTA takes at a time."""
+        """Number of work items, each `consumers` neighbouring tiles of a CTA."""
         return self.rows_of_keys * self.tiles // self.consumers
 
     @property
@@ -105,24 +110,23 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def intervals(self) -> tuple[str, ...]:
-        """What the names of each interval's arrays begin with."""
+        """Prefixes of the names of each interval's arrays."""
         return ("",) if self.second_keys is None else ("", SECOND)
 
     def has_room(self, *widths: int) -> bool:
-        """Whether tiles of rows of these widths fit beside the ring buffer."""
+        """Whether tiles of rows of these widths fit next to the ring buffer."""
         ring = self.stages * self.block * (self.D + self.Dv) * (1 if self.fp8 else 2)
         rows = 2 * self.consumers * ROWS * sum(widths)
         return ring + rows <= SMEM_BYTES - 1024
 
     @property
     def has_room_for_dq(self) -> bool:
-        """Whether `dq` has a tile of the result beside those that it reads."""
+        """Whether `dq` has a tile of the result in addition to those that it reads."""
         return self.has_room(self.D, self.Dv, self.D)
 
     @property
     def _bounds(self) -> dict[str, Array]:
-        bounds = Array((self.B * self.tiles, ROWS), "int32")
-        return {"first_key": bounds, "key_end": bounds}
+        return dict.fromkeys(("first_key", "key_end"), int32(self.B * self.tiles, ROWS))
 
     @property
     def _inputs(self) -> dict[str, Array]:
@@ -139,7 +143,7 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """As `IntervalAttention.consumers`: three where narrow heads need few registers, so that more
+    """As `IntervalAttention.consumers`: three if narrow heads need few registers, so that more
     warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
@@ -151,25 +155,25 @@ def forward_blocks(
     """Keys of a block and stages of the ring buffer.
 
     Args:
-      group: query heads of a key/value head.
+      group: Query heads per key/value head.
       key_width, value_width: D and Dv.
-      window: keys that a query sees at most; None means many blocks of them.
-      fp8: whether keys and values are in e4m3.
+      window: Keys that a query sees, at most. None means many blocks of them.
+      fp8: Whether keys and values are in e4m3.
     """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
     sharing = consumers(key_width, value_width)
-    if window is None:  # of three warpgroups larger blocks are slower
+    if window is None:  # for three warpgroups larger blocks are slower
         return {"block": max(BLOCKS) if sharing == 2 else min(BLOCKS), "stages": 2}
     if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
         return {"block": 64, "stages": 3}
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
-    if fp8:  # the fewest keys, in blocks as large as may be
+    if fp8:  # the fewest keys, in the largest blocks
         keys += GROUP - 1
         blocks = min(FP8_BLOCKS, key=lambda size: (cdiv(keys, size) * size, -size))
         return {"block": blocks, "stages": 2}
-    # What a work item sees in as few blocks as may be, and these as small as may be.
+    # The fewest blocks that cover the keys of a work item, and of these the smallest.
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 
@@ -192,11 +196,11 @@ def forward(spec: IntervalAttention) -> Kernel:
       first_key, key_end: int32 `[B * tiles, 64]`, the bounds of each row of a tile.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
-      key_mean: float32 `[B, Hkv, D]`, of keys in e4m3 (`specs/fp8.py`) without `added`.
+      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
-      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; where no key is seen, -inf.
+      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf if a row sees no key.
     """
     return attention.forward("interval", spec, spec._inputs)
 
@@ -205,13 +209,14 @@ def forward(spec: IntervalAttention) -> Kernel:
 def dq(spec: IntervalAttention) -> Kernel:
     """dQ = added + scale dS K with dS = gP * (dP - delta), the gradient of `forward`'s query.
 
-    With `second_keys` that of a second interval is added to it, which has keys, values, bounds and
-    statistics of its own. The sum of each is rounded, as by a kernel each. Of `first_row` to
-    `end_row` alone it may write into an array that is there.
+    With `second_keys` the gradient of a second interval is added, which has its own keys, values,
+    bounds and statistics. The sum of each interval is rounded, as with two kernels. With
+    `first_row` and `end_row` only these rows of an existing array are written.
 
-    Inputs, after `forward`'s first five, and these and `row_stats` of the second interval:
+    Inputs, after `forward`'s first five and the second interval's keys, values, bounds and
+    `row_stats`:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, in tiles of `spec.tile.tokens` tokens, 64
+      row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.
       added: `[B, T, H, D]`, if `added`; or `before`, the output, if `before`.
 

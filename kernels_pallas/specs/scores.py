@@ -1,8 +1,8 @@
 """Scores of the selection blocks (Eqs. 8 to 10) and the best n of them (Eq. 11), in one kernel.
 
-With r = l'/d compressed tokens a block and cover = l/d, a compressed token `r * j + c` of block
-`j` stands in phase `c`. It counts `min(cover, r - c)` times for its block (Eq. 9) and what is
-left of `cover` times for the next one, into which it reaches. For r = 4 and cover = 2:
+With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of block
+`j` has phase `c`. It counts `min(cover, r - c)` times for its block (Eq. 9) and the rest of
+`cover` times for the next block, which it overlaps. For r = 4 and cover = 2:
 
     compressed token     4j    4j+1  4j+2  4j+3 | 4j+4  4j+5 ...
     phase c              0     1     2     3    | 0     1
@@ -13,44 +13,46 @@ left of `cover` times for the next one, into which it reaches. For r = 4 and cov
     next[j]  = sum_c (cover - min(cover, r - c)) * p[r * j + c]
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
-A product takes the same phase of 64 blocks, so the sum over phases is an addition of registers.
-Groups of up to 16 heads take Q K^T, larger ones K Q^T.
+A product has the same phase of 64 blocks, so the sum over phases is an addition of registers.
+Groups of up to 16 heads use Q K^T, larger groups K Q^T.
 """
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, Spec, described, float32, int32
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
 KEYS = 64  # blocks of a product, one phase of each
-MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T: it takes their best by itself
+MAX_GROUP_QK = (
+    16  # rows of a product Q K^T per warp, which selects their blocks without other warps
+)
 
-# A score row of Q K^T lies in shared memory in stripes of 32 entries, one a lane. Two
-# words of padding follow each stripe, so that lanes that read a column, one stripe each, meet
-# in a bank two by two only. After the last one stands the carry into the next chunk.
+# A score row of Q K^T is stored in shared memory in stripes of 32 entries, one per lane. Two words
+# of padding follow each stripe, so that lanes that read one column, one stripe each, have only
+# two-way bank conflicts. The carry into the next chunk follows the last stripe.
 STRIPE_WORDS = LANES + 2
-MAX_STRIPES = LANES  # a lane reads a column again, which it owns, one stripe a lane
+MAX_STRIPES = LANES  # the lanes read one column again together, one stripe each
 
 # Of K Q^T.
-KQ_ROWS = 128  # query rows of a tile at most
-KQ_TOKENS = 8  # tokens of a tile at most
-KQ_SCORES = 4096  # scores in shared memory at most
+KQ_ROWS = 128  # query rows of a tile, at most
+KQ_TOKENS = 8  # tokens of a tile, at most
+KQ_SCORES = 4096  # scores in shared memory, at most
 KQ_STAGES = 2  # with more, an SM holds one CTA
 KQ_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a CTA cuts a problem.
+    """The tiling of a CTA.
 
     Attributes:
-      heads: query rows of a token: those of its heads, and padding.
-      rows: query rows of a tile.
-      score_rows: rows of scores of a tile, one a token; some may be of no token.
-      chunk: blocks whose scores are held at a time.
-      stages: of the ring buffer of keys.
+      heads: Query rows of a token: its heads, and padding.
+      rows: Query rows of a tile.
+      score_rows: Rows of scores of a tile, one per token; some may be padding.
+      chunk: Blocks whose scores are held at a time.
+      stages: Pipeline stages of the ring buffer of keys.
     """
 
     heads: int
@@ -61,18 +63,18 @@ class Tiling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class Scores(Spec):
     """The static sizes of a problem.
 
     Attributes:
-      blocks: length of the key array in blocks.
-      candidates: the most blocks that the tokens of one tile can choose from.
+      blocks: Length of the key array in blocks.
+      candidates: Largest number of blocks that the tokens of one tile can choose from.
       ratio, cover: l'/d, l/d.
-      packed: sequences may begin within a tile.
-      query_tiles: of a row, where a tile's tokens are of one sequence of several; 0: tiles are of
-        neighbouring tokens, whatever their sequences.
-      stages: of the ring buffer of keys, at most; fewer where there is no room, or no use.
-      held: blocks whose scores a token holds at a time, at most.
+      packed: Whether sequences may begin within a tile.
+      query_tiles: Query tiles of a row, if all tokens of a tile belong to one sequence. 0 means
+        tiles of neighbouring tokens, regardless of their sequences.
+      stages: Pipeline stages of the ring buffer of keys, at most.
+      held: Blocks whose scores a token holds at a time, at most.
     """
 
     B: int
@@ -93,37 +95,34 @@ class Scores:
     query_tiles: int = 0
     stages: int = 4
     held: int = 1024
-    interpret: bool | object = False
-    any_length: bool = False
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths, for as many candidates as have its tiling."""
+    @property
+    def nominal(self) -> dict[str, Any]:
+        """The number of candidates becomes the largest one that has this tiling."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
-        if self.query_tiles:
-            lengths["query_tiles"] = NOMINAL_LENGTH
-        candidates = self.most_candidates
-        return dataclasses.replace(self, any_length=True, candidates=candidates, **lengths)
+        query_tiles = NOMINAL_LENGTH if self.query_tiles else 0
+        return lengths | {"query_tiles": query_tiles, "candidates": self.most_candidates}
 
     @property
     def most_candidates(self) -> int:
         """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
-        # Beyond what a token holds at a time, all lengths take chunks of one size.
+        # All lengths whose blocks need several chunks have chunks of one size.
         return most if self.swap_ab else min(most, 4 * self.held)
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.H // self.Hkv
 
     @property
     def free(self) -> int:
-        """Blocks to choose; with fewer candidates than forced ones, all are forced."""
+        """Blocks to choose by score; with fewer candidates than forced blocks, all are forced."""
         return self.n - self.num_initial - self.num_local
 
     @property
     def swap_ab(self) -> bool:
-        """Whether the product is K Q^T: rows of a token are more than one warp has."""
+        """Whether the product is K Q^T, since a token has more rows than one warp."""
         return self.group > MAX_GROUP_QK
 
     @functools.cached_property
@@ -140,7 +139,7 @@ class Scores:
 
     @property
     def chunks(self) -> int:
-        """Of `most_candidates`."""
+        """Chunks of `most_candidates`."""
         return cdiv(self.most_candidates, self.tiling.chunk)
 
 
@@ -150,57 +149,54 @@ def best_blocks(spec: Scores) -> Kernel:
 
     Inputs:
       query `[B, T, H, D]`;
-      key `[B, blocks, ratio, Hkv, D]`: compressed keys, every sequence from a block of its own;
-      lse: float32 `[B, T, H]`, natural, -inf where a query sees nothing;
+      key `[B, blocks, ratio, Hkv, D]`: compressed keys; each sequence begins with a new block;
+      lse: float32 `[B, T, H]`, natural, -inf if a query sees no key;
       key_begin, key_end: int32 `[B * tiles, rows]`, the keys `ratio * block + phase` that a row
         sees, never decreasing;
       own_block, base_block: int32 `[B * tiles, score_rows]`, a token's own block in its sequence
-        (-1: padding) and the block where its sequence begins;
+        (-1 is padding) and the block where its sequence begins;
       span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
         the last candidate;
       first_token, end_token: with `query_tiles`, int32 `[B * tiles]`, the tokens of a tile.
 
-    Output: int32 `[B, T, Hkv, n]`, ascending, -1 in empty places.
+    Output: int32 `[B, T, Hkv, n]`, ascending, -1 in empty slots.
     """
-    tiles, ints = spec.B * spec.tiles, functools.partial(Array, dtype="int32")
-    by_row, by_token = (tiles, spec.tiling.rows), (tiles, spec.tiling.score_rows)
-    inputs = {
-        "query": Array((spec.B, spec.T, spec.H, spec.D), spec.dtype),
-        "key": Array((spec.B, spec.blocks, spec.ratio, spec.Hkv, spec.D), spec.dtype),
-        "lse": Array((spec.B, spec.T, spec.H), "float32"),
-        "key_begin": ints(by_row),
-        "key_end": ints(by_row),
-        "own_block": ints(by_token),
-        "base_block": ints(by_token),
-        "span": ints((tiles,)),
-    }
-    if spec.query_tiles:
-        inputs |= {"first_token": ints((tiles,)), "end_token": ints((tiles,))}
+    tiles, of_tile = spec.B * spec.tiles, int32(spec.B * spec.tiles)
+    by_row, by_token = int32(tiles, spec.tiling.rows), int32(tiles, spec.tiling.score_rows)
     return Kernel.named(
-        "best_blocks",
         spec,
-        f"kernels_pallas.mosaic.scores:best_blocks_{'kq' if spec.swap_ab else 'qk'}",
-        inputs,
-        {"selection": ints((spec.B, spec.T, spec.Hkv, spec.n))},
+        {
+            "query": Array((spec.B, spec.T, spec.H, spec.D), spec.dtype),
+            "key": Array((spec.B, spec.blocks, spec.ratio, spec.Hkv, spec.D), spec.dtype),
+            "lse": float32(spec.B, spec.T, spec.H),
+            "key_begin": by_row,
+            "key_end": by_row,
+            "own_block": by_token,
+            "base_block": by_token,
+            "span": of_tile,
+            "first_token": spec.query_tiles > 0 and of_tile,
+            "end_token": spec.query_tiles > 0 and of_tile,
+        },
+        {"selection": int32(spec.B, spec.T, spec.Hkv, spec.n)},
+        body=f"kernels_pallas.mosaic.scores:best_blocks_{'kq' if spec.swap_ab else 'qk'}",
         sizes={"T": spec.T, "tiles": spec.tiles},
         grid=(spec.B * spec.Hkv, spec.tiles),
-        source="kernels_pallas.specs.scores:best_blocks",
     )
 
 
 def winner_slots(free: int) -> int:
     """Words for the winners of a score row, a multiple of the lanes."""
-    return -(-max(free, 1) // LANES) * LANES
+    return cdiv(max(free, 1), LANES) * LANES
 
 
 def _entries_in(words: int) -> int:
-    """Entries of a score row of so many words."""
+    """Entries of a score row of this number of words."""
     return min((words - 2) // STRIPE_WORDS, MAX_STRIPES) * LANES
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Of Q K^T: as few padding rows as leave room for the scores of all tokens, or
-    four rows per token.
+    """Of Q K^T: the fewest padding rows with room for the scores of all tokens, or four rows per
+    token.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -211,10 +207,12 @@ def tiling_qk(spec: Scores) -> Tiling:
 
 
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
-    """With so many rows a token: as few chunks as fit in shared memory, then as many stages."""
-    sm_bytes = 228 * 1024  # shared memory of an SM; the system takes 1 KB a CTA
-    # 128 registers a thread are for four warpgroups. Where the compiler needs no limit to stay
-    # there, they are two CTAs; where it would spill, three warpgroups have more.
+    """With `heads` rows per token: the fewest chunks that fit in shared memory, then the most
+    stages.
+    """
+    sm_bytes = 228 * 1024  # shared memory of an SM; the system uses 1 KB per CTA
+    # Four warpgroups have 128 registers per thread. They are two CTAs if the compiler needs no
+    # limit to stay below that; if it would spill, three warpgroups have more.
     narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
@@ -228,7 +226,7 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
         most = _entries_in(words)
         if every <= min(most, spec.held):
             return every
-        # The winners of the chunks before stand in the score row too.
+        # The score row also holds the winners of the chunks before.
         return max(min(most - winners, spec.held) // KEYS * KEYS, KEYS)
 
     def cost(stages):
@@ -239,12 +237,12 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Of K Q^T: heads a multiple of 8, which is a register's columns, that divides the
-    64 rows of a load; score rows a multiple of the warps, which take one each.
+    """Of K Q^T: heads are a multiple of 8, the columns of a register, that divides the 64 rows of a
+    load; score rows are a multiple of the warps, which handle one each.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)
-    score_rows = -(-tokens // KQ_WARPS) * KQ_WARPS
+    score_rows = cdiv(tokens, KQ_WARPS) * KQ_WARPS
     most = max(min(spec.held, KQ_SCORES // score_rows) // 128 * 128, 128)
     chunk = min(most, cdiv(spec.most_candidates, 128) * 128)
     return Tiling(heads, tokens * heads, score_rows, chunk, min(spec.stages, KQ_STAGES))

@@ -1,14 +1,15 @@
-"""What one launch writes of several tables of a packed row (`kernels_pallas.triton.tables`): each
-table, or a part of it, is a section.
+"""The sections that one launch writes for a packed row (`kernels_pallas.triton.tables`).
+
+Each table, or a part of it, is a section.
 """
 
 from typing import NamedTuple
 
 
 class Kinds(NamedTuple):
-    """What a section's numbers are."""
+    """The content of a section."""
 
-    # Of queries, by tiles of neighbouring ones:
+    # Of queries, by tiles of neighbouring queries:
     tokens: int  # `nsa_core.varlen.Tokens`
     by_row: int  # `key_bounds.by_row` of one or two columns of `Tokens`
     # by tiles of one sequence each (`nsa_core.varlen.QueryTiles`):
@@ -28,23 +29,23 @@ KINDS = Kinds(*range(len(Kinds._fields)))
 
 
 class Section(NamedTuple):
-    """Integers that a kernel reads; `_at` and `out`: where numbers begin, in all that is written.
+    """Integers that a kernel reads. `out` and the fields `.._at` are offsets in the output.
 
     Attributes:
-      begin: its first program.
-      kind: one of `KINDS`.
-      out: where it begins; a second array of the kind stands `pitch` numbers behind the first.
-      total: numbers of an array, or items.
-      tokens, group, rows: of a tile of queries.
-      first, last: columns of `Tokens`; negative: none.
-      runs_at: the tiles of queries before each sequence, its first query and last + 1.
-      ratio, block: compressed tokens of a block, and its keys.
-      query_tiles: of all tokens.
-      parts_at, before_at, firsts_at, counts_at: of an interval's work items.
-      columns: numbers of a tile in `parts`.
-      tiles, keys: of keys, and how many are in one.
-      heads, partials, span, segments, segment_tiles, streams: of `IntervalSplit`; `span`: query
-        tiles of a segment.
+      begin: First program of the section.
+      kind: One of `KINDS`.
+      out: Offset of the section; a second array of the kind is `pitch` numbers after the first.
+      total: Numbers of an array, or items.
+      tokens, group, rows: Sizes of a tile of queries.
+      first, last: Columns of `Tokens`; negative numbers mean none.
+      runs_at: The tiles of queries before each sequence, its first query and last + 1.
+      ratio, block: Compressed tokens of a block, and its keys.
+      query_tiles: Query tiles of all tokens.
+      parts_at, before_at, firsts_at, counts_at: Arrays of an interval's work items.
+      columns: Numbers of a tile in `parts`.
+      tiles, keys: Tiles of keys, and keys of a tile.
+      heads, partials, span, segments, segment_tiles, streams: Fields of `IntervalSplit`; `span` is
+        the number of query tiles of a segment.
     """
 
     begin: int = 0
@@ -76,12 +77,12 @@ class Section(NamedTuple):
     streams: int = 0
 
 
-AT = Section(*range(len(Section._fields)))  # where each stands in a row
+AT = Section(*range(len(Section._fields)))  # index of each field in a row
 
-SECTIONS = 32  # of a launch at most
+SECTIONS = 32  # of a launch, at most
 INTS = 32  # of a row of the table of sections
-NEVER = 2**31 - 1  # `begin` of a row that is none
-PITCH = 64  # numbers, of which rows of `Sequences` and what kernels read begin at a multiple
+NEVER = 2**31 - 1  # `begin` of an unused row
+PITCH = 64  # rows of `Sequences` and arrays that kernels read begin at multiples of 64 numbers
 RUN_ROWS = 3  # of `runs_at`
 PROGRAM = 512  # numbers of a program
 PART_KEYS = 64  # keys of `PARTS`

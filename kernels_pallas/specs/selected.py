@@ -1,7 +1,7 @@
 """Attention of every query to its selected blocks: a tile loops over its block list.
 
-Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they walk
-over the blocks near them, which their tokens share, and `specs/gathered.py` adds the far ones.
+Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they loop
+over the blocks near them, which their tokens share, and `specs/gathered.py` adds the far blocks.
 
     list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
                        near                             near
@@ -11,12 +11,13 @@ Bodies: `mosaic/selected.py`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described, int32
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
+    LANES,
     ROWS,
     SMEM_BUDGET,
     SMEM_HALF,
@@ -28,17 +29,17 @@ from kernels_pallas.specs.tile import (
 
 FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
-MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
+MAX_LIST_BYTES = 48 * 1024  # longest block list: 64 tokens x 64 blocks, 3 int32 per entry
 
 
 class BlockCounts(NamedTuple):
-    """What is counted of the block list of a tile: a row of `block_counts`."""
+    """Counts of a tile's block list, a row of `block_counts`."""
 
     full_blocks: Any  # blocks of the prefix that needs no mask by key
     blocks: Any  # of the whole list
-    # Where far blocks begin and end in the list; the first slot of the selection that has a far
-    # block of some token, and one past the last. Read only if tiles may be gathered, and
-    # without meaning in packed rows.
+    # Begin and end of the far blocks in the list; the first slot of the selection that has a far
+    # block for some token, and one past the last. Read only if tiles may be gathered, and undefined
+    # in packed rows.
     far_begin: Any
     far_end: Any
     far_slot: Any  # of whole blocks
@@ -49,8 +50,8 @@ COUNTS = len(BlockCounts._fields)
 
 
 def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
-    """The first of the blocks near a tile, but for block 0: that before the block of the tile's
-    first token, which is at `position`; `larger`: of two numbers, where they are computed.
+    """The first block near a tile, except block 0: the block before that of the tile's first token,
+    which is at `position`. `larger` returns the maximum of two numbers.
     """
     return larger(larger(position, 0) // block - 1, 0)
 
@@ -60,7 +61,7 @@ class BlockListSizes(AttentionSizes):
     """Sizes of the problem, whose query rows go in tiles with a block list each."""
 
     n: int  # selected blocks of a token
-    parts: int = 1  # blocks that are gathered, or passed over, as one
+    parts: int = 1  # blocks that are gathered or skipped together
 
     @property
     def tile(self) -> Tile:
@@ -78,29 +79,28 @@ class BlockListSizes(AttentionSizes):
     @property
     def words(self) -> int:
         """int32 words that have a bit for each token of a tile."""
-        return cdiv(self.tile.tokens, 32)
+        return cdiv(self.tile.tokens, LANES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectedAttention(BlockListSizes):
-    """Sizes of the problem, of its block lists and of a CTA, and what is fused."""
+    """Sizes of the problem, of its block lists and of a CTA, and the fused operations."""
 
     block: int  # keys of a selection block
-    pages: int = (
-        0  # of a row, each a block, which lie anywhere in `S` keys; 0: keys are in order
-    )
+    pages: int = 0  # pages of a row, each a block anywhere in `S` keys; 0 means keys in order
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
     summed: bool = False  # forward also adds up all branches, each times its gate
     stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
-    gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
+    gather_limit: int = (
+        0  # a tile after a block list longer than this is gathered; 0 means none
+    )
     key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
     value_stages: int = 1
 
-    def for_any_length(self, **nominal: Any) -> Self:
-        if self.pages:
-            nominal["pages"] = NOMINAL_LENGTH // self.block
-        return super().for_any_length(**nominal)
+    @property
+    def nominal(self) -> dict[str, Any]:
+        return super().nominal | {"pages": self.pages and NOMINAL_LENGTH // self.block}
 
     @property
     def tile(self) -> Tile:
@@ -108,7 +108,7 @@ class SelectedAttention(BlockListSizes):
 
     @property
     def overlap_pv(self) -> bool:
-        """Whether forward multiplies P V of a block beside the work on the next one."""
+        """Whether forward multiplies P V of a block during the work on the next one."""
         return overlap_pv(self.D, self.Dv, self.block)
 
     @property
@@ -117,11 +117,7 @@ class SelectedAttention(BlockListSizes):
         return found | ({"pages": self.pages} if self.pages else {})
 
     def keys(self, width: int) -> Array:
-        return (
-            super()
-            .keys(width)
-            ._replace(shape=(1 if self.pages else self.B, self.S, self.Hkv, width))
-        )
+        return Array((1 if self.pages else self.B, self.S, self.Hkv, width), self.dtype)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -133,33 +129,33 @@ class SelectedAttention(BlockListSizes):
         if self.pages:
             last = self.B, self.block, self.Hkv
             pages = {
-                "page_table": Array((self.B * self.pages,), "int32"),
-                "lengths": Array((self.B,), "int32"),
+                "page_table": int32(self.B * self.pages),
+                "lengths": int32(self.B),
                 "last_key": Array((*last, self.D), self.dtype),
                 "last_value": Array((*last, self.Dv), self.dtype),
             }
         return {
             **self.operands,
             **pages,
-            "block_starts": Array((*lists, self.entries), "int32"),
-            "block_members": Array((*lists, self.words, self.entries), "int32"),
-            "block_counts": Array((self.B * self.Hkv * self.tiles, COUNTS), "int32"),
-            "key_end": Array((self.B * self.tiles, ROWS), "int32"),
+            "block_starts": int32(*lists, self.entries),
+            "block_members": int32(*lists, self.words, self.entries),
+            "block_counts": int32(self.B * self.Hkv * self.tiles, COUNTS),
+            "key_end": int32(self.B * self.tiles, ROWS),
         }
 
 
 def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> SelectedAttention:
-    """Of `n` selection blocks of a token, cut as the kernels cut them; `sizes`: the fields of
-    `AttentionSizes`.
+    """The spec for `n` selection blocks per token, cut as the kernels cut them; `sizes`: the fields
+    of `AttentionSizes`.
     """
     parts = parts_of_block(block, n)
     return SelectedAttention(**sizes, n=n * parts, block=block // parts, parts=parts, **fields)
 
 
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
-    """Whether forward of the selected branch multiplies P V of a block beside the work on the next
-    one: a thread then holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers
-    of P of each of two blocks, and a CTA per stage more of values and one less of keys.
+    """Whether forward of the selected branch multiplies P V of a block during the work on the next
+    one. A thread then holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers
+    of P for each of two blocks. A CTA needs one more stage of values and one less of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
@@ -168,8 +164,8 @@ FP8_STAGES = {"key_stages": 2, "value_stages": 2}  # of `forward` in e4m3
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: a walk
-    that overlaps P V gives keys back early and values late.
+    """Stages for `forward`, with which three CTAs fit on an SM at D = Dv = 128. A loop that
+    overlaps P V frees keys early and values late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
@@ -177,9 +173,9 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `dq`: 2 and 2 where two CTAs then fit on an SM, else 2 or 1 of keys, 1 of
-    values. The block list is counted, at its longest, only for one CTA: a long one (small G,
-    large n) may leave room for a single CTA.
+    """Stages for `dq`: 2 and 2 if two CTAs then fit on an SM, otherwise 2 or 1 of keys, 1 of
+    values. Only the sizes for one CTA include the longest block list: a long list (small G, large
+    n) may leave room for a single CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
     if row_bytes + 2 * stage_bytes <= SMEM_HALF:
@@ -198,27 +194,27 @@ def forward(spec: SelectedAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      of keys in pages, which are `[1, S, Hkv, .]`:
-        page_table: int32 `[B * pages]`, where each row's pages are.
+      with pages, whose keys are `[1, S, Hkv, .]`:
+        page_table: int32 `[B * pages]`, the pages of each row.
         lengths: int32 `[B]`, keys of each row.
-        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row, whose keys behind
-          the row's are finite.
+        last_key, last_value: `[B, block, Hkv, .]`, the last page of each row; keys after the row's
+          are finite.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
-      block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
-        whether the tile's token `i` selected the block.
-      block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. Blocks that need no mask by key
-        are those of which each token that selected them sees all.
-      key_end: int32 `[B * tiles, 64]`, of each row the last key that it may see, + 1.
+      block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32` is
+        set if the tile's token `i` selected the block.
+      block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. A block needs no mask by key if
+        each token that selected it sees all its keys.
+      key_end: int32 `[B * tiles, 64]`, the last key that each row may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
-      key_mean: float32 `[B, Hkv, D]`, of keys in e4m3 (`specs/fp8.py`) without `added`.
+      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
       gate_0, gate_1, gate_2: float32 `[B, T, H]`, of the compressed, this and the sliding branch;
         out_0, out_2: `[B, T, H, Dv]`, the outputs of the others; if `summed`.
 
     Outputs:
       out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
       lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
-      Both are of near blocks alone in gathered tiles.
+      In gathered tiles both cover only the near blocks.
       total: `[B, T, H, Dv]`, `combine.gated_sum` of the three outputs; if `summed`.
     """
     if not spec.summed:
@@ -232,17 +228,17 @@ def forward(spec: SelectedAttention) -> Kernel:
 def dq(spec: SelectedAttention) -> Kernel:
     """dQ = added + scale dS K, the gradient of `forward`'s query.
 
-    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift); shift,
-    which holds the gate, and delta are those of `row_stats` (`specs/bwd_preprocess.py`).
+    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift). shift,
+    which holds the gate, and delta are in `row_stats` (`specs/bwd_preprocess.py`).
 
     Inputs, after `forward`'s first seven:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`: those made
-        for `dkv`, whose query tiles (`stats_tile`) need not be the tiles of this kernel.
+      row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`, computed for
+        `dkv`, whose query tiles (`stats_tile`) may differ from the tiles of this kernel.
       added: `[B, T, H, D]`, if `added`.
 
     Output:
-      dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles what their
-        near blocks give.
+      dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles add only the
+        gradients of their near blocks.
     """
     return attention.dq("selected", spec, spec._inputs)

@@ -1,12 +1,12 @@
-"""Work items: what a CTA of the key-stationary kernels (`dkv`, `gathered`) does.
+"""Work items of the CTAs of the key-stationary kernels (`dkv`, `gathered`).
 
-A work item is a tile of keys and the queries that it meets: an interval of query tiles
-(compressed and sliding branch), or entries of a query list (selected branch). A tile of keys
-with many queries has several, so that no CTA has much more work than another. In `dkv` each
-writes a partial, and a second kernel adds the partials of a tile in order.
+A work item is a tile of keys and some of its queries: an interval of query tiles (compressed and
+sliding branch), or entries of a query list (selected branch). A tile of keys with many queries has
+several work items, so that the work of CTAs is similar. In `dkv` each writes a partial, and a
+second kernel adds the partials of a tile in order.
 
-Tokens are cut into segments. Items that run together read the same queries, so that L2 has them:
-they belong to one segment, or, as `streams`, are neighbours in each segment.
+Tokens are cut into segments. Items that run together read the same queries, so that these are in
+L2: the items belong to one segment, or, as `streams`, are neighbours in each segment.
 
     table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
@@ -16,7 +16,7 @@ they belong to one segment, or, as `streams`, are neighbours in each segment.
       of intervals                [segment, tile, row of B x Hkv], the last segment first
       of intervals, `streams`     [tile of a segment, segment, row]
       of lists                    [segment, row, tile, work item of the list]
-      of lists, `halving`         [row, segment, tile, work item of the list], then by length where
+      of lists, `halving`         [row, segment, tile, work item of the list], then by length if
                                   dS is stored (`ordered_work_items`)
     order of partials             [row, tile, segment, work item of the list]
 """
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from kernels_pallas.kernel import Array, Kernel, described
+from kernels_pallas.kernel import Array, Kernel, described, int32
 from kernels_pallas.mosaic.capability import LONGEST
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.tile import (
@@ -43,33 +43,35 @@ from kernels_pallas.specs.tile import (
 )
 
 GPU_ITEMS = 16 * SMS  # work items that fill a GPU
-MAX_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
+MAX_ITEMS = 20 * SMS  # of intervals with several segments, since each has its own partial
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
 MIN_INTERVAL = 16  # query tiles of a work item of an interval
-# Of intervals, in steps of 64 rows: what an item takes to begin, to end and to be merged. Where all
-# items run at once, the last to end is one whose keys are all compared: its steps take this longer.
+# For intervals, the cost of an item's begin, end and merge in steps of 64 rows. If all items run at
+# once, the last item compares all its keys: its steps cost 1.15 times as much.
 ITEM_STEPS, COMPARED = 12, 1.15
-MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
+MAX_ENTRIES = 2048  # entries of a work item of a list, since each has its own partial
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
-MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
+MIN_SEGMENT = (
+    4096  # query tiles of a segment: 16 rows each have 30 MB of Q and dO, which fit in L2
+)
 MAX_HALVES = (LONGEST // MIN_SEGMENT).bit_length() - 1  # of query tiles of one token
 
 
 class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
-    Queries are counted in query tiles, or from the begin of all lists in entries. In the table
-    of intervals `PART_COLUMNS` follow for each 64 keys of the tile, and stand in for the
-    unmasked ones here.
+    Queries are counted in query tiles, or in entries from the begin of all lists. In the table of
+    intervals `PART_COLUMNS` follow for each 64 keys of the tile and replace the unmasked columns
+    here.
     """
 
-    row: Any  # of [B, Hkv]; negative: nothing to do
+    row: Any  # of [B, Hkv]; a negative row is no work item
     first_key: Any  # of the tile of keys
     begin: Any  # of the queries
     unmasked_begin: Any  # of the queries that see all keys of the tile
     unmasked_end: Any
     end: Any
-    partial: Any  # where the item's partial stands; `dkv` only
+    partial: Any  # index of the item's partial; `dkv` only
 
 
 # Of each 64 keys of an interval's tile, after the columns of `WorkItem`.
@@ -82,25 +84,25 @@ def part_column(part: Any) -> Any:
 
 
 def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
-    """How many entries a work item takes at most, of so many in all lists; where these are few,
-    so that there are `items`.
+    """Largest number of entries of a work item, given the entries of all lists; few entries are
+    spread over `items` work items.
     """
-    return min(max(-(-entries // items), MIN_ENTRIES), MAX_ENTRIES)
+    return min(max(cdiv(entries, items), MIN_ENTRIES), MAX_ENTRIES)
 
 
-# Queries that see a key are an interval.
+# Intervals: the queries that see a key are neighbours.
 
 
 @dataclasses.dataclass(frozen=True)
 class IntervalSplit:
-    """How the work of an interval branch is split into work items: static sizes.
+    """The split of an interval branch into work items: static sizes.
 
     Attributes:
-      segments: of the tokens.
-      tiles: of keys that a segment's tokens see at most.
-      partials: of a row of `[B, Hkv]` at most.
-      streams: the order is `[tile of a segment, segment, row]`, else `[segment, tile, row]`
-        with the last segment first.
+      segments: Segments of the tokens.
+      tiles: Tiles of keys that a segment's tokens see, at most.
+      partials: Partials of a row of `[B, Hkv]`, at most.
+      streams: Whether the order is `[tile of a segment, segment, row]`, otherwise `[segment, tile,
+        row]` with the last segment first.
     """
 
     segments: int
@@ -114,14 +116,15 @@ def split_causal(
     tiles_seen: Callable[[Any, Any], Any],
     sees: Callable[[Any], Any] | None = None,
 ) -> IntervalSplit:
-    """Where a query sees all keys before it: of some numbers of segments the one by which an SM
-    has the fewest steps to do. The last segment, which has most items, comes first.
+    """The split if a query sees all keys before it: of several numbers of segments the one with the
+    fewest steps per SM. The last segment, which has most items, comes first.
 
     Args:
-      spec: a `Dkv`.
-      tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most; of
-        arrays of such numbers, as every new length asks it hundreds of times.
-      sees: of the token `end - 1`, how many it sees about; None: all that a token before sees.
+      spec: A `Dkv`.
+      tiles_seen: Function of the tokens `first .. end - 1`: the largest number of tiles of keys
+        that they see. It accepts arrays, as every new length calls it hundreds of times.
+      sees: Function of the token `end - 1`: about how many tiles it sees. Defaults to all tiles
+        that a token before it sees.
     """
 
     heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
@@ -130,8 +133,8 @@ def split_causal(
     total = heads * query_tiles / samples * int(seen.sum())
 
     def steps(split):
-        """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""
-        items, longest = split.partials * heads, -(-query_tiles // split.segments)
+        """Steps of the last SM to finish, fitted on an H200 (bench/records/log/dkv.md)."""
+        items, longest = split.partials * heads, cdiv(query_tiles, split.segments)
         if items <= SMS:
             return COMPARED * longest + ITEM_STEPS
         return (total + ITEM_STEPS * items) / SMS + longest
@@ -145,13 +148,13 @@ def split_causal(
 def split_window(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], multiple: int = 1
 ) -> IntervalSplit:
-    """Where a query sees a window: so many segments that each has one SM for each tile of keys
-    that a query sees. A segment's tiles then follow one another as a stream: those that run
-    together read the same queries at about the same time, and L2 has them.
+    """The split if a query sees a window: each segment has one SM for each tile of keys that a
+    query sees. A segment's tiles then follow one another as a stream: tiles that run together read
+    the same queries at about the same time, so that these are in L2.
 
     Args:
-      spec, tiles_seen: as in `split_causal`.
-      multiple: of which the number of segments is one.
+      spec, tiles_seen: As in `split_causal`.
+      multiple: Divisor of the number of segments.
     """
     streams = SMS // (int(tiles_seen(0, 1)) * spec.B * spec.Hkv)
     streams = min(streams, spec.query_tiles // MIN_INTERVAL) // multiple * multiple
@@ -162,32 +165,32 @@ def split_window(
 def _split_into(
     spec: Any, tiles_seen: Callable[[Any, Any], Any], segments: int
 ) -> IntervalSplit:
-    tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
+    tokens = cdiv(spec.query_tiles, segments) * spec.query_tile.tokens
     ends = np.minimum(np.arange(segments + 1) * tokens, spec.T)
     seen = np.minimum(tiles_seen(ends[:-1], ends[1:]), spec.key_tiles)
     return IntervalSplit(segments, int(seen.max()), int(seen.sum()))
 
 
 def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
-    """`table`, `first` and `count`, made with the array operations of a framework.
+    """`table`, `first` and `count`, computed with the array operations of a framework.
 
     Args:
-      ops: a `nsa_core.array_ops.ArrayOps`.
-      bounds: the keys `first .. last - 1` that each token sees, both `[B, T]`, neither
+      ops: A `nsa_core.array_ops.ArrayOps`.
+      bounds: The keys `first .. last - 1` that each token sees, both `[B, T]`, neither
         decreasing.
-      spec: a `Dkv`.
-      split: how the work is split.
+      spec: A `Dkv`.
+      split: The split of the work.
     """
     first, last = bounds
     tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
-    segments, span = split.segments, -(-spec.query_tiles // split.segments)
+    segments, span = split.segments, cdiv(spec.query_tiles, split.segments)
     xp, integers = ops.xp, ops.to_int32
 
     # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
     begin = ops.searchsorted(last, start, "right")
-    # A tile behind all that is seen has no queries, not the last one's.
+    # A tile behind all keys that are seen has no queries, not the queries of the last tile.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
     unmasked_begin = (ops.searchsorted(last, start + ROWS, "left") + (tokens - 1)) // tokens
     unmasked_end = ops.searchsorted(first, start, "right") // tokens
@@ -197,12 +200,12 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     begin = bounds[..., 0]
     end = xp.maximum(begin, bounds[..., -1])
 
-    # The partials of a tile stand together, in the order of its segments: `[B, tiles]`.
+    # The partials of a tile are contiguous, in the order of its segments: `[B, tiles]`.
     first_segment = begin // span
     count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
     before = xp.cumsum(count, 1, dtype=xp.int32) - count
 
-    # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first one seen.
+    # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first visible one.
     shape = split.tiles, segments, heads
     n = ops.arange(first, split.tiles).reshape(-1, 1, 1)
     segment = ops.arange(first, segments).reshape(1, -1, 1)
@@ -241,23 +244,23 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     return table.reshape(-1, INTERVAL_ITEM_INTS), integers(firsts), integers(counts)
 
 
-# Queries that selected a block are entries of a list.
+# Lists: the queries that selected a block are entries of a list.
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
     """The work items of query lists: static sizes.
 
-    Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the
-    same capacity. Or they are `halving`: each is half of what is before the next one, the first
-    of `segment` query tiles or more, which gives the tiles of keys of a segment lists of like
-    lengths; where a token's last key is not known there is a single one.
+    Segments have `segment` query tiles each, a multiple of those of a chunk, and the same capacity.
+    With `halving` each segment is half of the tokens before the next one, and the first has
+    `segment` query tiles or more, so that the lists of a segment's tiles of keys have similar
+    lengths. If a token's last key is not known, there is a single segment.
 
     Attributes:
-      longest: entries of a work item at most.
-      first_query: where the lists are of places of packed rows (`nsa_core.varlen`), of which
-        `first_key` says the keys, the key that the first query is; None means of keys.
-      gap: keys between the first half of the queries and the second, there.
+      longest: Entries of a work item, at most.
+      first_query: Key of the first query, if the lists are indexed by slots of packed rows
+        (`nsa_core.varlen`), whose keys `first_key` holds. None means lists indexed by keys.
+      gap: Keys between the first half of the queries and the second, with `first_query`.
     """
 
     lists: BlockQueryLists
@@ -276,7 +279,7 @@ class WorkItems:
         return self.lists.interpret
 
     def for_any_length(self) -> Self:
-        """The same of lists with nominal lengths; `segment` and `longest` are sizes too."""
+        """The same with nominal lengths of the lists, `segment` and `longest`."""
         lists = self.lists.for_any_length()
         numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
         if self.placed:
@@ -285,7 +288,7 @@ class WorkItems:
 
     @property
     def placed(self) -> bool:
-        """Whether tiles are of places, not of keys."""
+        """Whether tiles are indexed by slots, not by keys."""
         return self.first_query is not None
 
     @property
@@ -295,7 +298,7 @@ class WorkItems:
 
     @functools.cached_property
     def cuts(self) -> tuple[int, ...]:
-        """The chunk that each segment begins with, and how many chunks there are."""
+        """First chunk of each segment, and the number of chunks."""
         lists = self.lists
         if self.halving:  # at most `MAX_HALVES` times
             halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
@@ -311,28 +314,28 @@ class WorkItems:
 
     @functools.cached_property
     def capacities(self) -> tuple[int, ...]:
-        """Work items of a row in each segment at most: none is empty, and a tile of keys that
-        the segment's tokens see has one at most that is not full.
+        """Largest number of a row's work items in each segment: none is empty, and each tile of
+        keys that the segment's tokens see has at most one that is not full.
         """
         lists, capacities = self.lists, []
         tokens = lists.chunk * lists.tokens
         for low, high in itertools.pairwise(self.cuts):
             end = min(high * tokens, lists.T)
             entries = (end - low * tokens) * lists.n * lists.key_tiles_of_block
-            tiles = min(-(-end // ROWS) if self.square else lists.key_tiles, entries)
+            tiles = min(cdiv(end, ROWS) if self.square else lists.key_tiles, entries)
             capacities.append(tiles + (entries - tiles) // self.longest)
         return tuple(capacities if self.halving else [max(capacities)] * self.segments)
 
     @property
     def items(self) -> int:
-        """From a row's work items to the next row's: those of all segments if `halving`, where a
-        row's stand together, otherwise those of a segment.
+        """Distance from a row's work items to the next row's: the work items of all segments if
+        `halving`, since a row's are contiguous, otherwise those of a segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the work items of each segment begin for row 0; a row's are `items` further."""
+        """Index of the first work item of each segment for row 0; each row adds `items`."""
         step = 1 if self.halving else self.lists.rows
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
 
@@ -340,16 +343,14 @@ class WorkItems:
     def outputs(self) -> dict[str, Array]:
         """`table`; if `halving` also `first` and `count`."""
         lists = self.lists
-        shapes = {"table": (lists.rows * sum(self.capacities), WORK_ITEM_INTS)}
-        if self.halving:
-            by_tile = lists.B, lists.Hkv, lists.key_tiles
-            shapes |= {"first": by_tile, "count": by_tile}
-        return {name: Array(shape, "int32") for name, shape in shapes.items()}
+        by_tile = int32(lists.B, lists.Hkv, lists.key_tiles)
+        table = {"table": int32(lists.rows * sum(self.capacities), WORK_ITEM_INTS)}
+        return table | ({"first": by_tile, "count": by_tile} if self.halving else {})
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of the lists and of the segments; if `halving` each segment's own, of which
-        those past the last repeat it.
+        """Sizes of the lists and of the segments; if `halving` the sizes of each segment, in which
+        the last segment is repeated.
         """
         lists = self.lists
         sizes = {
@@ -381,8 +382,8 @@ def dkv_work_items(
     first_query: int | None = None,
     gap: int = 0,
 ) -> WorkItems:
-    """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
-    `entries_of_item`, `first_query`, `gap`: as in `WorkItems`.
+    """Work items of the selected branch in `dkv`. `most`: entries of a work item, at most; `items`:
+    as in `entries_of_item`; `first_query`, `gap`: as in `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)
@@ -390,23 +391,23 @@ def dkv_work_items(
 
 @described
 def work_items(spec: WorkItems) -> Kernel:
-    """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one a token in
+    """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one per token in
     rows that are not packed, or `first_key` `[B, key_tiles]` of tiles that are `placed`. Outputs:
     `table`, whose empty rows have `row` -1 and no entries; if `halving` also `first` and `count`.
     """
     lists = spec.lists
-    inputs = {"edges": lists.edges}
-    if spec.placed:
-        inputs["first_key"] = Array((lists.B, lists.key_tiles), "int32")
-    else:
-        inputs["position"] = Array((lists.B, lists.T), "int32")
+    inputs = {
+        "edges": lists.edges,
+        "first_key": spec.placed and int32(lists.B, lists.key_tiles),
+        "position": not spec.placed and int32(lists.B, lists.T),
+    }
     return _kernel("work_items", spec, inputs, spec.outputs, spec.segments)
 
 
 @described
 def ordered_work_items(spec: WorkItems) -> Kernel:
-    """The table of a spec that is `halving`, in each row and segment by the entries of a work
-    item, most first; those of as many stay in their order.
+    """The table of a `halving` spec, sorted in each row and segment by the entries of a work item,
+    most first; work items with equally many entries stay in their order.
     """
     table = {"table": spec.outputs["table"]}
     warps = cdiv(spec.items, LANES)
@@ -414,14 +415,12 @@ def ordered_work_items(spec: WorkItems) -> Kernel:
 
 
 def _kernel(name: str, spec: WorkItems, inputs, outputs, warps: int) -> Kernel:
-    """A kernel with so many warps per row."""
+    """A kernel with `warps` warps per row."""
     return Kernel.named(
-        name,
         spec,
-        f"kernels_pallas.mosaic.lists:{name}",
         inputs,
         outputs,
+        body=f"kernels_pallas.mosaic.lists:{name}",
         sizes=spec.sizes,
         grid=warp_grid(spec.lists.rows, warps),
-        source=f"kernels_pallas.specs.work_items:{name}",
     )

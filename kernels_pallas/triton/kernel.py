@@ -1,7 +1,7 @@
-"""What a Triton kernel is to the rest of the library: a description, which needs no Triton.
+"""The description of a Triton kernel, which needs no Triton.
 
-The steps are written once for both frameworks; a framework's `ArrayOps.run` launches what is
-described here on its own arrays.
+The steps are written once for both frameworks. A framework's `ArrayOps.run` launches the described
+kernels on its own arrays.
 """
 
 import collections
@@ -24,18 +24,18 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
-    """One launch. The function takes the arrays that `run` is given, `scalars`, `outputs`, and
-    `constants`, in this order; all arrays are stored in memory row by row.
+    """One launch. The arguments of the function are the arrays of `run`, `scalars`, `outputs` and
+    `constants`, in this order. All arrays are contiguous in row-major order.
 
     Attributes:
       function: `module:name` of the `triton.jit` function, a module of this package.
-      programs: of the launch's only axis, at least 1.
-      scalars: what lengths decide, and the scale: no value compiles anything again.
-      outputs: shapes and dtypes.
-      constants: what is compiled in, the only `tl.constexpr` of the function: a NamedTuple of
-        sizes of a layer, of tiles, and switches.
-      warps: of a program.
-      stages: of the loops' loads.
+      programs: Programs of the launch's only axis, at least 1.
+      scalars: Numbers that depend on lengths, and the scale; no value is compiled in.
+      outputs: Shapes and dtypes.
+      constants: Compiled numbers, the only `tl.constexpr` of the function: a NamedTuple of sizes
+        of a layer, sizes of tiles, and switches.
+      warps: Warps of a program.
+      stages: Pipeline stages of the loops' loads.
     """
 
     function: str
@@ -50,8 +50,8 @@ class TritonKernel:
     def of(
         cls, function: str, programs: int, scalars, outputs, launch=(4, 1), **constants: Any
     ) -> Self:
-        """With `launch`, warps and stages, and what is compiled in by name: each launch of a
-        function has the same names.
+        """A kernel with `launch`, its warps and stages, and compiled constants by name. Each launch
+        of a function has the same names.
         """
         values = _constants(*constants)(**constants)
         return cls(function, programs, tuple(scalars), tuple(outputs), values, *launch)

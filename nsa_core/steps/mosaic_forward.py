@@ -368,4 +368,5 @@ def combine_spec(outputs) -> combine.Combine:
     """Sizes of kernels that read the branches' outputs, which are alike."""
     *shape, width = outputs[0].shape
     dtype = dtype_name(outputs[0])
-    return combine.Combine(math.prod(shape), width, len(outputs), dtype, interpret.get())
+    sizes = math.prod(shape), width, len(outputs), dtype
+    return combine.Combine(*sizes, interpret=interpret.get())
