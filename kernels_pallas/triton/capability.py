@@ -1,4 +1,4 @@
-"""What the Triton kernels can do; asked before any of them is imported."""
+"""Limits of the Triton kernels, checked before any of them is imported."""
 
 import functools
 import importlib.metadata
@@ -14,7 +14,7 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, itemsize, power, scores_tiling
 
 AMPERE = (8, 0)
-ADA = (8, 9)  # the first that converts 8-bit floats
+ADA = (8, 9)  # the first capability that converts 8-bit floats
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
 SELECTED = 64  # blocks of a token
@@ -30,7 +30,7 @@ def why_not(problem: Any) -> str | None:
         return reason
     group, config = problem.H // problem.Hkv, problem.config
     if group > HEADS:
-        return f"takes up to {HEADS} query heads a key/value head, got {group}"
+        return f"takes up to {HEADS} query heads per key/value head, got {group}"
     for name in ("D", "Dv"):
         width = getattr(problem, name)
         if width > WIDTH:
@@ -47,17 +47,17 @@ def why_not(problem: Any) -> str | None:
         return (
             f"takes widths and groups whose tiles fit in the shared memory of compute capability "
             f"{found}, got {problem.dtype} with D={problem.D}, Dv={problem.Dv}, "
-            f"{group} query heads a key/value head"
+            f"{group} query heads per key/value head"
         )
-    # Of the backward pass of a packed batch, where a block counts twice.
+    # A block counts twice in the backward pass of packed rows.
     rows = 2 * problem.T * group * config.num_selected
     return f"takes 2 T G n < 2**31, got {rows}" if rows >= NUMBERED else None
 
 
 def decode_why_not(problem: Any) -> str | None:
-    """Why `decode.py` cannot run a paged call, or None: `T` queries a row of `S` tokens."""
+    """Why `decode.py` cannot run a paged call of `T` queries per row of `S` tokens, or None."""
     if problem.packed or not 1 <= problem.T <= QUERIES:
-        rows = "rows of different numbers" if problem.packed else f"{problem.T} a row"
+        rows = "rows of different numbers" if problem.packed else f"{problem.T} per row"
         return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
     return why_not(problem) or (fp8_why_not(problem.capability) if problem.is_fp8 else None)
 
@@ -73,7 +73,7 @@ def copies_why_not(
     found: tuple[int, int] | None, dtype: object, framework: str = "torch"
 ) -> str | None:
     """Why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`, `index.py`) cannot
-    run for a dtype on a GPU of this capability, or None.
+    run with a dtype on a GPU of this capability, or None.
     """
     name = str(dtype).removeprefix("torch.")
     if found is None or found < AMPERE:
@@ -85,7 +85,7 @@ def copies_why_not(
 
 @functools.cache
 def _missing(framework: str) -> str | None:
-    """What must be installed."""
+    """A package that must be installed, in a sentence, or None."""
     wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
     for name in wanted:
         if importlib.util.find_spec(name) is None:
@@ -104,10 +104,10 @@ def _pair_why_not() -> str | None:
 
 
 def launcher_why_not() -> str | None:
-    """What Triton lacks here to build what launches a kernel from torch, which is C; or None."""
+    """The tool that Triton lacks to build its C launcher for torch, in a sentence, or None."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "needs a C compiler, which builds what launches Triton's kernels: install gcc"
+        return "needs a C compiler, which builds the launcher of Triton's kernels: install gcc"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
     if not os.path.exists(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
-        return "needs Python.h, with which Triton builds what launches kernels: install python3-dev"
+        return "needs Python.h, with which Triton builds its launcher: install python3-dev"
     return None

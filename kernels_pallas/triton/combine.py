@@ -34,7 +34,7 @@ def gated_sum(
 
 @triton.jit
 def _deltas(do, outputs, results, count, c):
-    """delta = rowsum(dO * O) of each. Where an output is 0, as in padding, dO may be anything."""
+    """delta = rowsum(dO * O) of each output. If an output is 0, as in padding, dO may be NaN."""
     row = tl.program_id(0).to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, c.WIDTH).to(tl.float32)
@@ -56,6 +56,6 @@ def deltas(
     count,
     compressed_delta, selected_delta, sliding_delta, c: tl.constexpr,
 ):  # fmt: skip
-    """`delta` of the three branches, which share the reading of `do`."""
+    """`delta` of the three branches, with a single read of `do`."""
     results = compressed_delta, selected_delta, sliding_delta
     _deltas(do, (compressed, selected, sliding), results, count, c)

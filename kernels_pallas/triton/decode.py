@@ -1,15 +1,15 @@
 """Decode: a few queries per row, all branches, over a paged cache, in two launches.
 
     partials   a program has one split of the compressed keys, or of the window, of one row and
-               key/value head. It keeps the logits of the compressed keys for the scores, and of
-               its split the maximum, the sum and the unnormalised output.
+               key/value head. It stores the logits of the compressed keys for the scores, and the
+               maximum, the sum and the unnormalised output of its split.
     finish     a program has one query of one key/value head, and one part of its selected blocks.
-               It scores all blocks, chooses the best, attends to those of its part and adds the
-               outputs of its share of the splits. The last part to end adds the parts up.
+               It scores all blocks, selects the best, attends to the blocks of its part and adds
+               the outputs of its share of the splits. The last part to finish adds up the parts.
 
-Split-K: a split has a fixed number of keys, so that the order of sums follows from the length of
-a row alone, not from the batch or the table. What bounds it is the memory's bandwidth: every
-compressed key and value once per row, and the keys and values of the window and the blocks.
+Split-K: a split has a fixed number of keys, so that the order of sums only depends on the length of
+a row, not on the batch or the table. Bandwidth bound: every compressed key and value is read once
+per row, and the keys and values of the window and the blocks.
 
     m_s = max S    l_s = sum exp2(S - m_s)    O_s = exp2(S - m_s) V       of split s
     m = max m_s    lse = m + log2(sum l_s exp2(m_s - m))    O = sum exp2(m_s - lse) O_s
@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
     columns,
+    dot,
     load_columns,
     load_rows,
     pair_of,
@@ -36,7 +37,7 @@ MERGED = tl.constexpr(8)  # splits whose statistics are read at a time
 
 @triton.jit
 def entry_place(table, entry, mask, P, PER_PAGE):
-    """Where the entries of a row lie in the pool, as if it were one long page."""
+    """The indices of a row's entries in the pool, as if it were one long page."""
     page = tl.load(table + entry // PER_PAGE, mask=mask, other=0)
     page = tl.minimum(tl.maximum(page, 0), P - 1).to(tl.int64)
     return page * PER_PAGE + entry % PER_PAGE
@@ -44,7 +45,7 @@ def entry_place(table, entry, mask, P, PER_PAGE):
 
 @triton.jit
 def _row_of(lengths, batch, M, c):
-    """Tokens of a row, and the position of its first query; negative: no row."""
+    """Tokens of a row, and the position of its first query, which is negative without a row."""
     length = tl.minimum(tl.load(lengths + batch), M * c.PAGE)
     return length, tl.where(length > 0, length - c.QUERIES, -c.QUERIES)
 
@@ -58,17 +59,17 @@ def _complete(position, c):
 
 @triton.jit
 def _scales(scale, place, head, mask, c, PER_PAGE):
-    """Of tokens of one head, `[P, HEADS, PER_PAGE]`."""
+    """Scales of tokens of one head, from `[P, HEADS, PER_PAGE]`."""
     at = (place // PER_PAGE * c.HEADS + head) * PER_PAGE + place % PER_PAGE
     return tl.load(scale + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
-    """Of the entries at `place`, base 2, and their values, of which each may have scales.
+    """Logits of the entries at `place`, base 2, and their values. Keys and values may have scales.
 
     Args:
-      arrays: keys and values, and the scales of both.
+      arrays: Keys and values, and the scales of both.
     """
     key, value, key_scale, value_scale = arrays
     at = place * c.HEADS + head
@@ -79,18 +80,18 @@ def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
     if c.FP8:
         scales = _scales(value_scale, place, head, mask, c, PER_PAGE)
         values = (values.to(tl.float32) * scales[:, None]).to(rows.dtype)
-    logits = tl.dot(rows, keys, input_precision=c.PRECISION) * scale
+    logits = dot(rows, keys, c) * scale
     if FP8_KEYS:
         logits *= _scales(key_scale, place, head, mask, c, PER_PAGE)[None, :]
     return logits, values
 
 
 @triton.jit
-def _split_walk(
+def _over_split(
     arrays, bounds, rows, table, head, P, scale, logits_at, row_mask, c, PER_PAGE, FIRST_SLOT,
     KEPT, FP8_KEYS,
 ):  # fmt: skip
-    """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`."""
+    """Attention of the rows to `begin .. end - 1`, of which each row sees `low .. high - 1`."""
     low, high, begin, end = bounds
     state = softmax_start(c.ROWS, columns(c.VALUE_WIDTH))
     for block in range(begin, end, c.KEYS):
@@ -123,8 +124,8 @@ def partials(
       sliding_key, sliding_value: `[P, PAGE, HEADS, .]`.
       compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`.
-      splits, windows: of the compressed keys and of the window, for the longest row there can be.
-      candidates: compressed keys of that row.
+      splits, windows: Splits of the compressed keys and of the window, for the longest row.
+      candidates: Compressed keys of that row.
       logits: float32 `[B * HEADS, QUERIES * GROUP, candidates]`, base 2.
       maxima, sums: float32 `[B * HEADS, QUERIES * GROUP, splits + windows]`.
       outputs: float32 `[B * HEADS, QUERIES * GROUP, splits + windows, VALUE_WIDTH]`.
@@ -154,7 +155,7 @@ def partials(
     rows = load_rows(query, row, there, c.WIDTH)
     table = page_table + batch * M
     SLOTS: tl.constexpr = c.PAGE // c.COMPRESS_STRIDE
-    # The slot of a row's first page.
+    # Slot of the first compressed key in a row's first page.
     FIRST: tl.constexpr = c.COMPRESS_BLOCK // c.COMPRESS_STRIDE - 1
     logits_at = logits + (pair * ALL + number) * candidates
     of_rows = rows, table, head, P, scale, logits_at, there
@@ -166,7 +167,7 @@ def partials(
         scale_of = compressed_value_scale  # keys have none
         compressed = compressed_key, compressed_value, scale_of, scale_of
         of_compressed = (compressed, (low, high, begin, end)) + of_rows
-        most, total, acc = _split_walk(*of_compressed, c, SLOTS, FIRST, True, False)
+        most, total, acc = _over_split(*of_compressed, c, SLOTS, FIRST, True, False)
     else:
         begin = tl.maximum(length - c.QUERIES - c.WINDOW + 1, 0) + (split - splits) * c.SPLIT
         end = tl.minimum(begin + c.SPLIT, length)
@@ -174,7 +175,7 @@ def partials(
         high = tl.where(there, position + 1, 0)
         sliding = sliding_key, sliding_value, sliding_key_scale, sliding_value_scale
         of_sliding = (sliding, (low, high, begin, end)) + of_rows
-        most, total, acc = _split_walk(*of_sliding, c, c.PAGE, 0, False, c.FP8)
+        most, total, acc = _over_split(*of_sliding, c, c.PAGE, 0, False, c.FP8)
     if begin < end:
         at = (pair * ALL + number) * count + split
         tl.store(maxima + at, most, mask=there)
@@ -184,7 +185,7 @@ def partials(
 
 @triton.jit
 def _lse_log2(maxima, sums, at, begin, end, real, c):
-    """lse of the splits `begin .. end - 1`, base 2, of rows whose statistics lie at `at`."""
+    """lse of the splits `begin .. end - 1`, base 2, of rows whose statistics are at `at`."""
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
     for first in range(begin, end, MERGED):
@@ -196,7 +197,7 @@ def _lse_log2(maxima, sums, at, begin, end, real, c):
         total *= tl.exp2(most - base)
         total += tl.sum(parts * tl.exp2(theirs - base[:, None]), axis=1)
         most = larger
-    # Rows that see nothing: +inf, so that exp2(S - lse) is 0.
+    # Rows that see no key have +inf, so that exp2(S - lse) is 0.
     return tl.where(
         total == 0.0, float("inf"), most + tl.log2(tl.where(total == 0.0, 1.0, total))
     )
@@ -211,7 +212,7 @@ def _best_blocks(logits, candidates, lse_log2, own, seen, c):
         score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]
 
     Args:
-      logits: of this query, `[GROUP, candidates]`; `seen` of the candidates are there.
+      logits: Logits of this query, `[GROUP, candidates]`; the first `seen` candidates exist.
       lse_log2: `[GROUP_ROWS]`.
     """
     RATIO: tl.constexpr = c.PAGE // c.COMPRESS_STRIDE
@@ -288,12 +289,12 @@ def finish(
     """Programs: B * HEADS * QUERIES * PARTS.
 
     Args:
-      query .. lengths: as in `partials`, with the pages of the selected branch.
+      query .. lengths: As in `partials`, with the pages of the selected branch.
       gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
-      logits .. counters: of `partials`; of its counters each counts the parts that have ended.
+      logits .. counters: Outputs of `partials`; a counter counts the parts that have finished.
       out: `[B * QUERIES, H, VALUE_WIDTH]`; indices: int32 `[B * QUERIES, HEADS, N]`.
       part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
-      part_outputs, part_added: the same, `[.., VALUE_WIDTH]`: of the selected branch, not
+      part_outputs, part_added: The same, `[.., VALUE_WIDTH]`: of the selected branch, not
         normalised, and of the other two, gated.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -357,7 +358,7 @@ def finish(
     gate = _gate(gates, row, here, 2)
     added = _add_splits(added, gate, *of_splits, sliding_lse, splits + part, window_end, c)
 
-    # What the parts leave to the last of them.
+    # The results of each part, for the last part to finish.
     mine = program * c.GROUP_ROWS + number
     most, total, acc = state
     tl.store(part_maxima + mine, most, mask=real)
@@ -372,20 +373,20 @@ def finish(
 
 
 @triton.jit
-def _handed(at, mask, other):
-    """What other programs wrote."""
+def _load_shared(at, mask, other):
+    """Loads numbers that other programs wrote, past L1."""
     return tl.load(at, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
-    """out = sum of what the parts added + gate * selected."""
+    """out = sum of `part_added` + gate * selected."""
     PARTS: tl.constexpr = c.PARTS
     part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
-        most = tl.maximum(most, _handed(part_maxima + at, real, float("-inf")))
+        most = tl.maximum(most, _load_shared(part_maxima + at, real, float("-inf")))
     most = tl.where(most == NEGATIVE_INFINITY, 0.0, most)
     total = tl.full([c.GROUP_ROWS], 0.0, tl.float32)
     acc = tl.full([c.GROUP_ROWS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
@@ -394,11 +395,11 @@ def _merge_parts(gates, out, parts, item, row, number, real, c):
     mask = real[:, None] & (column < c.VALUE_WIDTH)[None, :]
     for part in tl.static_range(PARTS):
         at = (item * c.PARTS + part) * c.GROUP_ROWS + number
-        share = tl.exp2(_handed(part_maxima + at, real, float("-inf")) - most)
-        total += share * _handed(part_sums + at, real, 0.0)
+        share = tl.exp2(_load_shared(part_maxima + at, real, float("-inf")) - most)
+        total += share * _load_shared(part_sums + at, real, 0.0)
         place = at[:, None] * c.VALUE_WIDTH + column[None, :]
-        acc += share[:, None] * _handed(part_outputs + place, mask, 0.0)
-        added += _handed(part_added + place, mask, 0.0)
+        acc += share[:, None] * _load_shared(part_outputs + place, mask, 0.0)
+        added += _load_shared(part_added + place, mask, 0.0)
     gate = _gate(gates, row, real, 1)
     empty = total == 0.0
     acc = acc * (gate / tl.where(empty, 1.0, total))[:, None]

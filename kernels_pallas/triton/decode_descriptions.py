@@ -1,4 +1,4 @@
-"""Launches on pages beside a decode step, described: `append`, `gather`. Needs no Triton."""
+"""Descriptions of the launches `append` and `gather` on pages. No Triton is needed."""
 
 from typing import Any
 
@@ -21,17 +21,18 @@ def gather(
     fp8: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> TritonKernel:
-    """Arrays: pages of keys and of values, the scales of both (where there are none: any),
-    page_table, lengths; results: `[rows, S, heads, width]` of both, of as many entries as a row's
-    pages have, so that scores, which read whole blocks of them, need no copy.
+    """Arrays: pages of keys and of values, the scales of both (any array if there are none),
+    page_table, lengths. Results: `[rows, S, heads, width]` of both. S is the number of entries of a
+    row's pages, so that the scores, which read whole blocks, need no copy.
 
     Args:
-      key, value: the pages.
-      dtype: of the results, and of pages but those in `fp8`.
+      key, value: The pages.
+      dtype: Dtype of the results, and of pages that are not in `fp8`.
       entries: `nsa_core.paged_layout.Entries` of a page.
-      reach: the last tokens of a row, whose entries are copied; others are zeros.
-      margin: tokens before these whose entries are zeros, others are not written; None: all are.
-      last: of each row the last page alone, of raw tokens.
+      reach: Number of last tokens of a row whose entries are copied; other entries are zeros.
+      margin: Number of tokens before these whose entries are zeros; earlier ones are not written.
+        Defaults to all tokens.
+      last: Whether only the last page of each row is copied, for raw tokens.
     """
     (pool, _, heads, width), (rows, pages) = key.shape, page_table.shape
     widths = width, value.shape[3]
@@ -60,22 +61,23 @@ def gather(
 def append(
     cache: Any, key: Any, value: Any, page_table: Any, *, ragged: bool, means: bool, slots: bool
 ) -> list[TritonKernel]:
-    """One launch, or two, that write in place. `paged_append.append` lists the arrays. Pass any
+    """One or two launches that write in place. `paged_append.append` lists the arrays. Pass any
     array in place of one that is not read.
 
-    Where a row of a cache in fp8 may have so many tokens that they take the places in its ring of
-    those that its means need, the ring is written by a launch of its own.
+    If the new tokens of a row of a cache in fp8 may overwrite ring buffer slots whose tokens the
+    means still need, a separate launch writes the ring buffer.
 
     Args:
       cache: `nsa_core.paged_layout.PagedArrays`.
-      key, value: the new tokens `[N, Hkv, .]` of all rows.
-      ragged: whether rows have different numbers of tokens; means: whether compressed tokens are
-        means, which are made here; slots: whether the rows say which ring they have.
+      key, value: The new tokens `[N, Hkv, .]` of all rows.
+      ragged: Whether rows have different numbers of tokens.
+      means: Whether compressed tokens are means, which the launch computes.
+      slots: Whether the rows name their ring buffers.
     """
     (tokens, heads, width), rows, config = key.shape, page_table.shape[0], cache.config
     rings = cache.recent_key.shape[0] if cache.is_fp8 else 0
     longest = tokens if ragged else tokens // rows
-    apart = rings > 0 and longest > config.compress_block + 1
+    separate = rings > 0 and longest > config.compress_block + 1
     return [
         TritonKernel.of(
             "paged_append:append",
@@ -99,5 +101,5 @@ def append(
             WRITES=writes,
             KEEPS=keeps,
         )
-        for writes, keeps in ([(True, False), (False, True)] if apart else [(True, True)])
+        for writes, keeps in ([(True, False), (False, True)] if separate else [(True, True)])
     ]

@@ -1,6 +1,6 @@
 """The sizes of a branch on Triton kernels, and the kernels behind a layer's projection.
 
-No Triton is imported. The steps (`nsa_core.steps.triton_forward`, ..) describe what they launch.
+No Triton is imported. The steps (`nsa_core.steps.triton_forward`, ..) describe their launches.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ from kernels_pallas.triton import tiling as tilings
 from kernels_pallas.triton.kernel import LOG2E, TritonKernel, cdiv
 from kernels_pallas.triton.tiling import Tiling, power, precision
 
-SPLIT_NUMBERS = 4096  # of a head that a program of `split_heads` has
+SPLIT_NUMBERS = 4096  # numbers of a head in a program of `split_heads`
 
 
 class Problem(NamedTuple):
-    """Sizes of one branch (shapes: `nsa_core.types`), and where it runs.
+    """Sizes of one branch (shapes: `nsa_core.types`), and its GPU.
 
     Attributes:
-      capability: of the GPU, which bounds the tiles.
+      capability: Capability of the GPU, which bounds the tiles.
     """
 
     B: int
@@ -45,8 +45,8 @@ class Problem(NamedTuple):
         return self.scale * LOG2E
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
-        """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile; a bound of
-        the rows holds alone.
+        """The tiling of a kernel (`tiling.needed`) with at most this number of rows and keys per
+        tile. A bound of the rows replaces the default; a bound of the keys can only lower it.
         """
         largest = tilings.most(kernel, self.capability, self.D, self.Dv)
         limits = rows or largest[0], min(keys or largest[1], largest[1])
@@ -62,8 +62,8 @@ class Problem(NamedTuple):
     def kernel(
         self, launch: tuple[str, Tiling, int], scalars, outputs, **constants: Any
     ) -> TritonKernel:
-        """One of attention, told T, S and the `scalars`; `launch`: function, tiles, and programs of
-        a pair.
+        """A kernel of attention with the scalars T, S and `scalars`; `launch`: function, tiles, and
+        programs per pair.
         """
         function, tiling, programs = launch
         return TritonKernel.of(
@@ -85,12 +85,13 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What a row of a layer's fused projection holds: query heads of D columns, then the key heads
-    of D of 1 to 3 branches, then the value heads of Dv of as many, then `gates` numbers of each
-    query head, and what fills the row up to 16 bytes.
+    """The layout of a row of a layer's fused projection: query heads of D columns, then the key
+    heads of D columns of 1 to 3 branches, then the value heads of Dv columns of these branches,
+    then `gates` numbers per query head, and padding to a multiple of 16 bytes.
 
-    `means`: 1 where the mean of each key/value head's query heads is made beside them, or 0.
-    `raw_keys`: so many branches, the first, have keys that are not rotated.
+    Attributes:
+      means: 1 if the mean of each key/value head's query heads is also computed, otherwise 0.
+      raw_keys: Number of first branches whose keys are not rotated.
     """
 
     H: int
@@ -110,7 +111,7 @@ class Heads:
 
     @property
     def gate_columns(self) -> int:
-        """Columns of the gates, with what fills the row."""
+        """Columns of the gates, including padding."""
         return cdiv(self.H * self.gates, 8) * 8
 
     @property
@@ -123,7 +124,7 @@ class Heads:
         return cdiv(tokens, self.rows), self.H + self.branches * self.Hkv, self.D
 
     def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of query, three keys, three values, mean, gates; what is absent is empty."""
+        """Shapes of query, three keys, three values, mean, gates; absent arrays are empty."""
         absent = [(0,)] * (3 - self.branches)
         keys, values = (
             [(*tokens, self.Hkv, width)] * self.branches + absent for width in (self.D, self.Dv)

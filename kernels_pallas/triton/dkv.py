@@ -6,50 +6,57 @@
 A program has one tile of keys and a segment of the query rows that see it: an interval of
 tokens (`of_intervals`), or a part of the list of the tokens that chose the block
 (`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their
-order. The heads of a group add up by themselves.
+order. The products already sum over the heads of a group.
 
-The sums of dk and dv have as many terms as there are queries, and grow with them. In float32
-they are compensated: one multiply-add a query row rounds a large sum thousands of times, which
-is up to four times the error of the reference.
+The sums of dk and dv have one term per query, and grow with the number of queries. In float32 they
+are compensated: otherwise one multiply-add per query row would round a large sum thousands of
+times, with up to four times the error of the reference.
 """
 
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import columns, load_rows, pair_of, row_statistics, store_rows
+from kernels_pallas.triton.rows import (
+    columns,
+    dot,
+    load_rows,
+    pair_of,
+    row_statistics,
+    store_rows,
+)
 
 
 @triton.jit
 def _add_product(a, b, acc, lost, c):
-    """acc + A B, and in float32 what rounding added to it so far (Kahan's sum of the tiles)."""
+    """acc + A B, and in float32 the rounding error of the sum so far (Kahan's sum of the tiles)."""
     if c.PRECISION != "ieee":
-        return tl.dot(a, b, acc, input_precision=c.PRECISION), lost
-    term = tl.dot(a, b, input_precision=c.PRECISION) - lost
+        return dot(a, b, c, acc), lost
+    term = dot(a, b, c) - lost
     larger = acc + term
     return larger, (larger - acc) - term
 
 
 @triton.jit
 def _over_queries(
-    tile, arrays, lists, item, at, borders, stop, scale, head, c, LISTED
+    tile, arrays, lists, item, at, edges, stop, scale, head, c, LISTED
 ):  # fmt: skip
-    """dk / scale and dv of a tile from the rows between the first and the last of four `borders`;
-    those between the second and the third see all of it. Rows are those of the tokens from `item`
-    on, or if `LISTED` of the entries of a query list.
+    """dk / scale and dv of a tile from the rows between the first and the last of four `edges`;
+    rows between the second and the third edge see the whole tile. Rows belong to the tokens from
+    `item` on, or if `LISTED` to the entries of a query list.
 
     Args:
-      tile: keys and values `[KEYS, .]`.
+      tile: Keys and values `[KEYS, .]`.
       arrays: query, do, lse, delta, gate, dlse.
       lists: first, last; or order, indices, position, key_start.
-      at: keys of the array.
+      at: Indices of the keys in the array.
     """
     keys, values = tile
     query, do, lse, delta, gate, dlse = arrays
     dk = tl.full([c.KEYS, columns(c.WIDTH)], 0.0, tl.float32)
     dv = tl.full([c.KEYS, columns(c.VALUE_WIDTH)], 0.0, tl.float32)
-    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)  # what rounding added
+    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)  # rounding errors
     for part in tl.static_range(3):
-        for start in range(borders[part], borders[part + 1], c.ROWS):
+        for start in range(edges[part], edges[part + 1], c.ROWS):
             row = start + tl.arange(0, c.ROWS)
             if LISTED:
                 order, indices, position, key_start = lists
@@ -81,13 +88,13 @@ def _over_queries(
             rows = load_rows(query, row, there, c.WIDTH)
             do_rows = load_rows(do, row, there, c.VALUE_WIDTH)
             lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, c)
-            logits = tl.dot(keys, tl.trans(rows), input_precision=c.PRECISION) * scale
+            logits = dot(keys, tl.trans(rows), c) * scale
             probs = tl.exp2(logits - lse_log2[None, :])
             if part != 1:
                 probs = tl.where(seen, probs, 0.0)
             gated = probs * gates[None, :]
             dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, c)
-            dp = tl.dot(values, tl.trans(do_rows), input_precision=c.PRECISION)
+            dp = dot(values, tl.trans(do_rows), c)
             ds = gated * dp - probs * shift[None, :]
             if part != 1:
                 ds = tl.where(seen, ds, 0.0)
@@ -97,18 +104,18 @@ def _over_queries(
 
 @triton.jit
 def of_intervals(
-    query, key, value, first, last, do, lse, delta, gate, dlse, edges,
+    query, key, value, first, last, do, lse, delta, gate, dlse, bounds,
     T, S, segments, scale, scale_dk,
     dk_out, dv_out, c: tl.constexpr,
 ):  # fmt: skip
     """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
-      query .. dlse: as in `interval.dq`.
-      edges: int32 `[B, tiles, 4]`: the tokens that see some key of a tile begin and end, and
-        those that see all its keys.
-      scale_dk: the scale itself.
-      DIRECT: there is one segment.
+      query .. dlse: As in `interval.dq`.
+      bounds: int32 `[B, tiles, 4]`: begin and end of the tokens that see some key of a tile, then
+        of the tokens that see all its keys.
+      scale_dk: The scale without log2(e).
+      DIRECT: Whether there is one segment.
       dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; otherwise float32 partials
         `[programs, KEYS, .]`.
     """
@@ -122,21 +129,21 @@ def of_intervals(
     beyond = (batch * S + at) * c.HEADS + head
     keys = load_rows(key, beyond, inner, c.WIDTH)
     values = load_rows(value, beyond, inner, c.VALUE_WIDTH)
-    edges += (batch * tiles + tile) * 4
-    start = tl.load(edges) * c.GROUP
-    stop = tl.load(edges + 1) * c.GROUP
+    bounds += (batch * tiles + tile) * 4
+    start = tl.load(bounds) * c.GROUP
+    stop = tl.load(bounds + 1) * c.GROUP
     share = tl.cdiv(tl.cdiv(stop - start, c.ROWS), segments) * c.ROWS
     start += segment * share
     stop = tl.minimum(stop, start + share)
     last_row = tl.maximum((stop - start + c.ROWS - 1) // c.ROWS, 0) * c.ROWS + start
-    plain = (tl.load(edges + 2) * c.GROUP - start + c.ROWS - 1) // c.ROWS * c.ROWS + start
+    plain = (tl.load(bounds + 2) * c.GROUP - start + c.ROWS - 1) // c.ROWS * c.ROWS + start
     plain = tl.minimum(tl.maximum(plain, start), last_row)
-    tail = tl.minimum(tl.load(edges + 3) * c.GROUP, stop)
+    tail = tl.minimum(tl.load(bounds + 3) * c.GROUP, stop)
     tail = tl.maximum(tail - plain, 0) // c.ROWS * c.ROWS + plain
     arrays = query, do, lse, delta, gate, dlse
-    borders = start, plain, tail, last_row
+    edges = start, plain, tail, last_row
     dk, dv = _over_queries(
-        (keys, values), arrays, (first, last), batch * T, at, borders, stop, scale, head, c,
+        (keys, values), arrays, (first, last), batch * T, at, edges, stop, scale, head, c,
         False,
     )  # fmt: skip
     dk *= scale_dk
@@ -160,14 +167,14 @@ def of_blocks(
     a tile, which is a block of keys; a program has KEYS of them.
 
     Args:
-      query .. key_start: as in `selected.forward`; do .. dlse: as in `interval.dq`.
-      order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other; an
+      query .. key_start: As in `selected.forward`; do .. dlse: As in `interval.dq`.
+      order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other. An
         entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
-        begins behind its token.
-      starts: int32 `[B * HEADS, tiles + 1]`: where each list begins.
-      ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
-      tile_of: int32 `[B * HEADS, items]`: the tile of each item; `tiles`: none.
-      COPIES: 2 where sequences may begin at any key, so that a block lies in two tiles.
+        begins after its token.
+      starts: int32 `[B * HEADS, tiles + 1]`: begin of each list.
+      ends: int32 `[B * HEADS, tiles]`: end of the items of each tile.
+      tile_of: int32 `[B * HEADS, items]`: the tile of each item; `tiles` is no tile.
+      COPIES: 2 if sequences may begin at any key, so that a block is part of two tiles.
       dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
     """
     program = tl.program_id(0)
@@ -188,7 +195,7 @@ def of_blocks(
         row = (batch * S + at) * c.HEADS + head
         keys = load_rows(key, row, inner, c.WIDTH)
         values = load_rows(value, row, inner, c.VALUE_WIDTH)
-        # A tile's own tokens come first, and see a part of it.
+        # A tile's own tokens come first, and see a part of the tile.
         own = first + c.BLOCK if c.COPIES == 1 else stop
         begin = start * c.GROUP
         stop *= c.GROUP
@@ -198,10 +205,10 @@ def of_blocks(
         tail = tl.maximum(stop - plain, 0) // c.ROWS * c.ROWS + plain
         arrays = query, do, lse, delta, gate, dlse
         order += list_row * entries
-        borders = begin, plain, tail, last_row
+        edges = begin, plain, tail, last_row
         lists = order, indices, position, key_start
         dk, dv = _over_queries(
-            (keys, values), arrays, lists, batch * T, at, borders, stop, scale, head, c, True
+            (keys, values), arrays, lists, batch * T, at, edges, stop, scale, head, c, True
         )  # fmt: skip
         row = tl.cast(program, tl.int64) * c.KEYS + tl.arange(0, c.KEYS)
         store_rows(dk_out, row, dk * scale_dk, inside >= 0, c.WIDTH)
@@ -216,7 +223,7 @@ def merge(dk_parts, dv_parts, ends, S, tiles, items, dk, dv, c: tl.constexpr):
 
     Args:
       dk_parts, dv_parts: float32 `[B * HEADS * items, KEYS, .]`.
-      ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
+      ends: int32 `[B * HEADS, tiles]`: end of the items of each tile.
     """
     program = tl.program_id(0)
     part = program % (c.KEYS // c.PART)

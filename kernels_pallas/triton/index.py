@@ -2,20 +2,20 @@
 
     z[t, h, j] = max of iq[t, h] . ik[r] over the rows r of block j that the query sees
 
-A program has `TOKENS` tokens with all their heads, whose rows stay, and walks over the keys, which
-all heads share, `KEYS` at a time: one product, of whose columns a thread holds many, and their
-maximum. `BEST` blocks make a step of the selection. A candidate is one 64-bit integer, the bits of
-its score in the order of integers before its complemented index: the greatest are the best, and of
-equal scores the lower block wins. The best so far stay in registers.
+A program keeps the rows of `TOKENS` tokens with all their heads, and loops over the keys, which all
+heads share, `KEYS` at a time: one product, with many columns per thread, and its maximum. A step of
+the selection has `BEST` blocks. A candidate is one 64-bit integer: the bits of its score in the
+order of integers, followed by its complemented index. The greatest candidates are the best, and the
+lower block wins among equal scores. The best so far stay in registers.
 
-`index_scores` writes z instead, where more blocks are chosen than registers hold, or blocks are few
-keys, or scores are added over heads; `paged_blocks.best` chooses then.
+`index_scores` writes z instead if more blocks are selected than registers hold, if blocks have few
+keys, or if scores are added over heads; then `paged_blocks.best` selects.
 """
 
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton.rows import NEGATIVE_INFINITY, load_columns, load_rows
+from kernels_pallas.triton.rows import NEGATIVE_INFINITY, dot, load_columns, load_rows
 from kernels_pallas.triton.scores import HIGHEST, pack_index, unpacked
 
 NOTHING = tl.constexpr(-(2**63))
@@ -34,7 +34,7 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
 
     Args:
       query: `[B, T, HEADS, WIDTH]`; key: `[B, S, WIDTH]`, a row for each ENTRY tokens.
-      position: int32 `[B, T]`, negative: padding.
+      position: int32 `[B, T]`; negative positions are padding.
       out: int32 `[B, T, HEADS, N]`.
     """
     tiles = tl.cdiv(T, c.TOKENS)
@@ -57,18 +57,18 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
     plain = tl.minimum((lowest + 1) // (c.POOL * c.ENTRY), end) // c.BEST * c.BEST
     key += batch * S * c.WIDTH
     best = tl.full([c.ROWS, c.BEST], NOTHING, tl.int64)
-    borders = 0, plain, end
+    edges = 0, plain, end
     PARTS: tl.constexpr = c.POOL // c.KEYS
     inside = tl.arange(0, c.KEYS)
     slot = tl.arange(0, c.BEST)
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
     for part in tl.static_range(2):
-        for first in range(borders[part], borders[part + 1], c.BEST):
+        for first in range(edges[part], edges[part + 1], c.BEST):
             scores = tl.full([c.ROWS, c.BEST], NEGATIVE_INFINITY, tl.float32)
             for i in range(0, c.BEST * PARTS):
                 row = first * c.POOL + i * c.KEYS + inside
                 keys = load_columns(key, row, row < S if part == 1 else None, c.WIDTH)
-                product = tl.dot(rows, keys, input_precision=c.PRECISION)
+                product = dot(rows, keys, c)
                 if part == 1:
                     seen = ((row + 1) * c.ENTRY)[None, :] <= at[:, None] + 1
                     product = tl.where(seen, product, NEGATIVE_INFINITY)
@@ -90,12 +90,12 @@ def index_blocks(query, key, position, T, S, out, c: tl.constexpr):
 
 @triton.jit
 def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.constexpr):
-    """Of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
+    """Scores of the tokens `first .. first + count - 1`. Programs: B * ceil(count / TOKENS) *
     ceil(blocks * POOL / CHUNK).
 
     Args:
-      query, key, position: as in `index_blocks`.
-      out: float32 `[B, count, HEADS or 1, blocks]`; written where a key is seen.
+      query, key, position: As in `index_blocks`.
+      out: float32 `[B, count, HEADS or 1, blocks]`; written if a key is seen.
     """
     MADE: tl.constexpr = c.KEYS // c.POOL
     tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)
@@ -124,10 +124,10 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
     for begin in range(chunk * c.CHUNK, end, c.KEYS):
         row = begin + inside
         keys = load_columns(key, row, row < S, c.WIDTH)
-        scores = tl.dot(rows, keys, input_precision=c.PRECISION)
+        scores = dot(rows, keys, c)
         if c.RELU:
             scores = tl.maximum(scores, 0.0)
-        if c.SUM:  # heads that are none are rows of zeros
+        if c.SUM:  # padding heads are rows of zeros
             scores = tl.sum(tl.reshape(scores, [c.TOKENS, c.HEAD_ROWS, c.KEYS]), axis=1)
         scores = tl.where(row[None, :] < sees[:, None], scores, NEGATIVE_INFINITY)
         if MADE == 1:

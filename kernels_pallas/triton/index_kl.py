@@ -3,16 +3,16 @@
     t_j = mean over the heads of exp(scale q . k_j - lse)     p = softmax of index_scale iq . ik_j
     L   = sum_j t_j (log t_j - log p_j)                       dS_j = index_scale (p_j sum(t) - t_j)
 
-Key-stationary: a program has a block, whose keys stay, and a part of its query list, of one index
-head. It gathers queries, 32 bytes for each key that a query-stationary walk would read.
+Key-stationary: a program keeps the keys of a block, and has a part of its query list, for one index
+head. It gathers queries: 32 bytes for each key that a query-stationary loop would read.
 
-    kl_targets     of each entry (query, slot) t and sum t
-    kl_entries     what else the loss is a sum of: with the logits z max z, sum exp(z - max) and
+    kl_targets     t and sum t for each entry (query, slot)
+    kl_entries     the other terms of the loss, with the logits z: max z, sum exp(z - max) and
                    sum t (log t - z)
-    kl_loss        these of all slots of a query: log-sum-exp of z, sum t, L
-    kl_gradients   dS of each entry from t and z, which is made again; its products with the
-                   block's keys, an entry each, and with the queries, summed over the entries
-    kl_query_sums, index_key_merge    both summed, in the order of slots and of entries
+    kl_loss        the sums over all slots of a query: log-sum-exp of z, sum t, L
+    kl_gradients   dS of each entry from t and z, which is computed again; its products with the
+                   block's keys, per entry, and with the queries, summed over the entries
+    kl_query_sums, index_key_merge    the sums of both, in the order of slots and of entries
 """
 
 import triton
@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
     columns,
+    dot,
     in_base_2,
     load_columns,
     load_rows,
@@ -51,7 +52,7 @@ def _entries(order, at, end, COUNT, EACH):
 
 @triton.jit
 def _number(entry, batch, T, head, c):
-    """Of `[B, T, INDEX_HEADS]`."""
+    """Index of an entry's token and head in `[B, T, INDEX_HEADS]`."""
     return (batch * T + entry // c.N) * c.INDEX_HEADS + head
 
 
@@ -61,13 +62,13 @@ def kl_targets(
     T, S, tiles, items, entries, log2_scale,
     masses, targets, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: B * INDEX_HEADS * items. A step takes TOKENS entries.
+    """Programs: B * INDEX_HEADS * items. A step has TOKENS entries.
 
     Args:
       query: `[B, T, INDEX_HEADS * GROUP, WIDTH]`; key: `[B, S, HEADS, WIDTH]`.
       lse: float32 `[B, T, INDEX_HEADS * GROUP]`, natural.
-      position: int32 `[B, T]`, negative: padding.
-      order, starts, ends, tile_of: as in `dkv.of_blocks`, a row per batch row and index head;
+      position: int32 `[B, T]`; negative positions are padding.
+      order, starts, ends, tile_of: As in `dkv.of_blocks`, a row per batch row and index head;
         entries are `token * N + slot`.
       masses: float32 `[B, T, INDEX_HEADS, N]`, written where listed.
       targets: `[B, T, INDEX_HEADS, N * BLOCK]`, t.
@@ -83,8 +84,8 @@ def kl_targets(
         keys = load_rows(key, (batch * S + token) * c.HEADS + kv_head, token < S, c.WIDTH)
         row = tl.arange(0, c.TOKENS * c.GROUP_ROWS)
         member = row % c.GROUP_ROWS
-        # What a step needs after its product is asked for a step before, its entries before that.
-        # The queries' own entries are loaded again: Triton asks for both ahead by itself.
+        # Numbers that a step needs after its product are loaded one step ahead, their entries two
+        # steps ahead. The queries' entries are loaded again, since Triton prefetches queries.
         mine = _entries(order, begin, end, c.TOKENS, c.GROUP_ROWS)
         following = _entries(order, begin + c.TOKENS, end, c.TOKENS, c.GROUP_ROWS)
         entry = _entries(order, begin, end, c.TOKENS, 1)
@@ -107,7 +108,7 @@ def kl_targets(
             here = at + tl.arange(0, c.TOKENS) < end
             item = batch * T + entry // c.N
 
-            logits = tl.dot(keys, rows, input_precision=c.PRECISION) * log2_scale
+            logits = dot(keys, rows, c) * log2_scale
             t = tl.exp2(logits - lse_log2[None, :])
             t = tl.sum(tl.reshape(t, [c.BLOCK, c.TOKENS, c.GROUP_ROWS]), axis=2)
             t *= 1.0 / c.GROUP
@@ -146,7 +147,7 @@ def kl_entries(
         to = _number(entry, batch, T, head, c) * c.N + entry % c.N
         kept = load_rows(targets, to, begin + step < end, c.BLOCK)
         upto = tl.load(position + batch * T + entry // c.N)
-        for at in range(begin, end, c.ROWS):  # asked for ahead as in `kl_targets`
+        for at in range(begin, end, c.ROWS):  # loaded ahead as in `kl_targets`
             later = _number(following, batch, T, head, c) * c.N + following % c.N
             next_kept = load_rows(targets, later, at + c.ROWS + step < end, c.BLOCK)
             next_upto = tl.load(position + batch * T + following // c.N)
@@ -157,16 +158,16 @@ def kl_entries(
             rows = load_rows(index_query, number, here, c.WIDTH)
             to = number * c.N + chosen % c.N
             t = kept.to(tl.float32)
-            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
+            z = dot(rows, key_columns, c) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
-            # t is 0 where nothing is seen.
-            apart = tl.log(tl.where(t > 0, t, 1.0)) - tl.where(seen, z, 0.0)
+            # t is 0 for keys that are not visible.
+            difference = tl.log(tl.where(t > 0, t, 1.0)) - tl.where(seen, z, 0.0)
             z = tl.where(seen, z, NEGATIVE_INFINITY)
             top = tl.max(z, axis=1)
             base = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
             tl.store(maxima + to, top, mask=here)
             tl.store(sums + to, tl.sum(tl.exp(z - base[:, None]), axis=1), mask=here)
-            tl.store(crosses + to, tl.sum(t * apart, axis=1), mask=here)
+            tl.store(crosses + to, tl.sum(t * difference, axis=1), mask=here)
             following, kept, upto = after, next_kept, next_upto
 
 
@@ -187,10 +188,10 @@ def kl_loss(
     """Programs: ceil(count / QUERIES); `count`: B * T * INDEX_HEADS.
 
     Args:
-      maxima, sums, masses, crosses: of `kl_entries` and `kl_targets`.
-      indices: int32 `[B, T, INDEX_HEADS, N]`, negative: none; position: int32 `[B, T]`.
-      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: of z, +inf where nothing is
-        listed; mass: sum t.
+      maxima, sums, masses, crosses: Outputs of `kl_entries` and `kl_targets`.
+      indices: int32 `[B, T, INDEX_HEADS, N]`, negative without a block; position: int32 `[B, T]`.
+      loss, index_lse, mass: float32 `[B, T, INDEX_HEADS]`; index_lse: log-sum-exp of z, +inf if no
+        block is listed; mass: sum t.
     """
     number = tl.program_id(0).to(tl.int64) * c.QUERIES + tl.arange(0, c.QUERIES)
     real = number < count
@@ -225,8 +226,8 @@ def kl_gradients(
 
     Args:
       index_query, index_key, targets, position, order, ..: as in `kl_entries`.
-      index_lse, mass: of `kl_loss`; grad: float32 `[B, T, INDEX_HEADS]`, of the loss.
-      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, of a gradient of 1, written where listed.
+      index_lse, mass: Outputs of `kl_loss`; grad: float32 `[B, T, INDEX_HEADS]`, of the loss.
+      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, for a gradient of 1, written if listed.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """
     program = tl.program_id(0)
@@ -255,14 +256,14 @@ def kl_gradients(
             normal = tl.load(index_lse + number, mask=here, other=float("inf"))
             whole = tl.load(mass + number, mask=here, other=0.0)
             weight = tl.load(grad + number, mask=here, other=0.0)
-            z = tl.dot(rows, key_columns, input_precision=c.PRECISION) * index_scale
+            z = dot(rows, key_columns, c) * index_scale
             seen = (token[None, :] <= upto[:, None]) & (token < S)[None, :]
             p = tl.where(seen, tl.exp(z - normal[:, None]), 0.0)
             change = ((p * whole[:, None] - t) * index_scale).to(to_dtype)
-            product = tl.dot(change, keys, input_precision=c.PRECISION)
+            product = dot(change, keys, c)
             store_rows(query_partials, to, product, here, c.WIDTH)
             rows = (rows.to(tl.float32) * weight[:, None]).to(to_dtype)
-            total = tl.dot(tl.trans(change), rows, total, input_precision=c.PRECISION)
+            total = dot(tl.trans(change), rows, c, total)
         row = tl.cast(program, tl.int64) * c.BLOCK + inside
         store_rows(key_partials, row, total, inside >= 0, c.WIDTH)
 

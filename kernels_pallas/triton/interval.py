@@ -26,7 +26,7 @@ from kernels_pallas.triton.rows import (
 @triton.jit
 def _tile(first, last, T, c):
     """The tile of this program, the longest first: batch row, head, row of `[B, T, H]`, which
-    rows there are, and the interval `low .. high - 1` of each.
+    rows exist, and the interval `low .. high - 1` of each.
     """
     tiles = tl.cdiv(T * c.GROUP, c.ROWS)
     program = tl.program_id(0)
@@ -43,8 +43,9 @@ def _tile(first, last, T, c):
 
 @triton.jit
 def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
-    """The loop over the keys that some row sees: blocks are masked up to `plain`, seen by all rows
-    to `tail`, and masked to `end`. Returns the state of `rows.start` after it.
+    """The loop over the keys that some row sees: blocks up to `plain` are masked, blocks up to
+    `tail` are seen by all rows, blocks up to `end` are masked. Returns the last state of
+    `rows.start`.
     """
     origin = batch * S * c.HEADS + head
     key += origin * c.WIDTH
@@ -57,11 +58,11 @@ def _attend(rows, key, value, batch, head, low, high, S, scale, c, BACK):
     plain = (tl.max(low, axis=0) + c.KEYS - 1) // c.KEYS * c.KEYS
     plain = tl.minimum(tl.maximum(plain, begin), end)
     tail = tl.maximum(tl.min(high, axis=0) // c.KEYS * c.KEYS, plain)
-    borders = begin, plain, tl.minimum(tail, end), end
+    edges = begin, plain, tl.minimum(tail, end), end
     state = start(c, BACK)
     inside = tl.arange(0, c.KEYS)
     for part in tl.static_range(3):
-        for block in range(borders[part], borders[part + 1], c.KEYS):
+        for block in range(edges[part], edges[part + 1], c.KEYS):
             skip = tl.cast(block, tl.int64) * c.HEADS
             keys_at, values_at = key + skip * c.WIDTH, value + skip * c.VALUE_WIDTH
             at, inner, seen = block + inside, None, None
@@ -85,7 +86,7 @@ def forward(
       query: `[B, T, HEADS * GROUP, WIDTH]`; key, value: `[B, S, HEADS, .]`.
       first, last: int32 `[B, T]`: query `t` sees the keys `first .. last - 1`.
       gate: float32 `[B, T, H]`, read if `GATED`; added: as `out`, read if `ADDED`.
-      scale: of the logits, times log2(e).
+      scale: Scale of the logits, times log2(e).
       out: `[B, T, H, VALUE_WIDTH]`: gate * O + added; lse: float32 `[B, T, H]`, natural.
     """
     batch, head, row, there, low, high = _tile(first, last, T, c)
@@ -106,7 +107,7 @@ def dq(
       do: `[B, T, H, VALUE_WIDTH]`, of the gated output.
       lse, delta: float32 `[B, T, H]`; gate, dlse: the same, read if `GATED`, `LSE_GRAD`.
       added: as `out`, read if `ADDED`.
-      scale_dq: the scale itself.
+      scale_dq: The scale without log2(e).
       out: `[B, T, H, WIDTH]`: dq + added.
     """
     batch, head, row, there, low, high = _tile(first, last, T, c)

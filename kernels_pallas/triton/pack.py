@@ -1,10 +1,10 @@
 """Copies between rows of an array and a contiguous buffer, and the sums that are their reverse.
 
-The array is seen as `[batch, tokens, heads, width]` with any strides; the buffer is
-`[rows, width]`. A range is a run of consecutive tokens of one head of one batch row: a first
-token, a length, and the row of the buffer where it begins. Ranges are listed in the order
-`[batch, query, head, slot]`, so a range's place in the list says its batch row and its head,
-and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
+The array is viewed as `[batch, tokens, heads, width]` with any strides; the buffer is
+`[rows, width]`. A range has consecutive tokens of one head of one batch row: a first token, a
+length, and the first row in the buffer. Ranges are listed in the order `[batch, query, head,
+slot]`, so a range's index in the list determines its batch row and its head, and 24 bytes of
+indices move a whole block. A length of 0 is an empty slot.
 
 Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """What is compiled in; TERMS: tiles of `sum_ranges`, HEADS: of `gather_rows`."""
+    """Compiled constants; TERMS: tiles of `sum_ranges`, HEADS: of `gather_rows`."""
 
     WIDTH: int
     ROWS: int
@@ -26,22 +26,23 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
-        # 64 elements a thread: eight reads of 16 bytes where an element has two. There is nothing
-        # to fuse, and newer versions of Triton warn where it is not said.
+        """Options of a launch."""
+        # 64 elements per thread: eight reads of 16 bytes for elements of two bytes. There is
+        # nothing to fuse, and newer versions of Triton warn without this option.
         warps = min(max(self.ROWS * self.COLUMNS * self.TERMS // 2048, 1), 4)
         return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def tile(longest: int, width: int, heads: int = 0) -> Tile:
-    """Of the gathers and of `add_ranges`: at most 8192 elements.
+    """The tile of the gathers and of `add_ranges`, at most 8192 elements.
+
+    Columns are the largest power of two that divides `width`, so that 192 is three times 64 and no
+    lane is idle. A divisor below 32 is not used, since its pieces of a row would be too small for
+    one warp.
 
     Args:
-      longest: rows of the longest range.
-      width: elements of a row.
-
-    Columns are the largest power of two in `width`, so that 192 is three times 64 and no lane
-    is idle, unless that is under 32: a row is then cut in pieces too small for one warp.
+      longest: Rows of the longest range.
+      width: Elements of a row.
     """
     columns = width & -width
     columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
@@ -50,10 +51,10 @@ def tile(longest: int, width: int, heads: int = 0) -> Tile:
 
 
 def sum_tile(longest: int, width: int) -> Tile:
-    """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and walks long lists.
+    """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and loops over long lists.
 
-    Few rows per program, so that many programs share the list of the block that all queries
-    read; several ranges a step, so that their reads are under way together.
+    A program has few rows, so that many programs share the list of the block that all queries
+    read. A step has several ranges, so that their reads are in flight together.
     """
     rows = min(triton.next_power_of_2(longest), 8)
     return tile(longest, width)._replace(ROWS=rows, TERMS=8)
@@ -61,8 +62,8 @@ def sum_tile(longest: int, width: int) -> Tile:
 
 @triton.jit
 def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
-    """Of a part of a range: batch row and head, which its place in the list says, rows in the
-    range, columns, the rows' tokens, and which of these the array has.
+    """For a part of a range: batch row and head, from its index in the list, rows in the range,
+    columns, the rows' tokens, and which tokens exist in the array.
     """
     batch, head = item // per_batch, item // slots % heads
     row = part * c.ROWS + tl.arange(0, c.ROWS)
@@ -85,7 +86,7 @@ def gather_ranges(
     Args:
       source: `[batch, tokens, heads, WIDTH]` with the strides `source_*`, in elements.
       packed: contiguous `[rows, WIDTH]`; rows outside all ranges are not written.
-      start, length, place: int64, contiguous, one entry a range.
+      start, length, place: int64, contiguous, one entry per range.
       slots, per_batch: ranges of one (query, head) and of one batch row.
     """
     item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -108,7 +109,7 @@ def gather_rows(
     count, tokens, batches,
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 for none.
+    """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 if it is none.
 
     Grid: (ceil(count / ROWS), columns, HEADS).
 
@@ -164,18 +165,18 @@ def sum_ranges(
     tokens, heads, slots, per_batch, tiles,
     grad_row, grad_column, c: tl.constexpr,
 ):  # fmt: skip
-    """As `add_ranges`, bitwise the same however the programs are scheduled.
+    """As `add_ranges`, with the same bits for any schedule of the programs.
 
-    The inverse list says which ranges begin at the same token: one program sums the rows of
-    all of them, in the order of the list, and alone adds the sum to `total`. Two ranges must
-    therefore begin at the same token or have no token in common.
+    The inverse list groups ranges that begin at the same token: a single program sums their rows in
+    the order of the list and adds the sum to `total`. Two ranges must therefore begin at the same
+    token or have no token in common.
 
     Grid as in `gather_ranges`; only the first of the ranges of a block has work.
 
     Args:
-      block: int64, ascending: for each entry of the list where its range begins, -1: empty.
+      block: int64, ascending: the begin of the range of each entry of the list, -1 if it is empty.
       order: int64: the range of each entry.
-      end: int64: for each entry, where the entries of its block end.
+      end: int64: for each entry, the end of the entries of its block.
     """
     entry, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     own = tl.load(block + entry)
@@ -202,7 +203,7 @@ def sum_ranges(
             values = tl.load(columns + offset[:, :, None], mask=mask, other=0)
             found += tl.sum(values.to(found.dtype), axis=0)
             reach = tl.maximum(reach, tl.max(size, axis=0))
-        # Beyond the longest of its ranges the tokens are another program's.
+        # Tokens beyond the longest of its ranges belong to another program.
         mask = (there & (row < reach))[:, None] & wide[None, :]
         offset = ((batch * tokens + token) * heads + head) * c.WIDTH
         sums = total + (offset[:, None] + column[None, :])

@@ -1,12 +1,12 @@
-"""Appends tokens to a paged cache, and the means which they finish, in one launch and in place.
+"""Appends tokens to a paged cache, with the means that they complete, in one launch and in place.
 
-A program has one token and one key/value head. It writes the token to its page. Where the token
-is the last of a compressed one, position i d + l - 1, it also writes the mean of the last `l`
-tokens: those of this call from the call, which other programs may not have written yet, the
-others from their pages. What bounds it is the launch.
+A program has one token and one key/value head. It writes the token to its page. If the token is the
+last of a compressed one, position i d + l - 1, it also writes the mean of the last `l` tokens:
+tokens of this call from its inputs, which other programs may not have written yet, the others from
+their pages. Bound by the launch.
 
-A cache in fp8 gets codes and scales (`nsa_core.rounding`), and its mean is of the older tokens in
-the row's ring, where these round to what the page has.
+A cache in fp8 stores codes and scales (`nsa_core.rounding`). Its mean uses the older tokens in the
+row's ring buffer, if these round to the tokens of the page.
 """
 
 import triton
@@ -45,13 +45,13 @@ def _rounded(rows):
 
 @triton.jit
 def _restored(codes, scales, like):
-    """What is read of them, in the dtype of `like`, as float32."""
+    """The numbers of codes and scales, rounded to the dtype of `like`, as float32."""
     return (codes.to(tl.float32) * scales[:, None]).to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _scale_place(at, head, c, PER_PAGE):
-    """Where the scale of the entry `at` lies."""
+    """Index of the scale of the entry `at`."""
     return (at // PER_PAGE * c.HEADS + head) * PER_PAGE + at % PER_PAGE
 
 
@@ -70,8 +70,8 @@ def append(
     page_table, lengths, starts, slots, new, pages, compressed, scales, recent, N, B, M, P, R,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: N * HEADS. Keys and values of the selected, the sliding and the compressed branch
-    are tuples; the last four are the first two unless `SEPARATE`.
+    """Programs: N * HEADS. `new` and `pages` are tuples of keys and values of the selected, the
+    sliding and the compressed branch; without `SEPARATE` the last four are the first two.
 
     Args:
       page_table: int32 `[B, M]`; lengths: int32 `[B]`; starts: int32 `[B + 1]`, read if `RAGGED`.
@@ -80,7 +80,7 @@ def append(
       compressed: keys and values `[P, PAGE / COMPRESS_STRIDE, ..]`.
       scales: float32 `[P, HEADS, .]` of `pages` in `FP8`, and of compressed values.
       recent: keys and values `[R, 2 l, HEADS, .]` of a cache in `FP8`.
-      WRITES, KEEPS: whether pages are written, and rings.
+      WRITES, KEEPS: Whether pages are written, and ring buffers.
     """
     program = tl.program_id(0)
     token = (program // c.HEADS).to(tl.int64)

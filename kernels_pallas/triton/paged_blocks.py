@@ -1,18 +1,18 @@
 """A few queries of rows in pages: the blocks of an indexer, and attention to blocks.
 
-    scores     a program has some keys of one query. Their maxima by block, all that is written,
-               are a word for each block, head and query.
-    best       a program has one list. It finds the least score that is chosen bit by bit, so that
-               the blocks come in their order, and of equal scores the lower ones.
-    digits     the same of few long lists, whose programs would leave most of a GPU idle: a program
-               has a part of one. Launch after launch finds some more bits of that least score,
-               from how often the parts have each of these bits' values, and
-    chosen     writes the blocks of a part, after as many as the parts before it chose.
+    scores     a program has some keys of one query. It only writes their maxima by block, a word
+               for each block, head and query.
+    best       a program has one list. It finds the least selected score bit by bit, so that the
+               blocks are in their order, and the lower blocks are selected among equal scores.
+    digits     the same for few long lists, whose programs would leave most of a GPU idle: a program
+               has a part of a list. Each launch finds a few more bits of that least score, from
+               the number of times that the parts have each value of these bits.
+    chosen     writes the blocks of a part, after the blocks of the parts before it.
     partials   a program has one query, one key/value head and `SPLIT` of the keys of its blocks.
     merge      a program adds the parts of one query and key/value head.
 
-A split has a fixed number of keys: the order of sums does not depend on the batch. What bounds
-`scores` is the memory's bandwidth, which reads each key of a row once; the others wait for it.
+A split has a fixed number of keys, so the order of sums does not depend on the batch. `scores` is
+bandwidth bound and reads each key of a row once; the other kernels are bound by latency.
 """
 
 import triton
@@ -22,6 +22,7 @@ from kernels_pallas.triton.index import ordered
 from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
     columns,
+    dot,
     load_columns,
     load_rows,
     raised,
@@ -32,13 +33,13 @@ from kernels_pallas.triton.rows import (
 )
 from kernels_pallas.triton.scores import HIGHEST
 
-LOWEST = tl.constexpr(-(2**31))  # the order of what is no candidate
+LOWEST = tl.constexpr(-(2**31))  # the order of a block that is no candidate
 
 
 @triton.jit
 def _place_of(token, places, c):
-    """Row and position of a token; a negative position: padding. `places`: the arguments of the
-    kernels that say so.
+    """Row and position of a token; a negative position is padding. `places`: the arguments of the
+    kernels from which they follow.
     """
     lengths, rows, positions, queries, most = places
     if c.RAGGED:
@@ -51,8 +52,8 @@ def _place_of(token, places, c):
 
 @triton.jit
 def _entries(table, index, seen, P, PER_PAGE):
-    """Page and place in it of the entries `index` of a row, and which of the `seen` are in a page
-    that exists.
+    """Page of the entries `index` of a row, index in it, and which of the `seen` entries are in an
+    existing page.
     """
     page = tl.load(table + index // PER_PAGE, mask=seen, other=-1)
     there = (page >= 0) & (page < P)
@@ -69,14 +70,14 @@ def scores(
 
     Args:
       query: `[tokens, HEADS, WIDTH]`; pages: `[P, PER_PAGE, WIDTH]`, a key for ENTRY tokens each;
-        `stride` keys lie from a page to the next.
+        the distance of pages is `stride` keys.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`, of `queries` queries each.
       rows, positions: int32 `[tokens]`, read if `RAGGED`.
-      most: tokens that a row's table has room for; blocks: of these.
-      out: float32 `[tokens, HEADS or 1, blocks]`; written where a key is seen.
+      most: Capacity of a row's table in tokens; blocks: Blocks of these.
+      out: float32 `[tokens, HEADS or 1, blocks]`; written if a key is seen.
     """
     program = tl.program_id(0)
-    token = program % tokens  # those of a row read its keys at about the same time
+    token = program % tokens  # tokens of a row read its keys at about the same time
     first = program // tokens * c.CHUNK
     row, at = _place_of(token, (lengths, rows, positions, queries, most), c)
     seen = (at + 1) // c.ENTRY
@@ -91,11 +92,11 @@ def scores(
         index = begin + inside
         page, at_page, there = _entries(table, index, index < seen, P, c.PER_PAGE)
         keys = load_columns(pages, page * stride + at_page, there, c.WIDTH)
-        product = tl.dot(mine, keys, input_precision=c.PRECISION)
+        product = dot(mine, keys, c)
         if c.RELU:
             product = tl.maximum(product, 0.0)
         block = begin // c.POOL + tl.arange(0, MADE)
-        if c.SUM:  # heads that are none are rows of zeros
+        if c.SUM:  # padding heads are rows of zeros
             total = tl.where(there, tl.sum(product, axis=0), NEGATIVE_INFINITY)
             if c.POOL > 1:
                 total = tl.max(tl.reshape(total, [MADE, c.POOL]), axis=1)
@@ -113,6 +114,11 @@ def scores(
 
 
 @triton.jit
+def _count(mask):
+    return tl.sum(mask.to(tl.int32), axis=0)
+
+
+@triton.jit
 def _order(scores, block, blocks, at, c):
     """int32 in the order of the blocks' scores for a query at `at`."""
     own = tl.where(at >= 0, at // (c.POOL * c.ENTRY), -1)
@@ -125,8 +131,8 @@ def _order(scores, block, blocks, at, c):
 
 @triton.jit
 def _write(out, count, block, better, equal, left):
-    """Writes the blocks that are better and the first `left` that are equal, in their order, behind
-    the `count` of a list that are written; returns which.
+    """Writes the blocks that are better and the first `left` that are equal, in their order, after
+    the first `count` blocks of a list. Returns which blocks are written.
     """
     both = tl.cumsum(better | (equal << 16), axis=0)  # up to each, in one pass
     equals = both >> 16
@@ -138,7 +144,7 @@ def _write(out, count, block, better, equal, left):
 
 @triton.jit
 def _write_empty(out, count, c):
-    """Writes -1 behind the `count` blocks of a list."""
+    """Writes -1 after the `count` blocks of a list."""
     rest = tl.arange(0, c.SLOTS)
     none = tl.full([c.SLOTS], -1, tl.int32)
     tl.store(out + rest, none, mask=(rest >= count) & (rest < c.N))
@@ -149,8 +155,8 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
     """Programs: tokens * LISTS.
 
     Args:
-      scores: of `scores`, `[tokens, LISTS, blocks]`; the rest as there.
-      out: int32 `[tokens, LISTS, N]`, ascending, -1 behind.
+      scores: Output of `scores`, `[tokens, LISTS, blocks]`; the others as in `scores`.
+      out: int32 `[tokens, LISTS, N]`, ascending, then -1.
     """
     program = tl.program_id(0)
     places = lengths, rows, positions, queries, most
@@ -158,14 +164,14 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
     here = scores + program.to(tl.int64) * blocks
     everything = tl.arange(0, c.BLOCKS)
     orders = _order(here, everything, blocks, at, c)
-    enough = tl.sum((orders >= 0).to(tl.int32), axis=0) >= c.N
+    enough = _count(orders >= 0) >= c.N
     least = tl.where(enough, 0, LOWEST)  # the greatest that N of them reach
     bit = tl.full([], 2**30, tl.int32)
     for _ in range(31):
-        enough = tl.sum((orders >= least + bit).to(tl.int32), axis=0) >= c.N
+        enough = _count(orders >= least + bit) >= c.N
         least = tl.where(enough, least + bit, least)
         bit = bit >> 1
-    need = c.N - tl.sum((orders > least).to(tl.int32), axis=0)
+    need = c.N - _count(orders > least)
 
     count, left = tl.zeros([], tl.int32), need
     for first in range(0, blocks, c.PART):
@@ -182,25 +188,24 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
 
 @triton.jit
 def _found(counts, item, need, c, VALUES):
-    """The value of the entry of a list that is number `need` from above, and its number among those
-    of this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each.
+    """The value of the entry of a list with rank `need` from above, and its rank among entries of
+    this value; `counts` `[lists, PARTS, VALUES]`: how often the parts have each value.
     """
     PARTS: tl.constexpr = c.PARTS
     value = tl.arange(0, VALUES)
     total = tl.zeros([VALUES], tl.int32)
     for part in tl.static_range(PARTS):
         total += tl.load(counts + (item * PARTS + part) * VALUES + value)
-    reached = (
-        tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total
-    )  # by each and all above it
-    last = tl.sum((reached >= need).to(tl.int32), axis=0) - 1
+    # The number of entries of each value and all above it.
+    reached = tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total
+    last = _count(reached >= need) - 1
     return last, need - tl.sum(tl.where(value > last, total, 0), axis=0)
 
 
 @triton.jit
 def _part(scores, blocks, places, c):
-    """The list and the part of it that a program has, its blocks and their order, which grows with
-    their scores, uint32; 0 is no candidate.
+    """The list of a program, its part of it, its blocks and their order, uint32, which grows with
+    their scores; 0 is no candidate.
     """
     program = tl.program_id(0)
     item, part = program // c.PARTS, program % c.PARTS
@@ -220,14 +225,15 @@ def digits(
     """Programs: tokens * LISTS * PARTS.
 
     Args:
-      scores: of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and `now_known` of the
-        launch before, whose bits are the `BITS_BEFORE` above, if there is one; the rest as of
+      scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and `now_known` of
+        the launch before, if any, whose bits are the `BITS_BEFORE` higher bits; the others as in
         `scores`.
-      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: how many blocks of a part have each value of
-        the bits from `SHIFT` on, of those whose bits above are those of the least that is chosen.
-      now_known: int32 `[tokens * LISTS, 2]`: these bits above, and of the blocks that have them how
-        many are chosen.
-      before: int32 `[tokens * LISTS, PARTS]`: how many have more in these bits above.
+      out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: number of blocks of a part with each value of
+        the bits from `SHIFT` on, among the blocks whose higher bits equal those of the least
+        selected score.
+      now_known: int32 `[tokens * LISTS, 2]`: these higher bits, and the number of blocks with these
+        bits that are selected.
+      before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger.
     """
     places = lengths, rows, positions, queries, most
     item, part, _, order = _part(scores, blocks, places, c)
@@ -245,7 +251,7 @@ def digits(
         above = (above << c.BITS_BEFORE) + found
         theirs = (order >> (c.SHIFT + c.BITS)).to(tl.int32, bitcast=True)
         tl.store(to, tl.histogram(digit, VALUES, mask=theirs == above))
-        tl.store(before + item * c.PARTS + part, tl.sum((theirs > above).to(tl.int32), axis=0))
+        tl.store(before + item * c.PARTS + part, _count(theirs > above))
         if part == 0:
             tl.store(now_known + item * 2, above)
             tl.store(now_known + item * 2 + 1, need)
@@ -257,8 +263,8 @@ def chosen(
     queries, most, blocks,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tokens * LISTS * PARTS; arguments as of `digits`, of the last launch of it, whose
-    `BITS` are the lowest, and of `best`.
+    """Programs: tokens * LISTS * PARTS. Arguments as in `digits`, for its last launch, whose `BITS`
+    are the lowest, and as in `best`.
     """
     places = lengths, rows, positions, queries, most
     item, part, block, order = _part(scores, blocks, places, c)
@@ -274,7 +280,7 @@ def chosen(
         more = tl.sum(tl.where(value > found, theirs, 0), axis=0)
         count += more + tl.load(before + of_part)
         equals += tl.load(counts + of_part * VALUES + found)
-    none = least == 0  # fewer blocks than are wanted: these are no candidates
+    none = least == 0  # fewer candidates than wanted blocks: the others are no candidates
     need = tl.where(none, 0, need)
     left = tl.maximum(need - equals, 0)
     better = (order > least).to(tl.int32)
@@ -282,7 +288,7 @@ def chosen(
     count += tl.minimum(equals, need)
     taken = _write(out + item * c.N, count, block, better, equal, left)
     if part == c.PARTS - 1:
-        _write_empty(out + item * c.N, count + tl.sum(taken.to(tl.int32), axis=0), c)
+        _write_empty(out + item * c.N, count + _count(taken), c)
 
 
 @triton.jit
@@ -291,14 +297,15 @@ def partials(
     queries, M, P, key_stride, value_stride, most, scale,
     maxima, sums, outputs, c: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tokens * PAIRS * PARTS; `BY_PAIR`: those of a pair together. A pair is a list with
-    a key/value head that it serves, `PAIRS = max(SCOPES, HEADS)`, of `GROUP` query heads.
+    """Programs: tokens * PAIRS * PARTS; with `BY_PAIR` the programs of a pair are neighbours. A
+    pair is a list with a key/value head that uses it, `PAIRS = max(SCOPES, HEADS)`, of `GROUP`
+    query heads.
 
     Args:
-      query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, so many tokens
-        from a page to the next.
-      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query's own block is seen too where that
-        is not complete. The rest as in `scores`.
+      query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have
+        a distance of `key_stride` and `value_stride` tokens.
+      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also sees its own block if that is
+        not complete. The others as in `scores`.
       maxima, sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.
     """
@@ -334,7 +341,7 @@ def partials(
         keys = load_columns(key, place, there, c.WIDTH)
         place = (page * value_stride + at_page) * c.HEADS + head
         values = load_rows(value, place, there, c.VALUE_WIDTH)
-        logits = tl.dot(heads, keys, input_precision=c.PRECISION) * scale
+        logits = dot(heads, keys, c) * scale
         logits = tl.where(there[None, :], logits, NEGATIVE_INFINITY)
         state = softmax_step(logits, values, state, c)
     top, total, acc = state
@@ -349,7 +356,7 @@ def merge(maxima, sums, outputs, out, lse, c: tl.constexpr):
     """Programs: tokens * PAIRS.
 
     Args:
-      maxima, sums, outputs: of `partials`.
+      maxima, sums, outputs: Outputs of `partials`.
       out: `[tokens, PAIRS * GROUP, VALUE_WIDTH]`; lse: float32 `[tokens, PAIRS * GROUP]`, natural.
     """
     member = tl.arange(0, c.ROWS)

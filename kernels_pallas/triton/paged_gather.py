@@ -1,9 +1,9 @@
-"""Copies what pages hold of each row side by side, for attention over whole rows.
+"""Copies the entries of each row from its pages to contiguous memory, for attention over rows.
 
-A program has some entries of one row, all heads, of keys and of values. Entries that no query looks
-at are zeros, so that what stands in their pages is neither read nor multiplied; those far before
-what is looked at are not written. What bounds it is the memory's bandwidth: each entry is read once
-and written once. Entries in fp8 are written as 16 bits or 32.
+A program has some entries of one row, all heads, of keys and of values. Entries that no query sees
+are written as zeros, so that the contents of their pages are neither read nor multiplied; entries
+far before the visible ones are not written. Bandwidth bound: each entry is read once and written
+once. Entries in fp8 are written in 16 or 32 bits.
 """
 
 import triton
@@ -25,12 +25,12 @@ def gather(
       key_pages, value_pages: `[P, PER_PAGE, .._ELEMENTS]`; their scales: float32
         `[P, HEADS, PER_PAGE]`, read if `.._FP8`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`.
-      S: entries of a row; entry `i` stands at place `FIRST + i` of the row's pages and is of the
+      S: Entries of a row; entry `i` is at index `FIRST + i` of the row's pages and covers the
         tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
-      reach: the last tokens of a row, which are looked at.
-      margin: tokens before them whose entries are zeros; what is before is not written.
+      reach: Number of last tokens of a row that are visible.
+      margin: Number of tokens before them whose entries are zeros; earlier ones are not written.
       key, value: `[B, S, .._ELEMENTS]`.
-      LAST: `S` are those of a row's last page alone, and FIRST is 0.
+      LAST: Whether `S` only covers a row's last page, with FIRST 0.
     """
     tiles = tl.cdiv(S, c.ENTRIES)
     row = (tl.program_id(0) // tiles).to(tl.int64)

@@ -1,11 +1,12 @@
-"""Rows of query heads, and what kernels share.
+"""Rows of query heads, and the functions that kernels share.
 
-The rows of a key/value head are numbered through: row `r` is head `r % GROUP` of token
-`r // GROUP`, so that a tile has no row to spare, regardless of the size of a group.
+The rows of a key/value head are numbered consecutively: row `r` is head `r % GROUP` of token
+`r // GROUP`, so that a tile has no unused row, regardless of the size of a group.
 
-`c`, the last argument of a kernel, is what is compiled in: a NamedTuple of the descriptions. For
-Triton 3.6 and 3.7 its fields are plain numbers, of which functions written in Triton (`tl.zeros`)
-take no list, and `tl.static_range` no bound; nor do functions take a string.
+`c`, the last argument of a kernel, has the compiled constants: a NamedTuple of the descriptions.
+In Triton 3.6 and 3.7 its fields are plain numbers. Functions written in Triton (`tl.zeros`) do not
+accept lists of them, `tl.static_range` does not accept them as a bound, and functions do not accept
+strings.
 """
 
 import triton
@@ -18,7 +19,7 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def columns(width):
-    """Of a tile of rows of this width: the least power of two that a product takes (`tiling`)."""
+    """Columns of a tile of rows of this width: the least power of two for a product (`tiling`)."""
     return max(triton.next_power_of_2(width), 16)
 
 
@@ -30,8 +31,8 @@ def pair_of(pair, HEADS):
 
 @triton.jit
 def load_rows(array, row, mask, WIDTH):
-    """`[rows, columns]` of the `[.., WIDTH]` array; zeros where the mask is not set. None: all rows
-    are there.
+    """`[rows, columns]` of the `[.., WIDTH]` array; zeros if the mask is not set. None means that
+    all rows exist.
     """
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
@@ -61,7 +62,7 @@ def _load(at, mask, inside, WIDTH):
 
 @triton.jit
 def store_rows(array, row, values, mask, WIDTH):
-    """Writes `[rows, columns]` where the mask is set."""
+    """Writes `[rows, columns]` if the mask is set."""
     column = tl.arange(0, columns(WIDTH))
     at = array + row[:, None] * WIDTH + column[None, :]
     mask = mask[:, None] & (column < WIDTH)[None, :]
@@ -69,10 +70,14 @@ def store_rows(array, row, values, mask, WIDTH):
 
 
 @triton.jit
+def dot(a, b, c, acc=None):
+    """A B, plus `acc`."""
+    return tl.dot(a, b, acc, input_precision=c.PRECISION)
+
+
+@triton.jit
 def softmax_start(ROWS, COLUMNS):
-    """The state of `softmax_step` before the first: maxima, sums and outputs that are not
-    normalised.
-    """
+    """The state before the first `softmax_step`: maxima, sums and unnormalised outputs."""
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     return most, total, tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -80,14 +85,14 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """The greater of two maxima, and the same for exponents: 0 where nothing is seen."""
+    """The greater of two maxima, and the same for exponents: 0 if no key is seen."""
     larger = tl.maximum(most, theirs)
     return larger, tl.where(larger == NEGATIVE_INFINITY, 0.0, larger)
 
 
 @triton.jit
 def softmax_step(logits, values, state, c):
-    """One step of the online softmax over base-2 logits `[rows, keys]`, -inf: not seen.
+    """One step of the online softmax over base-2 logits `[rows, keys]`, -inf for masked keys.
 
     m' = max(m, max S)    P = exp2(S - m')    l' = l exp2(m - m') + sum P
     O' = O exp2(m - m') + P V
@@ -98,14 +103,14 @@ def softmax_step(logits, values, state, c):
     less = tl.exp2(most - base)
     total = total * less + tl.sum(probs, axis=1)
     acc = acc * less[:, None]
-    acc = tl.dot(probs.to(values.dtype), values, acc, input_precision=c.PRECISION)
+    acc = dot(probs.to(values.dtype), values, c, acc)
     return larger, total, acc
 
 
 @triton.jit
 def store_attention(out, lse, gate, added, row, mask, state, c):
-    """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: what
-    `softmax_step` returns.
+    """O = acc / l, times the gate, plus the sum so far; lse = ln 2 * (m + log2 l). `state`: the
+    result of `softmax_step`.
     """
     most, total, acc = state
     empty = total == 0.0
@@ -133,7 +138,7 @@ def start(c, BACK):
 
 @triton.jit
 def load_tile(key, value, skip, at, inner, c, BACK):
-    """Keys and values of a tile, at `skip + at`, the latter as their product wants them."""
+    """Keys and values of a tile, at `skip + at`, the values in the layout of their product."""
     keys = load_columns(key + skip * c.WIDTH, at, inner, c.WIDTH)
     if BACK:
         values = load_columns(value + skip * c.VALUE_WIDTH, at, inner, c.VALUE_WIDTH)
@@ -144,31 +149,29 @@ def load_tile(key, value, skip, at, inner, c, BACK):
 
 @triton.jit
 def product(rows, tile, scale, c, BACK):
-    """S = scale Q K^T, base 2; if `BACK` dS = P * (g dP - (g delta - dlse)). `rows`: of the query,
-    or of `rows_back`.
+    """S = scale Q K^T, base 2; if `BACK` dS = P * (g dP - (g delta - dlse)). `rows`: rows of the
+    query, or the result of `rows_back`.
     """
     keys, values = tile
     if BACK:
         query_rows, do_rows, lse_log2, gates, shift = rows
-        logits = tl.dot(query_rows, keys, input_precision=c.PRECISION) * scale
+        logits = dot(query_rows, keys, c) * scale
         probs = tl.exp2(logits - lse_log2[:, None])
-        dp = tl.dot(do_rows, values, input_precision=c.PRECISION)
+        dp = dot(do_rows, values, c)
         return probs * (dp * gates[:, None] - shift[:, None])
     else:
-        return tl.dot(rows, keys, input_precision=c.PRECISION) * scale
+        return dot(rows, keys, c) * scale
 
 
 @triton.jit
 def add(state, products, seen, tile, c, BACK):
-    """`state` of `start` with a tile of keys, `products` of which are masked by `seen`, where this
-    is not None.
-    """
+    """Adds a tile of keys to the state of `start`; `seen` masks `products` unless it is None."""
     keys, values = tile
     if seen is not None:
         products = tl.where(seen, products, 0.0 if BACK else NEGATIVE_INFINITY)
     if BACK:
         ds = products.to(keys.dtype)
-        return tl.dot(ds, tl.trans(keys), state, input_precision=c.PRECISION)
+        return dot(ds, tl.trans(keys), c, state)
     else:
         return softmax_step(products, values, state, c)
 
@@ -184,7 +187,7 @@ def store_dq(out, added, row, mask, acc, scale, c):
 
 @triton.jit
 def in_base_2(lse):
-    """+inf where nothing is seen: there every probability exp2(S - lse) is 0."""
+    """lse in base 2; +inf if no key is seen, so that every probability exp2(S - lse) is 0."""
     return tl.where(lse == NEGATIVE_INFINITY, float("inf"), lse * LOG2E)
 
 
@@ -192,7 +195,7 @@ def in_base_2(lse):
 def row_statistics(lse, delta, gate, dlse, row, mask, c):
     """lse_log2, g and g * delta - dlse of each row: dS = P * (g * dP - (g * delta - dlse)).
 
-    Rows that see nothing: lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
+    For rows that see no key lse_log2 is +inf, so that P = exp2(S - lse_log2) is 0.
     """
     log2 = in_base_2(tl.load(lse + row, mask=mask, other=float("-inf")))
     shift = tl.load(delta + row, mask=mask, other=0.0)
@@ -207,7 +210,7 @@ def row_statistics(lse, delta, gate, dlse, row, mask, c):
 
 @triton.jit
 def rows_back(query, do, lse, delta, gate, dlse, row, mask, c):
-    """Of the query and of dO, and their `row_statistics`."""
+    """Rows of the query and of dO, and their `row_statistics`."""
     rows = load_rows(query, row, mask, c.WIDTH)
     do_rows = load_rows(do, row, mask, c.VALUE_WIDTH)
     lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, mask, c)

@@ -1,41 +1,42 @@
 """Scores and top-n: which blocks each token reads. No score leaves the chip.
 
-A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, some
-blocks at a time. The product is transposed, `S^T = K Q^T`, so that the heads of a group lie
-along the columns that a thread holds, where they are added:
+A program has `TOKENS` tokens of one key/value head and loops over the compressed keys, a few
+blocks at a time. The product is transposed, `S^T = K Q^T`, so that the heads of a group are columns
+of a thread, which adds them:
 
     p[i] = sum_g exp(scale q_g . k_i - lse_g)                                     (Eqs. 8, 10)
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)
 
 `r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own` sub-blocks with
-it and `carry` with the next one. A candidate is one 64-bit integer, the bits of its score
-(which is not negative) before its complemented index: the greatest are the best, and of equal
-scores the lower block wins. The best so far stay sorted in registers.
+it and `carry` with the next one. A candidate is one 64-bit integer: the bits of its score (which is
+not negative), followed by its complemented index. The greatest candidates are the best, and the
+lower block wins among equal scores. The best so far stay sorted in registers.
 """
 
 import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import (
+    dot,
     in_base_2,
     load_columns,
     load_rows,
     pair_of,
 )
 
-HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also: no block, and what is forced
+HIGHEST = tl.constexpr(2**31 - 1)  # complements an index; also no block, and a forced score
 FORCED = tl.constexpr(0x7F800000)  # the bits of infinity
 
 
 @triton.jit
 def pack_index(order, index):
-    """A candidate: the greater order wins, and of equal ones the lower index."""
+    """A candidate: the greater order wins, or the lower index among equal orders."""
     return (order.to(tl.int64) << 32) | (-index + HIGHEST).to(tl.int64)
 
 
 @triton.jit
 def pack_scores(score, block, own, c):
-    """Of scores that are not negative; of blocks `0 .. own` the first and last are forced."""
+    """Candidates of scores from 0; the first and last of the blocks `0 .. own` are forced."""
     bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
     forced = (block < c.NUM_INITIAL) | (block > own - c.NUM_LOCAL)
     return pack_index(tl.where(forced, FORCED, bits), block)
@@ -43,7 +44,7 @@ def pack_scores(score, block, own, c):
 
 @triton.jit
 def unpacked(best, least, c):
-    """The blocks of the candidates `best` from `least` on, ascending, -1 behind them."""
+    """The blocks of the candidates `best` from `least` on, ascending, then -1."""
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST
     found = tl.where((best >= least) & (rank < c.N)[None, :], found, HIGHEST)
@@ -62,8 +63,8 @@ def best_blocks(
       key: compressed `[B, count, HEADS, WIDTH]`; a sequence begins at a multiple of RATIO.
       lse: float32 `[B, T, H]`, natural, of the compressed branch.
       first, last: int32 `[B, T]`: which compressed keys each query sees.
-      position: int32 `[B, T]`, negative: padding; base: int32 `[B, T]`: the block of `key` at
-        which its sequence begins.
+      position: int32 `[B, T]`; negative positions are padding. base: int32 `[B, T]`: the block of
+        `key` at which a token's sequence begins.
       out: int32 `[B, T, HEADS, N]`.
     """
     tiles = tl.cdiv(T, c.TOKENS)
@@ -99,7 +100,7 @@ def best_blocks(
     key += (batch * count * c.HEADS + head) * c.WIDTH
     carried = tl.full([c.TOKENS], 0.0, tl.float32)
     best = tl.full([c.TOKENS, c.BEST], -1, tl.int64)
-    borders = begin, plain, end
+    edges = begin, plain, end
     KEYS: tl.constexpr = c.BLOCKS * c.RATIO_ROWS
     DOUBLINGS: tl.constexpr = c.DOUBLINGS
     inside = tl.arange(0, KEYS)
@@ -111,13 +112,13 @@ def best_blocks(
         tl.float32
     )
     for part in tl.static_range(2):
-        for chunk in range(borders[part], borders[part + 1], c.BLOCKS):
+        for chunk in range(edges[part], edges[part + 1], c.BLOCKS):
             keys_at = key + tl.cast(chunk, tl.int64) * (c.RATIO * c.HEADS * c.WIDTH)
             inner = None
             if (part == 1) or c.RATIO != c.RATIO_ROWS:
                 inner = (phase < c.RATIO) & (chunk * c.RATIO + place < count)
             keys = load_rows(keys_at, place * c.HEADS, inner, c.WIDTH)
-            logits = tl.dot(keys, rows, input_precision=c.PRECISION) * scale
+            logits = dot(keys, rows, c) * scale
             probs = tl.exp2(logits - lse_log2[None, :])
             if (part == 1) or c.RATIO != c.RATIO_ROWS:
                 at = chunk * c.RATIO + place

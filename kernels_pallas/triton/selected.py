@@ -1,9 +1,9 @@
 """Attention of each query to its selected blocks, and its dq.
 
-Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. Where a group
-fills a tile (`TOKENS` = 1) the loop is over a token's blocks; otherwise over those of the
-tile's block list, and rows of other tokens are masked. What bounds it is L2: a block's keys and
-values once per tile.
+Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. If a group fills a
+tile (`TOKENS` = 1) the loop is over a token's blocks; otherwise it is over the tile's block list,
+and rows of other tokens are masked. Bound by L2: one read of a block's keys and values per
+tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -23,8 +23,8 @@ from kernels_pallas.triton.rows import (
     store_dq,
 )
 
-NONE = tl.constexpr(2**31 - 1)  # no block: behind every key
-KEYS_MOST = tl.constexpr(2**30)  # a block from there on may begin behind 2**31: it has no key
+NONE = tl.constexpr(2**31 - 1)  # no block, after every key
+KEYS_MOST = tl.constexpr(2**30)  # a block from here on has no key, as it may begin after 2**31
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
     before it, which is counted, a chunk of the entries at a time.
 
     Args:
-      indices: int32 `[B, T, HEADS, N]`, -1: none; position, key_start: int32 `[B, T]`.
+      indices: int32 `[B, T, HEADS, N]`, -1 for no block; position, key_start: int32 `[B, T]`.
       starts: int32 `[programs, ENTRIES]`: the first key of each block.
       counts: int32 `[programs]`.
     """
@@ -64,7 +64,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
         repeated += tl.sum(same.to(tl.int32), axis=1)
     kept = (mine != NONE) & (repeated == 0)
     place = starts + tl.cast(program, tl.int64) * c.ENTRIES
-    # What is kept, where all programs' threads can read it: the ranks need it transposed.
+    # All threads of the program read the kept entries, since the ranks need them transposed.
     tl.store(place + entry, tl.where(kept, mine, NONE))
     tl.debug_barrier()
     rank = tl.full([c.ENTRIES], 0, tl.int32)
@@ -79,7 +79,7 @@ def tile_block_lists(indices, position, key_start, T, starts, counts, c: tl.cons
 
 @triton.jit
 def _entries(entry, first, indices, position, key_start, batch, head, T, c):
-    """The first keys of the entries `token * SLOTS + slot` of a tile; NONE: no block."""
+    """The first keys of the entries `token * SLOTS + slot` of a tile; NONE for no block."""
     token, slot = entry // c.SLOTS, entry % c.SLOTS
     there = (token < c.TOKENS) & (slot < c.N) & (first + token < T)
     item = batch * T + first + token
@@ -92,8 +92,8 @@ def _entries(entry, first, indices, position, key_start, batch, head, T, c):
 
 @triton.jit
 def _tile(position, key_start, T, c):
-    """The tile of this program: batch row, head, first token and which, its rows' tokens and
-    rows of `[B, T, H]`, which rows there are, and the end of what each may see; 0: nothing.
+    """The tile of this program: its index, batch row, head, its rows' tokens and rows of
+    `[B, T, H]`, which rows exist, and the end of the keys that each may see, 0 for none.
     """
     tiles = tl.cdiv(T, c.TOKENS)
     program = tl.program_id(0)
@@ -115,8 +115,8 @@ def _tile(position, key_start, T, c):
 def _attend(
     rows, key, value, indices, key_start, lists, counts, at_tile, T, S, scale, c, BACK
 ):  # fmt: skip
-    """The loop over a tile's block list, or a token's blocks. Returns the state of `rows.start`
-    after it.
+    """The loop over a tile's block list, or a token's blocks. Returns the last state of
+    `rows.start`.
     """
     tile, batch, head, item, there, end = at_tile
     origin = batch * S * c.HEADS + head
@@ -140,7 +140,7 @@ def _attend(
             some = (found >= 0) & (found < KEYS_MOST // c.BLOCK)
             found = tl.where(some, begin + found * c.BLOCK, NONE - c.BLOCK)
         inside = i % c.PARTS * c.KEYS + tl.arange(0, c.KEYS)
-        at = found + inside  # may lie behind the block
+        at = found + inside  # may be after the block
         inner = (inside < c.BLOCK) & (at < beyond) & (at >= 0)
         skip = tl.cast(found, tl.int64) * c.HEADS
         block = load_tile(key, value, skip, inside * c.HEADS, inner, c, BACK)
@@ -164,7 +164,7 @@ def forward(
     Args:
       query, key, value, gate, added, scale, out, lse: as in `interval.forward`.
       indices: int32 `[B, T, HEADS, N]`; position, key_start: int32 `[B, T]`.
-      lists, counts: of `tile_block_lists`, read where TOKENS > 1.
+      lists, counts: Outputs of `tile_block_lists`, read if TOKENS > 1.
     """
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = load_rows(query, row, end > 0, c.WIDTH)

@@ -1,24 +1,24 @@
 """Splits a fused QKV projection into rotated heads, and back for the gradient; bound by HBM.
 
-A row of the projection holds, one after the other, the query heads, the heads of each branch's keys
-and those of each branch's values. A program has one of these heads of `ROWS` tokens. Of query and
-keys it turns pairs of columns by their token's angle:
+A row of the projection has, one after the other, the query heads, the heads of each branch's keys
+and the heads of each branch's values. A program has one of these heads of `ROWS` tokens. It rotates
+pairs of columns of query and keys by their token's angle:
 
-    (a, b) -> (a cos - b sin, a sin + b cos)        back: by the opposite angle
+    (a, b) -> (a cos - b sin, a sin + b cos)        backward: by the opposite angle
 
-Where the layer has norms, a head x of query and keys is normed before, with weights w of all query
+If the layer has norms, a head x of query and keys is normalised before, with weights w of all query
 or of all key heads:
 
     r = rsqrt(mean(x^2) + eps),  x' = x r w
     dx = r (dx' w - x r mean(dx' w x r)),  dw = sum(dx' x r)
 
-A program's dw is a partial, of its tokens and its head. The way back reads x again.
+A program's dw is a partial of its tokens and its head. The backward pass reads x again.
 
-Gates that look at the mean of a group's query heads: forward, programs of their own make it of
-what the L2 cache still has; back, a head's gradient gets its share, dmean / G.
+Gates may depend on the mean of a group's query heads. Forward, separate programs compute it from
+rows that are still in L2; backward, each head's gradient includes its share, dmean / G.
 
-Gates of the layer's input stand behind the values. A program has those of all heads of its tokens;
-back, it fills the row with zeros: a gradient is read to its end.
+Gates of the layer's input follow the values. A program has the gates of all heads of its tokens.
+Backward, it also fills the row with zeros, since a gradient is read to its end.
 """
 
 import triton
@@ -39,7 +39,7 @@ def _of_branch(heads, branch, FIRST):
 
 @triton.jit
 def _turned(x, angles, there, WIDTH):
-    """Float32 rows `x` [ROWS, columns] by the angles `[.., width / 2]`, cos and sin, of tokens."""
+    """Rotates float32 rows `x` [ROWS, columns] by the tokens' cos and sin `[.., width / 2]`."""
     cos, sin, token = angles
     PAIRS: tl.constexpr = columns(WIDTH) // 2
     pair = tl.arange(0, PAIRS)
@@ -54,7 +54,7 @@ def _turned(x, angles, there, WIDTH):
 
 @triton.jit
 def _reciprocal(x, eps, WIDTH):
-    """1 / rms of float32 rows `x`, whose columns behind the width are zero: `[ROWS, 1]`."""
+    """1 / rms of float32 rows `x`, whose columns after the width are zero: `[ROWS, 1]`."""
     return tl.math.rsqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
 
 
@@ -71,10 +71,10 @@ def _normed(x, norm, eps, WIDTH):
 
 @triton.jit
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
-    """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, normed by `norm`
-    and turned where `turning` if `TURN`.
+    """Copies a head of tokens, at `inside` of the projection, to rows `row` of `heads`, normalised
+    by `norm`, and with `TURN` rotated if `turning`.
 
-    Back, with a part of the mean's gradient where a mean was made of `GROUP` heads.
+    Backward includes a part of the mean's gradient if a mean of `GROUP` heads was computed.
     """
     projection, mean, given, eps, partial, angles, there = arrays
     column = tl.arange(0, columns(WIDTH))
@@ -118,17 +118,17 @@ def split_heads(
     eps,
     c: tl.constexpr,
 ):
-    """The head of a program: a query's, a branch's key's or value's, all gates, or forward a mean.
+    """The head of a program: a query, a branch's key or value, all gates, or forward a mean.
 
     Programs: ceil(count / ROWS) times the heads of a row, with `GATES` one more and, unless `BACK`,
     with `MEANS` the means.
 
     Args:
-      projection: `[count, ROW]`, read; if `BACK` written, the gradient.
-      heads: a tuple of query, three keys, three values, mean, gates, written; if `BACK` read, their
-        gradients, where `sin` is that of the opposite angle.
+      projection: `[count, ROW]`, read; if `BACK` the gradient, written.
+      heads: A tuple of query, three keys, three values, mean, gates, written; if `BACK` their
+        gradients, read, with `sin` of the opposite angle.
       query_norm, key_norm: `[WIDTH]`, read if `NORMS`.
-      given, partials: if `NORMS` and `BACK` the projection that was split, and gradients of the
+      given, partials: If `NORMS` and `BACK`, the projection that was split, and gradients of the
         norms' weights `[tiles of tokens, heads of query and keys, WIDTH]`.
       cos, sin: float32 `[count, WIDTH / 2]`.
     """
@@ -146,7 +146,7 @@ def split_heads(
     head = program % ALL
     partial = partials
     if c.NORMS and c.BACK:
-        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # of values: not used
+        partial += (tile * (QUERIES + PAIRS) + head) * c.WIDTH  # unused for values
     arrays = projection, mean, given, eps, partial, (cos, sin, token), there
     if head < QUERIES:
         at, row = begin + head * c.WIDTH, token * QUERIES + head
@@ -158,7 +158,7 @@ def split_heads(
         pair = head - QUERIES
         key = _of_branch(heads, pair // c.HEADS, 1)
         at, row = begin + head * c.WIDTH, token * c.HEADS + pair % c.HEADS
-        # A turn by no angle where nothing is loaded: of a key that stays as it is.
+        # Masked angles are 0, so that keys without rotation stay unchanged.
         turning = there & (pair >= c.RAW_KEYS * c.HEADS)
         _head(arrays, key, key_norm, at, row, row, turning, c.WIDTH, True, 0, c)
     elif head < QUERIES + 2 * PAIRS:
@@ -171,7 +171,7 @@ def split_heads(
         if c.GATES > 0:
             BEFORE: tl.constexpr = QUERIES * c.WIDTH + PAIRS * (c.WIDTH + c.VALUE_WIDTH)
             at = begin + BEFORE
-            if c.BACK:  # and zeros behind
+            if c.BACK:  # followed by zeros
                 logits = load_rows(gates, token, there, c.GATES)
                 inside = tl.arange(0, columns(c.GATES))
                 filled = there[:, None] & (inside < c.ROW - BEFORE)[None, :]
@@ -179,7 +179,7 @@ def split_heads(
             else:
                 _head(arrays, gates, key_norm, at, token, token, there, c.GATES, False, 0, c)
     else:
-        # The mean of `GROUP` query heads, each rounded as the query is.
+        # The mean of `GROUP` query heads, each rounded like the query.
         group = head - OWN
         at, row = begin + group * (GROUP * c.WIDTH), token * c.HEADS + group
         column = tl.arange(0, columns(c.WIDTH))

@@ -1,9 +1,9 @@
 """Tables of packed rows (`nsa_core.varlen`), bounds by kernel row and work items of intervals, as
-int32 in one array `out`: `sequences`, then all that follows from it alone by `tables`; the work
-items of intervals take `partials` and `tables` once more.
+int32 in one array `out`. `sequences` comes first, then `tables` for all sections that only depend
+on it; the work items of intervals need `partials` and a second launch of `tables`.
 
-`kernels_pallas.specs.sections` says what each launch writes. The numbers are those of derived
-steps, which are the test of these kernels.
+`kernels_pallas.specs.sections` describes the output of each launch. The numbers equal those of the
+array operations that the tests use as a reference.
 """
 
 from typing import NamedTuple
@@ -23,13 +23,13 @@ ITEM_INTS = tl.constexpr(INTERVAL_ITEM_INTS)
 
 
 class Capacity(NamedTuple):
-    """What is compiled into `sequences` and `tables`; WIDTH and STRIDE: of compressed tokens."""
+    """Compiled constants of `sequences` and `tables`; WIDTH and STRIDE: of compressed tokens."""
 
     WIDTH: int
     STRIDE: int
     WINDOW: int
     UNIT: int = 0
-    ROOM: int = 0  # of `sequences`, for all of them
+    ROOM: int = 0  # of `sequences`, at least their number
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def _last_before(starts, at, inside, count, steps):
 
 @triton.jit
 def _of_token(rows, query, inside):
-    """Position of a query, the first key and the place of its sequence. `rows`: what `sequences`
-    wrote, and the arguments of `tables` that say how it is read.
+    """Position of a query, and the first key and the first slot of its sequence. `rows`: the output
+    of `sequences`, and the arguments of `tables` with which it is read.
     """
     sequences, pitch, count, offset, half, gap, steps = rows
     key = query + offset + tl.where(query >= half, gap, 0)
@@ -62,7 +62,7 @@ def _of_token(rows, query, inside):
 
 @triton.jit
 def _column(column, token, c):
-    """One of `Tokens` of what `_of_token` says."""
+    """A column of `Tokens`, from the result of `_of_token`."""
     position, start, place = token
     slot = place // c.STRIDE
     seen = tl.maximum(position + 1 + c.STRIDE - c.WIDTH, 0) // c.STRIDE
@@ -77,14 +77,14 @@ def _column(column, token, c):
 
 @triton.jit
 def _queries_before(key, T, half, gap):
-    """How many queries are before a key, which is counted from that of the first one."""
+    """The number of queries before a key, which is counted from the first query's."""
     behind = tl.minimum(tl.maximum(key - half - gap, 0), T - half)
     return tl.minimum(tl.maximum(key, 0), half) + behind
 
 
 @triton.jit
 def _tokens_below(value, column, rows, T, token_steps, inside, c):
-    """How many tokens have less than `value` in a column that does not decrease."""
+    """The number of tokens with less than `value` in a column that does not decrease."""
     low = value * 0
     high = low + T
     for _ in range(token_steps):
@@ -99,7 +99,7 @@ def _tokens_below(value, column, rows, T, token_steps, inside, c):
 
 @triton.jit(do_not_specialize=["given", "count", "T", "offset", "half", "gap", "S", "pitch"])
 def sequences(
-    borders,
+    cu_seqlens,
     sections,
     out,
     given,
@@ -113,18 +113,18 @@ def sequences(
     f: tl.constexpr,
     c: tl.constexpr,
 ):
-    """Program 0: start, length, end, place and first compressed token of `count` sequences, of
-    which the last is padding, `[5, pitch]` at the begin of `out`. Others: of tiles of so many
-    tokens as their section says those before each sequence, its first query and the one after its
-    last, `[3, pitch]`.
+    """Program 0 writes start, length, end, first slot and first compressed token of `count`
+    sequences, of which the last is padding, `[5, pitch]` at the begin of `out`. The others write,
+    for the tile size of their section, the number of tiles before each sequence, its first query
+    and the end of its queries, `[3, pitch]`.
 
     Args:
-      borders: `[given]`.
+      cu_seqlens: `[given]`.
     """
     i = tl.arange(0, c.ROOM)
     inside = i < count
-    start = tl.load(borders + tl.minimum(i, given - 1)).to(tl.int32)
-    end = tl.load(borders + tl.minimum(i + 1, given - 1)).to(tl.int32)
+    start = tl.load(cu_seqlens + tl.minimum(i, given - 1)).to(tl.int32)
+    end = tl.load(cu_seqlens + tl.minimum(i + 1, given - 1)).to(tl.int32)
     start = tl.minimum(tl.maximum(start, 0), S)
     end = tl.where(i < count - 1, tl.minimum(tl.maximum(end, 0), S), S)
     if tl.program_id(0) == 0:
@@ -174,11 +174,11 @@ def tables(
 
     Args:
       sections: `[MOST, INTS]`.
-      out: what `sequences` wrote, and behind it what is written.
-      offset, half, gap: query t is key `t + offset`, from `half` on `gap` keys further.
-      count, pitch: of sequences.
+      out: The output of `sequences`, followed by the output of this launch.
+      offset, half, gap: Query t is key `t + offset`, from `half` on plus `gap`.
+      count, pitch: Number of sequences, and distance of their rows.
       f, k: `specs.AT`, `specs.KINDS`.
-      token_steps, steps: of a search among tokens, among sequences.
+      token_steps, steps: Steps of a search among tokens, and among sequences.
     """
     rows_of = out, pitch, count, offset, half, gap, steps
     program = tl.program_id(0)
@@ -253,7 +253,7 @@ def tables(
             column = tl.where(number < 2, last, first)
             token = _tokens_below(key, column, rows_of, T, token_steps, inside, c)
             tile = tl.where(number % 2 == 0, token, token + tokens - 1) // tokens
-            # A tile behind all that is seen has no queries, not the last one's.
+            # A tile behind all visible keys has no queries, not the queries of the last tile.
             tile = tl.where((number == 0) & (token >= T), query_tiles, tile)
             begin = tl.where(number == 0, tile, begin)
             tl.store(
@@ -301,8 +301,8 @@ def tables(
 
 @triton.jit
 def partials(sections, out, f: tl.constexpr, ROOM: tl.constexpr):
-    """Of each tile of keys of an interval its partials before it, and by head the first, and how
-    many. A program a section.
+    """For each tile of keys of an interval, the number of partials before it, and by head the first
+    partial and their number. A program per section.
     """
     section = sections + tl.program_id(0) * INTS
     tile = tl.arange(0, ROOM)

@@ -1,14 +1,14 @@
 """Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
 
-The model of shared memory is an upper bound of what Triton takes for these loops: the tiles of the
-rows that stay, one set of streamed tiles a stage, and one tile of products that changes its layout.
-Without fitting tiles a kernel would fail at its launch, so `capability.why_not` asks here first.
+The model of shared memory is an upper bound of Triton's usage for these loops: the tiles of the
+rows that stay, one set of streamed tiles per stage, and one tile of products that changes its
+layout. Without fitting tiles a launch would fail, so `capability.why_not` checks them first.
 """
 
 import functools
 from typing import NamedTuple
 
-# Bytes of shared memory that a program can have, by compute capability; the least for others.
+# Largest shared memory of a program in bytes, by compute capability; `SMEM_LEAST` for others.
 SMEM = {
     (8, 0): 163 * 1024,
     (8, 7): 163 * 1024,
@@ -19,13 +19,13 @@ SMEM = {
 SMEM_LEAST = 99 * 1024  # 8.6, 8.9, 12.0
 SPARE = 1024  # barriers and reductions
 LEAST = 16  # rows and columns of an operand of a product
-# Rows and keys in float32, whose products run on no tensor core and hold operands in registers.
+# Rows and keys in float32, whose products use no tensor core and hold operands in registers.
 FLOAT32 = 32
-HEADS = 128  # of a group, which one tile of the scores holds
+HEADS = 128  # of a group, which must fit in one tile of the scores
 
 
 class Tiling(NamedTuple):
-    """Of one kernel: query rows and keys of a tile, warps of a program, stages of its loop."""
+    """Query rows and keys of a tile, warps of a program, stages of its loop."""
 
     rows: int
     keys: int
@@ -34,17 +34,17 @@ class Tiling(NamedTuple):
 
     @property
     def launch(self) -> tuple[int, int]:
-        """What a launch is told of it."""
+        """Warps and stages of a launch."""
         return self.warps, self.stages
 
 
-# Where products read their operands from shared memory and not from registers.
-WIDE = (9, 10)  # major versions
+# Major versions whose products read their operands from shared memory and not from registers.
+WIDE = (9, 10)
 
 
 def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Rows and keys of the largest tiles worth having of intervals, for forward, dq or dkv, whose
-    sums and operands fit in the registers of a thread.
+    """Rows and keys of the largest useful tiles of intervals, for forward, dq or dkv: their sums
+    and operands fit in registers.
     """
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
@@ -54,28 +54,27 @@ def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int
 
 
 def smem_of(capability: tuple[int, int]) -> int:
-    """What a program can have, in bytes."""
+    """Largest shared memory of a program, in bytes."""
     return SMEM.get(capability, SMEM_LEAST)
 
 
 def power(size: int, least: int = LEAST) -> int:
-    """The least power of two that is as large, from `least` on."""
+    """The least power of two from `size` and `least` on."""
     return max(1 << (size - 1).bit_length(), least)
 
 
-# By kernel: how many rows of queries and of keys stay, and how many are streamed, in widths.
 def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
-    """Bytes of shared memory that a kernel takes at most."""
+    """Upper bound of a kernel's shared memory, in bytes."""
     width, value_width = power(D), power(Dv)
     rows, keys, _, stages = tiling
     both = width + value_width
-    held, streamed = {
+    held, streamed = {  # elements of the rows that stay, and of the streamed rows
         "forward": (rows * width, keys * both),
         "dq": (rows * both, keys * both),
         "dkv": (keys * both, rows * both),
         "scores": (rows * width, keys * width),
     }[kernel]
-    # Statistics of streamed rows are streamed with them, in float32.
+    # Statistics of streamed rows are streamed too, in float32.
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
@@ -87,12 +86,14 @@ def itemsize(dtype: str) -> int:
 
 
 def precision(dtype: str) -> str:
-    """Of products; what is not float32 has one."""
+    """The precision of products; only float32 has a choice."""
     return "ieee" if dtype == "float32" else "tf32"
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
-    """Of a program that holds a float32 sum of so many elements, `a_thread` at most in one."""
+    """Warps of a program that holds a float32 sum of `elements` elements, at most `a_thread` per
+    thread.
+    """
     return 4 if elements <= a_thread * 128 else 8
 
 
@@ -108,19 +109,19 @@ def choose(
 ) -> Tiling | None:
     """The largest tiles up to these that fit, or None.
 
-    Where operands lie in shared memory, as many stages as leave room for two programs on a
-    multiprocessor, or three of 16 rows: an H100 runs them up to twice as fast as one of more.
+    If operands are in shared memory, the stages leave room for two programs on a multiprocessor, or
+    for three of 16 rows: an H100 runs these up to twice as fast as one program with more stages.
 
     Args:
       kernel: forward, dq or dkv.
-      rows, keys: at most; powers of two.
+      rows, keys: Upper bounds, powers of two.
     """
     most_rows, most_keys = rows, keys
     if itemsize == 4:
         most_rows, most_keys = min(rows, FLOAT32), min(keys, FLOAT32)
     width, value_width = power(D), power(Dv)
     wide = capability[0] in WIDE and itemsize == 2
-    # Of its sums a thread has few in float32, whose operands and corrections take registers too.
+    # In float32 a thread has few sums, as operands and corrections need registers too.
     a_thread = 64 if kernel != "dkv" else 128 if itemsize == 2 else 16
     while True:
         if kernel == "dkv":
@@ -129,19 +130,18 @@ def choose(
             held = most_rows * (value_width if kernel == "forward" else width)
             held += most_rows * value_width if kernel == "dq" else 0
         few = most_rows == LEAST and kernel != "dkv"
-        alone = Tiling(most_rows, most_keys, _warps(held, a_thread), 0)
-        beside = alone._replace(warps=2 if few else _warps(held, 128))
-        together = 3 if few else 2
-        choices = [(beside, together)] if wide and beside.warps <= 4 else []
-        for tiling, programs in [*choices, (alone, 1)]:
+        single = Tiling(most_rows, most_keys, _warps(held, a_thread), 0)
+        shared = single._replace(warps=2 if few else _warps(held, 128))
+        choices = [(shared, 3 if few else 2)] if wide and shared.warps <= 4 else []
+        for tiling, programs in [*choices, (single, 1)]:
             limit = smem_of(capability) // programs
-            # One stage hides no latency: smaller tiles come first.
+            # One stage hides no latency, so smaller tiles are preferred.
             small = programs == 1 and LEAST in (most_rows, most_keys)
             for stages in (3, 2, 1) if small else (3, 2):
                 tiling = tiling._replace(stages=stages)
                 if needed(kernel, tiling, D, Dv, itemsize) <= limit:
                     return tiling
-        # What is streamed shrinks first.
+        # The streamed tile shrinks first.
         streams_rows = kernel == "dkv"
         streamed, held = (most_rows, most_keys) if streams_rows else (most_keys, most_rows)
         if streamed > 2 * LEAST or held == LEAST:
@@ -157,9 +157,9 @@ def choose(
 def scores_tiling(
     group: int, D: int, itemsize: int, capability: tuple[int, int]
 ) -> Tiling | None:
-    """That of the scores, whose rows are whole groups, or None where one does not fit."""
+    """The tiling of the scores, whose rows are whole groups, or None if a group does not fit."""
     group = power(group, 1)
-    # Few heads: so few tokens that their best blocks stay in registers.
+    # With few heads, few tokens, so that their best blocks stay in registers.
     rows = max(min(HEADS, max(group * 32, LEAST)), group)
     if itemsize == 4:
         rows = max(min(rows, 32), group)
