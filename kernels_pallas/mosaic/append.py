@@ -9,9 +9,11 @@ Latency bound: a decode step of 8 rows moves about 16 KB, and one row in `d` rea
 its window.
 """
 
+import functools
 from typing import Any
 
 from kernels_pallas.mosaic.compress import LOADS, Side, largest_divisor, on_each_side, plus
+from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.append import Append
 from kernels_pallas.specs.tile import LANES
@@ -20,9 +22,7 @@ from kernels_pallas.specs.tile import LANES
 def write_token(warp: Any, spec: Append, sizes, refs) -> None:
     """The program of `specs.append.append`."""
 
-    def entry(array, index):
-        """An element of an int32 array."""
-        return warp.fetch(warp.element(array, (index, 4)))
+    entry = functools.partial(fetch_int, warp)
 
     def row_of(token):
         """The last row that begins at or before a token."""

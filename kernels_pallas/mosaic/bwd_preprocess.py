@@ -12,6 +12,7 @@ Bandwidth bound: 12 to 20 bytes are read and 16 written per row.
 import math
 from typing import Any
 
+from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.tile import LANES, LOG2E, ROW_STATS
@@ -38,7 +39,7 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
 
     def key_of(source):
         """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
-        key = warp.fetch(warp.element(source, (b * sizes.T + token, 4)))
+        key = fetch_int(warp, source, b * sizes.T + token)
         return warp.bits(warp.floating(key))
 
     key_end = key_of(refs.key_end)

@@ -95,5 +95,4 @@ def _build(kernel: Kernel, body: Callable, slots: int) -> Callable:
             "rows_full": operands.barriers(spec.width // buffers.slab, slots),
         },
         grid_names=("tile",),
-        interpret=spec.interpret,
     )

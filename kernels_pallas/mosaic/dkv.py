@@ -328,12 +328,8 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
                 tile.load_query_tile(i, 0, tile.begin + i)
 
             lax.fori_loop(0, steps, load, None)
-            if spec.interpret:  # the interpreter requires a wait for every completed phase
-
-                def drain(i, _):
-                    plgpu.barrier_wait(refs.step_free.at[tile.stage(i)])
-
-                lax.fori_loop(jnp.maximum(steps - spec.stages, 0), steps, drain, None)
+            wait = lambda i: plgpu.barrier_wait(refs.step_free.at[tile.stage(i)])
+            operands.drain(bool(spec.interpret), spec.stages, steps, wait)
 
         exists = tile.exists()
         wg = lax.axis_index("wg")
@@ -358,7 +354,6 @@ def partials_of_intervals(kernel: Kernel) -> Callable:
         grid_names=("item",),
         num_threads=spec.consumers + 1,
         thread_name="wg",
-        interpret=spec.interpret,
     )
 
 
@@ -528,7 +523,6 @@ def partials_of_lists(kernel: Kernel) -> Callable:
         body,
         scratch=_scratch(spec),
         grid_names=("item",),
-        interpret=spec.interpret,
     )
 
 
@@ -594,5 +588,4 @@ def merge(kernel: Kernel) -> Callable:
         body,
         scratch={"staged": buffers.ring(1, ROWS, slab)},
         grid_names=("bg", "tile"),
-        interpret=spec.interpret,
     )

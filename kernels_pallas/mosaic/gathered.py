@@ -280,7 +280,6 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
             "rows_ready": operands.barriers(tokens * (sum(rows.values()) // slab)),
         },
         grid_names=("item",),
-        interpret=spec.interpret,
     )
 
 
@@ -322,7 +321,6 @@ def merge(kernel: Kernel) -> Callable:
             "rows_ready": operands.barriers(slabs * (1 + len(added))),
         },
         grid_names=("row", "tiles"),
-        interpret=spec.interpret,
     )
 
 

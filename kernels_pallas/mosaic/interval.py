@@ -170,7 +170,6 @@ def _build(kernel: Kernel, tiles: Tiles) -> Callable:
         grid_names=("worker",),
         num_threads=consumers + 1,
         thread_name="wg",
-        interpret=spec.interpret,
     )
 
 
@@ -359,11 +358,6 @@ def _produce(spec: IntervalAttention, refs, scheduler: Scheduler) -> None:
         return done, following
 
     done, _ = lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), scheduler.work_item(0)))
-    if spec.interpret:  # the interpreter requires a wait for every completed phase
-
-        def drain(i, _):
-            stage = rem(i, stages)
-            plgpu.barrier_wait(refs.key_free.at[stage])
-            plgpu.barrier_wait(refs.value_free.at[stage])
-
-        lax.fori_loop(jnp.maximum(done - stages, 0), done, drain, None)
+    wait = lambda free: lambda i: plgpu.barrier_wait(free.at[rem(i, stages)])
+    waits = wait(refs.key_free), wait(refs.value_free)
+    operands.drain(bool(spec.interpret), stages, done, *waits)

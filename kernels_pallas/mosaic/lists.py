@@ -75,6 +75,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.block_query_lists import (
     BLOCK_OFFSET_BIAS,
@@ -606,17 +607,17 @@ def make_items(warp: Any, spec: WorkItems, sizes, refs) -> None:
     b = row // lists.Hkv
     first_position = 0
     if not spec.placed:
-        first_position = warp.fetch(warp.element(refs.position, (b * sizes.T, 4)))
+        first_position = fetch_int(warp, refs.position, b * sizes.T)
 
     def first_key(tile):
         if not spec.placed:
             return tile * ROWS
         at = b * tiles + warp.smaller(tile, tiles - 1)
-        return warp.fetch(warp.element(refs.first_key, (at, 4)))
+        return fetch_int(warp, refs.first_key, at)
 
     def edge(tile, chunk):
         tile = row * tiles + warp.smaller(tile, tiles - 1)
-        return warp.fetch(warp.element(refs.edges, (tile * chunks + chunk, 4)))
+        return fetch_int(warp, refs.edges, tile * chunks + chunk)
 
     def put(index, item, exists):
         """Writes item `index` of this row and segment."""

@@ -63,6 +63,19 @@ def barriers(arrivals: int, count: int = 1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
+def drain(interpret: bool, stages: int, phases, *waits) -> None:
+    """Waits for the last phases of ring buffers, by `waits` of a phase: the interpreter requires a
+    wait for every completed phase.
+    """
+    if interpret:
+
+        def wait(i, _):
+            for each in waits:
+                each(i)
+
+        lax.fori_loop(jnp.maximum(phases - stages, 0), phases, wait, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffers:
     """Allocates shared-memory operands and multiplies them; `interpret` as in `plgpu.kernel`."""
@@ -116,18 +129,25 @@ class Buffers:
     def _slabs(self, ref) -> int:
         return (ref if self.interpret else ref[0]).shape[1]
 
-    def _row_box(self, ref, copy, i, tile=0):
-        if self.interpret:
-            return ref.at[copy, i, tile]
-        box = ref[1].at[copy, i, pl.ds(tile * self.tile.rows, self.tile.used)]
-        return box.reshape(self.tile.tokens, self.tile.group, self.slab)
+    def _row_boxes(self, ref, copy, width, tile):
+        """The columns and the box of each slab of query rows."""
+        for i in range(width // self.slab):
+            if self.interpret:
+                box = ref.at[copy, i, tile]
+            else:
+                box = ref[1].at[copy, i, pl.ds(tile * self.tile.rows, self.tile.used)]
+                box = box.reshape(self.tile.tokens, self.tile.group, self.slab)
+            yield pl.ds(i * self.slab, self.slab), box
 
     def load_rows(self, source, ref, copy, width, barrier, tile=0):
         """Starts copies of `source(columns)`, a `[tokens, G, slab]` slice, one per slab."""
-        for i in range(width // self.slab):
-            columns = pl.ds(i * self.slab, self.slab)
-            box = self._row_box(ref, copy, i, tile)
+        for columns, box in self._row_boxes(ref, copy, width, tile):
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
+
+    def store_rows(self, ref, copy, width, target, tile=0):
+        """Starts copies to `target(columns)`, one per slab."""
+        for columns, box in self._row_boxes(ref, copy, width, tile):
+            plgpu.copy_smem_to_gmem(box, target(columns))
 
     def clear_rows(self, ref, tiles: int):
         """Zeroes padding rows, which copies never write."""
@@ -139,25 +159,21 @@ class Buffers:
             for i in range(slabs):
                 ref[0].at[copy, i][...] = zeros
 
-    def store_rows(self, ref, copy, width, target, tile=0):
-        """Starts copies to `target(columns)`, one per slab."""
-        for i in range(width // self.slab):
-            columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_smem_to_gmem(self._row_box(ref, copy, i, tile), target(columns))
+    def _key_boxes(self, ring, stage):
+        """The columns and the box of each slab of a stage."""
+        box = ring if self.interpret else ring[1]
+        for i in range(self._slabs(ring)):
+            yield pl.ds(i * self.slab, self.slab), box.at[stage, i]
 
     def load_keys(self, source, ring, stage, barrier):
         """Starts copies of `source(columns)`, a `[keys, slab]` slice, one per slab."""
-        box = ring if self.interpret else ring[1]
-        for i in range(self._slabs(ring)):
-            columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_gmem_to_smem(source(columns), box.at[stage, i], barrier)
+        for columns, box in self._key_boxes(ring, stage):
+            plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
     def store_keys(self, ring, stage, target):
         """Starts copies to `target(columns)`, a `[keys, slab]` slice, one per slab."""
-        box = ring if self.interpret else ring[1]
-        for i in range(self._slabs(ring)):
-            columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_smem_to_gmem(box.at[stage, i], target(columns))
+        for columns, box in self._key_boxes(ring, stage):
+            plgpu.copy_smem_to_gmem(box, target(columns))
 
     def write_keys(self, ring, stage, value):
         """Writes float32 registers `[keys, width]` to shared memory, for copies."""

@@ -35,7 +35,7 @@ def build_kernel(
         integers, or scalars that the kernel reads at launch. `refs.cta` has the CTA's index on each
         axis of the grid (`cta_index`).
       scratch: Types of the scratch refs, in their order in memory.
-      options: Options of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
+      options: Other options of `plgpu.kernel`, e.g. `grid_names`.
 
     Raises:
       ValueError: An array has no name, or two refs have the same one.
@@ -60,6 +60,7 @@ def build_kernel(
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs],
         scratch_types=list(scratch.values()),
         compiler_params=operands.PARAMS,
+        interpret=getattr(kernel.spec, "interpret", False),
         **options,
     )
 

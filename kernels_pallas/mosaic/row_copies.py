@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from kernels_pallas.mosaic import interpreter, warp
 from kernels_pallas.mosaic.operands import ROW_STATS, ROW_STATS_MIN_ROWS, ROWS, Buffers
+from kernels_pallas.mosaic.warp import fetch_int
 
 BYTES = 16  # of a lane
 NUMBER_BYTES = 2
@@ -56,7 +57,7 @@ class RowCopies:
 
             def token_of(row):
                 index = warp.smaller(first + row // self.group, end - 1)
-                return warp.fetch(warp.element(entries, (index, 4))) // self.divisor
+                return fetch_int(warp, entries, index) // self.divisor
 
             for row, shared in self._rows(warp):
                 token = token_of(row)
@@ -102,7 +103,7 @@ class RowCopies:
                 if self._used(row) is not None:
                     only = only & self._used(row)
                 index = warp.smaller(index, end - 1)
-                entry = warp.fetch(warp.element(entries, (index, 4))) - less
+                entry = fetch_int(warp, entries, index) - less
                 at = b * count + entry
                 address = self._address(warp, target, at, self.group, row % self.group)
                 for slab in range(columns // SLAB):

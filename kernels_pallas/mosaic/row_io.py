@@ -30,7 +30,7 @@ from kernels_pallas.mosaic.operands import (
     row_index,
 )
 from kernels_pallas.mosaic.softmax import SoftmaxStats
-from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.mosaic.warp import Word, fetch_int
 from kernels_pallas.specs.selected import first_near
 
 QUAD = 4  # lanes that hold the same row
@@ -56,7 +56,7 @@ class GatheredRows:
         def load(warp, row, refs, words):
             (lists,), (first, end) = refs, words
             index = warp.smaller(first + self._token(warp, row), end - 1)
-            return [warp.fetch(warp.element(lists, (index, 4)))]
+            return [fetch_int(warp, lists, index)]
 
         return _by_row(load, [lists], [first, end], [], [jnp.int32], self.interpret)[0]
 
@@ -131,9 +131,9 @@ class GatheredRows:
             )
             token = warp.smaller(first + self._token(warp, row), length - 1)
             token = b * length + token
-            at = warp.fetch(warp.element(refs[1], (token, 4)))
+            at = fetch_int(warp, refs[1], token)
             own = warp.larger(at, 0) // ROWS
-            of_tile = warp.fetch(warp.element(refs[1], (b * length + first, 4)))
+            of_tile = fetch_int(warp, refs[1], b * length + first)
             near = first_near(of_tile, ROWS, warp.larger)
             size = 4 * n
             address = warp.element(refs[0], (token, heads * size), (kv_head, size))

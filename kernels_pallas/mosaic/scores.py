@@ -65,11 +65,19 @@ from kernels_pallas.mosaic.warp_topk import NO_BLOCK, WarpTopK
 from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 
-def tokens_of_tile(spec: Scores, refs, mine, tile_index) -> tuple:
-    """The first token of tile `mine`, the `tile_index`-th of its row, and the end of its tokens."""
+def tile_of_cta(spec: Scores, refs) -> tuple:
+    """Batch row, key/value head, index of the tile, its first token, the end of its tokens, and its
+    first block.
+    """
+    b, g = div_rem(refs.cta.bg, spec.Hkv)
+    tiles = refs.sizes.tiles
+    index = tiles - 1 - refs.cta.tile  # later tokens have more work
+    mine = b * tiles + index
     if spec.query_tiles:
-        return refs.first_token[mine] + 0, refs.end_token[mine] + 0
-    return tile_index * spec.tile.tokens, refs.sizes.T
+        tokens = refs.first_token[mine] + 0, refs.end_token[mine] + 0
+    else:
+        tokens = index * spec.tile.tokens, refs.sizes.T
+    return b, g, mine, *tokens, refs.base_block[mine, 0]
 
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
@@ -144,12 +152,7 @@ def best_blocks_qk(kernel: Kernel):
 
     def body(refs):
         wg = lax.axis_index("wg")
-        b, g = div_rem(refs.cta.bg, spec.Hkv)
-        tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more work
-        mine = b * tiles + tile_index
-        first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
-        base = refs.base_block[mine, 0]
+        b, g, mine, first_of_tile, last_of_tile, base = tile_of_cta(spec, refs)
         end = refs.key_end[mine, tile.rows - 1]
         steps = div(jnp.maximum(end - base * r, 0) + step_keys - 1, step_keys)
         if not topk.several_chunks and not spec.packed:
@@ -270,12 +273,12 @@ def best_blocks_qk(kernel: Kernel):
             _write_interpreted(spec, run, refs, own_block, wg, b, first_token, g, last_of_tile)
             key_free = refs.key_free
 
-            def drain(q, _):  # the interpreter requires a wait for every completed phase
+            def wait(q):
                 stage = rem(q, stages)
                 turn = rem(stage, warpgroups) == wg
                 pl.when(turn)(lambda: plgpu.barrier_wait(key_free.at[stage]))
 
-            lax.fori_loop(jnp.maximum(products - stages, 0), products, drain, None)
+            operands.drain(interpret, stages, products, wait)
             return
         run(
             "write",
@@ -298,7 +301,6 @@ def best_blocks_qk(kernel: Kernel):
         grid_names=("bg", "tile"),
         num_threads=warpgroups,
         thread_name="wg",
-        interpret=spec.interpret,
     )
 
 
@@ -539,11 +541,7 @@ def best_blocks_kq(kernel: Kernel):
     fours = [pl.ds(first, KQ_WARPS) for first in range(0, score_rows, KQ_WARPS)]
 
     def body(refs):
-        b, g = div_rem(refs.cta.bg, spec.Hkv)
-        tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more work
-        mine = b * tiles + tile_index
-        first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
+        b, g, mine, first_of_tile, last_of_tile, base = tile_of_cta(spec, refs)
         tokens = pl.ds(first_of_tile, tile.tokens)
         group = pl.ds(g * spec.group, heads)
         buffers.load_rows(
@@ -553,7 +551,6 @@ def best_blocks_kq(kernel: Kernel):
             spec.D,
             refs.query_full,
         )
-        base = refs.base_block[mine, 0]
         last_begin = refs.key_begin[mine, rows - 1]
         first_end = refs.key_end[mine, 0]
         last_end = refs.key_end[mine, rows - 1]
@@ -795,7 +792,6 @@ def best_blocks_kq(kernel: Kernel):
             "key_full": operands.barriers(slabs, stages),
         },
         grid_names=("bg", "tile"),
-        interpret=spec.interpret,
     )
 
 

@@ -231,7 +231,6 @@ def _build(
             "added_ready": barriers(width // size.slab),
         },
         grid_names=("head", "tile"),
-        interpret=spec.interpret,
     )
 
 

@@ -50,7 +50,7 @@ from kernels_pallas.mosaic import interpreter, operands, warp, wgmma
 from kernels_pallas.mosaic.operands import MATRIX, div, div_rem, rem
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.selected import list_counts
-from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.mosaic.warp import Word, fetch_int
 from kernels_pallas.specs.selected import LIST_CHUNK
 from kernels_pallas.specs.stored_ds import FIRST_ROW, HEADS, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import LANES, ROWS, WARPS
@@ -150,11 +150,11 @@ class StoredDs:
             size = 4 * self.selection_entries
             at = (token, heads * size), (kv_head, size), (slot, 4)
             block = warp.fetch(warp.element(indices, *at))
-            own = warp.fetch(warp.element(position, (token, 4)))
+            own = fetch_int(warp, position, token)
             seen = exists & (own >= 0) & (block * KEYS <= own)
             for array in key_start:
                 seen = seen & (block >= 0)
-                block = block * KEYS + warp.fetch(warp.element(array, (token, 4)))
+                block = block * KEYS + fetch_int(warp, array, token)
             return warp.where(seen, block, NO_ENTRY)
 
         arrays, scalars = [indices, *places], [b, kv_head, first, length]
@@ -341,5 +341,4 @@ def dq(kernel: Kernel):
             "added_ready": plgpu.Barrier(num_arrivals=slabs * tokens),
         },
         grid_names=("row", "tile"),
-        interpret=spec.interpret,
     )

@@ -310,6 +310,11 @@ def fetch(address: Word, offset: int = 0) -> Word:
     return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
 
 
+def fetch_int(instructions: Any, array: Any, index: Any) -> Any:
+    """An element of an int32 array in global memory, by these instructions."""
+    return instructions.fetch(instructions.element(array, (index, 4)))
+
+
 def prefetch(address: Word) -> None:
     """Prefetches the line of global memory with this address into L1."""
     _do("prefetch.global.L1 [$0];", address)

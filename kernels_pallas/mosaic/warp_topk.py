@@ -27,6 +27,7 @@ from typing import Any
 
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROWS
+from kernels_pallas.mosaic.warp import fetch_int
 from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slots
 
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
@@ -187,9 +188,9 @@ class WarpTopK:
         state, columns = [], []
         for number in numbers:
             score_row, slots = self._score_row(scores, number), self._winners(winners, number)
-            shift = warp.fetch(warp.element(base_block, (number, 4))) - begin - k * self.chunk
+            shift = fetch_int(warp, base_block, number) - begin - k * self.chunk
             low = shift + spec.num_initial
-            final = warp.fetch(warp.element(own_block, (number, 4)))
+            final = fetch_int(warp, own_block, number)
             count = warp.larger(shift + (final - spec.num_local) - low + 1, 0)
             column = _Columns(self, score_row, slots, shift, low + front, count)
             columns.append(column)
@@ -238,7 +239,7 @@ class WarpTopK:
         warp.sync()
         for number in self._own_rows(wg):
             slots = self._winners(winners, number)
-            final = warp.fetch(warp.element(own_block, (number, 4)))
+            final = fetch_int(warp, own_block, number)
             blocks = []
             for t in range(-(-n // LANES)):
                 place = lane + LANES * t
