@@ -82,7 +82,7 @@ def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
 
 
 def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any, Any]:
-    """In lane r the rank r, its score and its block, `NO_SCORE` past the last one.
+    """The rank r, its score and its block in lane r; `NO_SCORE` past the last rank.
 
     A lane's blocks are sorted first, so that an extraction only compares the best of each lane.
     """

@@ -55,5 +55,4 @@ def _word(four):
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
     )
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, four, text, "=r,f,f,f,f", asm_dialect=0)
+    return llvm.inline_asm(wgmma.i32(), four, text, "=r,f,f,f,f", asm_dialect=0)

@@ -416,10 +416,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
                     value = llvm.extractelement(row, wgmma.number(k))
                     pair = llvm.insertelement(pair, value, wgmma.number(i))
                 registers[k][index] = pair
-        return [
-            mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=None)
-            for x in registers
-        ]
+        return [wgmma.fragments(x, layout) for x in registers]
 
     return load(ref)
 
@@ -445,7 +442,7 @@ def by_column(ref, shape, interpret: bool):
             i8 = ir.IntegerType.get_signless(8)
             pointer = llvm.getelementptr(first.type, first, [], [32 * i], i8, 0)
             registers[index] = llvm.load(pair, pointer)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return wgmma.fragments(registers, layout)
 
     return lax.broadcast_in_dim(load(ref), shape, [1])
 
@@ -462,9 +459,7 @@ def side_by_side(parts, interpret: bool):
         layout = MATRIX.to_mgpu()
         registers = np.concatenate([part.registers for part in parts], axis=1)
         assert registers.shape == layout.registers_shape(shape)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=parts[0].is_signed
-        )
+        return wgmma.fragments(registers, layout, parts[0].is_signed)
 
     return join(*parts)
 
@@ -485,14 +480,12 @@ def with_sign_bit(x, shift, interpret: bool):
         registers = np.empty_like(x.registers)
         for i in np.ndindex(registers.shape):
             vector = x.registers[i].type
-            kind = ir.VectorType.get(
-                ir.VectorType(vector).shape, ir.IntegerType.get_signless(32)
-            )
+            kind = ir.VectorType.get(ir.VectorType(vector).shape, wgmma.i32())
             bits, sign = (arith.bitcast(kind, y.registers[i]) for y in (x, shift))
-            place = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 31)
+            place = ir.IntegerAttr.get(wgmma.i32(), 31)
             places = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, place))
             registers[i] = arith.bitcast(vector, arith.ori(bits, arith.shli(sign, places)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return wgmma.fragments(registers, x.layout)
 
     return join(x, shift)
 

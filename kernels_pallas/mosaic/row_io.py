@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -21,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.mosaic import interpreter, warp
+from kernels_pallas.mosaic import interpreter, warp, wgmma
 from kernels_pallas.mosaic.operands import (
     PER_ROW,
     ROW_STATS,
@@ -246,20 +245,15 @@ def _by_row(function, refs, scalars, rows, dtypes, interpret=False):
         layout, shape = PER_ROW.to_mgpu(), (ROWS,)
         registers = [np.empty(layout.registers_shape(shape), object) for _ in dtypes]
         indices = list(np.ndindex(layout.registers_shape(shape)))
-        i32 = ir.IntegerType.get_signless(32)
         for i, (index,) in zip(indices, layout.thread_idxs(shape), strict=True):
-            row = Word(arith.index_cast(i32, index))
+            row = Word(arith.index_cast(wgmma.i32(), index))
             own = [Word(vector.extract(x.registers[i], [], [0])) for x in rows_]
             for out, x in zip(
                 registers, function(warp, row, refs_, words, *own) or (), strict=True
             ):
                 out[i] = vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value)
-        return [
-            mgpu.FragmentedArray(
-                _registers=x, _layout=layout, _is_signed=True if d == jnp.int32 else None
-            )
-            for x, d in zip(registers, dtypes, strict=True)
-        ]
+        signed = (True if x == jnp.int32 else None for x in dtypes)
+        return [wgmma.fragments(x, layout, s) for x, s in zip(registers, signed, strict=True)]
 
     results = [plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=PER_ROW) for dtype in dtypes]
     return warp.each(call, refs, scalars, rows, PER_ROW, result=results)

@@ -46,7 +46,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import interpreter, operands, warp
+from kernels_pallas.mosaic import interpreter, operands, warp, wgmma
 from kernels_pallas.mosaic.operands import (
     LOG2E,
     MATRIX,
@@ -320,7 +320,7 @@ def _queries(spec: Scores, query, b, g, token, length):
 
     def read(query, b, g, token, length):
         lane, heads = warp.lane(), spec.tiling.heads
-        words = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        words = ir.VectorType.get((1,), wgmma.i32())
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         registers = np.empty((spec.D // 8, 2), dtype=object)
         for half in range(2):
@@ -337,7 +337,9 @@ def _queries(spec: Scores, query, b, g, token, length):
                 two = vector.broadcast(words, warp.fetch(address, 16 * j).value)
                 registers[j, half] = vector.bitcast(pair, two)
         shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, spec.D))
-        return mgpu.optimization_barrier(_matrix(registers.reshape(shape), MATRIX))
+        return mgpu.optimization_barrier(
+            wgmma.fragments(registers.reshape(shape), MATRIX.to_mgpu())
+        )
 
     result = operands.matrix_type((ROWS, spec.D), dtype)
     return warp.each(read, [query], [b, g, token, length], result=result)
@@ -386,9 +388,7 @@ def _product(buffers: operands.Buffers, queries, ring, stage):
                 dtype,
                 dtype,
             )
-        product = mgpu.FragmentedArray(
-            _registers=registers, _layout=zero.layout, _is_signed=None
-        ).to_layout(MATRIX.to_mgpu())
+        product = wgmma.fragments(registers, zero.layout).to_layout(MATRIX.to_mgpu())
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return mgpu.optimization_barrier(product)
@@ -408,7 +408,7 @@ def _fold(probs, interpret: bool):
         registers = np.empty(FOLDED.to_mgpu().registers_shape((ROWS // 2, KEYS)), dtype=object)
         for place, (low, high) in zip(np.ndindex(registers.shape), pairs, strict=True):
             registers[place] = arith.addf(low, high)
-        return _matrix(registers, FOLDED)
+        return wgmma.fragments(registers, FOLDED.to_mgpu())
 
     return add(probs)
 
@@ -498,25 +498,12 @@ def _pairs(matrix: np.ndarray) -> list:
     ]
 
 
-def _matrix(registers, layout):
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
-
-
 def _floats(matrix):
     """Pairs of neighbours, by row of a lane (`WarpTopK.add`)."""
     pairs = matrix.registers.reshape(KEYS // 8, -1)
 
     def pair(register):
-        return [
-            Word(
-                vector.extract(
-                    register,
-                    dynamic_position=[],
-                    static_position=ir.DenseI64ArrayAttr.get([i]),
-                )
-            )
-            for i in range(2)
-        ]
+        return [Word(vector.extract(register, [], [i])) for i in range(2)]
 
     return [[pair(register) for register in column] for column in pairs.T]
 

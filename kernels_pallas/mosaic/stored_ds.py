@@ -36,7 +36,6 @@ from HBM. At B=1 H=64 Hkv=4 D=128 T=65536 n=16: 54 GB of K on random selections,
 import dataclasses
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -129,10 +128,7 @@ class StoredDs:
             found = [x.value for x in slots(warp, arguments[:count], arguments[count:])]
             kind = ir.VectorType.get((len(found),), found[0].type)
             held = vector.from_elements(kind, found)
-            registers = np.array([held], object)
-            return mgpu.FragmentedArray(
-                _registers=registers, _layout=layout.to_mgpu(), _is_signed=True
-            )
+            return wgmma.fragments(np.array([held], object), layout.to_mgpu(), True)
 
         def slots(warp, arrays, words):
             """The lane's slot of each token of its warp: the slot with the lane's index."""

@@ -22,13 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from kernels_pallas.mosaic.wgmma import i32
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 TYPES = {"bfloat16": "bf16", "float16": "f16"}
 type Number = "Word | int | float"
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
 
 
 def _operator(of_integers: Callable, of_floats: Callable | None = None) -> Callable:
@@ -80,7 +78,7 @@ class Word:
 def word(x: Number) -> Word:
     if isinstance(x, Word):
         return x
-    return Word(utils.c(x, ir.F32Type.get() if isinstance(x, float) else _i32()))
+    return Word(utils.c(x, ir.F32Type.get() if isinstance(x, float) else i32()))
 
 
 def _apply(operation, *operands: Number) -> Word:
@@ -122,7 +120,7 @@ def larger(a: Number, b: Number) -> Word:
 
 def number(condition: Word) -> Word:
     """1 or 0."""
-    return Word(arith.extui(_i32(), condition.value))
+    return Word(arith.extui(i32(), condition.value))
 
 
 def bit(place: Number) -> Word:
@@ -137,7 +135,7 @@ def ones(x: Word) -> Word:
 
 def bits(x: Word) -> Word:
     """A float32 as an integer; numbers from 0 keep their order."""
-    return Word(arith.bitcast(_i32(), x.value))
+    return Word(arith.bitcast(i32(), x.value))
 
 
 def real(x: Word) -> Word:
@@ -198,7 +196,7 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
     """
     values, several = [word(x).value for x in operands], isinstance(result, list)
     options = {"has_side_effects": reads, "convergent": together}
-    found: Any = utils.inline_ptx(text, *values, result_types=result or _i32(), **options)
+    found: Any = utils.inline_ptx(text, *values, result_types=result or i32(), **options)
     return list(map(Word, found)) if several else Word(found)
 
 
@@ -272,7 +270,7 @@ def sync() -> None:
 
 def shared(ref) -> Word:
     """Address of an array in shared memory."""
-    return Word(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
+    return Word(llvm.ptrtoint(i32(), utils.memref_ptr(ref)))
 
 
 def read(address: Word, offset: int = 0) -> Word:
@@ -338,7 +336,7 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
     load = f"ld.global.nc.L1::no_allocate.v{count}.b32 {_listed(0, count)}, [${count}];"
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load} }}"
-    result = llvm.StructType.get_literal([_i32()] * count)
+    result = llvm.StructType.get_literal([i32()] * count)
     found: Any = llvm.inline_asm(
         result,
         [address.value, number(only).value],
@@ -347,7 +345,7 @@ def fetch_several(address: Word, count: int, only: Word) -> list[Word]:
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(count)]
+    return [Word(llvm.extractvalue(i32(), found, [i])) for i in range(count)]
 
 
 def transposed(pair: Word) -> Word:
@@ -415,7 +413,7 @@ def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: s
 def read_words(address: Word, count: int, offset: int = 0) -> list[Word]:
     """2 or 4 neighbours in shared memory, at a multiple of their bytes."""
     text = f"ld.shared.v{count}.b32 {_listed(0, count)}, [${count}+{offset}];"
-    return _ptx(text, address, result=[_i32()] * count, reads=True)
+    return _ptx(text, address, result=[i32()] * count, reads=True)
 
 
 def read_transposed(address: Word, offset: int = 0) -> list[Word]:
@@ -425,7 +423,7 @@ def read_transposed(address: Word, offset: int = 0) -> list[Word]:
     """
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
     text = f"{load} {_listed(0, 4)}, [$4+{offset}];"
-    return _ptx(text, address, result=[_i32()] * 4, together=True, reads=True)
+    return _ptx(text, address, result=[i32()] * 4, together=True, reads=True)
 
 
 def write_words(
@@ -443,7 +441,7 @@ def _integer(x: Word) -> Word:
 def fetch_words(address: Word) -> list[Word]:
     """4 neighbours of global memory, which the kernel never writes."""
     text = f"ld.global.nc.v4.b32 {_listed(0, 4)}, [$4];"
-    return _ptx(text, address, result=[_i32()] * 4, reads=True)
+    return _ptx(text, address, result=[i32()] * 4, reads=True)
 
 
 def fetch_half(address: Word, dtype: str) -> Word:

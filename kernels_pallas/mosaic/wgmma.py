@@ -81,8 +81,7 @@ class Operand:
 
     def word(self) -> ir.Value:
         """The lower word of the first step's descriptor."""
-        i32 = ir.IntegerType.get_signless(32)
-        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(self.ref))
+        address = llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(self.ref))
         if self.some is not None and self.some[0]:
             address = arith.addi(address, number(self.some[0] // 8 * self._stride))
         word = arith.shrui(arith.andi(address, number(0x3FFFF)), number(4))
@@ -209,7 +208,7 @@ def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
     instruction, a float32 or two 16-bit numbers each.
     """
     float32 = isinstance(array.mlir_dtype, ir.F32Type)
-    kind = ir.F32Type.get() if float32 else ir.IntegerType.get_signless(32)
+    kind = ir.F32Type.get() if float32 else i32()
     found = []
     for vector in array.registers.flat:
         count = mgpu_utils.bitwidth(vector.type) // 32
@@ -229,29 +228,34 @@ def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
             vector = llvm.insertelement(vector, registers[2 * i + j], number(j))
         vectors[i] = vector
     shape = layout.registers_shape((ROWS, 2 * len(registers)))
-    return mgpu.FragmentedArray(
-        _registers=vectors.reshape(shape), _layout=layout, _is_signed=None
-    )
+    return fragments(vectors.reshape(shape), layout)
 
 
 def array_of_pairs(registers: Sequence[ir.Value], dtype: ir.Type) -> mgpu.FragmentedArray:
     """16-bit `[64, columns]` from its registers, in the order of `registers`."""
-    layout, i32 = mgpu.WGMMA_LAYOUT, ir.IntegerType.get_signless(32)
-    pair, single = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32)
+    layout = mgpu.WGMMA_LAYOUT
+    pair, single = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32())
     vectors = np.empty(len(registers), object)
     for i, x in enumerate(registers):
         x = llvm.insertelement(llvm.mlir_undef(single), x, number(0))
         vectors[i] = llvm.bitcast(pair, x)
     shape = layout.registers_shape((ROWS, 4 * len(registers)))
     signed = True if isinstance(dtype, ir.IntegerType) else None
-    return mgpu.FragmentedArray(
-        _registers=vectors.reshape(shape), _layout=layout, _is_signed=signed
-    )
+    return fragments(vectors.reshape(shape), layout, signed)
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
 
 
 def number(value: int) -> ir.Value:
     """A constant of 32 bits."""
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+    return arith.constant(i32(), value)
+
+
+def fragments(registers: np.ndarray, layout, signed: bool | None = None):
+    """An array of these registers; `signed` is for integers."""
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
 def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[ir.Value]]:

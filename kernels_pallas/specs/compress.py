@@ -117,7 +117,7 @@ class Means(TokenWords, Spec):
 
     @property
     def means(self) -> tuple[Array, Array]:
-        """Those of compressed tokens."""
+        """Keys and values of compressed tokens, or their gradients."""
         return self._arrays(self.rows)
 
     def _arrays(self, length: int) -> tuple[Array, Array]:

@@ -203,7 +203,7 @@ class Decode(Spec):
 
     @property
     def ring_bytes(self) -> int:
-        """Of a warp."""
+        """Bytes of a warp's ring buffer."""
         return self.variant.stages * self.stage_bytes
 
     @property

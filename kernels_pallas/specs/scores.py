@@ -195,8 +195,8 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Of Q K^T: the fewest padding rows with room for the scores of all tokens, or four rows per
-    token.
+    """Tiling of Q K^T: the fewest padding rows with room for the scores of all tokens, or four rows
+    per token.
     """
     heads = 1 << (spec.group - 1).bit_length()
     if heads <= 2:
@@ -207,8 +207,8 @@ def tiling_qk(spec: Scores) -> Tiling:
 
 
 def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
-    """With `heads` rows per token: the fewest chunks that fit in shared memory, then the most
-    stages.
+    """Tiling with `heads` rows per token: the fewest chunks that fit in shared memory, then the
+    most stages.
     """
     sm_bytes = 228 * 1024  # shared memory of an SM; the system uses 1 KB per CTA
     # Four warpgroups have 128 registers per thread. They are two CTAs if the compiler needs no
@@ -237,8 +237,8 @@ def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
 
 
 def tiling_kq(spec: Scores) -> Tiling:
-    """Of K Q^T: heads are a multiple of 8, the columns of a register, that divides the 64 rows of a
-    load; score rows are a multiple of the warps, which handle one each.
+    """Tiling of K Q^T: heads are a multiple of 8, the columns of a register, that divides the 64
+    rows of a load; score rows are a multiple of the warps, which handle one each.
     """
     heads = next(heads for heads in (8, 16, 32, ROWS) if spec.group <= heads)
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+SIZES = ["tokens", "heads", "slots", "per_batch", "tiles"]  # that compile nothing again
+
 
 class Tile(NamedTuple):
     """Compiled constants; TERMS: tiles of `sum_ranges`, HEADS: of `gather_rows`."""
@@ -73,7 +75,7 @@ def _tile_of(item, part, start, tokens, heads, slots, per_batch, c):
     return batch.to(tl.int64), head.to(tl.int64), row, column, token, there
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def gather_ranges(
     source, packed, start, length, place,
     tokens, heads, slots, per_batch, tiles,
@@ -132,7 +134,7 @@ def gather_rows(
     tl.store(packed, values, mask=(item < count)[:, None] & wide)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def add_ranges(
     total, grad, start, length, place,
     tokens, heads, slots, per_batch, tiles,
@@ -159,7 +161,7 @@ def add_ranges(
     tl.atomic_add(total, values, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def sum_ranges(
     total, grad, block, order, end, start, length, place,
     tokens, heads, slots, per_batch, tiles,
