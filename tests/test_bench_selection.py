@@ -176,12 +176,12 @@ def test_the_seed_systems_matrix():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"N": []}, "N must be a list of integers over 0, got"),
-        ({"H": [8, True]}, "H must be a list of integers over 0, got"),
-        ({"L": {"some": [64]}}, "L must have lists by few/many/mixed, got"),
+        ({"N": []}, "N\n  List should have at least 1 item"),
+        ({"H": [8, True]}, r"H.1\n  Input should be a valid integer"),
+        ({"L": {"some": [64]}}, "L.some.*\n  Input should be 'few', 'many' or 'mixed'"),
         ({"L": {"few": [24]}}, "L_list must be multiples of l_sel=16, got"),
-        ({"beside": "fa2"}, "beside must be a list of names, got 'fa2'"),
-        ({"dtype": "f8"}, "dtype must be one of .*, got 'f8'"),
+        ({"beside": "fa2"}, "beside\n  Input should be a valid list"),
+        ({"dtype": "f8"}, "dtype\n  Input should be 'bf16', 'f16' or 'f32'"),
     ],
 )
 def test_a_matrix_that_cannot_be_is_named(changes, message):

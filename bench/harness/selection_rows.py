@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+import pydantic
+from annotated_types import Gt, MinLen
 
-from .problems import PRECISIONS
+from .records import STRICT
 
 SPANS = {"few": 1, "many": 8, "mixed": 4}  # runs of adjacent blocks
 
@@ -41,7 +43,10 @@ class Row(NamedTuple):
         return f"{needed}, L={self.L} has {self.count}"
 
 
-@dataclasses.dataclass(frozen=True)
+type Sizes = Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Matrix:
     """The rows of a table: all combinations of its lists, which have the names of columns.
 
@@ -56,41 +61,30 @@ class Matrix:
       iters, warmup: Samples of a row, and calls before them. Default to the command's.
 
     Raises:
-      ValueError: a list is empty or holds something else than integers over 0, or `L` is no
+      ValueError: A list is empty or has values other than integers over 0, or `L` is no
         multiple of the smallest block.
     """
 
-    N: list[int]
-    H: list[int]
-    D: list[int]
-    Dv: list[int]
-    L: dict[str, list[int]]
-    l_sel: list[int]
-    streams: list[int]
+    N: Sizes
+    H: Sizes
+    D: Sizes
+    Dv: Sizes
+    L: Annotated[dict[Literal["few", "many", "mixed"], Sizes], MinLen(1)]
+    l_sel: Sizes
+    streams: Sizes
     kernel: str | None = None
     ref: str | None = None
     beside: list[str] = dataclasses.field(default_factory=list)
-    dtype: str | None = None
+    dtype: Literal["bf16", "f16", "f32"] | None = None
     iters: int | None = None
     warmup: int | None = None
 
-    def __post_init__(self):
-        if not isinstance(self.L, dict) or not self.L or set(self.L) - set(SPANS):
-            raise ValueError(f"L must have lists by {'/'.join(SPANS)}, got {self.L!r}")
-        names = ("N", "H", "D", "Dv", "l_sel", "streams")
-        lists = {name: getattr(self, name) for name in names}
-        lists |= {f"L.{dist}": listed for dist, listed in self.L.items()}
-        for name, listed in lists.items():
-            whole = isinstance(listed, list) and all(type(x) is int and x > 0 for x in listed)
-            if not whole or not listed:
-                raise ValueError(f"{name} must be a list of integers over 0, got {listed!r}")
-        if not isinstance(self.beside, list) or not all(type(x) is str for x in self.beside):
-            raise ValueError(f"beside must be a list of names, got {self.beside!r}")
-        if self.dtype not in (None, *PRECISIONS):
-            raise ValueError(f"dtype must be one of {[*PRECISIONS]}, got {self.dtype!r}")
+    @pydantic.model_validator(mode="after")
+    def _check(self):
         least = min(self.l_sel)
         if any(length % least for length in self.lengths):
             raise ValueError(f"L_list must be multiples of l_sel={least}, got {self.lengths}")
+        return self
 
     @property
     def lengths(self) -> list[int]:

@@ -6,12 +6,11 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from nsa_core.dispatch import OnUnsupported, Problem, Registry
+from nsa_core.dispatch import OnUnsupported, Problem
 from nsa_core.types import Branches
 
 from ..harness import jobs
+from ..harness.runners import RUNNERS
 from .parallel import Parallel
 from .ranks import Ranks
 from .spec import Attention, Task
@@ -72,16 +71,16 @@ def nsa(
       ValueError: the framework has no such implementation.
       NotImplementedError: a named one refuses, and `on_unsupported` is "error".
     """
-    registry, platform, capability = _environment(framework)
+    runner = RUNNERS[framework]()
     for name in filter(None, names):
-        if name not in registry.names():
-            raise ValueError(f"{framework} has {registry.names()}, got {name!r}")
+        if name not in runner.registry.names():
+            raise ValueError(f"{framework} has {runner.registry.names()}, got {name!r}")
     at, training = task.model.layer, task.training
     problem = Problem(
         framework=framework,
         step="",
-        platform=platform,
-        capability=capability,
+        platform=runner.platform,
+        capability=runner.capability,
         dtype=task.dtype,
         B=training.batch,
         T=training.seq_len,
@@ -92,9 +91,9 @@ def nsa(
         Dv=at.d_v,
         packed=packed,
         config=at.config,
-        device=device(framework) if gpu(framework) else None,
+        device=None if runner.device == "cpu" else runner.device,
     )
-    chosen = registry.choices(problem, names, on_unsupported)
+    chosen = runner.registry.choices(problem, names, on_unsupported)
     named = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
     return Variant(framework, "nsa", jobs.label(chosen), named)
 
@@ -130,19 +129,13 @@ def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
 
 
 def device(framework: str) -> str:
-    """The device that the framework computes on here, as its driver calls it, or "cpu"."""
-    if not gpu(framework):
-        return "cpu"
-    if framework == "jax":
-        return jax.devices()[0].device_kind
-    import torch
-
-    return torch.cuda.get_device_name()
+    """The device on which the framework computes, in the driver's words, or "cpu"."""
+    return RUNNERS[framework]().device
 
 
 def gpu(framework: str) -> bool:
     """Whether the framework computes on a GPU here."""
-    return _environment(framework)[1] != "cpu"
+    return device(framework) != "cpu"
 
 
 def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks()):
@@ -194,18 +187,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _environment(framework: str) -> tuple[Registry, str, tuple[int, int] | None]:
-    if framework == "jax":
-        from nsa_jax.dispatch import REGISTRY
-        from nsa_jax.jax_problem import capability
-
-        return REGISTRY, jax.default_backend(), capability()
-    import torch
-
-    from nsa_torch.dispatch import REGISTRY as TORCH
-
-    if not torch.cuda.is_available():
-        return TORCH, "cpu", None
-    return TORCH, "cuda", torch.cuda.get_device_capability()
