@@ -5,7 +5,7 @@
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
 Both checkouts run in processes of their own on one machine: all compile side by side, then
-each is timed in turn (before, after, after, before, ...), calls in a row, alone on the GPU. A
+they are timed in turn (before, after, after, before, ...), calls in a row, one on the GPU. A
 row is slower where the median of its ratios exceeds `--margin`. Exit status 1: a row is slower
 or not bit-equal (`--allow_other_bits` for a change that may round differently), or a process
 failed. Kernels: `mosaic`, so a Hopper GPU.

@@ -12,7 +12,7 @@ which is replaced with the remaining probability. A row of JSON each in `--out`:
   sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
                 makes of the blocks at every layer: its time counts
   flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
-                each pair; what it reads of the blocks is made before, and does not count
+                each pair; the mask is made before, and does not count
   vllm          vLLM's Triton kernel for this model, forward, from pages that are made before
   flash_msa     flash-msa's kernels, which choose the blocks themselves, in the time that is
                 given, by an indexer's queries and key; their results are not compared
@@ -22,7 +22,7 @@ which is replaced with the remaining probability. A row of JSON each in `--out`:
                 indexer's queries and keys. Mode `loss`: `indexer_kl` and its gradients. Mode
                 `decode`: one token per row, its blocks and its attention, from pages as large as a
                 block, in one CUDA graph; `plain`: without kernels. Modes `qsa` and `qsa_decode`:
-                lists and attention of QSA's layer, whatever the other sizes are; `sdpa` is dense
+                lists and attention of QSA's layer, regardless of the other sizes; `sdpa` is dense
                 attention there, without lists
   peak_gib      peak allocation, arguments included
   extra_gib     peak allocation of a call, its results included

@@ -6,8 +6,8 @@
     python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
-Of several lengths each has a process of its own: all compile and are judged side by side, then
-they are timed in turn, each alone. The last example is how the report's first chart is measured
+Each of several lengths has its own process. All compile and are judged side by side, then
+they are timed in turn, one at a time. The last example is how the report's first chart is measured
 (docs/benchmarks.md).
 
 Parity first, then time: a path that is wrong is not timed. A path that was named on the
@@ -177,8 +177,8 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
 
 
 def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
-    """Measures the jobs of each mode, writes a line as each ends, then table and plot; the exit
-    status."""
+    """Measures the jobs of each mode, writes a line after each, then table and plot; returns the
+    exit status."""
     lines = command.new_file(FLAGS.out, "compare.jsonl")
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
     how: dict[str, Any] = {"seconds": FLAGS.row_seconds}

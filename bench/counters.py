@@ -2,15 +2,15 @@
 
     python -m bench.counters --only "24k" --out counters.jsonl
 
-`ncu` (CUDA's profiler, which reads the counters only where the driver lets it) runs each launch
-several times, caches empty before each and clocks as they are, so its times are longer than those
-of `bench.call_kernels`, whose rows and columns these are. Launches of one kernel, of windows of a
+`ncu` (CUDA's profiler, which needs the driver's permission to read the counters) runs each launch
+several times, with empty caches and without fixed clocks. Its times are longer than those of
+`bench.call_kernels`, which has the same rows and columns. Launches of one kernel, of windows of a
 sequence or of heads, are one line: the sum of their times, means by time of the rest.
 
     tensor pipe   share of cycles in which it is busy
     L2            busy, as a share of its peak; hits; what HBM moves meanwhile
-    warps         why they wait, the two that count most, in warps an issued instruction; the
-                  share of issue slots that are taken
+    warps         the two main reasons to wait, in warps per issued instruction; the share of
+                  used issue slots
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/counters.jsonl`. Hopper.
 """

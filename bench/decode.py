@@ -6,22 +6,21 @@
     python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
     python -m bench.decode --cache_dtype=fp8 --q_len=4
 
-On a GPU each of several lengths has a process of its own: all compile and are judged side by
-side, then they are timed in turn, each alone.
+On a GPU each of several lengths has its own process. All compile and are judged side by side,
+then they are timed in turn, one at a time.
 
 `S` counts the tokens in the cache with the new ones, which are `--q_len` (more than one: guesses
 that are verified). `ms_total` is `cached_attention`: it appends the tokens and attends;
-`ms_paged` is the same on a paged cache whose pages lie in no order (`append`,
-`paged_attention`); with `--cache_dtype=fp8` that cache is in fp8, and is judged by what it
-has of the tokens. The branches run by themselves on the same cache: `ms_cmp` is compressed
-attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores` without the
-attention), `ms_win` the sliding window. Each is launched by itself, with checks and a wait of its
-own, one after the other: they need not add up to the whole, and where something else runs on the
-machine meanwhile a part's median can be above the whole's. Such a time has a `*` and stands in the
-column `above_whole`; one that is longer by more than noise is refused. Dense attention to all of
-the cache stands beside them. In torch on CUDA a CUDA graph replays the step where it can be
-captured (`graph`). `ms_host` and `ms_paged_host` are what an eager step takes of the host there, of
-steps that follow each other.
+`ms_paged` is the same on a paged cache with pages in random order (`append`, `paged_attention`).
+With `--cache_dtype=fp8` that cache is in fp8, and is judged by its own rounded tokens. The branches
+run separately on the same cache: `ms_cmp` is compressed attention, `ms_sel` the scores, the
+selection and the attention to it (`ms_scores` without the attention), `ms_win` the sliding window.
+Each is launched with its own checks and its own wait, one after the other. They need not add up to
+the whole, and if another process uses the machine a part's median can exceed the whole's. Such a
+time has a `*` and is listed in the column `above_whole`. A part that is longer by more than noise
+is refused. The table also has dense attention to all of the cache. In torch on CUDA a CUDA graph
+replays the step if it can be captured (`graph`). `ms_host` and `ms_paged_host` are the host times
+of consecutive eager steps there.
 
 Reads are key rows, raw or compressed, that the last query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
@@ -149,8 +148,8 @@ class Case:
         self.waiting.append((key, branch, row))
 
     def run(self, how: dict[str, Any]) -> None:
-        """Times every step; the branches first, since the whole is made of them and cannot be
-        faster than one of them."""
+        """Times every step. The branches come first, since the whole cannot be faster than one of
+        them."""
         for key, branch, row in self.waiting:
             found = row.timed(**how)
             if key == "all" and "status" not in found:

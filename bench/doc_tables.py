@@ -44,8 +44,8 @@ A document names a table between two comments, and this command fills it:
 Tables that show fields of lines are described in `bench/tables.yaml`; the others are functions.
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
-A cell shows the newest record of its shape: where it failed its status, and nothing where it was
-refused. The column `commit` says which commits those are, of all figures that a row compares.
+A cell shows the newest record of its shape, or the status of a failed one, and nothing if it was
+refused. The column `commit` lists the commits of all figures that a row compares.
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
@@ -297,8 +297,8 @@ def made(name: str, lines: Iterable[Line], columns: Iterable[str] = ()) -> str:
 
 
 def _crossed(kind: Kind, lines: Iterable[Line], columns: Sequence[Sequence[str]]) -> str:
-    """A row for what `row` says of lines and a column for what `column` says; `columns`: the name,
-    title and, where it has its own, template of each, by default those that have a time."""
+    """A row per value of the templates `row`, a column per value of `column`. `columns` has the
+    name, the title and perhaps the template of each; by default all columns with a time."""
     found: dict[tuple[Any, ...], dict[str, list[Line]]] = {}
     timed: dict[str, str] = {}
     for line in lines:
@@ -452,8 +452,8 @@ def _quality_groups() -> list[quality.Group]:
 
 
 def quality_table(part: str) -> str:
-    """NSA against dense attention; `part`: "summary" for what has most pairs, "bounds",
-    "distances", "found"."""
+    """NSA against dense attention; `part` is "summary" (the kinds with most pairs), "bounds",
+    "distances" or "found"."""
     head, rows = {
         "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "bounds": (quality.BOUNDS_HEAD, quality.bound_rows),
@@ -469,8 +469,8 @@ def _files(setting: str, variant: str) -> list[Path]:
 
 
 def experiment(name: str, runs: str | None = None, seeds: str | None = None) -> str:
-    """What came of an experiment: dense attention's means, and what its other runs differ by; of
-    `runs` and `seeds`, with commas between, or of all."""
+    """The results of an experiment: dense attention's means, and the differences of its other runs.
+    `runs` and `seeds` are lists with commas; by default all."""
     from .lm.experiments import EXPERIMENTS, VARIANTS
 
     at = EXPERIMENTS[name]

@@ -5,7 +5,7 @@
 
 A pair fits where the metadata of the one package allows the installed version of the other:
 torch states its triton, JAX its jaxlib and CUDA plugin. On a GPU one process moves an array in
-both frameworks, which shows that their CUDA runtimes load beside each other. The exit status is
+both frameworks, which shows that their CUDA runtimes load together. The exit status is
 1 when a pair is broken.
 """
 
@@ -78,8 +78,8 @@ def pair(
     version: Callable[[str], str | None],
     requires: Callable[[str], Iterable[str] | None],
 ) -> Pair | None:
-    """Whether the versions fit as `first` states; None where that is not installed, or where
-    `second` is not and only the extra asks for it."""
+    """Whether the versions fit as `first` states. None if it is not installed, or if `second` is
+    not installed and only the extra asks for it."""
     have, other = version(first), version(second)
     if have is None or (extra and other is None):
         return None

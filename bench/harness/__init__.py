@@ -3,7 +3,7 @@
 | module | what it is |
 |---|---|
 | `cli`, `command` | how a command starts and ends; flags, output folder, exit status |
-| `seed_env`, `seed_names` | names that other programs know (docs/seed.md) and what they are here |
+| `seed_env`, `seed_names` | names that other programs know (docs/seed.md) and their meanings here |
 | `problems`, `text` | settings from `configs/`, and the arrays that they come to |
 | `runners`, `jobs` | how each framework runs a step; which rows a comparison has |
 | `peers`, `peer_nsa_triton` | rows of other people's kernels |

@@ -1,5 +1,5 @@
 """Other libraries' kernels for attention to chosen blocks of 128, as `bench.block_selection` calls
-them. Both run where they can be imported; their Triton and CuTe kernels need a GPU.
+them. Both run if they can be imported; their Triton and CuTe kernels need a GPU.
 """
 
 import importlib
@@ -73,8 +73,8 @@ def on_vllm(query: Tensor, read: dict[str, Any]) -> Tensor:
 def on_flash_msa(
     query: Tensor, key: Tensor, value: Tensor, index: list[Tensor], chosen: int
 ) -> Tensor:
-    """As `on_vllm`, of blocks that it chooses itself by `index`, its queries and its key: that
-    takes part of the time, and no list of others has the same result.
+    """The same as `on_vllm`, on blocks that it chooses by `index`, its queries and its key. The
+    choice is part of the time, and no other list has the same result.
     """
     scale = query.shape[-1] ** -0.5
     out, _ = module_of("flash_msa").flash_msa_func(

@@ -5,8 +5,8 @@
 
 The layer is called three times without gradients and three times with them; the results of each
 three must be bitwise equal. The first time its steps run one by one; the others run from a plan
-(`nsa_core.plan`), and their temporary tensors share one allocation. One JSON line says which
-kernels ran in the first call of either kind.
+(`nsa_core.plan`), and their temporary tensors share one allocation. One JSON line lists the
+kernels that ran in the first call of either kind.
 """
 
 import collections

@@ -90,7 +90,7 @@ def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str |
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
-    """Defines `--out`, a file that lines are appended to; one that takes none is refused before
+    """Defines `--out`, a file that lines are appended to. An unusable file is refused before
     anything is measured."""
     what = "A JSON file to append the lines to."
     holder = flags.DEFINE_string("out", None, what, flag_values=own)
@@ -229,8 +229,7 @@ def _thresholds() -> policy.Thresholds:
 
 
 def _log_events() -> None:
-    """Lines as they are, without the prefix that absl gives to those of a log, and of the
-    frameworks that were asked for."""
+    """Prints lines of the log without absl's prefix, and only for the frameworks of the flags."""
     perturbing = ",".join(sorted({"timing", "compare"} & set(LOG.value)))
     if perturbing:
         if "save_records" in flags.FLAGS and flags.FLAGS["save_records"].value:

@@ -99,8 +99,8 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
 ) -> dict[str, Any]:
-    """`--iters` and `--warmup` as `timing` takes them, where not given `iters` and `warmup`; by
-    default 100 samples on a GPU, and without one what a fifth of a second allows."""
+    """The arguments of `timing` from `--iters` and `--warmup`, else from `iters` and `warmup`. By
+    default 100 samples on a GPU, and 0.2 s without one."""
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
     how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}
@@ -126,7 +126,7 @@ def settings(
     **model,
 ) -> problems.Settings:
     """A problem of the sizes that the flags give; `model` overrides the flags' names, `dtype`
-    stands where no `--dtype` is given."""
+    replaces a missing `--dtype`."""
     given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
     if given["heads"] % given["groups"]:
         raise ValueError(
@@ -306,8 +306,8 @@ def about(
     inputs: problems.Inputs | None = None,
     queries: Any = None,
 ) -> dict[str, Any]:
-    """The fields of a record that belong to the problem, whatever runs; without inputs: of a
-    problem on random arrays that need not be there, with so many queries."""
+    """The fields of a record that describe the problem. Without inputs it is a problem on random
+    arrays, which need not exist, with so many queries."""
     sizes: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs, queries))
     del sizes["itemsize"]
     found = sizes | {

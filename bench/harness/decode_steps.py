@@ -1,6 +1,6 @@
 """The steps of decoding the last tokens on a filled cache, as `bench.decode` times and counts them.
 
-A step leaves the cache as long as it was, so that every call does the same: torch writes the
+A step does not change the length of the cache, so that all calls are equal: torch writes the
 tokens to the same slots of the same buffers, JAX gets the cache back with its length restored.
 """
 
@@ -85,8 +85,8 @@ class Cached:
         query, cache = given["query"], given["cache"]
 
         def how(step):
-            # The buffers end with the last token, so the length is a number: with one a row, on the
-            # device, these functions zero copies of all values, which the whole step does not.
+            # The buffers end with the last token, so the length is a number. With lengths on the
+            # device these functions would zero copies of all values, unlike the whole step.
             name = getattr(self.choices, step).implementation
             return {"config": self.config, "kv_len": self.tokens, "implementation": name}
 
@@ -200,8 +200,8 @@ class Paged:
         return paged_attend
 
     def chosen(self) -> jax.Array | None:
-        """The blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`; None: those of the
-        contiguous cache.
+        """The blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. None means the
+        selection of the contiguous cache.
         """
         if self.name == "gathered":
             return None

@@ -22,15 +22,15 @@ class Job:
     implementation: Any = None  # as the public functions take it
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
-    # Whether it must be measured, since it was named; None: the name is another framework's.
-    # Else one row of the branch is enough.
+    # Whether it must be measured, since it was named. None if the name is another framework's.
+    # Otherwise one row of the branch is enough.
     asked: bool | None = False
     function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs instead
     timed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # if other than judged
     work: Cost | None = None  # of a call that is timed, if other than the branch's
     # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
     own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    judged: bool = True  # False: it computes something else than the oracle, as `note` says
+    judged: bool = True  # False if it computes another function than the oracle, see `note`
     library: bool = False  # others' code, which may refuse in its own ways
     note: str = ""  # of a row that counts
     form: str = ""  # of the whole: "recompute", "packed", or plain

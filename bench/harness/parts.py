@@ -1,10 +1,9 @@
 """Rows of a table by several processes: made ready side by side, timed one process at a time.
 
 Each process has some of the rows. One that dies, or is longer than `ROW_S` over a row, loses
-that row: what it had not timed yet goes to a new process. So a kernel that crashes or hangs is
-one row that failed, and compilation takes the cores of the machine. A process times its rows
-twice, one after the other, and the least time of each call counts: what slows the host for a
-moment is not there at both.
+that row: its other rows go to a new process. So a kernel that crashes or hangs is one failed row,
+and compilation uses all cores of the machine. A process times its rows twice, and the least time
+of each call counts, so that a short disturbance of the host does not.
 """
 
 import dataclasses

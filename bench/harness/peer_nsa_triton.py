@@ -2,8 +2,8 @@
 
 The package (github.com/XunhaoLai/native-sparse-attention-triton, module
 `native_sparse_attention`, which is also the name of other packages' modules) has a function
-for each step but the window, on packed rows: batch and tokens are one axis, `cu_seqlens` says
-where sequences begin.
+for each step but the window, on packed rows: batch and tokens are one axis, `cu_seqlens` has
+the starts of sequences.
 
 | branch | functions of `native_sparse_attention.ops` | arrays there |
 |---|---|---|

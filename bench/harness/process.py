@@ -84,8 +84,8 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables with `changes`, for a child; of `PYTHONPATH` the change goes
-    before what is there."""
+    """This process's variables with `changes`, for a child; a change of `PYTHONPATH` is put before
+    the present value."""
     variables = os.environ | changes
     before = os.environ.get("PYTHONPATH")
     if before and "PYTHONPATH" in changes:
@@ -94,8 +94,8 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
-    """The words of a command, `{name}` replaced; a word that comes out empty is left out, and
-    one with `{records}` stands once for each of them."""
+    """The words of a command, `{name}` replaced; an empty word is left out, and one with
+    `{records}` is repeated for each of them."""
     found = []
     for word in shlex.split(template):
         each = records if "{records}" in word else [""]
@@ -108,7 +108,7 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
 
 
 def module(text: str) -> str:
-    """`bench.<command>`, wherever it stands, by the name that `bench` has here: `nsa_bench` where
+    """The text with `bench.<command>` under the name that `bench` has here, which is `nsa_bench` if
     it is installed."""
     return re.sub(r"\bbench(?=\.[a-z])", __name__.partition(".")[0], text)
 
@@ -124,8 +124,8 @@ def run(
 ) -> Result:
     """Runs `python -m <words>`, its output in `<folder>/<name>.log`.
 
-    What it imports is kept compiled for the next step, wherever that is switched off: of torch
-    alone that is 2 s.
+    Its imports are stored compiled for the next step, even if that is switched off. It saves 2 s
+    for torch.
 
     Args:
       budget: whether `timeout_s` is what the whole run has left, for the reason.
@@ -170,8 +170,8 @@ def run(
 def answer(
     command: str, *words: str, variables: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
-    """The exit status of `python -m <command>`, and the JSON of the last line that it prints; what
-    comes before is dropped, and a process that failed has none. `variables`: as of `run`."""
+    """The exit status of `python -m <command>`, and the JSON of the last line that it prints, if it
+    succeeds. `variables` has the same meaning as in `run`."""
     called = [sys.executable, "-m", module(command), *words]
     env = environment(variables or {})
     done = subprocess.run(called, stdout=subprocess.PIPE, text=True, env=env)

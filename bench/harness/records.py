@@ -1,7 +1,7 @@
 """One measurement is one JSON line; every table, plot and threshold derives from these lines.
 
-`Record` lists the fields: of attention, its problem, times and errors; whatever else a command
-says is in `extra`. A line has the fields that are not as by default. `read` checks every line, so
+`Record` lists the fields: of attention, its problem, times and errors. Other values of a command
+are in `extra`. A line has the fields that differ from the defaults. `read` checks every line, so
 that a damaged file is reported with its name and line instead of becoming a number.
 """
 
@@ -132,7 +132,7 @@ _ALWAYS = frozenset({"schema", "bench", "status"})  # in every line
 
 
 def record(bench: str, commit: str | None = None, /, **values: Any) -> Record:
-    """A record of `bench.<bench>` as of now: what is no field of records is in `extra`.
+    """A record of `bench.<bench>` with the present time. Values that are no fields are in `extra`.
 
     `commit`: as `environment` takes it.
     """
@@ -171,11 +171,10 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def check_appendable(path: str | Path) -> None:
-    """That lines can be appended to what is at `path`, before there are any.
+    """Checks that lines can be appended to the file at `path`, before there are any.
 
     Raises:
-      ValueError: it is no file, its last line is truncated, or a file stands where its folder
-        should be.
+      ValueError: It is no file, its last line is truncated, or its folder is a file.
     """
     path = Path(path)
     if path.is_file():
@@ -285,8 +284,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """The fields `versions`, `commit` and `dirty` of this process.
 
     Args:
-      commit: what this tree is a copy of; by default what git says. Where git says another
-        one, or nothing, `dirty` is None: a copy may have the .git of another tree.
+      commit: The commit of which this tree is a copy. Defaults to git's. If git reports another
+        one, or none, `dirty` is None, since a copy may have the .git of another tree.
     """
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),

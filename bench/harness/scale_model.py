@@ -9,9 +9,9 @@
     link(R)     = moved(R) / bandwidth
     exposed(R)  = link(R) / Hkv + max(0, link(R) - compute(R)) * (Hkv - 1) / Hkv
                 nothing overlaps the transport of the first head; that of the others is hidden
-                behind the head before, as far as that takes as long
+                behind the head before, up to its time
 
-`bandwidth` and `balance` are fitted to what was measured with several devices.
+`bandwidth` and `balance` are fitted to the rows of several devices.
 """
 
 import dataclasses

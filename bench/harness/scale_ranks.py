@@ -60,8 +60,8 @@ class Measured:
             self.packed["varlen"] = nsa_torch.varlen_metadata(borders, **sizes)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The rank's own tokens. Random ones are drawn where they lie: the whole of a long
-        sequence fits on no device."""
+        """The rank's own tokens. Each rank draws its random tokens, since a long sequence
+        fits on no device."""
         tokens = self.problem.S // self.size
         draw = torch.Generator(self.mesh.device_type).manual_seed(self.rank)
         return [
@@ -249,8 +249,8 @@ class Measured:
 
 @contextlib.contextmanager
 def _without_transport() -> Iterator[None]:
-    """Within: what would come from other ranks is this rank's own, so that a call does all its
-    work and waits for no one. Its results are nonsense."""
+    """Within: data of other ranks are replaced with this rank's own, so that a call does all its
+    work and waits for no other rank. Its results are nonsense."""
     kind = context_ranks.Ranks
     before = kind.gather, kind.scatter_sum
 

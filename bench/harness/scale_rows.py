@@ -1,7 +1,7 @@
 """A long sequence judged by a few of its rows: `bench.scale --check rows`.
 
 The gradient of the output is zero but in the rows that are judged. Each gradient, of all keys and
-values too, then follows from these rows alone, and a float32 oracle of one row after the other
+values too, then follows only from these rows, and a float32 oracle of one row after the other
 computes it. The selection is given: a block more or less is no error of arithmetic.
 """
 

@@ -1,10 +1,10 @@
 """The seed system's environment variables, and their meanings here from `seed_env.yaml`.
 
 Nothing here is configured by the environment. A variable of the seed system that is still set
-gives one line on stderr: which flag says it now, or why nothing does. Where the flag means the
-same it is set, unless the command line sets it: that wins. What would be lost is an error: a
-name that is not in the table, a value that asks for what is not here, a kernel that the command
-does not take, `CONFIG` where no file is read. `markdown()` is the table that documents show.
+gives one line on stderr, with the flag that replaces it or the reason that there is none. A flag
+with the same meaning is set, unless the command line sets it. Settings that would be lost are
+errors: a name that is not in the table, a value without a counterpart, a kernel that the command
+does not support, `CONFIG` if no file is read. `markdown()` is the table in the documents.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ class Meaning:
     command: str = ""  # the only command in which it means this
     instead: str = ""  # another flag with the same meaning, which wins too
     convert: Callable[[str], str] = str  # of its own value
-    # Without flags. None: meaningless, any value is ignored; else the seed system's default,
-    # the only value that is not an error.
+    # Without flags. None means that any value is ignored. Otherwise it is the seed system's
+    # default, the only value that is not an error.
     only: str | None = None
     required: bool = False  # not to be ignored by another command that measures
 

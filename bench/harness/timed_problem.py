@@ -3,7 +3,7 @@
     PYTHONPATH=<checkout> python -P timed_problem.py '<Problem as JSON>'
 
 It knows the library by the public names that all checkouts share, and nothing else of `bench`.
-It compiles and prints one JSON line with the hashes of what it computed; then one line of
+It compiles and prints one JSON line with the hashes of its results; then one line of
 milliseconds for every line that it reads, so that its parent decides who has the GPU.
 """
 

@@ -31,8 +31,8 @@ class Checker:
         most_rows: int | None = None,
         pools: bool = True,
     ):
-        """`most_rows`: query positions of each sequence that are looked at, at the most; `pools`:
-        whether compressed tokens of the whole are means of its tokens, else they are the inputs'.
+        """`most_rows`: The most query positions of each sequence to check. `pools`: Whether the
+        compressed tokens of the whole are means of its tokens; otherwise the inputs have them.
         """
         self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward

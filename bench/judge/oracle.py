@@ -1,9 +1,9 @@
 """The dense reference on slabs of query rows, with which results are compared.
 
 Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
-themselves, with `kv_len` up to `b`, or where T < S to `b + S - T`. Long problems are checked
+themselves, with `kv_len` up to `b`, or if T < S to `b + S - T`. Long problems are checked
 on the first rows, the last rows and some between; gradients then belong to a cotangent that is
-zero in all other rows. The oracle computes in float64, the yardstick in the path's own dtype,
+zero in all other rows. The oracle computes in float64, the baseline in the path's own dtype,
 both on the same rounded inputs.
 """
 
@@ -166,7 +166,7 @@ def gradients(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """`outputs`, and the gradients of `sum(out * cotangent)` over the rows of `slabs`.
 
-    Per query for the arguments with one entry a query, stacked; summed over the slabs in
+    Per query for the arguments with one entry per query, stacked; summed over the slabs in
     float64 for keys and values. Integer arguments have none.
     """
     with jax.enable_x64(True):

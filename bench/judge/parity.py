@@ -10,12 +10,12 @@ mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); of the selected b
 rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORACLE`)
 slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
-Of products in e4m3 the yardstick rounds what their kernels round, whose errors go over 1e-3 in the
-mean. Rounded logits flatten the softmax, and so the yardstick's slope is off 1 too: the path's may
+For products in e4m3 the baseline rounds the same values as the kernels, whose mean errors exceed
+1e-3. Rounded logits flatten the softmax, so the baseline's slope is off 1 too: the path's may
 be off by 2^-7 more. Tensor cores keep 13 bits of a sum in steps of 32 keys, so that each step may
 lose 2^-14 of it; a tile's list of 64 blocks takes 128.
 
-The maximum is blind to what is wrong everywhere by little: in bfloat16 outputs times 1.02 pass
+The maximum is blind to small errors everywhere: in bfloat16 outputs times 1.02 pass
 it. Rounding errors have no direction, so that the slope of many elements is 1; a factor moves
 it. The rms sees what is wrong in few elements, or in no direction: a key too few in the window.
 """
@@ -53,7 +53,7 @@ CHUNK = 2**17
 class Parity:
     """How far a path was from the oracle and how far it may be; `reason` is empty when ok.
 
-    `error_rms` and `bound_rms` are None of indices, `slope` where too few elements were there.
+    `error_rms` and `bound_rms` are None for indices, `slope` if there are too few elements.
     """
 
     error_max: float

@@ -1,10 +1,10 @@
 """Checkpoints: folders `step-<steps done>`, each complete or absent; the last two are stored.
 
 A folder holds `weights`, `mean` and `square` (AdamW's moments) as `nsa_interop.weights` writes
-them, so that a run may go on in the other framework, or the same tensors in shards
+them, so that a run may continue in the other framework, or the same tensors in shards
 (`torch.distributed.checkpoint`, the folder `shards`), which any number of processes can read
 and `bench.lm.shards` puts together. `progress.json` has the steps done, which are the position
-in the data too, what must not change from then on, and the checksum of every file.
+in the data too, the settings that must not change, and the checksum of every file.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def load_last(
 ) -> int:
     """Reads the last checkpoint in `folder` that is not damaged; the steps done.
 
-    One that is damaged is told of on stderr. Rank 0 checks; all read the same one.
+    A damaged one is reported on stderr. Rank 0 checks; all read the same one.
 
     Raises:
       ValueError: All are damaged, or a setting differs.

@@ -2,7 +2,7 @@
 
 With queries q of the heads h of a group, keys k, and blocks j of `l_sel` keys that the query sees:
 
-    mass      s[j] = sum_h sum_(r in j) softmax_r(q_h . k_r): what attention to all keys would read
+    mass      s[j] = sum_h sum_(r in j) softmax_r(q_h . k_r): the weights of attention to all keys
     bound     s[j] = sum_h softmax_j(max of q_h . x over the box of the block's keys)
               (Quest, arXiv 2406.10774)
     middle    NSA's rule; compressed keys are means of keys before the rotation, which are then

@@ -1,6 +1,6 @@
 """Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
 
-A value comes from the flag of the command line, else from `--set`, else from the file, else from
+A value comes from the first of these that has it: the flag of the command line, `--set`, the file,
 the command's own default. Names of docs/seed.md are understood (`SEED_KEYS`); an unknown key
 or a value of another type is an error.
 """

@@ -6,10 +6,10 @@
 
 A list (`configs/corpus/python.yaml`) names wheels by version and SHA-256; `pip download` brings
 those that are missing in the folder of wheels. Of each wheel the `.py` files within `file_bytes`
-are taken in the order of the hash of their names, up to `package_bytes`; equal texts once. Whole
+are used in the order of the hash of their names, up to `package_bytes`; equal texts once. Whole
 packages are held out. A byte-level BPE (library `tokenizers`) learns `vocabulary` tokens from the
 first `tokenizer_bytes` of the training documents, or of those of another list (`learns_from`). The
-list says which tokenizer and tokens must come of it: anything else is an error, and nothing is
+list has the hashes of the tokenizer and the tokens. Any other result is an error, and nothing is
 written.
 
 | file | what |

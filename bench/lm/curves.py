@@ -78,8 +78,8 @@ def verdicts(
 
     Args:
       lines: of `log.read`.
-      tolerance: of the relative difference of two losses of one step, None: that of the
-        dtype; a fifth of it is that of the means of the last tenth of the steps.
+      tolerance: Bound of the relative difference of two losses of one step. Defaults to that of
+        the dtype. The means of the last tenth of the steps may differ by a fifth of it.
       margin: how much larger NSA's loss may be, as a share, after the run: on the last tenth of
         the training batches, and on held-out text.
     """

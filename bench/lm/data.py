@@ -1,7 +1,7 @@
 """Batches of tokens: real text, whose order follows only from the seed and the step.
 
-`load` makes them of what `--dataset` names. A process that computes some rows of a batch asks
-for those: what a row holds does not depend on who asks, nor on how many do.
+`load` makes them from the dataset that `--dataset` names. A process that computes some rows of a
+batch asks for those. The contents of a row do not depend on the process, nor on their number.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ class Batches:
       batch, length: sequences, and tokens that each predicts.
       seed: of the order.
       size: Bytes of the corpus of `bench.harness.text`, if no documents are given.
-      documents: what the rows are made of; held-out text begins where a sixteenth is left, be
-        it within a document.
+      documents: The source of the rows. The held-out text is the last sixteenth, which may
+        begin within a document.
       pack: "none": windows at random places of all tokens in one stream. "once": every row of
-        the stream once an epoch, held-out rows evenly spread, the same for every seed.
-        "documents": every document once an epoch, as `Packed` cuts them, with their borders.
+        the stream once per epoch, held-out rows evenly spread, the same for every seed.
+        "documents": every document once per epoch, as `Packed` cuts them, with boundaries.
 
     Attributes:
       shape: rows, and tokens of each.
@@ -144,8 +144,8 @@ class Batches:
 
 
 class Repeating(Batches):
-    """`Batches` whose training rows repeat passages of theirs, by seed and step: what lies far
-    away is then worth to be found. Held-out rows stay as they are.
+    """`Batches` whose training rows repeat their own passages, by seed and step, so that distant
+    tokens help the prediction. Held-out rows do not.
 
     Args:
       passages: The number per row; they overwrite the row's own tokens.

@@ -1,15 +1,15 @@
 """Experiments on quality, one command each: NSA's variants and dense attention over seeds.
 
     python -m bench.lm.experiments table_8k --corpus corpus --seeds 0,1 --out runs
-    python -m bench.lm.experiments table_8k --corpus corpus --limit 590 --out runs    # goes on
+    python -m bench.lm.experiments table_8k --corpus corpus --limit 590 --out runs    # continues
     python -m bench.lm.quality runs/52m_8k/*.jsonl
 
 Runs of one seed start from the same weights and see the same rows. A run is one file,
 `<out>/<setting>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
 again makes those that are missing, so that a call may be cut. It has about a hundred steps of
 `bench.train`'s lines, all else whole. `--jobs 4` runs four at a time, over the GPUs that there are
-in turn: two on one GPU hide what the host does between steps. Times of steps are kept of `--jobs 1`
-alone. Exit status 3: runs were left out, since they might not have ended within `--limit` seconds.
+in turn: two on one GPU hide what the host does between steps. Times of steps are stored only with
+`--jobs 1`. Exit status 3 means that runs were left out, since `--limit` seconds might not do.
 """
 
 import contextlib
@@ -68,10 +68,10 @@ class Variant:
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """What runs that are compared have in common. So many steps of so few rows, since a model
-    learns to copy after so many steps, rather than after so many tokens.
+    learns to copy after a number of steps, rather than of tokens.
 
     Attributes:
-      text: a folder of `bench.lm.corpus`, or `data.TEXT`; None: what `--corpus` names.
+      text: A folder of `bench.lm.corpus`, or `data.TEXT`. Defaults to the folder `--corpus`.
       repeats: Passages of a training row that repeat earlier ones beyond the window.
     """
 

@@ -87,7 +87,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    `axis` of a mesh has the heads of a row: what each of its devices adds to `x` is summed.
+    `axis` of a mesh has the heads of a row; the terms of its devices are summed.
     """
 
     def __init__(

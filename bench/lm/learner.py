@@ -13,7 +13,7 @@ from .share import Share
 class Learner(Protocol):
     """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
 
-    `share` says which rows of a global batch it takes, `graph` whether torch captures a step;
+    `share` has its rows of a global batch, `graph` whether torch captures a step;
     every rank of a run calls it alike.
     """
 

@@ -1,10 +1,10 @@
 """What is measured of held-out text, target by target, and of copies that selection must find.
 
-Each target (the token that is predicted) is of a kind and of a part of its row:
+Each target (the token that is predicted) has a kind and a part of its row:
 
     new     the last tokens up to it did not stand in the row before
     near    they did, last within the sliding window
-    far     they did, but only beyond it: what compressed and selected tokens are for
+    far     they did, but only beyond it, in reach of compressed and selected tokens
 
 Means over all of them, over the kinds and over the parts come of sums by category, which every
 process adds up of its own rows.

@@ -35,8 +35,8 @@ class Packed:
     """All documents once, in an order drawn from `seed`, as rows of `width` tokens.
 
     A row begins with the token that the row before it ended with, so that every token but the
-    first is predicted once; what is left over at the end, less than a row, is dropped. A
-    document that is longer than what is left of its row goes on in the next one. The rows come
+    first is predicted once. Tokens at the end that fill no row are dropped. A document that is
+    longer than the rest of its row continues in the next one. The rows come
     in an order of their own, so that a long document does not fill a batch.
 
     Args:

@@ -10,24 +10,24 @@ of all others the mean difference of the pairs, its standard error `s / sqrt(n)`
 these it is away from 0 (t, of n - 1 degrees of freedom; from three seeds on). Losses are in nats
 a token:
 
-    new, near, far   of held-out targets by what stood in the row before (`bench.lm.measures`)
+    new, near, far   of held-out targets by earlier tokens in the row (`bench.lm.measures`)
     end              of all of them, after the last step
     area             of the training batches, mean over the steps after the warm-up
     copying          the step at which near targets cost 1.5 less than new ones
     recall, copied   gained where a passage was read before (`bench.lm.recall`); copied also by
                      how far away it is, in a table of its own
-    hit / chance     how often a selection holds the block that a copy goes on from, by layer
-    found / unread   the same of the head that finds copies best, and where another text stands
-    seen             how often a run sees its text; over 1: what differs is what it keeps, too
+    hit / chance     how often a selection holds the block that a copy continues, by layer
+    found / unread   the same for the head that finds copies best, and with another text
+    seen             how often a run sees its text; above 1 it can memorize the text
 
-Bounds decide, over five pairs at least, as upper bounds of 95 % where no mean is named:
+Bounds decide, over at least five pairs, as upper bounds of 95 % if no mean is named:
 
     new and end at most 0.3 % over dense; far, by its mean, at most 1 %; recall, by its mean, at
     least dense's less 0.03; where chance is under a quarter, the best head holds blocks with the
     copied passage more often than with another text, by three standard errors
 
-Exit status 1 where a bound is passed, else 3 where of a kind there are fewer pairs or a measure is
-missing.
+The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs or lacks a
+measure.
 """
 
 import dataclasses

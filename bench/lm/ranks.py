@@ -1,6 +1,6 @@
 """The processes of a run: who they are, and the few words that they say to each other.
 
-What is said here are flags and short texts, on the host; tensors have collectives of their own.
+The messages are flags and short texts, on the host; tensors have their own collectives.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def debug_level(name: str) -> Iterator[None]:
-    """Within: torch makes process groups of this level. "DETAIL": their collectives are compared
-    between the ranks before they run; "OFF": they are not."""
+    """Within: torch makes process groups of this level. With "DETAIL" their collectives are
+    compared between the ranks before they run, with "OFF" they are not."""
     import torch.distributed as dist
 
     before = dist.get_debug_level()
