@@ -90,19 +90,11 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
     All records are in `compare.jsonl`, other files of a length in the folder of its name.
     """
-    lines, commands, statuses = command.new_file(FLAGS.out, "compare.jsonl"), {}, []
-    folder = lines.parent
-    for length in lengths:
-        own = [f"--seq_len={length}", f"--out={folder / str(length)}", "--turn"]
-        commands[length] = ["bench.compare", *sys.argv[1:], *own, "--nosave_records"]
-    alone = turns.ALONE if FLAGS.framework == "torch" else {}
-    for length, status in turns.of_lengths(commands, folder, alone):
+    lines, statuses = command.new_file(FLAGS.out, "compare.jsonl"), []
+    for _, status, done in turns.of_lengths("seq_len", lengths, lines, FLAGS.framework):
         statuses.append(status)
-        made = folder / str(length) / lines.name
-        done = records.read(made) if made.exists() else []
-        records.append(lines, done)  # at once: the next length may be ended from outside
         save(done)
-    print(f"written to {folder}")
+    print(f"written to {lines.parent}")
     return exit_status.worst(statuses)
 
 

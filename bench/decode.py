@@ -48,7 +48,6 @@ from .harness import (
     decode_steps,
     exit_status,
     problems,
-    records,
     timing,
     turns,
 )
@@ -317,24 +316,20 @@ def _finish(results: command.Results) -> int:
 def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
     """Starts a process per length. They compile together and are timed in turn; the exit status.
 
-    The table and the records have all lengths; the processes' own are in folders of their names.
+    The table and the records have all lengths; the files of each are in the folder of its name.
     """
-    commands, lost = {}, False
-    for length in lengths:
-        out = results.folder / str(length)
-        own = [f"--S_list={length}", f"--out={out}", "--csv=", "--turn", "--nosave_records"]
-        commands[length] = ["bench.decode", *sys.argv[1:], *own]
-    alone = turns.ALONE if FLAGS.framework == "torch" else {}
-    for length, _ in turns.of_lengths(commands, results.folder, alone):
-        made = results.folder / str(length)
-        if not (made / "decode.csv").exists():
-            print(f"{length} tokens: see {made}.log", file=sys.stderr)
+    lost, table = False, f"{results.bench}.csv"
+    given = lengths, results.path, FLAGS.framework, "--csv="
+    for name, _, done in turns.of_lengths("S_list", *given):
+        made = results.folder / name
+        if not (made / table).exists():
+            print(f"{name} tokens: see {made}.log", file=sys.stderr)
             lost = True
             continue
-        for record in records.read(made / "decode.jsonl"):
-            results.keep([record], beside=record.branch == "dense")
-        with (made / "decode.csv").open(newline="") as table:
-            results.rows += csv.DictReader(table)
+        results.done += done
+        results.beside += (record for record in done if record.branch == "dense")
+        with (made / table).open(newline="") as file:
+            results.rows += csv.DictReader(file)
     status = _finish(results)
     return exit_status.WRONG if lost else status
 

@@ -15,7 +15,6 @@ All records are in `--out`/compare.jsonl; `--save_records` appends them to
 bench/records/<device>/compare.jsonl too.
 """
 
-import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,18 +89,15 @@ def main(argv: Sequence[str]) -> int:
     folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     statuses, kept = [], []
-    commands = list(commands_of(shapes, FLAGS.input, folder))
+    commands = dict(commands_of(shapes, FLAGS.input, folder))
     with tempfile.TemporaryDirectory() as compiled:
         environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": compiled}
-        for wave in itertools.batched(commands, FLAGS.at_once):
-            for row, status in turns.of_names(dict(wave), folder, environment):
-                statuses.append(status)
-                made = folder / row / "compare.jsonl"
-                done = records.read(made) if made.exists() else []
-                records.append(lines, done)  # at once: the process may be ended from outside
-                kept += [(row, record) for record in done]
-                if FLAGS.save_records:
-                    records.keep(done, "compare.jsonl")
+        found = turns.measured(commands, lines, environment, at_once=FLAGS.at_once)
+        for row, status, done in found:
+            statuses.append(status)
+            kept += [(row, record) for record in done]
+            if FLAGS.save_records:
+                records.keep(done, "compare.jsonl")
     for row, record in kept:
         time = f"{record.time_ms:9.3f} ms" if record.time_ms else record.reason
         print(f"{row:32} {record.mode:8} {record.status:6} {time}")

@@ -223,15 +223,15 @@ def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
 def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):
     """Its process ended before it wrote a row; the others' rows stand."""
 
-    def of_lengths(commands, folder, environment):
-        assert environment and set(commands) == {5, 61}
+    def of_names(commands, folder, environment, unit):
+        assert environment and [*commands] == ["61", "5"]
         out = folder / "5"
-        arguments = [x for x in commands[5][1:] if not x.startswith(("--turn", "--out"))]
+        arguments = [x for x in commands["5"][1:] if not x.startswith(("--turn", "--out"))]
         run(decode, out, *arguments)
-        yield 5, 0
-        yield 61, -9
+        yield "5", 0
+        yield "61", -9
 
-    monkeypatch.setattr(turns, "of_lengths", of_lengths)
+    monkeypatch.setattr(turns, "of_names", of_names)
     given = ("--S_list=61,5", "--side_by_side", *SMALL)
     pretend.words(monkeypatch, "decode", *given)
     out = tmp_path / "all"

@@ -6,13 +6,15 @@ timed has the GPU to itself.
 """
 
 import contextlib
+import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import heartbeat, process
+from . import heartbeat, process, records
+from .records import Record
 
 READY, GO = "ready\n", "go\n"
 # Where JAX only makes inputs and oracles, it gives back what it does not use.
@@ -64,18 +66,48 @@ class Child:
             self.process.kill()
 
 
-def of_lengths(
-    commands: Mapping[int, Sequence[str]], folder: Path, environment: Mapping[str, str]
-) -> Iterator[tuple[int, int]]:
-    """Runs a command of each number of tokens: all get ready, then the shortest is timed first.
+def measured(
+    commands: Mapping[str, Sequence[str]],
+    lines: Path,
+    environment: Mapping[str, str],
+    *,
+    unit: str = "",
+    at_once: int | None = None,
+) -> Iterator[tuple[str, int, list[Record]]]:
+    """Runs commands that write their records to a folder of their name, next to the file `lines`,
+    under the same name as that file.
+
+    Args:
+      at_once: The commands that run together. Defaults to all.
 
     Yields:
-      the number and the exit status, as each ends. Its output is printed.
+      The name, the exit status and the records of each. The records are appended to `lines` at
+      once, since a later command may be ended from outside.
     """
-    # The longest first: it has the most to do.
-    named = {str(length): commands[length] for length in sorted(commands, reverse=True)}
-    for name, status in of_names(named, folder, environment, " tokens"):
-        yield int(name), status
+    for wave in itertools.batched(commands.items(), at_once or len(commands)):
+        for name, status in of_names(dict(wave), lines.parent, environment, unit):
+            path = lines.parent / name / lines.name
+            done = records.read(path) if path.exists() else []
+            records.append(lines, done)
+            yield name, status, done
+
+
+def of_lengths(
+    flag: str, lengths: Iterable[int], lines: Path, framework: str, *more: str
+) -> Iterator[tuple[str, int, list[Record]]]:
+    """Runs this command once per length, with the other flags of the command line and `more`.
+    The longest starts first, since it has the most to do, and the shortest is timed first.
+
+    Yields:
+      As `measured` does.
+    """
+    commands = {}
+    for length in sorted(lengths, reverse=True):
+        own = [f"--{flag}={length}", f"--out={lines.parent / str(length)}", "--turn"]
+        words = [f"bench.{lines.stem}", *sys.argv[1:], *more, *own, "--nosave_records"]
+        commands[str(length)] = words
+    alone = ALONE if framework == "torch" else {}
+    return measured(commands, lines, alone, unit=" tokens")
 
 
 def of_names(
