@@ -9,11 +9,11 @@
 | `synccheck` | a barrier that not all threads reach |
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
-`bench.harness.checked_layer` has the layers, and says which kernels of each have to run. Each
-layer runs alone first, which builds its kernels; then under every tool, `--at_once` processes side
-by side. torch's caching allocator is off: within its large blocks `memcheck` would not see an
-address past the end of a tensor. Each tool must first find a fault that is planted for it; else no
-layer runs under it.
+`bench.harness.checked_layer` has the layers, and the kernels of each that have to run. Each layer
+first runs without a tool, which builds its kernels; then under every tool, `--at_once` processes
+together. torch's caching allocator is off: within its large blocks `memcheck` would not see an
+address past the end of a tensor. Each tool must first find a fault that is planted for it,
+otherwise no layer runs under it.
 
 A row is `ok`, `wrong` (the tool found something, a layer gave other bits, or a kernel did not run
 that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records` appends
@@ -119,8 +119,8 @@ def show(row: Row) -> None:
 
 
 def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Layers alone and the planted faults; then the layers that were right, under the tools that
-    found theirs. Processes are ended where the caller stops waiting for rows.
+    """Layers without a tool and the planted faults; then the layers that were right, under the
+    tools that found theirs. Processes are ended where the caller stops waiting for rows.
 
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.

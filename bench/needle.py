@@ -3,11 +3,11 @@
     python -m bench.needle
     python -m bench.needle --S=65536 --pos=1234 --framework=jax
 
-One key, `pos`, points where the query of the last token looks; all others are noise. Reported
-is what the kernels did, not what a map of the scores says: whether the block of `pos` is among
-the indices that came out for the last query of each key/value head, the weight that selected
-attention gave to the needle (the output where all values are 0 but the needle's), the cosine
-of the whole output and the planted value (`cos`), the mean error beside the float64 reference
+One key, `pos`, points where the query of the last token looks; all others are noise. The
+report shows the results of the kernels, not a map of the scores: whether the block of `pos` is
+among the indices for the last query of each key/value head, the weight that selected attention
+gave to the needle (the output where all values are 0 but the needle's), the cosine
+of the whole output and the planted value (`cos`), the mean error against the float64 reference
 on the last row (`mae`), and the time of the whole attention over all `S` tokens. A needle
 that is not attended to is a wrong result.
 """

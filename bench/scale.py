@@ -6,13 +6,13 @@
     python -m bench.scale --devices 4 --lengths 1048576 --check rows
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
-Each number of devices is a run of its own: in torch one process a GPU (`torchrun`, NCCL; `gloo`
+Each number of devices is a separate run: in torch one process per GPU (`torchrun`, NCCL; `gloo`
 without a GPU), in JAX one process. A row of JSON each in `--out`:
 
   ms            of the slowest device, all begin together: median, p20, p80
   efficiency    ms on one device / (devices * ms), of the same length
-  tokens_s_device  tokens a second a device: what `--weak` compares, where each device has as
-                many tokens; the work of a token grows with the length all the same
+  tokens_s_device  tokens per second and device, to compare with `--weak`, which gives each device
+                as many tokens; the work of a token still grows with the length
   compute_ms    the same call where what others would send is the device's own: all its work, and
                 no transport (torch)
   exposed_ms    ms - compute_ms: transport that nothing hides
@@ -20,13 +20,13 @@ without a GPU), in JAX one process. A row of JSON each in `--out`:
   imbalance     compute_ms of the slowest device over the mean
   moved_mib     that a device receives, counted (`harness/scale_model.py`)
   memory_mib    the peak memory of a device
-  errors        up to `--checked` tokens: distance from a float32 oracle, beside that of one device;
+  errors        up to `--checked` tokens: distance from a float32 oracle, and that of one device;
                 more than twice that is `wrong`. `--check rows` (torch): of 16 tokens of a sequence
                 of any length, and of every gradient where the others' outputs have none; more
                 than one rounding of the dtype is `wrong`
 
 If one device cannot hold the problem its row reports it, and others have no efficiency.
-`--predict` computes from rows what more devices would take; it is no measurement.
+`--predict` computes the time of more devices from rows; it is no measurement.
 """
 
 import importlib

@@ -4,7 +4,7 @@
 
 Writes `seed_report.md` there: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches, files. Its
 form is that of other reports (docs/seed.md). A test
-that was not run, or that could not be measured here, says so and is no PASS.
+that was not run, or that could not be measured here, is NOT RUN and no PASS.
 """
 
 import json

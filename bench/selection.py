@@ -9,14 +9,14 @@
 `N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
 of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` is the
 library's selected attention by what `kernel` names, whatever that is, `ref_ms` the
-portable path, `speedup` the one over the other where `kernel` is a kernel, else nothing, `mae`
-the mean error beside the float64 reference. What is named by `--beside` has columns of its own.
+portable path, `speedup` their ratio if `kernel` is a kernel, `mae` the mean error against the
+float64 reference. Implementations of `--beside` have their own columns.
 With `--streams k` all are k calls on k CUDA streams at once. All are checked before they are
-timed. With `--processes p` the rows are made ready by p processes side by side, and a kernel that
-crashes or hangs costs its own row alone.
+timed. With `--processes p` the rows are made ready by p processes together, and a kernel that
+crashes or hangs costs only its own row.
 
-`--preset` names a matrix in `configs/selection/`, or a path; a flag that is given stands in
-place of what it lists. `s2` is a matrix of sizes, Triton beside packed SDPA and FA-2;
+`--preset` names a matrix in `configs/selection/`, or a path; a flag that is given replaces its
+list. `s2` is a matrix of sizes for Triton, packed SDPA and FA-2;
 its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 """
 
@@ -110,8 +110,8 @@ def values(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """The columns of an implementation beside: its time, the kernel's speed-up over it, its mean
-    error, why it has none."""
+    """The columns of a further implementation: its time, the kernel's speed-up over it, its mean
+    error, the reason that it has none."""
     return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
 
 

@@ -8,8 +8,8 @@
 Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch; all
 shapes of one input come before those of the next, which find their oracles compiled.
 `--at_once` of them compile and are judged side by side, then each is timed with the GPU to
-itself. Parity looks at `--most_rows` queries of each sequence. The targets and what was measured
-of them are in bench/records/log/calls.md, "Against the targets".
+itself. Parity looks at `--most_rows` queries of each sequence. The targets and their
+measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl; `--save_records` appends them to
 bench/records/<device>/compare.jsonl too.
@@ -38,8 +38,8 @@ FLAGS = cli.define(
     save_records=(False, "Keep the records."),
 )
 
-# JAX only makes inputs and oracles here, and what it compiles runs once an input. The next input of
-# a shape takes what was compiled for the one before.
+# JAX only makes inputs and oracles here, and its programs run once per input. The next input of a
+# shape uses the programs of the one before.
 ENVIRONMENT = turns.ALONE | {
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",

@@ -7,8 +7,8 @@ Each row is a process, `python -m bench.train --throughput` with `configs/train/
 and one mode of `--ranges`: `none` reads the selected keys by blocks, v1 by ranges made on the
 host, v2 by ranges made on the device, `adaptive` by v1 for short rows and v2 for long ones.
 The folder of the results has the report (`showcase.md`), the lines (`showcase.jsonl`), and for
-each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwhile,
-`gpu_s<S>_<mode>.csv`. A row that could not be measured says why.
+each row the process's log `run_s<S>_<mode>.log` and the samples of nvidia-smi,
+`gpu_s<S>_<mode>.csv`. A row that could not be measured has the reason.
 """
 
 import contextlib
@@ -114,8 +114,8 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """Within: nvidia-smi writes a line a second to `path`, where there is such a program, of the
-    GPU that the row's process takes: the first that it may see.
+    """Within: nvidia-smi, if it is installed, writes a line per second to `path` about the GPU of
+    the row's process, which is the first visible one.
     """
     if shutil.which("nvidia-smi") is None:
         yield path

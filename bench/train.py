@@ -12,7 +12,7 @@
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
 and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
-75 where SIGTERM or Ctrl-C stopped the runs: what was done is saved, and `--resume` goes on; 69
+75 if SIGTERM or Ctrl-C stopped the runs, which are saved and continue with `--resume`; 69
 where another process of the run is gone, and 76 where no step ended for `--hang_s`.
 """
 

@@ -8,7 +8,7 @@
 
 A threshold is the smallest recorded length at which the kernel is faster by the margin in all
 rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
-SDPA under the whole mask, and the portable path stands beside it; the
+SDPA under the whole mask, and with the portable path; the
 kernels of the selection are compared with the portable path. A kernel that failed at a length
 does not win there. Only measurements count: no rows, no threshold. Of a folder its files
 `fa2.jsonl` and `selection.jsonl` are read, at any depth.
@@ -16,7 +16,7 @@ does not win there. Only measurements count: no rows, no threshold. Of a folder 
 In the device's file only sections whose values change are written again; the comments above them
 and all else stay. A rule of its policy that is
 `provisional` loses the steps for which its kernel was measured and pays from some length on.
-Whether choice then switches where the file says is what `--check` finds out
+`--check` finds out whether choice then switches at the lengths of the file
 (`tuners/threshold_check.py`).
 """
 

@@ -3,12 +3,12 @@
     python -m bench.whole_calls
     python -m bench.whole_calls --only 64k --out variants.jsonl
 
-`bench.shapes` times a call by itself, caches flushed, one after the other. A GPU at its power
+`bench.shapes` times single calls with flushed caches, one after the other. A GPU at its power
 limit is faster after a rest, and calls in a row hide the host. Milliseconds, medians of
 `--rounds`; shapes are those of `bench.against`, forward and with gradients, on `mosaic`:
 
     <shape>                          of calls in a row, nothing flushed
-    <shape>, after 50 ms of rest     of a call by itself, caches flushed
+    <shape>, after 50 ms of rest     of a single call, caches flushed
 
 A shape in a CUDA graph is replayed in a row; one of JAX runs compiled. The results of the replay
 must have the bits of the calls: exit status 1 where they have not. Whether the numbers are right,

@@ -99,8 +99,8 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
 def sampling(
     own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of `timing` from `--iters` and `--warmup`, else from `iters` and `warmup`. By
-    default 100 samples on a GPU, and 0.2 s without one."""
+    """The arguments of `timing` from `--iters` and `--warmup`, or else from `iters` and
+    `warmup`. Defaults to 100 samples on a GPU, and to 0.2 s without one."""
     iters = iters if own.iters is None else own.iters
     warmup = warmup if own.warmup is None else own.warmup
     how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}

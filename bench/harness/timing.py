@@ -157,10 +157,10 @@ def in_a_row(
 
 
 def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """`call`, captured on torch's current device: what replays its kernels, and where they
-    write their results.
+    """`call`, captured on torch's current device: the function that replays its kernels, and the
+    results that they write.
 
-    Raises whatever the capture raises where `call` waits for the device.
+    Raises the exception of the capture if `call` waits for the device.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Commands that get ready side by side, and are timed one after the other.
 
-A child is a command that prints `ready` when all that is left is to time, and times when it is
-told to, on its standard input. So compilation takes the cores of the machine, and whoever is
-timed has the GPU to itself.
+A child is a command that prints `ready` when only the timing is left, and times when its
+standard input asks for it. So compilation uses all cores of the machine, and one process at a time
+uses the GPU.
 """
 
 import contextlib
@@ -120,8 +120,8 @@ def of_names(
     standard error of each is `<name>.log` in `folder`.
 
     Yields:
-      the name and the exit status, as each ends; what it printed is printed, with `unit` behind
-      the name.
+      the name and the exit status, as each ends. Its output is printed, with `unit` behind the
+      name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ends:

@@ -1,6 +1,6 @@
 """One step of the training of `jax_lm` with optax, on one device or on a mesh.
 
-Master weights and moments are float32. `jax_parallel` says how weights and rows are laid out on
+Master weights and moments are float32. `jax_parallel` has the layout of weights and rows on
 several devices.
 """
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     """A training step in two programs, on lists of arrays.
 
     JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
-    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU. There are two
+    step of a GPU may be: 694 arrays take 20 ms per call instead of 1 on a CPU. There are two
     programs, so that the host reads the loss, which the first one makes, while the devices work
     on: at the second one, and at the first one of the next batch.
     """
@@ -72,8 +72,8 @@ class Program(NamedTuple):
     graphdef: nnx.GraphDef[LM]  # of a device's part of the heads
     training: Training
     dtype: jnp.dtype
-    layout: Layout | None  # None: one device
-    max_segments: int | None = None  # documents of a row at most; None: rows have none
+    layout: Layout | None  # None on one device
+    max_segments: int | None = None  # documents of a row at most; None if rows have none
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """AdamW without the learning rate and the clipping."""
@@ -86,7 +86,7 @@ class Program(NamedTuple):
         )
 
     def shown(self, tree):
-        """Within `jit`: what every process can read."""
+        """Within `jit`: the tree in a form that every process can read."""
         return tree if self.layout is None else self.layout.shown(tree)
 
 
@@ -240,7 +240,7 @@ class Learner:
     """The model, its optimizer, and both in a folder.
 
     Args:
-      task: what to train and how.
+      task: The model and its training.
       initial: file of `nsa_interop.weights` with the initial weights.
       implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
     """

@@ -149,7 +149,7 @@ class LM(nnx.Module):
         max_segments: int | None = None,
     ):
         """`prepare` makes the weights of a block of those that are stored, where it runs; for
-        the backward pass `again`, or they are kept. `max_segments`: as of `varlen_metadata`."""
+        the backward pass `again`, or they are kept. `max_segments`: See `varlen_metadata`."""
         x = self.embedding[...][tokens].astype(self.dtype)
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
         packed: dict[str, Any] = {}

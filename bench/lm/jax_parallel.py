@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, model: ModelSpec) -> "Layout":
-        """Of the first `parallel.devices` devices, replicas of a process beside each other.
+        """A layout of the first `parallel.devices` devices; replicas of a process are neighbours.
 
         Raises:
           ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
@@ -152,7 +152,7 @@ class Layout:
         `data_only`: one all-reduce.
 
         Where XLA sums the gradient of each weight, it copies them together into parts of 30 MB,
-        and apart again after the all-reduce of a part.
+        and separates them after the all-reduce of a part.
         """
 
         def local(params, *inputs):

@@ -19,7 +19,7 @@ from .spec import DivergedError, Task
 from .watch import Settings, Watch
 
 EVALUATED_BATCHES = 8
-ON_THE_WAY = 4  # every so many held-out batches
+ON_THE_WAY = 4  # one in so many held-out batches
 
 
 class Stop:
@@ -54,20 +54,20 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run is, and where it leaves its traces.
+    """A run, and the locations of its files.
 
     Attributes:
-      variant, task, batches: what trains what on what.
+      variant, task, batches: The attention, the model and the data.
       path: of the lines.
       folder: of this run's checkpoints.
-      save_every: steps between checkpoints; None: there is none, at the end neither.
+      save_every: Steps between checkpoints. None means no checkpoint, even at the end.
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
-      watched: what is looked at besides, in files beside `path`.
-      evaluate_every: steps between evaluations of held-out text, of every fourth batch; None: at
-        the end alone.
+      watched: Further observed values, in files next to `path`.
+      evaluate_every: Steps between evaluations of held-out text, of every fourth batch. None
+        means only at the end.
       evaluated: batches of held-out text.
-      thorough: as of `measures.copies`.
+      thorough: See `measures.copies`.
     """
 
     variant: variants.Variant
@@ -110,7 +110,7 @@ def run(run: Run, stop: Stop) -> log.Summary:
     """Trains from the last checkpoint on, if there is one, and writes every line of it. Every
     rank calls it, and all end alike.
 
-    The run ends `ok` after its steps, `stopped` by a signal with a checkpoint of what is done,
+    The run ends `ok` after its steps, `stopped` by a signal with a checkpoint of the steps done,
     or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
     no later one is written.
 
@@ -181,7 +181,7 @@ def steps(
             last, observes = done == training.steps, watch.due(done)
             saves = _due(run.save_every, done) and not last
             evaluates = _due(run.evaluate_every, done) and not last
-            # What follows such a step is not begun before: it would run beside what is not timed.
+            # The work after such a step does not begin earlier: it would overlap untimed work.
             pauses = last or observes or saves or evaluates
             batch = _batch(run, learner, step) if following is None else following
             following = None if pauses else _batch(run, learner, done)
@@ -255,7 +255,7 @@ def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Wa
 
 
 def _spread(run: Run, learner: Learner) -> dict | None:
-    """What a header says of several devices or micro-batches."""
+    """The field of a header about several devices or micro-batches."""
     spread = run.variant.parallel
     if spread == type(spread)():
         return None

@@ -2,12 +2,12 @@
 
 Each target (the token that is predicted) has a kind and a part of its row:
 
-    new     the last tokens up to it did not stand in the row before
+    new     the last tokens up to it did not occur earlier in the row
     near    they did, last within the sliding window
     far     they did, but only beyond it, in reach of compressed and selected tokens
 
-Means over all of them, over the kinds and over the parts come of sums by category, which every
-process adds up of its own rows.
+Means over all of them, over the kinds and over the parts follow from sums by category, which every
+process computes from its own rows.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
     """The index in `KINDS` of each target, int8 `[rows, length]`.
 
     Args:
-      order: tokens, the target the last, that must have stood in the row, or in the target's
-        document where rows are packed.
+      order: The number of tokens, ending with the target, that must occur earlier in the row, or
+        in the target's document if rows are packed.
       window: A copy is near if its target is fewer tokens before.
     """
     tokens, segments = batch
@@ -192,7 +192,7 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
 
     Returns:
       `[heads, 2]`: of each head, and chance, means over the queries within the copy for which the
-      block is no forced one; None: there is no such query.
+      block is no forced one. None if there is no such query.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)

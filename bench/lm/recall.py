@@ -1,7 +1,7 @@
 """A needle for a language model: does it predict a passage better that it has read before?
 
-A row of held-out text ends in a passage p that stands in it further up. Beside it stand two rows
-that are the same but for one of the two places, which has what stands there in another row:
+A row of held-out text ends in a passage p that occurs in it before. Two further rows are the same
+except in one of the two positions, which has the text of another row:
 
     read      .. p_1 .. p_64 .. .. .. .. .. .. p_1 .. p_64
     control   .. p_1 .. p_64 .. .. .. .. .. .. q_1 .. q_64
@@ -11,10 +11,10 @@ that are the same but for one of the two places, which has what stands there in 
     copied    loss of the last 64 tokens of the row unread - loss of those of the row read
 
 in nats per token. Over many rows p and q come from the same text, but p fits the text around it
-better, which `recall` has in it: what a model gains that counts the tokens of the window before
-and knows no more is 0.5 at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`.
-`copied` is of the same tokens after the same ones: all of it comes from the passage's first place.
-That lies beyond the sliding window: only compressed and selected tokens tell of it.
+better, which `recall` includes. A model that only counts the tokens of the window before gains 0.5
+at rows of 2k and 0.2 at rows of 8k of `configs/corpus/python.yaml`. `copied` compares the same
+tokens after the same ones. All of it comes from the first occurrence of the passage, which is
+beyond the sliding window, in reach of compressed and selected tokens only.
 """
 
 from typing import NamedTuple

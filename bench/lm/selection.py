@@ -7,8 +7,8 @@ The compressed scores are to say where the selected branch would attend if it re
     s[j] = the block's score of the selection
     loss = sum of p log((p / sum p) / (s / sum s)) / sum of p      over blocks that are not forced
 
-so that each query counts by what it looks for in those blocks. Neither `p` nor queries nor the
-layer's input have a gradient: the loss trains the projection of compressed keys alone.
+so each query counts by its attention to those blocks. Neither `p` nor queries nor the layer's
+input have a gradient: the loss trains only the projection of compressed keys.
 """
 
 import torch
@@ -18,7 +18,7 @@ from nsa_torch import functional
 from nsa_torch.module import NSAAttention
 from nsa_torch.select import map_to_blocks
 
-EVERY = 7  # of so many queries one is looked at; no divisor of a block
+EVERY = 7  # one query in so many is used; no divisor of a block
 SMALL = 1e-9
 
 

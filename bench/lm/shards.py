@@ -29,8 +29,8 @@ from . import checkpoint, torch_lm
 from .spec import ModelSpec
 
 PARTS = "weights", "mean", "square"
-# What the description of shards names beside the classes of `torch.distributed.checkpoint.metadata`
-# and dtypes.
+# Names in the description of shards, in addition to dtypes and the classes of
+# `torch.distributed.checkpoint.metadata`.
 DESCRIBED = {
     "pathlib.PosixPath",
     "torch.Size",
@@ -45,8 +45,8 @@ def key(part: str, name: str) -> str:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads shards of which the description, which torch pickles, names what describes tensors and
-    nothing else: a checkpoint runs no code.
+    """Reads shards whose description, which torch pickles, names only descriptions of tensors, so
+    that a checkpoint runs no code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:

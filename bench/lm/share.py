@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process computes, and which of their tokens count."""
+"""The rows of a global batch that a process computes, and the tokens that count."""
 
 import dataclasses
 from collections.abc import Callable

@@ -16,7 +16,7 @@ def files(pattern: str) -> list[Path]:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: one of them, named by itself or by the glob, is of an unknown kind.
+      ValueError: One of them has an unknown kind.
     """
     path = Path(pattern)
     if path.is_dir():

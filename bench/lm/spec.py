@@ -28,13 +28,13 @@ class ModelSpec:
       vocabulary: tokens there are.
       norm_eps: of the norms.
       dense_first: blocks, the first ones, that attend densely in a model with NSA; torch only.
-      dense_every: of so many blocks the first attends densely, in a model with NSA; 0: none; torch
-        only.
-      choice: the rule by which NSA selects key blocks, of `CHOICES` (`choice.py` says them); torch
+      dense_every: The first of so many blocks attends densely, in a model with NSA. 0 means none;
+        torch only.
+      choice: the rule by which NSA selects key blocks, of `CHOICES` (see `choice.py`); torch
         only, and for rows of one sequence.
       key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
-        depthwise convolution of so many taps, in NSA and in dense attention; 0: they stay; torch
-        only, and for rows of one sequence.
+        depthwise convolution of so many taps, in NSA and in dense attention. 0 means no
+        convolution; torch only, and for rows of one sequence.
       shared_window: NSA's sliding branch reads the selected branch's keys and values; torch only.
       selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
         rows of one sequence.

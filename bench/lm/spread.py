@@ -55,8 +55,7 @@ class Flags:
         """The processes of this run, which all call it.
 
         Raises:
-          ValueError: what was asked for needs other processes, or one framework, or has no
-            effect.
+          ValueError: A flag needs other processes, or one framework, or has no effect.
         """
         self._check(framework)
         if self.given.jax_coordinator is not None:

@@ -3,7 +3,7 @@
 The stream is read in blocks of `buffer` documents, the shuffle buffer: the documents of a block
 are packed in random order, and so are its rows. A row follows from the seed and its number, as
 everywhere; only to find it, the stream must be read up to its block. Where each block begins is
-noted, in memory and in a folder, so that a run that goes on reads no document before its block.
+noted, in memory and in a folder, so that a resumed run reads no document before its block.
 """
 
 import hashlib
@@ -171,7 +171,7 @@ class Streamed(Batches):
         if self.notes is None:
             return
         self.notes.mkdir(parents=True, exist_ok=True)
-        # Processes of one run note the same, each by a file of its own that takes the name.
+        # Processes of one run write the same notes, each to its own file, which is then renamed.
         scratch = self.notes / f".{uuid.uuid4().hex}"
         scratch.write_text(json.dumps(at._asdict()))
         os.replace(scratch, self.notes / f"{at.block:06d}.json")

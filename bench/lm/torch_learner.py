@@ -1,6 +1,6 @@
 """One step of the training of `torch_lm` with `torch.optim.AdamW`, in one process.
 
-Master weights and moments are float32; what computes has a copy of the weights in `dtype`.
+Master weights and moments are float32; the model computes with a copy of the weights in `dtype`.
 """
 
 import copy
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     """Rows of a batch on the device."""
 
     tokens: Tensor  # [B, T + 1]
-    total: Tensor  # float32 []: what the sum of the losses is divided by
+    total: Tensor  # float32 []: the divisor of the sum of the losses
     packing: Packing | None
 
 
@@ -60,7 +60,7 @@ class Learner:
     """The model, its optimizer, and both in a folder; of one process.
 
     Args:
-      task: what to train and how.
+      task: The model and its training.
       initial: file of `nsa_interop.weights` with the initial weights.
       implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
       graph: forward and backward of a micro-batch are one CUDA graph, as JAX's step is one

@@ -1,9 +1,9 @@
 """The learners of several processes in torch.
 
-    GraphLearner      all weights in every process; a CUDA graph a micro-batch, one sum of gradients
+    GraphLearner      all weights in every process; a CUDA graph per micro-batch, one sum of gradients
     DDPLearner        the same by `DistributedDataParallel`, without a graph
     FSDPLearner       shards of weights, by FSDP2 over a device mesh
-    FSDPGraphLearner  the same; a CUDA graph a micro-batch, collectives in it
+    FSDPGraphLearner  the same; a CUDA graph per micro-batch, collectives in it
 
 All hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
 loss is its sum over the mean count of a process, so that the mean over processes, which all take
@@ -48,7 +48,7 @@ class Replicated(torch_learner.Learner):
 
     Args:
       ranks: the processes.
-      options: as of `torch_learner.Learner`.
+      options: See `torch_learner.Learner`.
     """
 
     def __init__(self, task: Task, *args, ranks: Ranks, **options):
@@ -67,7 +67,7 @@ class Replicated(torch_learner.Learner):
 
 
 class GraphLearner(Replicated):
-    """Each process computes as one alone does, a CUDA graph a micro-batch; then the gradients,
+    """Each process computes like a single one, a CUDA graph per micro-batch; then the gradients,
     side by side in memory, are added up in one collective: a graph runs no hooks, by which
     `DistributedDataParallel` adds some up while others are computed.
     """
@@ -102,7 +102,7 @@ class DDPLearner(Replicated):
     Args:
       safe: gradients have memory of their own, and weights that a step does not use are looked
         for; slower, and of use where a step hangs or differs.
-      options: as of `Replicated`.
+      options: See `Replicated`.
     """
 
     def __init__(self, task: Task, *args, safe: bool = False, **options):
@@ -165,7 +165,7 @@ class FSDPLearner(DDPLearner):
         for module in (*self.master.blocks, self.master.norm, self.master.head):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         # What is left is the embedding, in float32. Once gathered it stays until the backward
-        # pass; where none follows, shards must be back before weights are read or changed.
+        # pass; if none follows, shards must be back before weights are read or changed.
         fully_shard(self.master, mesh=mesh)
         self.master.register_forward_hook(_give_back)
         return self.master
@@ -289,7 +289,7 @@ class FSDPGraphLearner(FSDPLearner):
 
 
 def _give_back(module: nn.Module, *_: object) -> None:
-    """After a forward pass that no backward pass follows: what was gathered goes."""
+    """Frees gathered weights after a forward pass without a backward pass."""
     if not torch.is_grad_enabled():
         assert isinstance(module, FSDPModule)
         module.reshard()

@@ -62,8 +62,7 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
     """Time of a baseline over the time of each row: of the fastest dense row of its problem, of
     the portable path (`sdpa`, `xla`) of its branch, or of one SDPA under its whole mask.
 
-    None where the row's parity failed or was not judged, where it has no time, or where the
-    baseline has none.
+    None if the row's parity failed or was not judged, or if it or the baseline has no time.
     """
 
     def key(record):

@@ -53,7 +53,7 @@ class Report:
 
 def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
     """All records of the files, and the files of the devices that they are of. Heartbeats are read
-    beside the lines of their run: as files of their own (`*.jsonl` of a folder) they are left out.
+    with the lines of their run; as separate files (`*.jsonl` of a folder) they are left out.
 
     Raises:
       ValueError: a line is damaged, a file or all of them are empty; the message names it.

@@ -1,5 +1,5 @@
 """What `tune_thresholds` pairs and checks.
 
 `threshold_evidence` pairs the records of a kernel
-with those of what it is compared with; `threshold_check` asks whether choice obeys a threshold.
+with those of its baseline; `threshold_check` asks whether choice obeys a threshold.
 """

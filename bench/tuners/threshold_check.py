@@ -2,7 +2,7 @@
 
 Two ways. The decision: a problem of one length less and of that length is described, on a GPU
 of the file's device, and the registry is asked between the kernel and the portable path, both
-taken as able. And where that GPU is there, `attention` itself runs on arrays of such lengths,
+assumed to be able. If that GPU is present, `attention` itself runs on arrays of such lengths,
 and the functions that it calls are watched.
 """
 
@@ -175,7 +175,7 @@ def _attention(
     runner: JaxRunner | TorchRunner, step: str, tokens: int, config: NSAConfig
 ) -> Choices:
     """Runs `attention` with automatic choice of one branch on random arrays; the others are
-    portable, so that no kernel of the whole stands in for it. Returns what it says it runs."""
+    portable, so that no kernel of the whole replaces it. Returns the choices that it reports."""
     sizes = {"query": (HEADS, WIDTH), "key": (KV_HEADS, WIDTH), "value": (KV_HEADS, WIDTH)}
     arrays = runner.load(
         {

@@ -103,8 +103,8 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """The pairs of the kernel that automatic choice tries first, of those measured: what
-        stands behind it decides nothing here."""
+        """The pairs of the kernel that automatic choice tries first, of those measured; later
+        ones decide nothing here."""
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
         first = next((k for k in policy.DECIDES[threshold][1] if k in measured), None)
