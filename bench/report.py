@@ -93,8 +93,8 @@ def _parity(some: Sequence[Record]) -> str:
 def _by_length(
     some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
 ) -> list[str]:
-    """`S=1024: w=512 x1.23 (..), ..`, one line per length; `L` is the number of selected keys, if it
-    varies. A speed-up over masked SDPA is followed by that over the portable path."""
+    """`S=1024: w=512 x1.23 (..), ..`, one line per length; `L` counts selected keys, if these
+    vary. A speed-up over masked SDPA is followed by that over the portable path."""
     lines: dict[tuple[str, int], list[str]] = {}
     gains = (render.speed_ups(some, name) for name in (over, "portable"))
     for r, gain, portable in zip(some, *gains, strict=True):

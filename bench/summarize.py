@@ -2,8 +2,8 @@
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
-The shares are of `ms_total`; they need not add up to 100 %, since each branch was timed separately, and
-one above 100 % has a `*`.
+The shares are of `ms_total`. They need not add up to 100 %, since each branch was timed separately,
+and one above 100 % has a `*`.
 A row that was not measured is shown with its status. A damaged file is refused with the line
 and the column.
 """

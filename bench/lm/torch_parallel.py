@@ -1,6 +1,6 @@
 """The learners of several processes in torch.
 
-    GraphLearner      all weights in every process; a CUDA graph per micro-batch, one sum of gradients
+    GraphLearner      all weights in every process; a CUDA graph per micro-batch, one gradient sum
     DDPLearner        the same by `DistributedDataParallel`, without a graph
     FSDPLearner       shards of weights, by FSDP2 over a device mesh
     FSDPGraphLearner  the same; a CUDA graph per micro-batch, collectives in it
