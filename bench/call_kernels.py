@@ -27,8 +27,8 @@ from nsa_core.steps import fused, mosaic_attention
 from nsa_core.steps.fused import Inputs
 from nsa_core.types import Branches
 from nsa_torch import operators
-from nsa_torch.input_modes import SHARED_KV
-from nsa_torch.kernel_layout import KernelLayout
+from nsa_torch.kernel_path import KernelLayout
+from nsa_torch.operators import SHARED_KV
 from nsa_torch.torch_ops import TorchOps
 
 from . import against

@@ -161,7 +161,7 @@ def chain(run: Callable[..., Any], count: int, gate: Any, x: Any) -> Any:
 
 
 def of_torch(count: int) -> Callable[[], Any]:
-    """A row of launches as plans have them (`nsa_torch.execute`)."""
+    """A row of launches as plans have them (`nsa_torch.plans`)."""
     from nsa_torch.plans import Planned
 
     gate, x = torch.ones(1, ROWS, 1), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)

@@ -1,9 +1,8 @@
 """The array operations that the steps on kernels need from a framework.
 
 The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. Their argument is an
-`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run Mosaic kernels, the
-`triton_ops` of each framework Triton's. The one of `nsa_core.plan` records the operations. This
-module imports neither framework.
+`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run the kernels. The one of
+`nsa_core.plan` records the operations. This module imports neither framework.
 
 A step computes with arrays only through `run` and `derive`, and reads only `shape`, `dtype` and
 `reshape` of an array. Work between kernels is a derived step (`derived`).

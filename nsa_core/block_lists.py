@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nsa_core import paged_layout, validate, validate_paged
+from nsa_core import paged_layout, validate
 from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 
@@ -149,7 +149,7 @@ def check_paged(
         )
     lists("block_indices", block_indices, (count,), heads, kv_heads)
     validate.scaling(scale)
-    validate_paged.tables(read, "query", count, paged, pool, page)
+    paged_layout.check_tables(read, "query", count, paged, pool, page)
     return within(block_size, paged[0].shape[1] * page)
 
 

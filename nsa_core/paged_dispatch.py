@@ -61,6 +61,27 @@ def joined_gates(ops: ArrayOps, gates, query):
     return ops.contiguous(gates) if kept else ops.to_float32(gates)
 
 
+def checked(
+    ops: ArrayOps,
+    read: Callable[[Any], Any],
+    pool: int,
+    query,
+    gates,
+    cache,
+    page_table,
+    lengths,
+    cu_seqlens_q,
+    scale,
+) -> Inputs:
+    """The checked arguments of `paged_attention`, from a cache of `pool` pages; `read`: as in
+    `paged_layout.check_tables`.
+    """
+    paged_layout.check_queries(cache, query, gates, scale)
+    at, size = (page_table, lengths, cu_seqlens_q), cache.config.select_block
+    paged_layout.check_tables(read, "query", query.shape[0], at, pool, size)
+    return Inputs(query, joined_gates(ops, gates, query), cache, *at, scale)
+
+
 def registry(
     framework: str,
     module: str,

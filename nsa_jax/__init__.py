@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     )
     from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
+    from nsa_jax.geometry import varlen_metadata
     from nsa_jax.indexers import index_blocks, indexer_kl, paged_index_blocks
     from nsa_jax.pages import PagedCache, append, paged_attention
-    from nsa_jax.varlen import varlen_metadata
     from nsa_jax.warm_up import prepare
 
 __all__ = [
@@ -87,7 +87,7 @@ _HOMES = {
     "paged_block_attention": "blocks",
     "paged_index_blocks": "indexers",
     "prepare": "warm_up",
-    "varlen_metadata": "varlen",
+    "varlen_metadata": "geometry",
 }
 
 

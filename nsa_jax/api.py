@@ -28,9 +28,8 @@ from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.dispatch import REGISTRY
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.geometry import PackedRows
+from nsa_jax.geometry import PackedRows, rows_of
 from nsa_jax.jax_problem import problem_of
-from nsa_jax.varlen import rows_of
 
 type Name = Literal["mosaic", "triton", "xla", "reference"]
 type Names = Name | Branches[Name | None] | None

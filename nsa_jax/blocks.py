@@ -13,10 +13,8 @@ from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
 from nsa_jax.api import Name, OutLse, choices_of, loaded
-from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
-from nsa_jax.derivatives import refuse_derivatives
-from nsa_jax.eager import any_rank, compiled
+from nsa_jax.eager import any_rank, compiled, foldable, refuse_derivatives
 from nsa_jax.indexers import capability, runs_on
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import product, scale_of, softmax, weighted
@@ -142,10 +140,9 @@ def _of_long_lists(*arrays, how):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(how, query, key, value, lists, lengths):
     """`(out, lse)` by the kernels that gather single keys; gradients by chunks of queries."""
-    from nsa_jax.triton_ops import TRITON_OPS
 
     def run(*arrays):
-        return tuple(triton_paged_blocks.attention_of_rows(TRITON_OPS, *arrays, *how))
+        return tuple(triton_paged_blocks.attention_of_rows(OPS, *arrays, *how))
 
     return foldable(run)(query, key, value, lists, lengths)
 
@@ -232,13 +229,11 @@ def paged_block_attention(
 
 
 def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
-    from nsa_jax.triton_ops import TRITON_OPS
-
     @sequential_vmap
     def run(query, pages, block_indices, paged):
         key, value = pages
         arrays = query, key, value, block_indices, paged, block_size, include, scale
-        return tuple(triton_paged_blocks.attention(TRITON_OPS, *arrays))
+        return tuple(triton_paged_blocks.attention(OPS, *arrays))
 
     return run(query, pages, block_indices, paged)
 

@@ -4,7 +4,7 @@ from nsa_core.dispatch import FUNCTIONS, STEPS, WHOLE, Implementation, Registry,
 
 
 def _table(step: str) -> tuple[Implementation, ...]:
-    name, xla = FUNCTIONS[step], "select" if step == "scores" else "branches"
+    name = FUNCTIONS[step]
     kernels = (
         kernel("mosaic", f"nsa_jax.mosaic:{name}"),  # built for Hopper
         kernel("triton", f"nsa_jax.triton:{name}"),  # NVIDIA GPUs from Ampere on
@@ -13,7 +13,7 @@ def _table(step: str) -> tuple[Implementation, ...]:
         return kernels
     return (
         *kernels,
-        Implementation("xla", f"nsa_jax.{xla}:{name}"),  # any device, memory bounded
+        Implementation("xla", f"nsa_jax.branches:{name}"),  # any device, memory bounded
         Implementation("reference", f"nsa_jax.reference:{name}"),
     )
 

@@ -10,17 +10,15 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.triton.capability import AMPERE, copies_why_not
-from nsa_core import block_lists, index_loss, validate
+from nsa_core import block_lists, validate
 from nsa_core import index as indexing
 from nsa_core.array_ops import zero_padding
-from nsa_core.index import Index
-from nsa_core.index_loss import Teacher
+from nsa_core.index import Index, Teacher
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
-from nsa_jax.batching import foldable
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank, compiled
+from nsa_jax.eager import any_rank, compiled, foldable
 from nsa_jax.jax_ops import JAX_OPS as OPS
 
 PLAIN = "xla"
@@ -162,11 +160,9 @@ def capability() -> tuple[int, int]:
 
 
 def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
-    from nsa_jax.triton_ops import TRITON_OPS
-
     @sequential_vmap
     def run(query, pages, paged):
-        return triton_paged_blocks.blocks(TRITON_OPS, query, pages, paged, index)
+        return triton_paged_blocks.blocks(OPS, query, pages, paged, index)
 
     return run(query, pages, paged)
 
@@ -176,14 +172,12 @@ def _of_copies(query, pages, paged: Paged, *, index: Index):
 
 
 def _on_triton(query, key, *, index: Index, **at):
-    from nsa_jax.triton_ops import TRITON_OPS
-
     where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
     tokens = at["kv_len"]
     offset = tokens - query.shape[1] if isinstance(tokens, int) else None
 
     def blocks(query, key, position):
-        return triton_index.blocks(TRITON_OPS, query, key, position, index, offset)
+        return triton_index.blocks(OPS, query, key, position, index, offset)
 
     return foldable(blocks)(query, key, jnp.asarray(where.position, jnp.int32))
 
@@ -250,7 +244,7 @@ def indexer_kl(
       NotImplementedError: the named implementation cannot run this.
     """
     given = query, key, lse, index_query, index_key, block_indices
-    teacher = index_loss.check(*given, block_size, scale, index_scale)
+    teacher = indexing.check_loss(*given, block_size, scale, index_scale)
     validate.segments(segment_ids, *key.shape[:2])
     validate.length(kv_len, query, segment_ids, key.shape[1])
     checks.within("kv_len", kv_len, 0, key.shape[1])
@@ -291,20 +285,16 @@ def _kernel_loss(teacher, lists, position, *arrays):
 
 
 def _kernel_loss_forward(teacher, lists, position, *arrays):
-    from nsa_jax.triton_ops import TRITON_OPS
-
     def run(lists, position, *arrays):
-        return triton_index.loss(TRITON_OPS, arrays, lists, position, teacher)
+        return triton_index.loss(OPS, arrays, lists, position, teacher)
 
     loss, kept = foldable(run)(lists, position, *arrays)
     return loss, (*arrays[3:], lists, position, kept)
 
 
 def _kernel_loss_backward(teacher, residuals, grad):
-    from nsa_jax.triton_ops import TRITON_OPS
-
     def run(*arrays):
-        return triton_index.gradients(TRITON_OPS, teacher, *arrays)
+        return triton_index.gradients(OPS, teacher, *arrays)
 
     return *[None] * 5, *foldable(run)(*residuals, grad)
 
@@ -315,5 +305,5 @@ _kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)
 def _loss(query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at):
     where, *indexer = _placed(query, key, index_query, index_key, teacher.block, **at)
     frozen = lax.stop_gradient((query, key, lse))
-    found = index_loss.loss_of(OPS, teacher, *frozen, block_indices, where, *indexer)
+    found = indexing.loss_of(OPS, teacher, *frozen, block_indices, where, *indexer)
     return over_queries(*found[1:])

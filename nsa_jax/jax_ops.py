@@ -1,20 +1,40 @@
 """`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls.
 
 Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. Elsewhere (lowered
-for one, interpreted) they are Pallas calls.
+for one, interpreted) they are Pallas calls. Triton's kernels are called by jax-triton.
 """
 
+import contextlib
+import contextvars
 import functools
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
 from nsa_jax.numerics import product, put
 
 COMPARISONS = 2**26  # an H100 needs 5 us for them
+
+# For which GPU kernels are compiled; None means JAX's first device.
+_posed: contextvars.ContextVar[tuple[int, int] | None]
+_posed = contextvars.ContextVar("posed", default=None)
+
+
+@contextlib.contextmanager
+def compiled_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Within: kernels are compiled for a GPU that need not be there (lowering, tests)."""
+    token = _posed.set(capability)
+    try:
+        yield
+    finally:
+        _posed.reset(token)
 
 
 class JaxOps(ArrayOps):
@@ -23,7 +43,24 @@ class JaxOps(ArrayOps):
     parts_stay = False  # XLA may pass the address of a slice, and other memory for the output
 
     def run(self, kernel, *arrays):
+        if isinstance(kernel, TritonKernel):
+            return self._run_triton(kernel, arrays)
         return ffi.call(kernel, *arrays) if ffi.serves(kernel) else kernel(*arrays)
+
+    def _run_triton(self, kernel, arrays):
+        major, minor = self.capability(arrays[0])
+        return _triton_call()(
+            *arrays,
+            *kernel.scalars,
+            kernel=kernel.jitted,
+            grid=(kernel.programs,),
+            name=kernel.name,
+            num_warps=kernel.warps,
+            num_stages=kernel.stages,
+            compute_capability=10 * major + minor,
+            outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs],
+            c=kernel.constants,
+        )
 
     def writes_in_place(self, kernel):
         return bool(kernel.in_place) and ffi.serves(kernel)
@@ -35,7 +72,7 @@ class JaxOps(ArrayOps):
         return x + zero.astype(x.dtype)
 
     def capability(self, x):
-        found = jax_problem.capability()
+        found = _posed.get() or jax_problem.capability()
         if found is None:
             raise NotImplementedError("JAX's first device must be an NVIDIA GPU")
         return found
@@ -102,3 +139,28 @@ class JaxOps(ArrayOps):
 
 
 JAX_OPS = JaxOps()
+
+
+@functools.cache
+def _triton_call():
+    """`jax_triton.triton_call`, whose outputs are `outputs` in every version. jax-triton sets or
+    deletes `TRITON_CACHE_DIR` when it is imported, which would turn off Triton's cache in the whole
+    process. Here it is restored.
+
+    Fusing is requested by name, as in torch's calls, since newer versions of Triton warn otherwise.
+    """
+    import triton
+
+    with triton.knobs.cache.scope():
+        from jax_triton import triton_call
+    if "out_shape" in inspect.signature(triton_call).parameters:  # before 0.4
+
+        def call(*arguments, outputs, **rest):
+            # A Python float would be a double there.
+            arguments = [np.float32(x) if isinstance(x, float) else x for x in arguments]
+            return triton_call(*arguments, out_shape=outputs, enable_fp_fusion=True, **rest)
+
+        return call
+    return lambda *arrays, outputs, **rest: triton_call(
+        *arrays, out_type=outputs, backend_options={"enable_fp_fusion": True}, **rest
+    )

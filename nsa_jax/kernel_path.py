@@ -1,7 +1,7 @@
 """The steps on kernels in JAX: `jit`, `vmap` and gradients, for any kernels.
 
 The steps themselves are a `fused.Steps`; here are the transforms around them. Arguments are
-those of `branches.py` and `select.py`. For the backward pass each branch's own output and
+those of `branches.py`. For the backward pass each branch's own output and
 log-sum-exp are kept, and the selection.
 """
 
@@ -13,17 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from nsa_core.array_ops import ArrayOps
-from nsa_core.steps import branch, fused
-from nsa_core.steps.branch import in_slots, of_slots
-from nsa_core.steps.fused import Inputs, Residuals, Steps
+from nsa_core.steps import fused
+from nsa_core.steps.fused import Inputs, Residuals, Steps, in_slots, of_slots
 from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
-from nsa_jax import geometry, select
-from nsa_jax.batching import foldable
-from nsa_jax.derivatives import refuse_derivatives
-from nsa_jax.eager import any_rank
+from nsa_jax import branches, geometry
+from nsa_jax.eager import any_rank, foldable, refuse_derivatives
+from nsa_jax.jax_ops import JAX_OPS
 
 _first_order = functools.partial(
     refuse_derivatives,
@@ -128,21 +125,20 @@ class KernelPath:
 
     Args:
       steps: on its kernels.
-      ops: Function that returns their `ArrayOps` at each call, since tests replace them.
     """
 
-    def __init__(self, steps: Steps, ops: Callable[[], ArrayOps]):
-        self.steps, self.ops = steps, ops
+    def __init__(self, steps: Steps):
+        self.steps, self.ops = steps, JAX_OPS
 
     def _lengths(self, query, num_keys, kv_len, segment_ids, config, padded=True):
-        ops = self.ops() if self.steps.reads_places else None
+        ops = self.ops if self.steps.reads_places else None
         return _Lengths(query, num_keys, kv_len, segment_ids, config, ops, padded)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
         """`(out, lse)` of the branch `name`, a function of `steps.forward`. The function of the
         same name in `steps.backward` computes the gradients of query, key and value.
         """
-        step, integers = (self.steps, self.ops(), name), lengths.integers
+        step, integers = (self.steps, self.ops, name), lengths.integers
         if block_indices is not None:
             integers = integers | {"block_indices": block_indices}
 
@@ -155,7 +151,7 @@ class KernelPath:
             return tuple(function(*step, qkv, indices, *gradient, params))
 
         forward, backward = (
-            functools.partial(run, x) for x in (branch.forward, branch.backward)
+            functools.partial(run, x) for x in (fused.one_branch, fused.one_branch_backward)
         )
 
         def forward_with_residuals(arrays, integers):
@@ -170,16 +166,16 @@ class KernelPath:
     def select_blocks(
         self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
     ):
-        """`select.select_blocks`; the normalisation is a pass of its own here."""
-        ops = self.ops()
+        """`branches.select_blocks`; the normalisation is a pass of its own here."""
+        ops = self.ops
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
         lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
-        num_blocks = select.num_blocks(query, compressed_key, kv_len, segment_ids, config)
+        num_blocks = branches.num_blocks(query, compressed_key, kv_len, segment_ids, config)
 
         def forward(arrays, integers):
             query, key = arrays
             params = Params(lengths.layout(query, integers), config, scale)
-            return branch.select_blocks(self.steps, ops, query, key, params, num_blocks)
+            return fused.select_blocks(self.steps, ops, query, key, params, num_blocks)
 
         return foldable(forward)((query, compressed_key), lengths.integers)
 
@@ -210,10 +206,10 @@ class KernelPath:
           compressed: `(k_cmp, v_cmp)`.
           assume_finite: as in `api.attend`.
         """
-        ops = self.ops()
+        ops = self.ops
         sizes = key.selected.shape[1], kv_len, segment_ids, config
         lengths = self._lengths(query, *sizes, padded=not assume_finite)
-        num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
+        num_blocks = branches.num_blocks(query, compressed[0], kv_len, segment_ids, config)
 
         def prepared(inputs, integers):
             layout = lengths.layout(inputs.query, integers)

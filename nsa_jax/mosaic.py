@@ -1,11 +1,9 @@
 """The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients."""
 
 from nsa_core.steps import mosaic_attention
-from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.kernel_path import KernelPath
 
-OPS = JAX_OPS  # read at each call, since tests replace it
-PATH = KernelPath(mosaic_attention.STEPS, lambda: OPS)
+PATH = KernelPath(mosaic_attention.STEPS)
 
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention

@@ -20,9 +20,8 @@ from nsa_core.layer import KIND, LayerSpec, computed, spec_of
 from nsa_core.types import Branches
 from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.geometry import PackedRows
+from nsa_jax.geometry import PackedRows, rows_of, varlen_metadata
 from nsa_jax.numerics import rotated
-from nsa_jax.varlen import rows_of, varlen_metadata
 
 try:
     from flax import nnx

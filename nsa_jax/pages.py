@@ -2,4 +2,4 @@
 
 from nsa_jax.paged import PagedCache as PagedCache
 from nsa_jax.paged import append as append
-from nsa_jax.paged_attend import paged_attention as paged_attention
+from nsa_jax.paged import paged_attention as paged_attention

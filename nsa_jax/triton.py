@@ -2,10 +2,8 @@
 
 from nsa_core.steps import triton_attention
 from nsa_jax.kernel_path import KernelPath
-from nsa_jax.triton_ops import TRITON_OPS
 
-OPS = TRITON_OPS  # read at each call, since tests replace it
-PATH = KernelPath(triton_attention.STEPS, lambda: OPS)
+PATH = KernelPath(triton_attention.STEPS)
 
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention

@@ -13,7 +13,7 @@ from torch import Tensor
 import nsa_jax
 from nsa_interop import dlpack
 from nsa_torch import operators
-from nsa_torch.input_modes import MODES, InputMode, all_steps
+from nsa_torch.operators import MODES, InputMode, all_steps
 
 
 def _branch(*arrays, name, words, kv_len, **static):

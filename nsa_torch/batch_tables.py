@@ -25,9 +25,8 @@ from nsa_core import varlen
 from nsa_core.plan.buffers import Derived, Plan, touched_by_torch
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_core.varlen import Capacity, Tokens
-from nsa_torch import triton_ops
 from nsa_torch.shared import SHARED, Kept, Shared, is_capturing
-from nsa_torch.torch_ops import TORCH_OPS, capability_of
+from nsa_torch.torch_ops import TORCH_OPS, capability_of, run_triton
 
 ATTRIBUTE = "nsa_tables"
 UNKNOWN = None, True, 0  # `Tables.sizes` of boundaries that have none
@@ -363,9 +362,9 @@ class PlanTables:
         (numbers,) = SHARED.get(self, self.device, lambda: [self._on_device()])
         kernel, programs, options, arguments = self.first_launch
         given = borders.contiguous(), numbers, out, borders.numel(), *arguments
-        triton_ops.run(kernel, (programs,), *given, **options)
+        run_triton(kernel, (programs,), *given, **options)
         for row, kernel, programs, options, arguments in self.launches:
-            triton_ops.run(kernel, (programs,), numbers[row], out, *arguments, **options)
+            run_triton(kernel, (programs,), numbers[row], out, *arguments, **options)
         return True
 
     def _on_device(self) -> Tensor:

@@ -117,15 +117,13 @@ def _of_long_lists(
     of = OPS.capability(query), *arrays, block_size, include
     if runs_on(None, query, triton_paged_blocks.why_not(*of, whole=True)) != "triton":
         return None
-    from nsa_torch.triton_ops import TRITON_OPS
-
     refuse_transforms(query, key, value)
     checks.distinct(block_indices)
     lengths = torch.as_tensor(kv_len, dtype=torch.int32, device=query.device)
     lengths = lengths.expand(query.shape[0])
     with torch.no_grad(), as_given(query):
         how = block_size, include, scale
-        found = triton_paged_blocks.attention_of_rows(TRITON_OPS, *arrays, lengths, *how)
+        found = triton_paged_blocks.attention_of_rows(OPS, *arrays, lengths, *how)
     return found[0], found[1]
 
 
@@ -190,7 +188,5 @@ def paged_block_attention(
             attend = functools.partial(attend_rows, with_lse=True)
             out, lse = block_lists.attention_to_pages(OPS, over_queries, attend, *arrays, *rest)
         else:
-            from nsa_torch.triton_ops import TRITON_OPS
-
-            out, lse = triton_paged_blocks.attention(TRITON_OPS, *arrays, *rest)
+            out, lse = triton_paged_blocks.attention(OPS, *arrays, *rest)
     return (out, lse) if return_residual else out

@@ -20,9 +20,9 @@ from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
-from nsa_torch import batch_tables, early_release, operators, plans
-from nsa_torch.input_modes import arranged, kept_of
-from nsa_torch.plain import TENSORS, undisturbed
+from nsa_torch import batch_tables, operators, plans
+from nsa_torch.operators import arranged, kept_of
+from nsa_torch.plain import TENSORS, has_hooks, undisturbed
 
 KERNELS = ("mosaic", "triton")  # implementations whose calls have programs
 DEVICE_TYPES = ("cuda",)  # whose calls have records
@@ -114,7 +114,7 @@ def describe(
     if not flat or flat[0].device.type not in DEVICE_TYPES:
         return None, []
     gradient = gradient and torch.is_grad_enabled()
-    hooked = gradient and early_release.has_hooks()
+    hooked = gradient and has_hooks()
     borders = given[-1]
     tables = None if borders is None else getattr(borders, batch_tables.ATTRIBUTE, None)
     sizes = batch_tables.UNKNOWN if tables is None else tables.sizes

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_torch import first_order, ranges
+from nsa_torch import ranges
 from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
 from nsa_torch.geometry import geometry_of
 from nsa_torch.operators import refuse_transforms
@@ -38,7 +38,7 @@ from nsa_torch.packing import (
     selected_ranges,
     sliding_bounds,
 )
-from nsa_torch.plain import constant
+from nsa_torch.plain import constant, once
 from nsa_torch.shared import SHARED
 
 # CUDA counts the sequences of one call in 16 bits.
@@ -308,7 +308,7 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
         # of an operator where it is; torch.func knows no gradient of an operator.
         tied = _traced_lse if torch.compiler.is_compiling() else _WithoutGradient.apply
         lse = tied(query, lse)
-    return first_order.once(out)[..., :value_width], lse
+    return once(out)[..., :value_width], lse
 
 
 def _check_sequences(number: int) -> None:

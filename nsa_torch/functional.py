@@ -44,7 +44,7 @@ from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 from nsa_torch import checks, plans
 from nsa_torch.call import KERNELS, Program, describe
-from nsa_torch.combine import combine
+from nsa_torch.chunks import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of

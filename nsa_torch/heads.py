@@ -10,7 +10,7 @@ On an NVIDIA GPU heads are split, normed and rotated in one Triton launch, as is
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,100 @@ from kernels_pallas.triton.descriptions import Heads, split_heads
 from nsa_core import rotation
 from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
-from nsa_torch import first_order
-from nsa_torch.gates import HeadGate
-from nsa_torch.plain import constant, undisturbed
+from nsa_torch.plain import constant, refuse, under_transforms, undisturbed
 from nsa_torch.shared import SHARED
-from nsa_torch.torch_ops import capability_of, readable
+from nsa_torch.torch_ops import TORCH_OPS, capability_of, readable
+
+
+class GateOutput(nn.Linear):
+    """A linear layer that starts near zero: gates start near equal."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weights again."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+        nn.init.zeros_(self.bias)
+
+
+class Gate(nn.Module):
+    """Three gates per key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        super().__init__()
+        self.fc1 = nn.Linear(spec.d_k, spec.gate_width, **factory)
+        self.fc2 = GateOutput(spec.gate_width, 3, **factory)
+        self.spec = spec
+
+    def reset_parameters(self) -> None:
+        """Draws the weights again."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    @torch.no_grad()
+    def set_constant(self, *logits: float) -> None:
+        """Gates of these logits (compressed, selected, sliding) for every query."""
+        self.fc2.weight.zero_()
+        self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
+
+    def forward(self, pooled_query: Tensor) -> Tensor:
+        logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
+        return logits.softmax(dim=-1) if self.spec.gate == "softmax" else logits.sigmoid()
+
+
+class HeadGate(nn.Linear):
+    """Logits of three gates per query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+
+    Head by head: compressed, selected, sliding.
+    """
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        self.start, self.temp = spec.gate_start, spec.gate_temp
+        super().__init__(spec.dim, 3 * spec.n_heads, **factory)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights again: gates start near what their biases say."""
+        self.draw_weight()
+        with torch.no_grad():
+            self.bias.copy_(self.start_bias())
+
+    def draw_weight(self) -> None:
+        """Draw only the weight, not the bias."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+
+    def start_bias(self) -> Tensor:
+        """The bias of a layer that has not learned, in the shards of this one's."""
+        start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
+        return _placed(start.repeat(self.out_features // 3), self.bias)
+
+    @torch.no_grad()
+    def set_constant(self, *logits: float) -> None:
+        """Gates of these logits (compressed, selected, sliding) for every query and head."""
+        self.weight.zero_()
+        self.bias.copy_((torch.tensor(logits) * self.temp).repeat(self.out_features // 3))
+
+
+class SelectedGate(nn.Module):
+    """The constant gates 0, 1, 0, which leave only the selected branch. It has no weights."""
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        super().__init__()
+
+    def forward(self, query: Tensor) -> Tensor:
+        """The gates `[B, T, H, 3]` of each head of a query `[B, T, H, D]`."""
+        # Numbers of the host would be a copy, which a CUDA graph cannot capture.
+        gates = torch.arange(3, device=query.device) == 1
+        return gates.to(query.dtype).expand(*query.shape[:3], 3)
+
+
+def _placed(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, which is equal on all ranks, sharded in the same way as `like`."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return x
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(x, mesh, like.placements, src_data_rank=None)
+
 
 # Tokens from which the products are fused: the weights are concatenated for it at each call, which
 # costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
@@ -311,7 +400,7 @@ def _by_kernel(projection: Tensor, sizes: Heads) -> bool:
     if projection.device.type != "cuda" or sizes.D % 2 or not projection.numel():
         return False
     if (
-        first_order.under_transforms()
+        under_transforms()
     ):  # the operator's gradient is torch.library's, which torch.func refuses
         return False
     return _kernel_runs(projection.device.index, projection.dtype)
@@ -359,8 +448,6 @@ def launch(
     """Writes heads `apart` out of a projection; if `back` the gradient of the projection `given`,
     out of theirs, and `partials` of those of the norms' weights.
     """
-    from nsa_torch.triton_ops import TRITON_OPS
-
     kernel = split_heads(heads, cos.shape[:-1].numel(), back, eps if norms else None)
     if back:
         apart = [readable(x) for x in apart]
@@ -369,7 +456,7 @@ def launch(
     read = given, *(norms or (None, None)), cos, sin
     read = [readable(cos if x is None else x) for x in read]
     written = projection, tuple(apart), read[0] if partials is None else partials
-    TRITON_OPS.run_in_place(kernel, *written, *read)
+    TORCH_OPS.run_in_place(kernel, *written, *read)
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=())
@@ -419,7 +506,7 @@ def _keep_join(ctx, inputs, output):
 
 def _second_gradients(ctx, grads):
     if ctx.normed:
-        first_order.refuse(ctx)
+        refuse(ctx)
     return _split(grads[0], *ctx.saved_tensors, [], 0.0, ctx.sizes), None, None, [], None, None
 
 

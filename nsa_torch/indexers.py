@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton import capability
-from nsa_core import block_lists, index_loss
+from nsa_core import block_lists
 from nsa_core import index as indexing
 from nsa_core.array_ops import zero_padding
-from nsa_core.index import Index
-from nsa_core.index_loss import Loss, Teacher
+from nsa_core.index import Index, Loss, Teacher
 from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_index import Kept
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, over_queries
-from nsa_torch.first_order import first_order
 from nsa_torch.geometry import Geometry, geometry, own_tokens
-from nsa_torch.plain import as_given
+from nsa_torch.plain import as_given, first_order
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import capability_of
 
@@ -157,9 +155,7 @@ def paged_index_blocks(
         reason = triton_paged_blocks.index_why_not(query, pages, page_table, index)
         if runs_on(implementation, query, reason) == "torch":
             return indexing.blocks_of_pages(OPS, over_queries, query, pages, paged, index)
-        from nsa_torch.triton_ops import TRITON_OPS
-
-        return triton_paged_blocks.blocks(TRITON_OPS, query, pages, paged, index)
+        return triton_paged_blocks.blocks(OPS, query, pages, paged, index)
 
 
 def runs_on(asked: str | None, query: Tensor, *reasons: str | bool | None) -> str:
@@ -184,11 +180,9 @@ def _blocks(
     )
     if name == "torch":
         return _in_chunks(query, key, where, index)
-    from nsa_torch.triton_ops import TRITON_OPS
-
     position = where.position.to(torch.int32).contiguous()
     arrays = query.detach(), key.detach(), position
-    return triton_index.blocks(TRITON_OPS, *arrays, index, where.offset)
+    return triton_index.blocks(OPS, *arrays, index, where.offset)
 
 
 def _in_chunks(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
@@ -259,7 +253,7 @@ def indexer_kl(
         given["block_indices"] = block_indices
     checks.tensors(**given)
     arrays = query, key, lse, index_query, index_key, block_indices
-    teacher = index_loss.check(*arrays, block_size, scale, index_scale)
+    teacher = indexing.check_loss(*arrays, block_size, scale, index_scale)
     checks.packed(cu_seqlens, query, "query")
     length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     if block_indices is not None:
@@ -305,7 +299,7 @@ class _Work(NamedTuple):
     teacher: Teacher
 
     def loss(self, index_query: Tensor, index_key: Tensor) -> Loss:
-        return index_loss.loss_of(
+        return indexing.loss_of(
             OPS, self.teacher, *self[:4], self.where, index_query, index_key
         )
 
@@ -313,13 +307,11 @@ class _Work(NamedTuple):
 class _KernelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index_query, index_key, work: _Work):
-        from nsa_torch.triton_ops import TRITON_OPS as ops
-
         sizes = work.key.shape[1], work.teacher.block
-        lists = triton_index.lists_for(ops, work.block_indices, index_query, *sizes)
+        lists = triton_index.lists_for(OPS, work.block_indices, index_query, *sizes)
         position = work.where.position.to(torch.int32).contiguous()
         arrays = work.query, work.key, work.lse.float(), index_query, index_key
-        loss, kept = triton_index.loss(ops, arrays, lists, position, work.teacher)
+        loss, kept = triton_index.loss(OPS, arrays, lists, position, work.teacher)
         ctx.teacher = work.teacher
         ctx.save_for_backward(index_query, index_key, lists, position, *kept)
         return loss
@@ -327,11 +319,9 @@ class _KernelLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        from nsa_torch.triton_ops import TRITON_OPS as ops
-
         index_query, index_key, lists, position, *kept = ctx.saved_tensors
         given = index_query, index_key, lists, position, Kept(*kept), grad
-        return *triton_index.gradients(ops, ctx.teacher, *given), None
+        return *triton_index.gradients(OPS, ctx.teacher, *given), None
 
 
 class _Loss(torch.autograd.Function):

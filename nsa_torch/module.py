@@ -27,8 +27,8 @@ from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.context_ranks import check_mesh
 from nsa_torch.functional import Names
-from nsa_torch.gates import Gate, HeadGate, SelectedGate
 from nsa_torch.geometry import own_tokens, without_padding
+from nsa_torch.heads import Gate, HeadGate, SelectedGate
 from nsa_torch.plain import as_given, product_dtype
 from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 

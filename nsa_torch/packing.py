@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_torch.chunks import Rows, wide
 from nsa_torch.geometry import Geometry, compressed_bounds
-from nsa_torch.triton_ops import run
+from nsa_torch.torch_ops import run_triton
 
 
 def residue_classes(
@@ -183,7 +183,7 @@ class Ranges:
         grid = self.start.numel() * tiles, -(-x.shape[-1] // c.COLUMNS)
         ranges = (y.contiguous() for y in (self.start, self.length, self.place))
         sizes = x.shape[1], heads, slots, queries * heads * slots, tiles
-        run(kernel, grid, *arrays, *ranges, *sizes, *strides, c, **c.options)
+        run_triton(kernel, grid, *arrays, *ranges, *sizes, *strides, c, **c.options)
 
 
 def selected_ranges(
@@ -266,7 +266,7 @@ def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
     grid = -(-rows.numel() // c.ROWS), -(-width // c.COLUMNS), heads
     sizes = rows.numel(), tokens, batch
     rows = rows.to(torch.int64).contiguous()
-    run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), c, **c.options)
+    run_triton(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), c, **c.options)
     return packed
 
 

@@ -11,21 +11,26 @@ The counterpart in JAX is `nsa_jax.paged`. `nsa_core.paged_layout` describes the
 """
 
 import copy
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from nsa_interop.launch import ALIGNMENT, launch
 from torch import Tensor
 
-from kernels_pallas.triton import capability
-from nsa_core import paged_append, paged_layout, validate, validate_paged
+from kernels_pallas.mosaic.capability import HOPPER
+from kernels_pallas.runtime import loaded
+from kernels_pallas.specs import append as specs
+from kernels_pallas.triton import capability, decode_descriptions
+from nsa_core import paged_append, paged_layout, validate
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PAGES, PagedArrays
+from nsa_core.steps import mosaic_append
 from nsa_core.types import Branches
+from nsa_core.validate import dtype_name
 from nsa_torch import checks
 from nsa_torch.compress import apply_phi
 from nsa_torch.operators import refuse_transforms, requires_grad
@@ -77,10 +82,9 @@ class PagedCache(PagedArrays):
         compressed_dtype: torch.dtype | None = None,
         max_rows: int = MAX_ROWS,
     ):
-        compressed_dtype = compressed_dtype or (torch.bfloat16 if dtype is FP8 else dtype)
         sizes = num_pages, kv_heads, key_width, value_width, config, separate
-        how = dtype, compressed_dtype, max_rows, checks.device(device)
-        super().__init__(config, **_allocated({}, *sizes, *how))
+        how = dtype, compressed_dtype, max_rows
+        super().__init__(config, **_allocated({}, checks.device(device), *how, *sizes))
 
     @classmethod
     def view(
@@ -127,7 +131,7 @@ class PagedCache(PagedArrays):
         checks.tensors(**given)
         for name, x in given.items():
             axes = 3 if name.endswith("_scale") else 4
-            validate.array(name, x, axes, validate_paged.PAGE_DTYPES)
+            validate.array(name, x, axes, paged_layout.PAGE_DTYPES)
             if name in ("key_pages", "value_pages") and x.shape[1] != config.select_block:
                 raise ValueError(
                     f"{name} must have pages of select_block={config.select_block} tokens, "
@@ -149,10 +153,10 @@ class PagedCache(PagedArrays):
             given = {k: _with_gaps(x, apart) for k, x in given.items()}
         pages, _, kv_heads, key_width = given["selected_key"].shape
         sizes = pages, kv_heads, key_width, value_pages.shape[3], config, separate
-        how = key_pages.dtype, compressed_dtype, max_rows, key_pages.device
-        cache = cls.of(config, **_allocated(given, *sizes, *how))
+        how = key_pages.device, key_pages.dtype, compressed_dtype, max_rows
+        cache = cls.of(config, **_allocated(given, *how, *sizes))
         cache.apart = apart
-        validate_paged.pages(cache)
+        paged_layout.check_pages(cache)
         return cache
 
     @classmethod
@@ -246,38 +250,26 @@ class PagedCache(PagedArrays):
 
 
 def _allocated(
-    given: dict[str, Any],
-    num_pages: int,
-    kv_heads: int,
-    key_width: int,
-    value_width: int,
-    config: NSAConfig,
-    separate: bool,
-    dtype: torch.dtype,
-    compressed_dtype: torch.dtype,
-    max_rows: int,
-    device: torch.device,
+    given: dict[str, Any], device: torch.device, dtype, compressed_dtype, *rest: Any
 ) -> dict[str, Any]:
-    """The arrays of a cache, zeros where they are not `given`."""
-    for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype)):
+    """The arrays of a cache, zeros where they are not `given`; `rest`: of `new_arrays`."""
+    for name, x in (("dtype", dtype), ("compressed_dtype", compressed_dtype or dtype)):
         if not isinstance(x, torch.dtype):
             raise ValueError(f"{name} must be a torch.dtype, got {x!r}")
-    validate_paged.dtypes(*(str(x).removeprefix("torch.") for x in (dtype, compressed_dtype)))
-    validate.sizes(max_rows=max_rows)
 
-    def zeros(name, shape):
-        one = paged_layout.dtype_of(name, dtype, compressed_dtype, torch.float32)
-        return None if name in given else torch.zeros(shape, dtype=one, device=device)
+    def zeros(name, shape, dtype):
+        return None if name in given else torch.zeros(shape, dtype=dtype, device=device)
 
-    sizes = num_pages, kv_heads, key_width, value_width, config, separate
-    return paged_layout.allocate(zeros, *sizes, max_rows * (dtype is FP8)) | given
+    name_of = lambda dtype: str(dtype).removeprefix("torch.")
+    how = zeros, dtype, compressed_dtype, *rest
+    return paged_layout.new_arrays(torch, name_of, *how) | given
 
 
 def _check_numbers(source: Tensor, target: Tensor, count: int) -> None:
     """Checks the numbers of copied items, which must be below `count`."""
     checks.tensors(source=source)
     checks.tensors(target=target)
-    validate_paged.copied(source, target)
+    paged_layout.check_copied(source, target)
     for name, numbers in (("source", source), ("target", target)):
         checks.within(name, numbers, 0, count - 1)
 
@@ -341,7 +333,7 @@ def append(
       NotImplementedError: a gradient is wanted, of `params` too, or the named implementation
         cannot run. Either is raised before a token is written.
     """
-    validate_paged.paged(cache)
+    paged_layout.check_cache(cache)
     given = page_table, lengths, cu_seqlens_q
     new = checked_tokens(cache, key, value, *given, params, made_with, slots)
     write_tokens(cache, new, cache.in_memory(page_table), *given[1:], slots, implementation)
@@ -352,14 +344,17 @@ def write_tokens(
     cache, new: "NewTokens", page_table, lengths, cu_seqlens_q, slots, implementation=None
 ) -> None:
     """`append` of tokens that were checked."""
-    key, value = new.key, new.value
-    at = page_table, lengths, cu_seqlens_q
-    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, new.are_means, implementation)
+    at, means = (page_table, lengths, cu_seqlens_q), new.are_means
+    by_kernel = _kernel(cache, new.key, page_table, cu_seqlens_q, means, implementation)
     if by_kernel is not None:
-        by_kernel(cache, key, value, *at, new.are_means, slots)
-    if by_kernel is None or not new.are_means:
+        # A row may begin with pages that another row fills in the same call, since engines share
+        # prefixes. A second launch then computes its means from the tokens of the first. This is
+        # excluded with one token per row.
+        several = cu_seqlens_q is not None or new.key.selected.shape[0] > lengths.shape[0]
+        by_kernel(cache, new.key, new.value, *at, means, slots, 1 + (means and several))
+    if by_kernel is None or not means:
         rest = new.params, slots, None, by_kernel is not None
-        paged_append.append(OPS, apply_phi, cache, key, value, *at, *rest)
+        paged_append.append(OPS, apply_phi, cache, new.key, new.value, *at, *rest)
 
 
 class NewTokens(NamedTuple):
@@ -410,7 +405,7 @@ def checked_tokens(
         for x in (key, value)
     )
     at = page_table, lengths, cu_seqlens_q
-    params = validate_paged.new_tokens(
+    params = paged_layout.check_tokens(
         checks.read, cache, key, value, *at, params, slots, cache.own_pages
     )
     contents = cache.contents.with_facts(facts_of(params, made_with))
@@ -422,7 +417,7 @@ def checked_tokens(
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
-    """The kernel that writes the tokens in one launch, or None for torch operations."""
+    """The function that writes the tokens in one launch, or None for torch operations."""
     if implementation not in (None, *APPENDERS):
         raise ValueError(
             f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"
@@ -432,17 +427,44 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
     for name in (implementation,) if implementation else APPENDERS:
         if name == "torch":
             return None
-        module = importlib.import_module(f"nsa_torch.{name}_append")
-        reason = f"needs {unordered[0]} contiguous" if unordered else module.why_not(*call)
-        if reason is None and (implementation or module.is_ready(*call)):
-            return module.append
+        why_not = mosaic_why_not if name == "mosaic" else triton_why_not
+        reason = f"needs {unordered[0]} contiguous" if unordered else why_not(*call)
+        # Triton builds its kernel at once.
+        if reason is None and (implementation or name == "triton" or _is_built(*call)):
+            return append_by_mosaic if name == "mosaic" else append_by_triton
         if implementation:
             raise NotImplementedError(f"append: {name}: {reason}")
     return None
 
 
+def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
+    """Why the Mosaic kernel does not support this call (arguments of `described`), or None."""
+    device = cache.selected_key.device
+    if device.type != "cuda":
+        return f"needs a Hopper GPU, got {device.type}"
+    if (found := capability_of(device.index)) != HOPPER:
+        return f"needs compute capability {HOPPER}, got {found}"
+    for name, x in cache.tensors().items():
+        if x.data_ptr() % ALIGNMENT:
+            return f"needs {name} to start at a multiple of {ALIGNMENT} bytes"
+    return specs.why_not(described(cache, *call))
+
+
+def _is_built(*call: Any) -> bool:
+    """Whether the Mosaic kernel needs neither to be built nor to be traced."""
+    generic = described(*call).for_any_length()
+    return not torch.compiler.is_compiling() and loaded.on_disk(specs.append(generic))
+
+
+def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
+    """Why the Triton kernel cannot run this call, or None."""
+    if cache.is_fp8 and not means:
+        return "makes means alone in a cache in fp8"
+    return append_why_not(cache)
+
+
 def append_why_not(cache: PagedCache) -> str | None:
-    """Why the Triton kernel cannot write such pages, or None."""
+    """Why Triton's kernels cannot read and write such pages, or None."""
     device = cache.selected_key.device
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, got {device.type}"
@@ -451,9 +473,68 @@ def append_why_not(cache: PagedCache) -> str | None:
     return reason or (capability.fp8_why_not(found) if cache.is_fp8 else None)
 
 
-def launches_of_means(tokens: int, rows: int, ragged: bool, means: bool) -> int:
-    """The number of launches of a kernel that writes tokens and their means. A row may begin with
-    pages that another row fills in the same call, since engines share prefixes. A second launch
-    then computes its means from the tokens of the first. This is excluded with one token per row.
+def described(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
+    """The launch of a call on Mosaic."""
+    (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
+    return mosaic_append.described(
+        *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),
+        N=key.selected.shape[0],
+        B=rows,
+        pages=cache.num_pages,
+        table_pages=pages,
+        separate=cache.separate,
+        ragged=cu_seqlens_q is not None,
+        means=means,
+    )
+
+
+def append_by_mosaic(
+    cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches
+) -> None:
+    """Writes new tokens to their pages; the means too if compressed tokens are. The cache's tensors
+    are contiguous, and not of 8 bits.
     """
-    return 2 if means and (ragged or tokens > rows) else 1
+    spec = described(cache, key, page_table, cu_seqlens_q, means)
+    if not spec.N:
+        return
+    new, pages = [key.selected, value.selected], [cache.selected_key, cache.selected_value]
+    if cache.separate:
+        new += [key.sliding, value.sliding, key.compressed, value.compressed]
+        pages += [*cache.sliding, *cache.raw]
+    new += [x for x in (page_table, lengths, cu_seqlens_q) if x is not None]
+    if means:
+        new += cache.raw
+        pages += [cache.compressed_key, cache.compressed_value]
+    given = [*map(readable, new)]
+    for _ in range(launches):
+        launch(specs.append(spec), *given, out=pages)
+
+
+def append_by_triton(
+    cache, key, value, page_table, lengths, cu_seqlens_q, means, slots, launches, ops=OPS
+) -> None:
+    """The same on Triton's kernels, of caches in fp8 too."""
+    flags = {"ragged": cu_seqlens_q is not None, "means": means, "slots": slots is not None}
+    first, *others = decode_descriptions.append(
+        cache, key.selected, value.selected, page_table, **flags
+    )
+    compressed, selected, sliding = zip(
+        cache.sources("key"), cache.sources("value"), strict=True
+    )
+    raw = selected if cache.raw_key is None else ("raw_key", "raw_value")
+    names = *selected, *sliding, *raw
+    scales = [getattr(cache, f"{name}_scale") for name in (*names, compressed[1])]
+    pairs = zip(key, value, strict=True)
+    of_compressed, of_selected, of_sliding = ([x.contiguous() for x in each] for each in pairs)
+    at = page_table, lengths, cu_seqlens_q, slots
+    arrays = [
+        *((lengths if x is None else x).contiguous() for x in at),
+        (*of_selected, *of_sliding, *of_compressed),
+        *(tuple(getattr(cache, x) for x in some) for some in (names, compressed)),
+        *(
+            tuple(lengths if x is None else x for x in some)
+            for some in (scales, (cache.recent_key, cache.recent_value))
+        ),
+    ]
+    for kernel in [first] * launches + others:
+        ops.run_in_place(kernel, *arrays)

@@ -1,5 +1,9 @@
 """Attention from a paged cache in torch. Kernels read the pages if the rows have few queries
 (decode, draft tokens). Otherwise the steps of `attention` run on rows gathered from the pages.
+
+On an NVIDIA GPU one launch gathers keys and values of a branch: each entry is read once and written
+once. On other devices torch copies whole pages. Entries that no query sees are zeros, regardless of
+the contents of their pages.
 """
 
 import dataclasses
@@ -11,26 +15,27 @@ from torch import Tensor
 
 from kernels_pallas.runtime import loaded
 from kernels_pallas.specs import interval
+from kernels_pallas.triton import decode_descriptions
 from kernels_pallas.triton.decode_descriptions import QUERIES
-from nsa_core import debug, paged_dispatch, paged_layout, validate_paged
+from nsa_core import debug, paged_append, paged_dispatch, paged_layout
 from nsa_core.cache_contents import Contents, Facts
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Decided, Inputs
+from nsa_core.paged_layout import Entries
 from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, mosaic_forward, triton_decode
 from nsa_core.steps.fused import Pages
 from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 from nsa_interop import launch
-from nsa_torch import call, checks, dispatch, functional, plans
+from nsa_torch import call, checks, dispatch, functional, paged, plans
 from nsa_torch.debug import TORCH
-from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, checked_tokens, write_tokens
+from nsa_torch.torch_ops import TORCH_OPS, readable
 from nsa_torch.torch_ops import TORCH_OPS as OPS
-from nsa_torch.torch_ops import readable
 
 # Implementations whose sliding branch reads tiles of keys that a query looks at, and no others; the
 # largest tile, which begins at a multiple of its size.
@@ -89,7 +94,7 @@ def paged_attention(
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
         Either is raised before a token is written.
     """
-    validate_paged.paged(cache, config)
+    paged_layout.check_cache(cache, config)
     if (key is None) != (value is None):
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
@@ -105,13 +110,13 @@ def paged_attention(
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    max_seqlen_q = validate_paged.longest(
+    max_seqlen_q = paged_layout.longest_row(
         checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
     )
     if runs is not None:
         sizes = query.shape[0], cache.config.select_block
         at = map(checks.read, (inputs.cu_seqlens_q, inputs.lengths))
-        validate_paged.runs(runs, page_table, *sizes, *at)
+        paged_layout.check_runs(runs, page_table, *sizes, *at)
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
@@ -339,9 +344,9 @@ def explain(
     implementation: functional.Name | None = None,
 ) -> Choice:
     """Explains the choice of `paged_attention` for these arguments."""
-    validate_paged.paged(cache)
+    paged_layout.check_cache(cache)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
-    max_seqlen_q = validate_paged.longest(
+    max_seqlen_q = paged_layout.longest_row(
         checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
     )
     return _decide(inputs, max_seqlen_q, implementation).choice
@@ -351,15 +356,9 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q)
     checks.tensors(cache.selected_key, "the cache", **given)
-    validate_paged.queries(cache, query, gates, scale)
-    at, sizes = (
-        (page_table, lengths, cu_seqlens_q),
-        (cache.own_pages, cache.config.select_block),
-    )
-    validate_paged.tables(checks.read, "query", query.shape[0], at, *sizes)
-    page_table = cache.in_memory(page_table)
-    gates = paged_dispatch.joined_gates(OPS, gates, query)
-    return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    arguments = query, gates, cache, page_table, lengths, cu_seqlens_q, scale
+    found = paged_dispatch.checked(OPS, checks.read, cache.own_pages, *arguments)
+    return dataclasses.replace(found, page_table=cache.in_memory(page_table))
 
 
 def _why_not(name: str, problem: Problem) -> str | None:
@@ -395,9 +394,7 @@ def with_indices(
     if name == "mosaic":
         slots = _slots(inputs.cache, inputs.page_table, slots) if new else None
         return mosaic_decode.attention(OPS, *arguments, inputs.scale, new, slots)
-    from nsa_torch.triton_ops import TRITON_OPS
-
-    return triton_decode.attention(TRITON_OPS, *arguments, inputs.scale)
+    return triton_decode.attention(OPS, *arguments, inputs.scale)
 
 
 def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
@@ -434,7 +431,7 @@ def gathering(
     else:
         length = max_seqlen_q
     length = max(length, 1)
-    validate_paged.row_length(length, capacity)
+    paged_layout.check_row_length(length, capacity)
     lengths = inputs.lengths.clamp(max=capacity)
     tokens = None
     if not full:
@@ -502,3 +499,82 @@ def _reads_pages(chosen: Any, inputs: Inputs) -> bool:
     if kernel is None or debug.stepwise(TORCH, query):
         return False
     return query.device.type != "cuda" or loaded.can_build() or loaded.on_disk(kernel)
+
+
+type Pair = tuple[Tensor, Tensor]
+
+
+def side_by_side(
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    queries: int,
+    at_hand: tuple[Branches, Branches] | None = None,
+    margin: int | None = None,
+    last_page: bool = False,
+) -> Branches[Pair]:
+    """Keys and values of each branch, `[B, S, Hkv, .]`, or `[B, C, Hkv, .]` of as many compressed
+    tokens as the pages have room for.
+
+    Args:
+      page_table, lengths: as in `paged_attention`.
+      queries: The queries of the longest row, which bound the tokens of the sliding branch.
+      at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
+        are copied.
+      margin: The number of tokens before those of the sliding branch that must be zeros. Earlier
+        ones may be uninitialized. None means that all must be zeros.
+      last_page: Whether to copy only the page of each row's last token for the selected branch.
+    """
+    config = cache.config
+    whole = page_table.shape[1] * config.select_block
+    raw = cache, page_table, lengths, paged_layout.raw_entries(config)
+    at = cache, page_table, lengths, paged_layout.compressed_entries(config)
+    compressed = _copy("compressed", *at, whole)
+    if at_hand is not None:
+        key, value = at_hand
+        pairs = (key.selected, value.selected), (key.sliding, value.sliding)
+        return Branches(compressed, *pairs)
+    selected = sliding = _copy("selected", *raw, whole, None, last_page)
+    if cache.separate or last_page:
+        branch = "sliding" if cache.separate else "selected"
+        sliding = _copy(branch, *raw, queries + config.window, margin)
+    return Branches(compressed, selected, sliding)
+
+
+def _copy(
+    branch: str,
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    entries: Entries,
+    reach: int,
+    margin: int | None = None,
+    last_page: bool = False,
+) -> Pair:
+    """Keys and values of a branch."""
+    names = f"{branch}_key", f"{branch}_value"
+    key, value = (getattr(cache, name) for name in names)
+    in_order = key.is_contiguous() and value.is_contiguous()
+    if in_order and paged.append_why_not(cache) is None:
+        scales = [getattr(cache, f"{name}_scale", None) for name in names]
+        fp8 = scales[0] is not None, scales[1] is not None
+        dtype = str(cache.dtype if any(fp8) else key.dtype).removeprefix("torch.")
+        which = entries, reach, margin, fp8, last_page
+        kernel = decode_descriptions.gather(key, value, page_table, dtype, *which)
+        given = (lengths if x is None else x for x in scales)
+        found = TORCH_OPS.run(kernel, key, value, *given, page_table, lengths)
+        return found[0], found[1]
+    pages, width = page_table.clamp(0, cache.num_pages - 1), page_table.shape[1]
+    token = torch.arange(entries.per_page * width, device=key.device) * entries.stride
+    size = entries.per_page * entries.stride  # tokens of a page
+    end = lengths.clamp(max=width * size)[:, None]
+    if last_page:
+        column = (end - 1).clamp(min=0) // size
+        pages, token = pages.gather(1, column.long()), token[:size] + column * size
+    seen = ((token + entries.block <= end) & (token >= end - reach))[..., None, None]
+
+    def copied(name: str) -> Tensor:
+        found = paged_append.read(TORCH_OPS, cache, name, (pages,)).flatten(1, 2)
+        return torch.where(seen, found.roll(-entries.first, 1) if entries.first else found, 0)
+
+    return copied(names[0]), copied(names[1])

@@ -1,7 +1,20 @@
-"""Tests whether plain torch handles tensors, and constants for its compiler."""
+"""Whether torch runs operations on tensors directly, and the state of a backward pass.
+
+Second derivatives: nothing but `reference` has them. torch's `once_differentiable` raises nothing
+if the incoming gradient requires none, and the part that depends on the inputs is then missing from
+a Hessian or a gradient penalty.
+
+Early release: torch frees the tensors that an operator saved after the operator's backward pass.
+The outputs of the three branches, half of the memory of a call, are read only by one of its first
+launches (`deltas`), so dq can reuse their memory. This happens only in the last pass through a
+graph (no `retain_graph`), and if no hook has seen the saved tensors: a hook may keep one, or move
+it back from another stream. Code that reads the node (`out.grad_fn.saved_tensors`) finds tensors
+without memory after the pass.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,3 +79,104 @@ def constant[Function: Callable](function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# torch has no public names for these.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+
+
+def is_last_pass() -> bool:
+    """In a backward pass: whether no other can follow through the same graph."""
+    return not _keeps_graph()
+
+
+def has_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks`, checkpointing among them, are set."""
+    return _hooks(True) is not None
+
+
+def release(tensors: Sequence[Tensor]) -> None:
+    """Gives the memory of tensors back that are read no more; they are empty afterwards. Work
+    that is queued on the current stream may still read them.
+    """
+    for x in tensors:
+        if x.untyped_storage().nbytes() == x.nbytes:  # it has its memory for itself
+            x.untyped_storage().resize_(0)
+
+
+MESSAGE = (
+    "implementation='reference' alone has second derivatives (create_graph=True, for Hessians and "
+    "gradient penalties), without a context_mesh and, in layers on a GPU, without qk_norm_eps"
+)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` of a `torch.autograd.Function`.
+
+    Raises:
+      NotImplementedError: autograd records it.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        check_first_order()
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def check_first_order() -> None:
+    """Raises NotImplementedError in a backward pass that autograd records."""
+    # torch itself refuses second derivatives of compiled code.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(MESSAGE)
+
+
+def once(x: Tensor) -> Tensor:
+    """`x` without second derivatives, for the results of other libraries' kernels."""
+    return _Once.apply(x)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        # torch.func records every backward pass.
+        ctx.transformed = not torch.compiler.is_compiling() and under_transforms()
+        if ctx.transformed:
+            ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.transformed:
+            return Refused.apply(grad, *ctx.saved_tensors)
+        check_first_order()
+        return grad
+
+
+def refuse(ctx: Any, *grads: Tensor) -> None:
+    """The backward pass of functions that have none."""
+    raise NotImplementedError(MESSAGE)
+
+
+class Refused(torch.autograd.Function):
+    """A gradient that depends on `inputs`, and has no gradient."""
+
+    @staticmethod
+    def forward(grad, *inputs):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(refuse)
+
+
+def under_transforms() -> bool:
+    """Whether torch.func transforms what runs."""
+    return torch._C._functorch.maybe_current_level() is not None

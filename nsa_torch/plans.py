@@ -2,10 +2,20 @@
 
 A plan depends only on the key of a call: shapes and dtypes by role, all other arguments, and the
 device. It does not depend on strides, addresses, or equal arguments.
+
+A plan (`nsa_core.plan`) runs on torch tensors on the current stream. Some launches run on a side
+stream that forks from it and joins it again. The host never waits. A plan is bound to a device
+once, which computes everything that does not depend on addresses. A launch reads and writes
+addresses, so only buffers that torch reads too are tensors.
 """
 
 import contextlib
+import functools
+import itertools
+import math
+import operator
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +25,428 @@ from torch import Tensor
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
-from nsa_core.plan.buffers import Plan, View
+from nsa_core.plan.buffers import (
+    Buffer,
+    Join,
+    Launch,
+    Place,
+    Plan,
+    View,
+    by_address,
+    touched_by_torch,
+)
 from nsa_core.plan.planner import PlanOps
 from nsa_interop import launch
-from nsa_torch.execute import BoundPlan, Bundle
-from nsa_torch.torch_ops import INTERPRETED, capability_of
+from nsa_torch import batch_tables, torch_ops
+from nsa_torch.plain import release
+from nsa_torch.shared import SHARED, Kept, is_capturing
+from nsa_torch.torch_ops import INTERPRETED, TORCH_OPS, capability_of
+
+# Buffers up to this size may be allocated early or freed late, so that launches are consecutive.
+LATE_BYTES = 4 * 2**20
+BUNDLED_BYTES = LATE_BYTES  # maximum of a tensor in a bundle, which is freed as a whole
+ROW = 3  # launches that become one step; of fewer a graph would save the host little
+NOTHING = Kept()
+
+
+class Bundle(NamedTuple):
+    """Small tensors that are saved for a gradient, in one allocation. To make, save and read a
+    tensor costs the host half as much as a launch each time.
+
+    Attributes:
+      offsets: in bytes, for each saved tensor; None means that it has its own memory.
+      bytes: total size.
+    """
+
+    offsets: tuple[int | None, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Bundle | None":
+        """A bundle for the results of a plan after the first that torch does not read."""
+        by_torch = touched_by_torch(plan.steps)
+        offsets, end = list[int | None](), 0
+        for n in (x.buffer for x in plan.results[1:]):
+            buffer = plan.buffers[n]
+            if n in by_torch or buffer.bytes > BUNDLED_BYTES:
+                offsets.append(None)
+            else:
+                offsets.append(end)
+                end += -(-buffer.bytes // launch.ALIGNMENT) * launch.ALIGNMENT
+        return cls(tuple(offsets), end) if end else None
+
+    def apart(self, kept: Sequence[Tensor], wanted: Sequence[Array]) -> list[Tensor]:
+        """The saved tensors, shaped like those `wanted`, from those with their own memory and
+        the bundle.
+        """
+        *own, bundle = kept
+        rest = iter(own)
+        pairs = zip(self.offsets, wanted, strict=True)
+        return [next(rest) if o is None else _in(bundle, o, x) for o, x in pairs]
+
+
+def _in(bundle: Tensor, offset: int, x: Array | Buffer) -> Tensor:
+    dtype = _dtype(x.dtype)
+    count = math.prod(x.shape) * dtype.itemsize
+    return bundle[offset : offset + count].view(dtype).view(x.shape)
+
+
+type Addresses = list[
+    tuple[int, int]
+]  # slots of the list of addresses, and addresses or offsets
+type Step = Callable[[list[Any], list[int], int], None]  # takes tensors, addresses, the stream
+
+
+class BoundPlan:
+    """A plan on a device; any thread may call it.
+
+    A call has two lists. `tensors` has an entry per buffer, followed by events and `gives_back`.
+    `addresses` has an entry per slot: each part of a buffer that kernels read or write has a slot.
+
+    Args:
+      bundle: the bundle of some arguments after the first.
+      bundles: whether small results after the first are in a bundle, which is the last result.
+
+    Attributes:
+      given: arguments that are not in a bundle; None means all.
+      slots: for each buffer that has its own memory, the slots of its parts and their offsets.
+        After the buffers come the workspace, the bundle and the results of `tables`, which contain
+        the other buffers.
+      read_arguments: arguments that kernels read; they are copied if kernels cannot read them.
+      bundle_views: arguments in the bundle that torch reads, and their offsets.
+      constants: numbers of buffers that do not depend on the call.
+      read_by_torch: constants that a step of torch reads, by position and number.
+      known: constants, a list of addresses with theirs filled in, and a stream that need not wait
+        for them.
+      tables: makes the tables of a batch.
+      tables_read_by_torch: numbers of tables that torch reads, and their results.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        bundle: Bundle | None = None,
+        bundles: bool = False,
+    ):
+        self.plan, self.device, self.key = plan, device, object()
+        self.on_gpu = device.type == "cuda"
+        self.bundled = Bundle.of(plan) if bundles else None
+        self.bundle_bytes = self.bundled.bytes if self.bundled else 0
+        buffers, results = plan.buffers, [x.buffer for x in plan.results]
+        lying = {}  # offsets in a bundle
+        for each, numbers in ((bundle, range(1, plan.arguments)), (self.bundled, results[1:])):
+            pairs = zip(numbers, each.offsets if each else (), strict=False)
+            lying |= {n: offset for n, offset in pairs if offset is not None}
+        given = [n for n in range(plan.arguments) if n not in lying]
+        self.given = None if len(given) == plan.arguments else given
+        self.results = [n for n in results if n not in lying]
+
+        at = {(n, 0): n for n in range(len(buffers))}
+        for step in plan.steps:
+            for x in (*step.reads, *step.writes):
+                at.setdefault((x.buffer, x.offset), len(at))
+        self.tables, batch = batch_tables.of_plan(plan, device)
+        # For buffers in another allocation: its number after the buffers, and the offset.
+        inside = {n: (0, x.offset) for n, x in enumerate(buffers) if x.place is Place.WORKSPACE}
+        inside |= {n: (1, start) for n, start in lying.items()}
+        for n, number in batch.items():
+            i, start = self.tables.place(number)
+            inside[n] = 2 + i, start
+        count = len(buffers) + 3 + len(self.tables.tensors)
+        self.slots: list[Addresses] = [[] for _ in range(count)]
+        for (n, offset), slot in at.items():
+            i, start = inside.get(n, (n - len(buffers), 0))
+            self.slots[len(buffers) + i].append((slot, start + offset))
+
+        launches = [step for step in plan.steps if isinstance(step, Launch)]
+        read = {x.buffer for step in plan.steps for x in step.reads}
+        read_by_kernels = {x.buffer for step in launches for x in step.reads}
+        by_torch = touched_by_torch(plan.steps)
+        self.read_arguments = [n for n in given if n in read_by_kernels]
+        self.bundle_views = [
+            (n, start, buffers[n]) for n, start in lying.items() if n in by_torch
+        ]
+        self.constants = sorted([n for n in read if buffers[n].place is Place.CONSTANT])
+        self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
+        self.tables_read_by_torch = [
+            (n, self.tables.tensor(number)) for n, number in batch.items() if n in by_torch
+        ]
+        self.joins = [step.beside for step in plan.steps if isinstance(step, Join)]
+        self.blank = [None] * (len(buffers) - plan.arguments + len(self.joins))
+        self.known: tuple[Any, list[int], int] = lambda: None, [0] * len(at), -1
+        self.steps = self._bound(at, read_by_kernels, lying)
+
+    def __call__(
+        self, given: Sequence[Tensor], bundle: Tensor | None = None, gives_back: bool = False
+    ) -> list[Tensor]:
+        """The results for the arguments of a call, which may have any layout and may be one tensor.
+
+        Args:
+          bundle: the bundle of arguments that are not given.
+          gives_back: whether to free the memory of arguments that the plan has `released`.
+        """
+        tensors: list[Any] = [*given, *self.blank, gives_back]
+        if self.given is not None:
+            tensors[: len(given)] = [None] * self.plan.arguments
+            for number, x in zip(self.given, given, strict=True):
+                tensors[number] = x
+        shared, slots = self.plan.shared, self.slots
+        borders = None if shared is None else tensors[shared]  # a copy has no tables
+        stream = launch.current_stream(self.device) if self.on_gpu else 0
+        same, addresses, ready_on = self.known
+        constants = same()
+        if constants is None or stream != ready_on or is_capturing(self.device):
+            constants, addresses = self._constants(stream)
+        addresses = addresses.copy()
+        for i, number in self.read_by_torch:
+            tensors[number] = constants[i]
+        for number in self.read_arguments:
+            x = tensors[number]
+            address = x.data_ptr()
+            if address % launch.ALIGNMENT or not x.is_contiguous():
+                x = tensors[number] = x.clone(memory_format=torch.contiguous_format)
+                address = x.data_ptr()
+            for slot, offset in slots[number]:
+                addresses[slot] = address + offset
+        found = () if borders is None else batch_tables.of(borders, self.tables)
+        for number, i in self.tables_read_by_torch:
+            tensors[number] = found[i]
+        workspace = None  # until the last launch is queued
+        if self.plan.workspace_bytes:
+            size = self.plan.workspace_bytes
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self.bundle_bytes:
+            bundle = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=self.device)
+        others: Any = workspace, bundle, *found
+        for number, x in enumerate(others, len(self.plan.buffers)):
+            if places := slots[number]:
+                start = x.data_ptr()
+                for slot, offset in places:
+                    addresses[slot] = start + offset
+        for number, offset, like in self.bundle_views:
+            tensors[number] = _in(others[1], offset, like)
+        x = None  # so that no name refers to a tensor that a step drops
+        try:
+            for step in self.steps:
+                step(tensors, addresses, stream)
+        except BaseException:
+            # The side stream may still write to memory that is freed now.
+            for event in filter(None, tensors[len(self.plan.buffers) : -1]):
+                torch.cuda.current_stream(self.device).wait_event(event)
+            raise
+        found = [tensors[number] for number in self.results]
+        if self.bundle_bytes:
+            found.append(bundle)
+        return found
+
+    def _constants(self, stream: int) -> tuple[Kept, list[int]]:
+        """The constants, and addresses with theirs filled in."""
+        kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
+        same, addresses, _ = self.known
+        if same() is not kept:
+            addresses = [0] * len(addresses)
+            for n, x in zip(self.constants, kept, strict=True):
+                start = x.data_ptr()
+                for slot, offset in self.slots[n]:
+                    addresses[slot] = start + offset
+            self.known = weakref.ref(kept), addresses, stream  # at once: threads share it
+        return kept, addresses
+
+    def _made(self) -> list[Tensor]:
+        """The constants. Another plan on this device may have made them, or what they read."""
+        known: dict[int, tuple[Any, Tensor]] = {}  # by buffer: its source, and its tensor
+        for step in self.plan.constants:
+            reads = [known[x.buffer] for x in step.reads]
+            shapes = tuple([x.shape for x in step.reads])
+            key = self.device, step.function, step.static, tuple([k for k, _ in reads]), shapes
+
+            def make(step=step, reads=reads):
+                arrays = [
+                    y.reshape(x.shape) for x, (_, y) in zip(step.reads, reads, strict=True)
+                ]
+                # A step that reads arrays makes its results on their device. torch's device mode
+                # takes the host as long as an operator.
+                with contextlib.nullcontext() if arrays else self.device:
+                    return step.function(TORCH_OPS, *arrays, **dict(step.static))
+
+            for i, (x, y) in enumerate(
+                zip(step.writes, SHARED.get(key, self.device, make), strict=True)
+            ):
+                known[x.buffer] = (key, i), y
+        return [known[n][1] for n in self.constants]
+
+    def _bound(self, at, read_by_kernels, lying) -> list[Step]:
+        """The steps; launches that follow each other are one.
+
+        Args:
+          at: the slot of each part of a buffer.
+          lying: The parts of a bundle.
+        """
+        # Of launches the kernel, slots that it reads and writes, results with their own memory, and
+        # buffers that no later step uses.
+        plan, found, row = self.plan, list[Step](), list[Any]()
+        for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
+            following = list[Step]()
+            gone = [n for n in ends if n in plan.released]
+            ends = [n for n in ends if n not in plan.released]
+            if by_address(step):
+                arguments = [at[x.buffer, x.offset] for x in (*step.reads, *step.writes)]
+                allocated = [n for n in begins if n not in lying]
+                one = step.kernel, arguments, allocated, ends
+                if step.beside is None:
+                    row.append(one)
+                    ended = [plan.buffers[n] for n in ends]
+                    late = all(
+                        x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in ended
+                    )
+                    if late and not gone:
+                        continue
+                else:
+                    (start,) = self._launches([one])
+                    following.append(self._beside(start, self._event(step.beside)))
+            elif isinstance(step, Join):
+                following.append(self._join(self._event(step.beside), ends))
+            else:
+                following.append(self._of_torch(step, ends, read_by_kernels))
+            if gone:
+                following.append(_release(gone))
+            found += self._launches(row) + following
+            row = []
+        return found + self._launches(row)
+
+    def _event(self, beside: int) -> int:
+        """The index, among the tensors, of the event at the end of a launch."""
+        return len(self.plan.buffers) + self.joins.index(beside)
+
+    def _launches(self, row: Sequence[Any]) -> list[Step]:
+        """Launches one after the other; a row of them is one step, which drops at its end what they
+        drop.
+        """
+        if len(row) >= ROW:
+            kernels, arguments, allocated, drops = zip(*row, strict=True)
+            place = {x: i for i, x in enumerate(dict.fromkeys(itertools.chain(*arguments)))}
+            inner = [[place[x] for x in each] for each in arguments]
+            start = launch.sequence(kernels, inner, self.device)
+            lists = [[*itertools.chain(*each)] for each in (allocated, drops)]
+            return [self._launch(start, [*place], *lists)]
+        return [
+            self._launch(launch.launcher(kernel, self.device), *rest) for kernel, *rest in row
+        ]
+
+    def _launch(self, start, arguments, allocated, drops) -> Step:
+        """`start` of the addresses in the slots `arguments`."""
+        device, buffers = self.device, self.plan.buffers
+        made = [
+            (n, buffers[n].shape, _dtype(buffers[n].dtype), self.slots[n]) for n in allocated
+        ]
+        addresses_of = operator.itemgetter(*arguments)
+
+        def run(tensors, addresses, stream):
+            for number, shape, dtype, slots in made:
+                x = tensors[number] = torch.empty(shape, dtype=dtype, device=device)
+                address = x.data_ptr()
+                for slot, offset in slots:
+                    addresses[slot] = address + offset
+            start(stream, addresses_of(addresses))
+            for number in drops:
+                tensors[number] = None
+
+        return run
+
+    def _beside(self, start: Step, event: int) -> Step:
+        """A launch on the side stream, which waits for the queued work."""
+
+        def run(tensors, addresses, stream):
+            if not self.on_gpu:  # tests
+                return start(tensors, addresses, stream)
+            other = _stream_beside(self.device, stream)
+            other.wait_stream(torch.cuda.current_stream(self.device))
+            start(tensors, addresses, other.cuda_stream)
+            tensors[event] = other.record_event()
+            return None
+
+        return run
+
+    def _join(self, event: int, drops: Sequence[int]) -> Step:
+        """Later work waits for the launch with this `event`."""
+
+        def run(tensors, addresses, stream):
+            if tensors[event] is not None:
+                torch.cuda.current_stream(self.device).wait_event(tensors[event])
+            for number in (event, *drops):
+                tensors[number] = None
+
+        return run
+
+    def _of_torch(self, step, drops: Sequence[int], read_by_kernels: set[int]) -> Step:
+        """A step on tensors: derived, or a launch by Triton's launcher."""
+        reads, writes = [x.buffer for x in step.reads], [x.buffer for x in step.writes]
+        # As a rule every one is a whole buffer.
+        parts = [
+            (i, x)
+            for i, x in enumerate(step.reads)
+            if x.shape != self.plan.buffers[x.buffer].shape
+        ]
+        in_place, feeds_kernels = False, False
+        if isinstance(step, Launch):
+            kernel: Any = step.kernel
+            function: Any = functools.partial(torch_ops.launch_triton, kernel)
+        else:
+            function = functools.partial(step.function, TORCH_OPS, **dict(step.static))
+            in_place = step.in_place
+            feeds_kernels = not in_place and not read_by_kernels.isdisjoint(writes)
+        results = [(n, self.slots[n]) for n in writes]
+
+        def run(tensors, addresses, stream):
+            arrays = [tensors[number] for number in reads]
+            for i, view in parts:
+                arrays[i] = _part(arrays[i], view)
+            found = function(*arrays)
+            if in_place:
+                found = [tensors[number] for number in writes]
+            for (number, slots), x in zip(results, found, strict=True):
+                address = x.data_ptr()
+                # Kernels need aligned, contiguous tensors.
+                if feeds_kernels and (address % launch.ALIGNMENT or not x.is_contiguous()):
+                    x = x.clone(memory_format=torch.contiguous_format)
+                    address = x.data_ptr()
+                tensors[number] = x
+                for slot, offset in slots:
+                    addresses[slot] = address + offset
+            for number in drops:
+                tensors[number] = None
+
+        return run
+
+
+def _release(arguments: Sequence[int]) -> Step:
+    """Free the memory of arguments if that is allowed."""
+
+    def run(tensors, addresses, stream):
+        if tensors[-1]:
+            release([tensors[number] for number in arguments])
+
+    return run
+
+
+def _part(x: Tensor, view) -> Tensor:
+    """The view of a buffer as a view of its tensor."""
+    if view.bytes != x.nbytes:
+        size = _dtype(view.dtype).itemsize
+        x = x.view(-1)[view.offset // size : (view.offset + view.bytes) // size]
+    return x.reshape(view.shape)
+
+
+@functools.cache
+def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """The side stream of a stream of a device, with a higher priority."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
 
 KEPT = 1024  # programs at most
 # Programs by the key of a call: the only cache between a public call and its launches. Most calls

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from nsa_interop.launch import ALIGNMENT, launch
+from torch import Tensor
 
+from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core.array_ops import ArrayOps
 from nsa_torch.plain import plain
 
@@ -21,10 +23,21 @@ class TorchOps(ArrayOps):
 
     def run(self, kernel, *tensors):
         tensors = [readable(x) for x in tensors]
+        if isinstance(kernel, TritonKernel):
+            return launch_triton(kernel, *tensors)
         # The sum to which a branch is added is always made here and has no other reader later.
         over = tensors[len(tensors) - kernel.in_place :]
         out = [*over, *[None] * (len(kernel.outputs) - len(over))] if over else ()
         return launch(kernel, *tensors, out=out)
+
+    def run_in_place(self, kernel, *tensors):
+        """`run` of a kernel of Triton that writes to its arguments, or to tuples of them: none is
+        copied, all are contiguous.
+        """
+        for i, x in enumerate(tensors):
+            if not all(y.is_contiguous() for y in (x if type(x) is tuple else [x])):
+                raise ValueError(f"{kernel.name}: argument {i} must be contiguous")
+        launch_triton(kernel, *tensors)
 
     def writes_in_place(self, kernel):
         return bool(kernel.in_place)
@@ -184,3 +197,26 @@ def readable(x):
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def launch_triton(kernel: TritonKernel, *tensors: Any) -> list[Tensor]:
+    """The outputs; every tensor is stored in memory row by row."""
+    outputs = [
+        tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
+        for shape, dtype in kernel.outputs
+    ]
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    arguments: Any = *tensors, *kernel.scalars, *outputs, kernel.constants
+    # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
+    run_triton(kernel.jitted, (kernel.programs,), *arguments, **options, enable_fp_fusion=True)
+    return outputs
+
+
+def run_triton(kernel, grid, x: Tensor, *arguments, **options) -> None:
+    """Launches a Triton kernel on the device of its first argument."""
+    index = x.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        kernel[grid](x, *arguments, **options)
+    else:  # Triton launches on the current one
+        with torch.cuda.device(index):
+            kernel[grid](x, *arguments, **options)

@@ -20,7 +20,7 @@ from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, checks, operators
 from nsa_torch.batch_tables import Tables
-from nsa_torch.input_modes import FORWARD, SAVING, SEPARATE_KV, SHARED_KV
+from nsa_torch.operators import FORWARD, SAVING, SEPARATE_KV, SHARED_KV
 
 NO_LIMIT = 2**31 - 1
 

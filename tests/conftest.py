@@ -42,7 +42,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from jaxtyping import install_import_hook
 
-CHECKED = ["branches", "chunks", "compression", "geometry", "numerics", "reference", "select"]
+CHECKED = ["branches", "chunks", "compression", "geometry", "numerics", "reference"]
 install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype")
 
 import jax

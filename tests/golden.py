@@ -119,8 +119,8 @@ def _plans() -> Iterator[tuple[str, Plan]]:
     from nsa_interop import build
     from nsa_torch import mosaic as mosaic_path
     from nsa_torch import triton as triton_path
-    from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
     from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
+    from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
     from tests import planned
 
     modes = {"shared": SHARED_KV, "apart": SEPARATE_KV, "given": PRECOMPRESSED}

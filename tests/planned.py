@@ -9,13 +9,12 @@ import nsa_interop.launch
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core.plan.kernels import SEQUENCES
 from nsa_interop import dlpack
 from nsa_torch import call, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
-from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import on_the_cpu as chunks_on_the_cpu
 
 
@@ -57,10 +56,6 @@ class Eager(TorchOps):
     """Every step at once, on kernels of either kind; none runs beside others."""
 
     has_streams = True
-
-    def run(self, kernel, *tensors):
-        ops = super() if isinstance(kernel, Kernel) else TRITON_OPS
-        return ops.run(kernel, *tensors)
 
     def run_beside(self, kernel, *tensors):
         return self.run(kernel, *tensors), None

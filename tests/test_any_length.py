@@ -13,7 +13,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering, sequence
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
-from nsa_torch import input_modes, mosaic, plans
+from nsa_torch import mosaic, operators, plans
 from tests import planned
 from tests.planned import Eager
 
@@ -24,13 +24,13 @@ LAYERS = {
     "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
     "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
 }
-MODES = {"wide": input_modes.SEPARATE_KV}  # of the others: SHARED_KV
+MODES = {"wide": operators.SEPARATE_KV}  # of the others: SHARED_KV
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 
 
 def kernels_of(name, length, gradients, batch=1):
-    mode = MODES.get(name, input_modes.SHARED_KV)
+    mode = MODES.get(name, operators.SHARED_KV)
     return kernels.kernels_of(
         batch=batch,
         length=length,
@@ -50,7 +50,7 @@ def generic(kernels):
 @by_pass
 @by_layer
 def test_an_operator_of_torch_runs_these_kernels(name, gradients):
-    mode = MODES.get(name, input_modes.SHARED_KV)
+    mode = MODES.get(name, operators.SHARED_KV)
     function = mosaic.PATH.planned[mode, "saving" if gradients else "forward"]
     given = planned.described(mode, 1, 9000, **LAYERS[name], config=NSAConfig())
     found = [x for plan in function.plans(given, None) for x in plan.kernels]

@@ -10,8 +10,8 @@ import pytest
 from bench import needle, prefill, ranges
 from bench.harness import exit_status
 from nsa_core.config import NSAConfig
+from nsa_jax import branches
 from nsa_jax import ranges as library
-from nsa_jax import select
 from tests.commands import break_sliding, results, run
 from tests.measured import record
 
@@ -139,14 +139,14 @@ def test_a_forced_block_says_nothing_of_the_scores(block, expected):
 
 
 def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
-    whole = select.select_blocks
+    whole = branches.select_blocks
 
     def blind(query, compressed_key, **options):
         found = whole(query, compressed_key, **options)
         row = jnp.asarray([0, 9, 14, 15], jnp.int32)
         return found.at[:, -1, 1].set(row) if query.shape[1] == 128 else found
 
-    monkeypatch.setattr(select, "select_blocks", blind)
+    monkeypatch.setattr(branches, "select_blocks", blind)
     status, (found,), (row,) = run(needle, tmp_path, *SMALL, *NEEDLE, "--pos=53")
     assert status == 1 and found.status == "wrong"
     assert "block 6 is not among the selected of kv heads [1]" in found.reason

@@ -20,7 +20,7 @@ from bench.harness import timing
 from bench.judge.parity import assert_parity
 from kernels_pallas.specs.tile import parts_of_block
 from nsa_core import block_lists
-from nsa_jax.triton_ops import compiled_for
+from nsa_jax.jax_ops import compiled_for
 from tests import interpreted_triton, pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON
 from tests.limits import set_limits

@@ -18,7 +18,6 @@ from nsa_torch import (
     NSAConfig,
     PoolParams,
     RopeMLPParams,
-    gathered_rows,
     paged_attend,
     plan_runs,
 )
@@ -325,7 +324,7 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
 def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
     """All of their tokens are those of the call; the output is that of copied ones."""
     note = lambda *call: call
-    copied = pretend.calls_of(monkeypatch, gathered_rows, "_copy", note)
+    copied = pretend.calls_of(monkeypatch, paged_attend, "_copy", note)
     numbers = []
     for runs in (plan_runs(bounds(counts).tolist(), counts, 16), None):
         path, before = TorchPages(Sizes(separate=separate)), len(copied)

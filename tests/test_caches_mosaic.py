@@ -20,7 +20,7 @@ from kernels_pallas.specs import decode as specs
 from kernels_pallas.specs.decode import Variant
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_core.steps import mosaic_decode
-from nsa_torch import NSAConfig, PoolParams, mosaic_append, paged_attend, plans
+from nsa_torch import NSAConfig, PoolParams, paged, paged_attend, plans
 from tests import cross_compile, planned, pretend, refusals
 from tests.caches import (
     HISTORIES,
@@ -85,10 +85,10 @@ def ran(monkeypatch, blocks):
             place.copy_(torch.where(x == GARBAGE, place, x))
 
     def why_not(*call):
-        return mosaic_append.spec_why_not(mosaic_append.described(*call))
+        return append_spec.why_not(paged.described(*call))
 
-    monkeypatch.setattr(mosaic_append, "launch", append)
-    monkeypatch.setattr(mosaic_append, "why_not", why_not)
+    monkeypatch.setattr(paged, "launch", append)
+    monkeypatch.setattr(paged, "mosaic_why_not", why_not)
     with planned.on_the_cpu(monkeypatch, step) as ran, capability.interpreted(True):
         yield ran
 

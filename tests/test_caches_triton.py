@@ -19,9 +19,8 @@ import yaml
 import nsa_jax
 from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
-from nsa_jax import triton
-from nsa_jax.triton_ops import compiled_for
-from nsa_torch import NSAConfig, gathered_rows, paged_attend
+from nsa_jax.jax_ops import JAX_OPS, compiled_for
+from nsa_torch import NSAConfig, paged_attend
 from tests import interpreted_triton, pretend, refusals, triton_compile
 from tests.caches import (
     APPENDED_BY_TRITON,
@@ -108,10 +107,10 @@ def test_rows_are_copied_side_by_side(monkeypatch):
     # Tokens that were not written; of the selected branch the last page alone.
     for more, last_page in itertools.product((0, 3), (False, True)):
         call = path.cache, table[:, :3], lengths + more, 20, None, None, last_page
-        found = gathered_rows.side_by_side(*call)
+        found = paged_attend.side_by_side(*call)
         with monkeypatch.context() as patch:
             pretend.machine(patch, append_why_not="torch")
-            want = gathered_rows.side_by_side(*call)
+            want = paged_attend.side_by_side(*call)
         for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
             assert more or x.isfinite().all()
@@ -181,7 +180,7 @@ def test_jax_lowers_a_decode_step():
     cache = nsa_jax.PagedCache(8, 1, 32, 32, dtype=jnp.float8_e4m3fn)
     query, gates = (jnp.zeros((2, 16, width), jnp.bfloat16) for width in (32, 3))
     given = query, gates, cache, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
-    step = jax.jit(lambda *arrays: steps.attention(triton.OPS, *arrays, None))
+    step = jax.jit(lambda *arrays: steps.attention(JAX_OPS, *arrays, None))
     with compiled_for((9, 0)):
         lowered = step.trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@triton_kernel_call") == 2

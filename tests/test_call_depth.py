@@ -40,7 +40,7 @@ def test_a_known_call_takes_few_frames(gradients, packed, most, monkeypatch):
         made = batch_tables.PlanTables
         by_kernels = lambda *given: made(*given[:-1], True)
         monkeypatch.setattr(batch_tables, "_plan_tables", by_kernels)
-        monkeypatch.setattr("nsa_torch.triton_ops.run", lambda *_, **options: None)
+        monkeypatch.setattr("nsa_torch.batch_tables.run_triton", lambda *_, **options: None)
     found = []
 
     def note(frame, event, _):

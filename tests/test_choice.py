@@ -32,7 +32,7 @@ from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import Tile, slab_width
 from nsa_core import flags, policy
 from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
-from nsa_jax import Branches, NSAConfig, jax_problem, paged_attend
+from nsa_jax import Branches, NSAConfig, jax_problem, paged
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import autograd, fa2, functional, operators, plans, torch_ops
 from nsa_torch import dispatch as torch_dispatch
@@ -287,9 +287,9 @@ def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
 
 
 def test_every_registered_kernel_is_there():
-    paged = paged_attend.REGISTRY, torch_paged_attend.REGISTRY
+    of_pages = paged.REGISTRY, torch_paged_attend.REGISTRY
     for name, step in kernels_pallas.KERNELS:
-        for table in paged if step == policy.DECODE else REGISTRIES.values():
+        for table in of_pages if step == policy.DECODE else REGISTRIES.values():
             entry = table.entry(step, name)
             assert entry and callable(entry.load())
     assert kernels_pallas.why_not("cuda", TINY).startswith("kernels_pallas has no cuda kernel")

@@ -14,7 +14,7 @@ import nsa_torch
 from bench.harness.process import ROOT
 from nsa_core import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
-from nsa_torch.context_attention import local_graph
+from nsa_torch.context import local_graph
 from tests import context_devices, spawned, torch_inputs
 from tests import context_worker as worker
 from tests.context_worker import CASES, CONFIG, Case

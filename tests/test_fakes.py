@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_torch import mosaic, operators, triton  # noqa: F401  whose calls are looked at
-from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 
 CONFIGS = (
     NSAConfig(),

@@ -7,7 +7,7 @@ import pytest
 from bench import indices
 from bench.harness import problems, runners
 from bench.judge import selection_shortfall
-from nsa_jax import select
+from nsa_jax import branches
 from tests.commands import run
 from tests.limits import set_limits
 
@@ -119,7 +119,7 @@ def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, m
 @pytest.mark.parametrize("mutant", [False, True])
 def test_the_command(mutant, tmp_path, monkeypatch, capsys):
     """The implementation `xla` as it is, or with one index altered."""
-    whole = select.select_blocks
+    whole = branches.select_blocks
 
     def altered(*arguments, **options):
         found = whole(*arguments, **options)
@@ -127,7 +127,7 @@ def test_the_command(mutant, tmp_path, monkeypatch, capsys):
         return found.at[0, 300, 1, 1].set(jnp.where(row[1] == 1, 2, 1))
 
     if mutant:
-        monkeypatch.setattr(select, "select_blocks", altered)
+        monkeypatch.setattr(branches, "select_blocks", altered)
     words = "--kernels=xla", "--config=tiny", "--seq_len=318", "--row_seconds=0"
     status, found, _ = run(indices, tmp_path, *words)
     assert status == mutant and [row.input for row in found] == ["random", "text"]

@@ -118,7 +118,7 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
             ran.append(kernel.name)
             return super().run(kernel, *arrays)
 
-    monkeypatch.setattr(mosaic, "OPS", Recording())
+    monkeypatch.setattr(mosaic.PATH, "ops", Recording())
 
     def attend(query, key, value, gates, option):
         at = {where: option}

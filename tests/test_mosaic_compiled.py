@@ -134,7 +134,7 @@ def kernels(name, backward=False):
         (mosaic.selected_attention, query, key, value, indices),
         (mosaic.sliding_attention, query, key, value),
     ]
-    with mock.patch.object(mosaic, "OPS", Recording()):
+    with mock.patch.object(mosaic.PATH, "ops", Recording()):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)

@@ -29,8 +29,8 @@ from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Place
 from nsa_core.plan.kernels import kernels_of
 from nsa_torch import NSAAttention, batch_tables, mosaic, operators, triton
-from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import SAVING
+from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from nsa_torch.plans import Planned
 from tests import planned
 from tests.cross_compile import compile_report

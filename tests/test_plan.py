@@ -7,11 +7,11 @@ import torch
 
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
-from nsa_core.plan import workspace
+from nsa_core.plan import planner
 from nsa_interop import launch
 from nsa_torch import mosaic, operators, plans, triton
-from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
+from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.limits import set_limits
@@ -89,7 +89,7 @@ def both_ways(function: Planned, arguments):
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, ds_chunk_bytes=1)
-    monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
+    monkeypatch.setattr("nsa_torch.torch_ops.launch_triton", stand_in)
     with (
         planned.on_the_cpu(monkeypatch, stand_in),
         capability.interpreted(request.param == "mosaic"),
@@ -218,7 +218,7 @@ def test_large_buffers_do_not_lie_between_small_ones():
     mib, ends = (2, 1, 2, 4), (2, 4, 3, 4)
     pairs = enumerate(zip(mib, ends, strict=True))
     lives = {n: (size * 2**20, range(n, end)) for n, (size, end) in pairs}
-    offsets, size = workspace.placed(lives, [0] * 4)
+    offsets, size = planner.placed(lives, [0] * 4)
     assert size == 5 * 2**20 and offsets.keys() == lives.keys()
 
 

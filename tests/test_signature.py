@@ -22,12 +22,11 @@ from nsa_torch import (
     Branches,
     call,
     checks,
-    early_release,
-    kernel_layout,
+    kernel_path,
     operators,
     plans,
     shared,
-    triton_ops,
+    torch_ops,
 )
 from tests import pretend
 from tests.limits import set_limits
@@ -126,7 +125,7 @@ def test_the_second_call_is_known(name, implementation, checked, no_autocast, mo
     if implementation == "triton":
         monkeypatch.setattr(kernels_pallas, "why_not", lambda *_: None)
         # The interpreter needs another process.
-        monkeypatch.setattr(triton_ops, "launch", stand_in)
+        monkeypatch.setattr(torch_ops, "launch_triton", stand_in)
     for i in range(4):
         arguments = variant(name) | {"implementation": implementation}
         want = by_steps(**arguments)
@@ -140,7 +139,7 @@ def test_the_second_call_is_known(name, implementation, checked, no_autocast, mo
 
 
 def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
-    made = pretend.calls_of(monkeypatch, kernel_layout, "geometry")
+    made = pretend.calls_of(monkeypatch, kernel_path, "geometry")
     shared.SHARED.clear()
     arguments = good()
     arguments["query"].requires_grad_()
@@ -180,7 +179,7 @@ def test_a_gradient_without_a_plan(before):
 def released(monkeypatch):
     """Bytes that each release leaves of its tensors; what goes is written over first."""
     set_limits(monkeypatch, least_released=0, bundled_bytes=0)
-    left, release = [], early_release.release
+    left, release = [], plans.release
 
     def noted(tensors):
         for x in tensors:
@@ -189,7 +188,7 @@ def released(monkeypatch):
         release(tensors)
         left.append([x.untyped_storage().nbytes() for x in tensors])
 
-    monkeypatch.setattr(early_release, "release", noted)
+    monkeypatch.setattr(plans, "release", noted)
     return left
 
 

@@ -17,7 +17,7 @@ from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import Branches, execute, input_modes, plans
+from nsa_torch import Branches, operators, plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned
 from tests.devices import needs_gpu
@@ -38,8 +38,8 @@ def plan_of_backward(monkeypatch):
     """Torch's, of a row of the paper's heads: a chunk of dS for each of four."""
     set_limits(monkeypatch, ds_chunk_bytes=1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
-    function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
+    given = planned.described(operators.SHARED_KV, 1, 2048, **sizes, config=PAPER)
+    function = nsa_torch.mosaic.PATH.planned[operators.SHARED_KV, "saving"]
     return function.plans(given, None)[1]
 
 
@@ -105,15 +105,15 @@ def test_a_call_that_fails_waits_for_what_runs_beside(monkeypatch):
 
         return start
 
-    monkeypatch.setattr(execute.launch, "launcher", launcher)
+    monkeypatch.setattr(plans.launch, "launcher", launcher)
     sequence = lambda kernels, arguments, device: (
         lambda *given: [launcher(kernel, device)(*given) for kernel in kernels]
     )
-    monkeypatch.setattr(execute.launch, "sequence", sequence)
-    monkeypatch.setattr(execute.launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(execute, "_stream_beside", lambda *_: stream)
+    monkeypatch.setattr(plans.launch, "sequence", sequence)
+    monkeypatch.setattr(plans.launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(plans, "_stream_beside", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    bound = execute.BoundPlan(plan, torch.device("cpu"))
+    bound = plans.BoundPlan(plan, torch.device("cpu"))
     bound.on_gpu = True
     given = [
         torch.zeros(x.shape, dtype=getattr(torch, x.dtype))

@@ -12,8 +12,8 @@ from kernels_pallas.mosaic import capability
 from nsa_core.config import FLOAT8, NSAConfig
 from nsa_torch import batch_tables, mosaic
 from nsa_torch.batch_tables import PlanTables
-from nsa_torch.input_modes import PRECOMPRESSED, SHARED_KV
 from nsa_torch.kernel_path import FORWARD, SAVING
+from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from tests.devices import needs_gpu
 from tests.interpreted_triton import DEVICE, kernel
 from tests.planned import described

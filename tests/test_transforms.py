@@ -35,10 +35,10 @@ from kernels_pallas.triton.descriptions import Heads
 from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_index
 from nsa_jax import context
-from nsa_jax.triton_ops import compiled_for
+from nsa_jax.jax_ops import compiled_for
 from nsa_torch import Branches, dispatch, fa2, heads, operators
-from nsa_torch.first_order import MESSAGE
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+from nsa_torch.plain import MESSAGE
 from tests import pretend, refusals
 from tests.limits import set_limits
 from tests.problems import SMALL

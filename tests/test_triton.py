@@ -23,7 +23,7 @@ from nsa_core.dispatch import Problem
 from nsa_jax import dispatch as jax_dispatch
 from nsa_jax import reference
 from nsa_jax import triton as jax_triton
-from nsa_jax.triton_ops import compiled_for
+from nsa_jax.jax_ops import JaxOps, compiled_for
 from nsa_torch import Branches, dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -359,8 +359,8 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
 def test_shard_map_is_traced_over_heads(monkeypatch):
     """Kernels are whole on each device; nothing is compiled here."""
     unwritten = lambda self, launch, *_: [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
-    monkeypatch.setattr(jax_triton.OPS.__class__, "capability", lambda self, x: (8, 0))
-    monkeypatch.setattr(jax_triton.OPS.__class__, "run", unwritten)
+    monkeypatch.setattr(JaxOps, "capability", lambda self, x: (8, 0))
+    monkeypatch.setattr(JaxOps, "run", unwritten)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     by_head = jax.sharding.PartitionSpec(None, None, "heads")
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)

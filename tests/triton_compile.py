@@ -23,18 +23,17 @@ import torch
 from kernels_pallas.triton import decode_descriptions, descriptions
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
-from nsa_core.index import Index
-from nsa_core.index_loss import Teacher
+from nsa_core.index import Index, Teacher
 from nsa_core.paged_layout import PagedArrays
-from nsa_core.steps import triton_backward, triton_decode, triton_forward, triton_index
+from nsa_core.steps import fused, triton_backward, triton_decode, triton_forward, triton_index
 from nsa_core.steps import triton_paged_blocks as paged_blocks
-from nsa_core.steps.gradients import RowResiduals
-from nsa_core.steps.params import Qkv
+from nsa_core.steps.params import Interval, Qkv, RowResiduals
+from nsa_core.steps.triton_attention import STEPS
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_core.validate import dtype_name
-from nsa_torch import Branches, operators, triton_append
-from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.triton_ops import TritonOps
+from nsa_torch import Branches, operators, paged
+from nsa_torch.kernel_path import KernelLayout
+from nsa_torch.torch_ops import TorchOps
 from tests.problems import PAPER, Case
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +63,7 @@ class Report:
     tensor_cores: bool
 
 
-class Recording(TritonOps):
+class Recording(TorchOps):
     """Notes what is launched, on any device."""
 
     def __init__(self, capability: tuple[int, int]):
@@ -113,11 +112,17 @@ def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Laun
         options: dict[str, Any] = {"gate": gate}
         if branch != "compressed":
             options["added"] = added
-        out, lse = getattr(triton_forward, branch)(ops, *arrays, layout.params, **options)
+        out, lse = fused.attend(
+            STEPS, ops, branch, arrays[0], layout.params, *arrays[1:], **options
+        )
         lse = gate.to(torch.float32) if lse is None else lse
         rows = RowResiduals(lse, lse, gate)
-        step = getattr(triton_backward, branch)
-        step(ops, *arrays, out, rows, layout.params, query)
+        if branch == "selected":
+            triton_backward.selected(ops, *arrays, out, rows, layout.params, query)
+        else:
+            bounds = fused.bounds_of(branch, arrays[0].key, config)
+            one = [Interval(arrays[0], rows, bounds)]
+            triton_backward.intervals(ops, out, one, layout.params, query)
     triton_forward.select_blocks(ops, query, pairs[0][0], lse, layout.params, 0)
     triton_backward.delta_of(ops, added, added, added, added)
     triton_forward.gated_sum(ops, [added] * 3, [gate] * 3)
@@ -149,7 +154,7 @@ def decode(
     triton_decode.attention(ops, query, gates, cache, table, lengths, None)
     new = [Branches.each(meta(B * T, Hkv, x)) for x in (D, Dv)]
     slots = lengths if fp8 else None
-    triton_append.append(cache, *new, table, lengths, lengths, True, slots, ops)
+    paged.append_by_triton(cache, *new, table, lengths, lengths, True, slots, 2, ops)
     entries = paged_layout.compressed_entries(PAPER)
     scale = cache.compressed_value_scale if fp8 else lengths
     pair = cache.compressed_key, cache.compressed_value

@@ -196,7 +196,7 @@ class Paged:
         if self.cached.torch:
             from nsa_torch import paged_attend
         else:
-            from nsa_jax import paged_attend
+            from nsa_jax import paged as paged_attend
         return paged_attend
 
     def chosen(self) -> jax.Array | None:

@@ -169,7 +169,7 @@ def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str,
         return {"out": _attend_selected(config, query, keys, values, blocks)}
     from flash_attn import flash_attn_func
 
-    from nsa_torch.combine import combine
+    from nsa_torch.chunks import combine
 
     pair = _compress(config, keys.compressed), _compress(config, values.compressed)
     compressed, chosen = _attend_compressed(config, query, *pair, most)

@@ -12,8 +12,8 @@ from flax import nnx
 
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
+from nsa_jax.geometry import varlen_metadata
 from nsa_jax.nn import NSAAttention, apply_rope
-from nsa_jax.varlen import varlen_metadata
 
 from . import jax_parallel
 from .spec import TORCH_ONLY, ModelSpec

@@ -1,4 +1,4 @@
-"""The parts of a plan. A framework runs it (`nsa_torch.execute`)."""
+"""The parts of a plan. A framework runs it (`nsa_torch.plans`)."""
 
 import enum
 import math

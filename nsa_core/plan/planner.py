@@ -2,12 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kernels_pallas.kernel import ALIGNMENT, Array, Kernel
 from nsa_core.array_ops import ArrayOps, Slices, derived, int32, like
-from nsa_core.plan import workspace
 from nsa_core.plan.buffers import (
     BYTES,
     Buffer,
@@ -290,7 +289,7 @@ class PlanOps(ArrayOps):
                     lives[n] = size, steps_of
                 for i in range(first[n], len(steps)) if n in kept else steps_of:
                     others[i] += size * (n in tensors)
-        offsets, size = workspace.placed(lives, others)
+        offsets, size = placed(lives, others)
         for n, offset in offsets.items():
             place = {"place": Place.WORKSPACE, "offset": offset}
             self._buffers[n] = self._buffers[n]._replace(**place)
@@ -451,3 +450,58 @@ def _bound(ops, *arrays, dtype):
 @derived(lambda *arrays: [Array(x.shape, "float32") for x in arrays])
 def _all_float32(ops, *arrays):
     return ops.all_float32(arrays)
+
+
+# Offsets in one allocation for buffers that only kernels read and write, by their lifetimes
+
+# The limit. A buffer that does not fit has its own memory, which is freed after its last read.
+MAX_BYTES = 64 * 2**20
+FEW_BYTES = 16 * 2**20  # the limit if most of it would be idle at the call's peak of memory
+
+# For each buffer its bytes, and the steps from its first to its last use.
+type Lives = Mapping[int, tuple[int, range]]
+
+
+def placed(lives: Lives, others: Sequence[int]) -> tuple[dict[int, int], int]:
+    """The offset of each buffer that has a place, and the bytes of all.
+
+    The workspace is there during the whole call. Where less than half of it is in use while memory
+    is at its peak, it is a small one.
+
+    Args:
+      lives: Buffers in the order of their first steps.
+      others: bytes that have memory of their own whatever has a place, at each step.
+    """
+    offsets, size = _placed(lives, MAX_BYTES)
+    if size > FEW_BYTES:
+        alone, used = list(others), [0] * len(others)
+        for number, (bytes, steps) in lives.items():
+            for i in steps:
+                (used if number in offsets else alone)[i] += bytes
+        both = [a + b for a, b in zip(alone, used, strict=True)]
+        if 2 * (size + max(alone) - max(both)) > size:
+            return _placed(lives, FEW_BYTES)
+    return offsets, size
+
+
+def _placed(lives: Lives, most: int) -> tuple[dict[int, int], int]:
+    """`placed` in `most` bytes: the largest first, each at the first offset that is free during its
+    lifetime.
+    """
+    places: dict[int, tuple[int, int]] = {}  # by number: from, to
+    for number in sorted(lives, key=lambda number: -lives[number][0]):
+        bytes, steps = lives[number]
+        size, offset = -(-bytes // ALIGNMENT) * ALIGNMENT, 0
+        beside = [
+            place
+            for other, place in places.items()
+            if lives[other][1].start < steps.stop and steps.start < lives[other][1].stop
+        ]
+        for start, end in sorted(beside):
+            if offset + size <= start:
+                break
+            offset = max(offset, end)
+        if offset + size <= most:
+            places[number] = offset, offset + size
+    offsets = {number: start for number, (start, _) in places.items()}
+    return offsets, max((end for _, end in places.values()), default=0)

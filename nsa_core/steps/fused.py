@@ -8,12 +8,14 @@
 so that only one branch's output exists at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nsa_core.array_ops import ArrayOps, padding_zeroed
-from nsa_core.steps.gradients import RowResiduals
-from nsa_core.steps.params import Params, Qkv
+from kernels_pallas.kernel import Array
+from nsa_core.array_ops import ArrayOps, derived, like, padding_zeroed
+from nsa_core.config import NSAConfig
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_core.steps.params import Interval, Params, Qkv, RowResiduals
 from nsa_core.types import Branches
 
 
@@ -26,7 +28,7 @@ class Steps(NamedTuple):
       lists: Names under which the results of `forward.tile_block_lists` are saved for the backward
         pass. Without names it makes the lists again.
       narrowest: Function of the width of keys. It returns the fewest columns of values with which
-        `forward.compressed` runs if only its log-sum-exp is needed.
+        the compressed branch runs if only its log-sum-exp is needed.
       compression: A module with the functions of `mosaic_compress`, or None if compressed tokens
         are made elsewhere.
       reads_places: whether the kernels read packed rows by the places of `nsa_core.varlen`.
@@ -93,6 +95,53 @@ class Residuals(NamedTuple):
         return cls(block_indices, None, None, None)
 
 
+def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
+    """The keys that queries of the compressed or the sliding branch see."""
+    return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
+
+
+def attend(steps: Steps, ops: ArrayOps, name: str, qkv: Qkv, params: Params, *indices, **how):
+    """`(out, lse)` of a branch, `[B, T, H, Dv]` and float32 `[B, T, H]`.
+
+    Args:
+      indices: `block_indices` of the selected branch.
+      how: other arguments of the step.
+    """
+    if name == "selected":
+        return steps.forward.selected(ops, qkv, *indices, params, **how)
+    if qkv.key.shape[1] == 0:
+        return ops.derive(_nothing_seen, qkv.query, width=qkv.value.shape[-1])
+    bounds = bounds_of(name, qkv.key, params.config)
+    return steps.forward.interval(ops, qkv, bounds, params, **how)
+
+
+@derived(
+    lambda query, *, width: [
+        like(query, *query.shape[:3], width),
+        Array(query.shape[:3], "float32"),
+    ]
+)
+def _nothing_seen(ops, query, *, width: int):
+    """Output and log-sum-exp of queries that see no key."""
+    shape = (*query.shape[:3], width)
+    out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
+    return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
+
+
+def intervals(
+    steps: Steps, ops: ArrayOps, do, branches: Sequence[Interval], params: Params
+) -> tuple:
+    """`steps.backward.intervals`, also of branches without keys."""
+    zeros = lambda x: ops.zeros(x, tuple(x.shape))
+    pairs = [None if x.qkv.key.shape[1] else [*map(zeros, x.qkv[1:])] for x in branches]
+    some = [x for x, pair in zip(branches, pairs, strict=True) if pair is None]
+    if not some:
+        return zeros(branches[0].qkv.query), *pairs
+    dq, *found = steps.backward.intervals(ops, do, some, params)
+    of_some = iter(found)
+    return dq, *(next(of_some) if pair is None else pair for pair in pairs)
+
+
 def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, params: Params) -> Inputs:
     """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]`, with the means of
     their windows in place of these. Needs `steps.compression`.
@@ -142,8 +191,13 @@ def forward(
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
     gates = steps.float32_gates(ops, gates)
-    compressed, selected, sliding = _branches(query, key, value)
-    out, lse = steps.forward.compressed(ops, compressed, params, gates.compressed)
+    qkv = _branches(query, key, value)
+
+    def branch(name, *indices, **how):
+        gate = getattr(gates, name)
+        return attend(steps, ops, name, getattr(qkv, name), params, *indices, gate=gate, **how)
+
+    out, lse = branch("compressed")
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, lse, params, num_blocks
@@ -154,11 +208,9 @@ def forward(
         if value.sliding is value.selected:
             tokens = key.sliding, value.sliding
             rounded["rounded"] = steps.forward.round_tokens(ops, *tokens, params.layout)
-    out, _ = steps.forward.sliding(ops, sliding, params, gates.sliding, added=out, **rounded)
+    out, _ = branch("sliding", added=out, **rounded)
     options = rounded if pages is None else {"pages": pages}
-    out, _ = steps.forward.selected(
-        ops, selected, block_indices, params, gates.selected, added=out, **options
-    )
+    out, _ = branch("selected", block_indices, added=out, **options)
     return out, block_indices
 
 
@@ -181,14 +233,14 @@ def forward_with_residuals(
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)
     qkv = _branches(query, key, value)
-    compressed = steps.forward.compressed(ops, qkv.compressed, params)
+    compressed = attend(steps, ops, "compressed", qkv.compressed, params)
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, compressed[1], params, num_blocks
         )
     chosen = qkv.selected, block_indices, params
     block_lists = steps.forward.tile_block_lists(ops, *chosen)
-    sliding = steps.forward.sliding(ops, qkv.sliding, params)
+    sliding = attend(steps, ops, "sliding", qkv.sliding, params)
     others, gates = (compressed[0], sliding[0]), Branches(*ops.all_float32(gates))
     selected, out = steps.forward.selected_and_sum(ops, *chosen, block_lists, others, gates)
     pairs = zip(compressed, selected, sliding, strict=True)
@@ -218,41 +270,103 @@ def backward(
     query, do, *gates = padding_zeroed(ops, params.layout, query, do, *gates)
     gates = steps.float32_gates(ops, gates)
     block_indices, block_lists, outputs, lses = residuals
-    compressed, selected, sliding = _branches(query, key, value)
+    qkv = _branches(query, key, value)
     if block_lists is None:
-        block_lists = steps.forward.tile_block_lists(ops, selected, block_indices, params)
+        block_lists = steps.forward.tile_block_lists(ops, qkv.selected, block_indices, params)
     deltas = None
     if outputs is not None:
         deltas = Branches(*steps.backward.delta_of(ops, do, *outputs))
         ops.release(outputs)
 
-    def rows_of(branch, again):
-        """The statistics of a branch. `again()` returns its `(out, lse)`; the output is dropped."""
-        gate = getattr(gates, branch)
+    def rows_of(name, *indices, **how):
+        """The statistics of a branch. If it runs again for them, its output is dropped."""
+        gate = getattr(gates, name)
         if lses is not None:
-            return RowResiduals(getattr(lses, branch), getattr(deltas, branch), gate)
-        out, lse = again()
+            return RowResiduals(getattr(lses, name), getattr(deltas, name), gate)
+        out, lse = attend(steps, ops, name, getattr(qkv, name), params, *indices, **how)
         (delta,) = steps.backward.delta_of(ops, do, out)
         return RowResiduals(lse, delta, gate)
 
-    compressed_rows = rows_of(
-        "compressed", lambda: steps.forward.compressed(ops, compressed, params)
-    )
-    sliding_rows = rows_of("sliding", lambda: steps.forward.sliding(ops, sliding, params))
-    qkvs, rows = (compressed, sliding), (compressed_rows, sliding_rows)
-    dq, compressed_pair, sliding_pair = steps.backward.compressed_and_sliding(
-        ops, qkvs, do, rows, params
-    )
+    branches = []
+    for name in ("compressed", "sliding"):
+        own = getattr(qkv, name)
+        branches.append(Interval(own, rows_of(name), bounds_of(name, own.key, params.config)))
+    dq, compressed_pair, sliding_pair = intervals(steps, ops, do, branches, params)
     options: dict[str, Any] = {"block_lists": block_lists}
-    selected_rows = rows_of(
-        "selected",
-        lambda: steps.forward.selected(ops, selected, block_indices, params, **options),
-    )
+    selected_rows = rows_of("selected", block_indices, **options)
     placed = {"placed": True} if shared else {}
     dq, *selected_pair = steps.backward.selected(
-        ops, selected, block_indices, do, selected_rows, params, dq, **options, **placed
+        ops, qkv.selected, block_indices, do, selected_rows, params, dq, **options, **placed
     )
     pairs = zip(compressed_pair, selected_pair, sliding_pair, strict=True)
     dk, dv = (Branches(*each) for each in pairs)
-    rows = compressed_rows, selected_rows, sliding_rows
+    rows = branches[0].rows, selected_rows, branches[1].rows
     return Inputs(dq, dk, dv, Branches(*(x.delta for x in rows)))
+
+
+def in_slots(layout, *arrays):
+    """Compressed tokens without gaps, moved to the slots that kernels read."""
+    return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
+
+
+def of_slots(layout, count, *arrays):
+    """Gradients of the `count` compressed tokens that `in_slots` was given."""
+    return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
+
+
+def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x):
+    """`(out, lse)` of one branch.
+
+    Args:
+      block_indices: One array for the selected branch, none for the others.
+      visible: A function that zeroes keys or values that no query sees.
+    """
+    query, key, value = qkv
+    if name == "compressed":
+        key, value = in_slots(params.layout, key, value)
+    if block_indices:
+        (query,) = padding_zeroed(ops, params.layout, query)
+    return attend(steps, ops, name, Qkv(query, key, visible(value)), params, *block_indices)
+
+
+def one_branch_backward(
+    steps, ops, name, qkv, block_indices, output, cotangents, params, visible=lambda x: x
+):
+    """Gradients of query, key and value, from those of `output`, of which that of the log-sum-exp
+    may be None.
+    """
+    (query, *pair), (out, lse), (do, dlse) = qkv, output, cotangents
+    layout, count = params.layout, pair[0].shape[1]
+    query, do = padding_zeroed(ops, layout, query, do)
+    (delta,) = steps.backward.delta_of(ops, do, out)
+    if dlse is not None:
+        (dlse,) = ops.derive(_of_rows_with_keys, dlse, lse)
+    rows = RowResiduals(lse, delta, dlse=dlse)
+    if name == "compressed":
+        pair = in_slots(layout, *pair)
+    qkv = Qkv(query, *map(visible, pair))
+    if name == "selected":
+        return steps.backward.selected(ops, qkv, *block_indices, do, rows, params)
+    bounds = bounds_of(name, qkv.key, params.config)
+    dq, pair = intervals(steps, ops, do, [Interval(qkv, rows, bounds)], params)
+    return [dq, *(of_slots(layout, count, *pair) if name == "compressed" else pair)]
+
+
+def select_blocks(steps, ops, query, key, params, num_blocks):
+    """The blocks that each query reads; the normalisation is a pass of its own here."""
+    (key,) = in_slots(params.layout, key)
+    # Only the log-sum-exp is read: the narrowest values do.
+    (value,) = ops.derive(_narrow, key, width=steps.narrowest(key.shape[-1]))
+    _, lse = attend(steps, ops, "compressed", Qkv(query, key, value), params)
+    return steps.forward.select_blocks(ops, query, key, lse, params, num_blocks)
+
+
+@derived(lambda dlse, lse: [like(dlse)])
+def _of_rows_with_keys(ops, dlse, lse):
+    """What sees nothing has no log-sum-exp that could change."""
+    return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
+
+
+@derived(lambda x, *, width: [like(x, *x.shape[:-1], width)])
+def _narrow(ops, x, *, width):
+    return [x[..., :width]]

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +33,36 @@ from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
 from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
-from nsa_core.numpy_ops import NUMPY_OPS
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
-from nsa_core.steps.gradients import Gradients, LaterDq, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import combine_spec, sizes_of
-from nsa_core.steps.params import Params, Qkv
+from nsa_core.steps.params import Gradients, Interval, LaterDq, Params, Qkv, RowResiduals
 from nsa_core.varlen import Capacity
+
+
+class NumpyOps:
+    """The part of `nsa_core.array_ops.ArrayOps` that bounds and work items of intervals need, for
+    arrays that depend only on sizes, computed during tracing.
+    """
+
+    xp: Any = np
+
+    def derive(self, function, *arrays, **static):
+        return function(self, *arrays, **static)
+
+    def arange(self, like, count):
+        return np.arange(count, dtype=np.int32)[None]
+
+    def to_int32(self, x):
+        return np.asarray(x, np.int32)
+
+    def searchsorted(self, rows, values, side):
+        pairs = zip(rows, values, strict=True)
+        return np.stack([np.searchsorted(*pair, side) for pair in pairs]).astype(np.int32)
+
+
+NUMPY_OPS: Any = NumpyOps()
+
 
 # 2 MiB as a constant of a program.
 MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
@@ -51,79 +74,16 @@ def delta_of(ops: ArrayOps, do, *outputs):
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
 
-def compressed(
-    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
-) -> Gradients:
-    """Gradients of the compressed branch.
+def intervals(
+    ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
+) -> tuple:
+    """dq of one or two branches whose queries see intervals of keys, in one array or a `LaterDq`,
+    and dk and dv of each.
 
     Args:
-      do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if `rows` has no gate.
+      do: Gradient of the gated sum `[B, T, H, Dv]`, or of the output if the rows have no gate.
       added: `[B, T, H, D]`, added to dq, perhaps in place.
     """
-    if qkv.key.shape[1] == 0:
-        return nothing_flows(ops, qkv, added)
-    return _interval(ops, do, _compressed(qkv, rows, params), params, added)
-
-
-def nothing_flows(ops: ArrayOps, qkv: Qkv, added) -> Gradients:
-    """Gradients of a branch whose queries see no key."""
-    query, key, value = qkv
-    zeros = lambda x: ops.zeros(x, tuple(x.shape))
-    return Gradients(zeros(query) if added is None else added, zeros(key), zeros(value))
-
-
-def sliding(
-    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
-) -> Gradients:
-    """Gradients of the sliding branch, with the arguments of `compressed`."""
-    return _interval(ops, do, _sliding(qkv, rows, params), params, added)
-
-
-def compressed_and_sliding(
-    ops: ArrayOps,
-    qkvs: tuple[Qkv, Qkv],
-    do,
-    rows: tuple[RowResiduals, RowResiduals],
-    params: Params,
-) -> tuple:
-    """dq of both branches, in one array or a `LaterDq`, and dk and dv of each.
-
-    Args:
-      qkvs, rows: One for the compressed and one for the sliding branch. Other arguments are those
-        of `compressed`.
-    """
-    sliding_branch = _sliding(qkvs[1], rows[1], params)
-    if qkvs[0].key.shape[1] == 0:
-        nothing = [ops.zeros(x, tuple(x.shape)) for x in qkvs[0][1:]]
-        dq, pair = _intervals(ops, do, [sliding_branch], params)
-        return dq, nothing, pair
-    both = _compressed(qkvs[0], rows[0], params), sliding_branch
-    return _intervals(ops, do, both, params)
-
-
-class _Interval(NamedTuple):
-    """A branch whose queries see an interval of keys."""
-
-    qkv: Qkv
-    rows: RowResiduals
-    bounds: Bounds
-
-
-def _compressed(qkv: Qkv, rows: RowResiduals, params: Params) -> _Interval:
-    return _Interval(qkv, rows, VisibleCompressed(params.config))
-
-
-def _sliding(qkv: Qkv, rows: RowResiduals, params: Params) -> _Interval:
-    return _Interval(qkv, rows, Window(params.config, qkv.key.shape[1]))
-
-
-def _interval(ops, do, branch: _Interval, params: Params, added) -> Gradients:
-    dq, pair = _intervals(ops, do, [branch], params, added)
-    return Gradients(dq, *pair)
-
-
-def _intervals(ops, do, branches: Sequence[_Interval], params: Params, added=None) -> tuple:
-    """dq of one or two branches, in one array, and dk and dv of each."""
     layout, _, scale = params
     first, *others = branches
     query = first.qkv.query
@@ -138,7 +98,7 @@ def _intervals(ops, do, branches: Sequence[_Interval], params: Params, added=Non
     if others and not spec.has_room_for_dq:
         pairs = []
         for branch in branches:
-            added, pair = _intervals(ops, do, [branch], params, added)
+            added, pair = intervals(ops, do, [branch], params, added)
             pairs.append(pair)
         return added, *pairs
     arrays: list[Any] = []
@@ -242,7 +202,7 @@ def selected(
     Args:
       block_lists: The result of `mosaic_forward.tile_block_lists`, if it exists.
       placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
-      do, rows, added: as in `compressed`.
+      do, added: as in `intervals`.
     """
     layout, config, scale = params
     whole = block_indices

@@ -1,7 +1,7 @@
 """The forward steps on Mosaic kernels, for either framework, in the order of the data.
 
-    compressed -> select_blocks -> selected
-                  sliding
+    interval (compressed) -> select_blocks -> selected
+                             interval (sliding)
 
 Shapes are those of `nsa_core.types`. A branch returns its output `[B, T, H, Dv]` and its natural
 log-sum-exp `[B, T, H]`, float32. It may also add to the gated sum: `gate` `[B, T, H]` scales its
@@ -15,43 +15,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import interpret
-from kernels_pallas.specs import combine, interval, scores
+from kernels_pallas.specs import combine, scores
+from kernels_pallas.specs import interval as interval_spec
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.tile import parts_of_block
-from nsa_core.array_ops import ArrayOps, derived, int32, like
+from nsa_core.array_ops import ArrayOps, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_fp8, mosaic_gather, mosaic_lists
 from nsa_core.steps.fused import Pages
-from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window, align_sequences
 from nsa_core.steps.params import Params, Qkv
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
 
 round_tokens = mosaic_fp8.round_tokens
-
-
-def compressed(ops: ArrayOps, qkv: Qkv, params: Params, gate=None) -> OutLse:
-    """Attention over compressed tokens."""
-    if qkv.key.shape[1] == 0:
-        return ops.derive(nothing_seen, qkv.query, width=qkv.value.shape[-1])
-    return _interval(ops, qkv, VisibleCompressed(params.config), params, gate)
-
-
-def sliding(
-    ops: ArrayOps, qkv: Qkv, params: Params, gate=None, added=None, rounded=None
-) -> OutLse:
-    """Attention over the last `window` keys.
-
-    `rounded`: the result of `round_tokens` for key and value, if it exists.
-    """
-    rounded = _rounded(ops, qkv, params, rounded)
-    tokens = qkv if rounded is None else rounded
-    bounds = Window(params.config, tokens.key.shape[1])
-    return _interval(ops, qkv, bounds, params, gate, added, rounded)
 
 
 def _rounded(ops, qkv: Qkv, params: Params, rounded):
@@ -61,25 +41,24 @@ def _rounded(ops, qkv: Qkv, params: Params, rounded):
     return round_tokens(ops, qkv.key, qkv.value, params.layout)
 
 
-@derived(
-    lambda query, *, width: [
-        like(query, *query.shape[:3], width),
-        Array(query.shape[:3], "float32"),
-    ]
-)
-def nothing_seen(ops, query, *, width: int):
-    """Output and log-sum-exp of queries that see no key."""
-    shape = (*query.shape[:3], width)
-    out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
-    return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
-
-
-def _interval(
-    ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None, rounded=None
+def interval(
+    ops: ArrayOps,
+    qkv: Qkv,
+    bounds: Bounds,
+    params: Params,
+    gate=None,
+    added=None,
+    rounded=None,
 ) -> OutLse:
+    """Attention over the keys in `bounds`: the compressed and the sliding branch.
+
+    `rounded`: the result of `round_tokens` for key and value, if it exists.
+    """
     query, key, value = qkv
     longest_first = isinstance(bounds, VisibleCompressed)  # later queries see more keys
-    blocks: dict[str, Any] = interval.forward_blocks(
+    if not longest_first and (rounded := _rounded(ops, qkv, params, rounded)) is not None:
+        bounds = Window(params.config, rounded.key.shape[1])
+    blocks: dict[str, Any] = interval_spec.forward_blocks(
         query.shape[2] // key.shape[2],
         query.shape[-1],
         value.shape[-1],
@@ -87,7 +66,7 @@ def _interval(
         fp8=rounded is not None,
     )
     operands, layout = _operands(qkv, params.layout, rounded)
-    spec = interval.IntervalAttention(
+    spec = interval_spec.IntervalAttention(
         **sizes_of(qkv, params.scale, rounded),
         gated=gate is not None,
         added=added is not None,
@@ -96,7 +75,7 @@ def _interval(
     )
     rows = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     arrays = query, *operands, *rows, *_last_inputs(ops, gate, added, rounded)
-    out, lse = ops.run(interval.forward(spec), *arrays)
+    out, lse = ops.run(interval_spec.forward(spec), *arrays)
     return out, None if spec.added else lse
 
 
@@ -131,7 +110,7 @@ def selected(
     Args:
       block_lists: The result of `tile_block_lists`, if it exists.
       pages: keys and values are `[1, S, Hkv, .]`, in whose blocks these say what each row has.
-      rounded: as in `sliding`; not with `pages`.
+      rounded: as in `interval`; not with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
@@ -331,7 +310,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
-    """The fields that every kernel of attention has; `rounded`: as in `sliding`."""
+    """The fields that every kernel of attention has; `rounded`: as in `interval`."""
     query, key, value = qkv
     batch, length, heads, width = query.shape
     return {

@@ -24,7 +24,7 @@ from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.steps import mosaic_lists
-from nsa_core.steps.gradients import Gradients, LaterDq
+from nsa_core.steps.params import Gradients, LaterDq
 
 CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
 MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored

@@ -5,6 +5,7 @@ work, or a block has a long query list, float32 partials are added in their orde
 makes the query lists, so every sum has a fixed order.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernels_pallas.kernel import Array
@@ -12,10 +13,8 @@ from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import power
 from nsa_core.array_ops import ArrayOps, derived, int32
-from nsa_core.steps.gradients import Gradients, RowResiduals
-from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_core.steps.mosaic_backward import nothing_flows
-from nsa_core.steps.params import Params, Qkv
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed
+from nsa_core.steps.params import Gradients, Interval, Params, Qkv, RowResiduals
 from nsa_core.steps.triton_forward import (
     array_of,
     interval_of,
@@ -38,31 +37,18 @@ def delta_of(ops: ArrayOps, do, *outputs):
     return ops.run(rowwise(name, do, results), do, *outputs)
 
 
-def compressed(
-    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
-) -> Gradients:
-    """Gradients of the compressed branch; see `mosaic_backward.compressed`."""
-    if qkv.key.shape[1] == 0:
-        return nothing_flows(ops, qkv, added)
-    return _interval(ops, qkv, do, rows, VisibleCompressed(params.config), params, added)
-
-
-def sliding(
-    ops: ArrayOps, qkv: Qkv, do, rows: RowResiduals, params: Params, added=None
-) -> Gradients:
-    """Gradients of the sliding branch; see `mosaic_backward.compressed`."""
-    bounds = Window(params.config, qkv.key.shape[1])
-    return _interval(ops, qkv, do, rows, bounds, params, added)
-
-
-def compressed_and_sliding(ops: ArrayOps, qkvs, do, rows, params: Params) -> tuple:
+def intervals(
+    ops: ArrayOps, do, branches: Sequence[Interval], params: Params, added=None
+) -> tuple:
     """The same as in `mosaic_backward`, with one kernel per branch for dq."""
-    dq, *compressed_pair = compressed(ops, qkvs[0], do, rows[0], params)
-    dq, *sliding_pair = sliding(ops, qkvs[1], do, rows[1], params, dq)
-    return dq, compressed_pair, sliding_pair
+    pairs = []
+    for branch in branches:
+        added, *pair = _interval(ops, do, *branch, params, added)
+        pairs.append(pair)
+    return added, *pairs
 
 
-def _interval(ops, qkv: Qkv, do, rows, bounds: Bounds, params: Params, added) -> Gradients:
+def _interval(ops, do, qkv: Qkv, rows, bounds: Bounds, params: Params, added) -> Gradients:
     p = problem_of(ops, qkv, params.scale)
     interval = interval_of(ops, params.layout, bounds)
     residuals = do, *_statistics(ops, rows, unused=interval[0])

@@ -1,7 +1,7 @@
 """The forward steps on Triton kernels, for either framework, in the order of the data.
 
-    compressed -> select_blocks -> selected
-                  sliding
+    interval (compressed) -> select_blocks -> selected
+                             interval (sliding)
 
 Functions, arguments and results are those of `mosaic_forward`: the steps that run all of them
 (`fused.py`) know no kernels. `ops` is an `ArrayOps` whose `run` launches a `TritonKernel`, and
@@ -18,29 +18,17 @@ from kernels_pallas.triton.descriptions import Problem
 from kernels_pallas.triton.kernel import TritonKernel, cdiv
 from kernels_pallas.triton.tiling import LEAST, power
 from nsa_core.array_ops import ArrayOps, QueryLayout
-from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_core.steps.mosaic_forward import nothing_seen
-from nsa_core.steps.packed_keys import align_sequences, zeros_like
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, align_sequences, zeros_like
 from nsa_core.steps.params import Params, Qkv
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
 
 
-def compressed(ops: ArrayOps, qkv: Qkv, params: Params, gate=None) -> OutLse:
-    """Attention over compressed tokens."""
-    if qkv.key.shape[1] == 0:
-        return ops.derive(nothing_seen, qkv.query, width=qkv.value.shape[-1])
-    return _interval(ops, qkv, VisibleCompressed(params.config), params, gate)
-
-
-def sliding(ops: ArrayOps, qkv: Qkv, params: Params, gate=None, added=None) -> OutLse:
-    """Attention over the last `window` keys."""
-    bounds = Window(params.config, qkv.key.shape[1])
-    return _interval(ops, qkv, bounds, params, gate, added)
-
-
-def _interval(ops, qkv: Qkv, bounds: Bounds, params: Params, gate, added=None) -> OutLse:
+def interval(
+    ops: ArrayOps, qkv: Qkv, bounds: Bounds, params: Params, gate=None, added=None
+) -> OutLse:
+    """Attention over the keys in `bounds`: the compressed and the sliding branch."""
     p = problem_of(ops, qkv, params.scale)
     tiling, (first, last) = p.tiling("forward"), interval_of(ops, params.layout, bounds)
     launch = "interval:forward", tiling, cdiv(p.T * p.group, tiling.rows)

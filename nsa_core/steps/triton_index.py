@@ -17,8 +17,7 @@ from kernels_pallas.triton.tiling import (
     smem_of,
 )
 from nsa_core.array_ops import ArrayOps
-from nsa_core.index import Index
-from nsa_core.index_loss import Teacher
+from nsa_core.index import Index, Teacher
 from nsa_core.steps import triton_backward, triton_paged_blocks
 from nsa_core.steps.triton_backward import MERGED_ROWS, ListSizes, list_sizes
 from nsa_core.steps.triton_forward import array_of

@@ -22,8 +22,8 @@ from transformers.utils.output_capturing import capture_outputs
 from nsa_core.layer import EXTRA_STATE, KIND, SILENT
 from nsa_torch import geometry, heads
 from nsa_torch.functional import Names
-from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.geometry import without_padding
+from nsa_torch.heads import Gate, HeadGate
 from nsa_torch.huggingface.cache import CACHE, NSAModelCache, takes_past_key_values
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch

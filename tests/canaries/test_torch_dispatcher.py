@@ -7,12 +7,11 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_torch import early_release, first_order
-from nsa_torch.plain import constant, plain
+from nsa_torch.plain import constant, has_hooks, is_last_pass, plain, under_transforms
 from tests.canaries import canary
 
 OPERATORS, PLAIN = "nsa_torch/operators.py", "nsa_torch/plain.py and checks.py"
-RELEASE = "nsa_torch/early_release.py"
+RELEASE = "nsa_torch/plain.py"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_transforms_have_names_and_wrappers():
 
     def look(name, x):
         keys = [each.key() for each in retrieve_all_functorch_interpreters()]
-        found[name] = keys, is_functorch_wrapped_tensor(x), first_order.under_transforms()
+        found[name] = keys, is_functorch_wrapped_tensor(x), under_transforms()
         return (x * x).sum()
 
     x, one = torch.ones(2), [torch.ones(2)]
@@ -118,7 +117,7 @@ def test_a_pass_that_keeps_its_graph_is_told_from_the_last_one():
 
         @staticmethod
         def backward(ctx, grad):
-            found.append(early_release.is_last_pass())
+            found.append(is_last_pass())
             return grad
 
     x = torch.ones((), requires_grad=True)
@@ -128,6 +127,6 @@ def test_a_pass_that_keeps_its_graph_is_told_from_the_last_one():
         y.backward()
         assert found == [False, True], found
     with canary("torch", "does not say whether hooks see what is saved", RELEASE):
-        assert not early_release.has_hooks()
+        assert not has_hooks()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            assert early_release.has_hooks()
+            assert has_hooks()
