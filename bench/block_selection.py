@@ -48,6 +48,7 @@ from torch import Tensor
 
 from nsa_core import extras
 
+from . import tables
 from .harness import (
     block_peers,
     cli,
@@ -595,14 +596,12 @@ def timed(call: Callable[..., Any]) -> dict[str, Any]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Of the table."""
-    text = f"{row['mode']:8} {row['S']:>7} tokens  {row['implementation']:10}"
-    if row["status"] != "ok":
-        return f"{text} {row['status']}: {row['reason']}"
-    peak = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.2f} GiB"
-    peak += "" if row["extra_gib"] is None else f", {row['extra_gib']:.3f} of the call"
-    error = max(row["errors"].values(), default=float("nan"))
-    return f"{text} {row['ms']:9.3f} ms{peak}  error rms {error:.2g}"
+    """The printed line of a row."""
+    ok = row["status"] == "ok"
+    fate = None if ok else f"{row['status']}: {row['reason']}"
+    error = max(row["errors"].values(), default=float("nan")) if ok else None
+    none = dict.fromkeys(("ms", "peak_gib", "extra_gib")) if not ok else {}
+    return tables.line("block_selection", dict(row) | none | {"fate": fate, "error": error})
 
 
 def main(argv: Sequence[str]) -> int:

@@ -43,6 +43,7 @@ from nsa_core import context_layout
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 
+from . import tables
 from .harness import (
     cli,
     command,
@@ -156,23 +157,22 @@ def measured(size: int) -> tuple[list[dict[str, Any]], str]:
     return found, run.reason
 
 
+CELLS = (
+    "ms",
+    "tokens_s_device",
+    "efficiency",
+    "compute_ms",
+    "exposed_ms",
+    "imbalance",
+    "memory_mib",
+)
+
+
 def line(row: dict[str, Any]) -> str:
-    """Of the table."""
-    name = f"{row['framework']} {row['mode']} {row['S']} tokens, {row['devices']} devices"
-    name += f", {len(documents)} documents" if (documents := row.get("documents")) else ""
-    if row["status"] != "ok":
-        name += f" {row['status']}: {row['reason']}"
-    cells = (
-        "ms",
-        "tokens_s_device",
-        "efficiency",
-        "compute_ms",
-        "exposed_ms",
-        "imbalance",
-        "memory_mib",
-    )
-    shown = (f"{cell} {row[cell]:.4g}" for cell in cells if row.get(cell) is not None)
-    return f"{name}  {'  '.join(shown)}"
+    """The printed line of a row."""
+    fate = None if row["status"] == "ok" else f" {row['status']}: {row['reason']}"
+    absent = dict.fromkeys(CELLS) | {"documents": ()}
+    return tables.line("scale", absent | row | {"fate": fate})
 
 
 def predict(path: str) -> int:

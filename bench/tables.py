@@ -100,4 +100,4 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def line(name: str, values: Mapping[str, Any]) -> str:
     """A printed line of `bench.<name>`."""
-    return TEMPLATE.vformat(LINES[name]["line"], (), values)
+    return TEMPLATE.vformat(LINES[name]["line"], (), values).rstrip()
