@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         select_blocks,
         selected_attention,
         sliding_attention,
+        varlen_metadata,
     )
     from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
-    from nsa_jax.geometry import varlen_metadata
     from nsa_jax.indexers import index_blocks, indexer_kl, paged_index_blocks
     from nsa_jax.pages import PagedCache, append, paged_attention
     from nsa_jax.warm_up import prepare
@@ -87,7 +87,7 @@ _HOMES = {
     "paged_block_attention": "blocks",
     "paged_index_blocks": "indexers",
     "prepare": "warm_up",
-    "varlen_metadata": "geometry",
+    "varlen_metadata": "api",
 }
 
 

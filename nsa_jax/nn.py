@@ -20,7 +20,7 @@ from nsa_core.layer import KIND, LayerSpec, computed, spec_of
 from nsa_core.types import Branches
 from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.geometry import PackedRows, rows_of, varlen_metadata
+from nsa_jax.geometry import PackedRows, rows_of
 from nsa_jax.numerics import rotated
 
 try:
@@ -262,7 +262,7 @@ class NSAAttention(nnx.Module):
 
     def varlen(self, segment_ids, **limits: Any) -> PackedRows:
         """`nsa_jax.varlen_metadata` for this layer; `limits`: its other arguments."""
-        return varlen_metadata(segment_ids, config=self.spec.config, **limits)
+        return api.varlen_metadata(segment_ids, config=self.spec.config, **limits)
 
     def hyper_parameters(self):
         """The hyper-parameters of this layer, for the metadata of a checkpoint."""

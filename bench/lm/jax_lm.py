@@ -12,7 +12,7 @@ from flax import nnx
 
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
-from nsa_jax.geometry import varlen_metadata
+from nsa_jax.api import varlen_metadata
 from nsa_jax.nn import NSAAttention, apply_rope
 
 from . import jax_parallel
