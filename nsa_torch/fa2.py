@@ -170,7 +170,7 @@ def sliding_attention(
     batch, length, heads, _ = query.shape
     if config.window == 0:
         return nothing_seen(query, key, value)
-    if cu_seqlens is None and not (isinstance(kv_len, int) and kv_len >= length):
+    if isinstance(kv_len, Tensor):  # rows may be shorter than their queries
         # FA-2's gradient of a query before the first key is NaN.
         before = geometry_of(query, config, kv_len, None).position < 0
         query = query.masked_fill(before[..., None, None], 0)

@@ -95,9 +95,12 @@ def _missing(framework: str) -> str | None:
 
 def _pair_why_not() -> str | None:
     """jax-triton 0.4 cannot name a GPU to triton 3.6, although its metadata allows this pair."""
-    caller, compiler = (
-        Version(importlib.metadata.version(x)) for x in ("jax-triton", "triton")
-    )
+    try:
+        caller, compiler = (
+            Version(importlib.metadata.version(x)) for x in ("jax-triton", "triton")
+        )
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a build with a name of its own
     if caller < Version("0.4") or compiler >= Version("3.7"):
         return None
     return f"jax-triton {caller} needs triton 3.7, got {compiler}: install jax-triton 0.3.1"
