@@ -347,10 +347,11 @@ def test_differences_are_of_pairs():
 
 
 def test_the_step_of_copying_lies_between_evaluations():
-    """1 less at step 5 and 2 less at step 10: 1.5 at 7.5."""
+    """1 less at step 5 and 2 less at step 10: 1.5 at 7.5. 2 less at step 5 already: 1.5 at 3.75."""
     found = lines("dense", 0, 1.0, 1.0)
     never = changed(found, log.Evaluation, measures={"new": 3.0, "near": 2.0, "far": 3.0})
-    for each, cell in ((found, "8"), (never, "-")):
+    early = changed(found, log.Evaluation, measures={"new": 3.0, "near": 1.0, "far": 3.0})
+    for each, cell in ((found, "8"), (never, "-"), (early, "4")):
         (group,) = quality.groups({"a": each})
         assert dict(zip(quality.HEAD, quality.rows(group)[0], strict=True))["copying"] == cell
 
