@@ -7,14 +7,10 @@ with it those of other small kernels.
 import contextlib
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from bench.harness import exit_status, records
 from nsa_torch import NSAConfig, fa2, packing, select
 from nsa_torch.chunks import Rows
 from nsa_torch.geometry import geometry
@@ -330,26 +326,6 @@ if INTERPRETED:
                 names = (f"{branch}.{x}" for x in STEP_NAMES)
                 check(p, dict(zip(names, found, strict=True)), p.expected_steps())
         assert len(calls) > 2
-
-
-else:
-
-    def test_the_bench_runs_on_the_cpu(tmp_path):
-        found = subprocess.run(
-            [sys.executable, "-m", "bench.pack", "--row_seconds=0", f"--out={tmp_path}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert found.returncode == exit_status.NOT_MEASURED, found.stderr[-4000:]
-        rows = records.read(tmp_path / "pack.jsonl")
-        assert {r.mode for r in rows} == {"forward", "backward"}
-        assert {r.implementation for r in rows} >= {"copy", "torch", "triton"}
-        for row in rows:
-            kernel = row.implementation.startswith("triton")
-            assert row.status == ("unsupported" if kernel else "ok")
-            assert kernel or (row.gbps and row.bytes)
 
 
 if TRITON and not INTERPRETED:
