@@ -18,7 +18,7 @@ from bench.harness import records
 from tests.devices import needs_gpu
 from tests.problems import SMALL
 
-# What docs/kernels/README.md and docs/paged_cache.md promise of kernels.
+# What docs/kernels/README.md and docs/serving.md promise of kernels.
 PROMISED = {"called again", "other rows", "other pages"}
 STEP = 8
 
