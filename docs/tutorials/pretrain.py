@@ -2,8 +2,12 @@
 # # Pretrain, test, generate and serve
 # This tutorial trains a small language model with NSA on Python source code, tests whether it
 # recalls passages far beyond its sliding window, generates text, and serves the model.
-# It needs the extras `hf` and `bench`. On a CPU it uses tiny sizes, which show the steps but learn
-# little. On a GPU it trains 25 million weights on rows of 8192 tokens.
+# On a CPU it uses tiny sizes, which show the steps but learn little, and runs for less than a
+# minute. On a GPU it trains 25 million weights on rows of 8192 tokens. To run it yourself:
+# ```bash
+# pip install '.[hf,bench]'            # in a checkout of the repository
+# python docs/tutorials/pretrain.py    # or open the file as a notebook with jupytext
+# ```
 
 # %%
 import json
