@@ -170,10 +170,12 @@ def sliding_attention(
     batch, length, heads, _ = query.shape
     if config.window == 0:
         return nothing_seen(query, key, value)
+    before = None
     if isinstance(kv_len, Tensor):  # rows may be shorter than their queries
-        # FA-2's gradient of a query before the first key is NaN.
-        before = geometry_of(query, config, kv_len, None).position < 0
-        query = query.masked_fill(before[..., None, None], 0)
+        # FA-2's gradient of a query before the first key is NaN, and those of keys are if the
+        # query's or the gradient of its output is.
+        before = (geometry_of(query, config, kv_len, None).position < 0)[..., None, None]
+        query = query.masked_fill(before, 0)
     key, value, last = _band(key, value, length + config.window - 1, kv_len)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens - (kv_len - last)
@@ -197,7 +199,10 @@ def sliding_attention(
         window=config.window - 1,
         scale=scale,
     )
-    return out.unflatten(0, (batch, length)), lse.t().reshape(batch, length, heads)
+    out = out.unflatten(0, (batch, length))
+    if before is not None:
+        out = out.masked_fill(before, 0)
+    return out, lse.t().reshape(batch, length, heads)
 
 
 def _band(key, value, size, kv_len):

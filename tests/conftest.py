@@ -19,7 +19,11 @@ if torch.cuda.is_available():
     # a process has cores: each worker has cores of its own.
     cores = sorted(os.sched_getaffinity(0))
     if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
-        os.sched_setaffinity(0, cores[int(WORKER.removeprefix("gw")) % len(cores) :: workers])
+        cores = cores[int(WORKER.removeprefix("gw")) % len(cores) :: workers]
+        os.sched_setaffinity(0, cores)
+        # torch counted the cores of the machine when it was imported.
+        torch.set_num_threads(len(cores))
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(cores)))
     FLAGS += " --xla_gpu_autotune_level=0"  # a product's fastest kernel is not what is tested
 else:
     FLAGS += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
