@@ -13,20 +13,21 @@ failed. Kernels: `mosaic`, so a Hopper GPU.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from absl import app, flags
+from absl import app
 
-from . import tables
+from . import run
 from .harness import cli, exit_status, process, records
-from .harness.timed_problem import Problem, named
+from .harness.timed_problem import Problem
 
 FLAGS = cli.define(
     checkout=(str, "Folder of the other checkout."),
@@ -40,47 +41,20 @@ FLAGS = cli.define(
 cli.define_lines(FLAGS)
 
 SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
-ROWS = [Problem(name=name, **sizes) for name, sizes in named("calls").items()]
-EAGER = [p for p in ROWS if p.framework == "torch" and not p.graph]
 
 
-def chosen(own: flags.FlagValues, rows: Sequence[Problem]) -> list[Problem]:
-    """Those of `rows` that `--only` names."""
-    names = cli.chosen(own.only, (p.name for p in rows))
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
-    return [p for p in rows if p.name in names]
-
-
-def measured(
-    own: flags.FlagValues,
-    rows: Sequence[Problem],
-    measure: Callable[[Problem], Iterable[tuple[str, Iterable[records.Record]]]],
-) -> None:
-    """Prints the lines of `measure` for each problem, and appends its records to `--out`."""
-    for problem in chosen(own, rows):
-        for line, made in measure(problem):
-            print(line, flush=True)
-            if own.out:
-                records.append(own.out, made)
-        torch.cuda.empty_cache()
-
-
-def gib(problem: Problem) -> float:
-    """About the GPU memory of a process: ten tensors like the output, and CUDA."""
-    return 1.5 + 10 * 2 * problem.B * problem.T * problem.H * max(problem.D, 128) / 2**30
-
-
-def waves(problems: Iterable[Problem], memory_gib: float) -> Iterator[list[Problem]]:
-    """Those that fit on the GPU together, twice each."""
-    wave: list[Problem] = []
-    for problem in problems:
-        if wave and 2 * sum(map(gib, [*wave, problem])) > memory_gib:
-            yield wave
-            wave = []
-        wave.append(problem)
-    if wave:
-        yield wave
+def waves(problems: Iterable[Problem], memory_gib: float) -> list[list[Problem]]:
+    """Those that fit on the GPU together, twice each: about ten tensors like the output a
+    process, and CUDA."""
+    found, left = list[list[Problem]](), 0.0
+    for p in problems:
+        gib = 2 * (1.5 + 10 * 2 * p.B * p.T * p.H * max(p.D, 128) / 2**30)
+        if not found or gib > left:
+            found.append([])
+            left = memory_gib
+        found[-1].append(p)
+        left -= gib
+    return found
 
 
 class Child:
@@ -100,54 +74,58 @@ class Child:
             text=True,
         )
 
-    def answer(self) -> dict:
+    def answer(self, asked: str = "") -> dict[str, Any]:
         """The next line; compiling comes before the first."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"{self.name}: exit status {self.process.wait()}")
-        return json.loads(line)
-
-    def time(self) -> dict[str, float]:
-        assert self.process.stdin is not None
-        print("time", file=self.process.stdin, flush=True)
-        return self.answer()
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(asked)
+        self.process.stdin.flush()
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise ChildProcessError(f"{self.name}: exit status {self.process.wait()}")
 
     def end(self) -> None:
         self.process.kill()
         self.process.communicate()  # closes the pipes too
 
 
-def compiled(children) -> tuple[list, list[ChildProcessError]]:
-    """Waits for all, so that none compiles while another is timed: those that are ready, with
-    the hashes of their results, and why others are not."""
-    ready, broken = [], []
-    for problem, pair in children:
-        try:
-            ready.append((problem, pair, [child.answer() for child in pair]))
-        except ChildProcessError as error:
-            broken.append(error)
-    return ready, broken
-
-
-def measure(
-    before: Child, after: Child, digests: Sequence[Mapping[str, str]], rounds: int
+def measured(
+    wave: Sequence[Problem], folders: Sequence[Path], broken: list[ChildProcessError]
 ) -> Iterator[dict[str, Any]]:
-    """A row per mode; the times of the rounds are in milliseconds."""
-    times = []
-    for i in range(rounds):  # the first one alternates too
-        pair = [child.time() for child in ((after, before) if i % 2 else (before, after))]
-        times.append(pair[::-1] if i % 2 else pair)
-    for mode, bits in digests[0].items():
-        both = [[pair[at][mode] for pair in times] for at in range(2)]
-        ratio = statistics.median(y / x for x, y in zip(*both, strict=True))
-        found = {"mode": mode, "same_bits": bits == digests[1][mode], "ratio": ratio}
-        yield found | {"before_ms": both[0], "after_ms": both[1]}
+    """A row per problem and mode; the times of the rounds are in milliseconds.
+
+    Args:
+      broken: gets why others have none.
+    """
+    with contextlib.ExitStack() as ends:
+        pairs = [[Child(folder, p) for folder in folders] for p in wave]
+        for child in itertools.chain(*pairs):
+            ends.callback(child.end)
+        ready = []  # all, so that none compiles while another is timed
+        for problem, pair in zip(wave, pairs, strict=True):
+            try:
+                ready.append((problem, pair, [child.answer() for child in pair]))
+            except ChildProcessError as error:
+                broken.append(error)
+                print(error, flush=True)
+        for problem, pair, (bits, other_bits) in ready:
+            times = []
+            for i in range(FLAGS.rounds):  # the first one alternates too
+                order = 1 if i % 2 == 0 else -1
+                times.append([child.answer("time\n") for child in pair[::order]][::order])
+            for mode in bits:
+                before, after = ([each[at][mode] for each in times] for at in range(2))
+                ratio = statistics.median(y / x for x, y in zip(before, after, strict=True))
+                row = {"mode": mode, "same_bits": bits[mode] == other_bits[mode]}
+                row |= {"ratio": ratio, "before_ms": before, "after_ms": after}
+                yield vars(problem) | row
 
 
-def faults(row: Mapping[str, Any], margin: float, other_bits: bool) -> str:
-    slower = [f"{row['ratio'] - 1:.1%} slower"] if row["ratio"] > 1 + margin else []
-    return ", ".join(slower + ([] if row["same_bits"] or other_bits else ["other bits"]))
+def faults(row: dict[str, Any]) -> str:
+    slower = row["ratio"] - 1
+    found = [f"{slower:.1%} slower"] if slower > FLAGS.margin else []
+    if not (row["same_bits"] or FLAGS.allow_other_bits):
+        found.append("other bits")
+    return ", ".join(found)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -157,35 +135,22 @@ def main(argv: Sequence[str]) -> int:
     there = Path(FLAGS.checkout).resolve()
     if not (there / "nsa_torch").is_dir():
         raise ValueError(f"--checkout: no nsa_torch in {there}")
-    rows = chosen(FLAGS, ROWS)
+    problems = waves(run.chosen(FLAGS, run.CALLS), FLAGS.memory_gib)
     print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)
-    failed, lines = False, []
+    broken, wrong = list[ChildProcessError](), list[str]()
     about = {
         "device": torch.cuda.get_device_name(),
         "before_commit": FLAGS.other_commit or records.head(there),
     }
-    for wave in waves(rows, FLAGS.memory_gib):
-        with contextlib.ExitStack() as ends:
-            children = [(p, (Child(there, p), Child(here, p))) for p in wave]
-            for _, pair in children:
-                for child in pair:
-                    ends.callback(child.end)
-            ready, broken = compiled(children)
-            for error in broken:
-                failed = True
-                print(error, flush=True)
-            for problem, (before, after), digests in ready:
-                for row in measure(before, after, digests, FLAGS.rounds):
-                    wrong = faults(row, FLAGS.margin, FLAGS.allow_other_bits)
-                    failed |= bool(wrong)
-                    found = about | vars(problem) | row
-                    times = {x: statistics.median(row[f"{x}_ms"]) for x in ("before", "after")}
-                    shown = times | {"change": row["ratio"] - 1, "faults": wrong}
-                    print(tables.line("against", found | shown), flush=True)
-                    lines.append(records.record("against", FLAGS.commit, **found))
-    if FLAGS.out:
-        records.append(FLAGS.out, lines)
-    return exit_status.WRONG if failed else exit_status.OK
+
+    def show(row):
+        wrong.append(faults(row))
+        both = {x: statistics.median(row[f"{x}_ms"]) for x in ("before", "after")}
+        return both | {"change": row["ratio"] - 1, "faults": wrong[-1]}
+
+    found = (measured(wave, (there, here), broken) for wave in problems)
+    run.rows("against", FLAGS, (about | x for x in itertools.chain(*found)), show)
+    return exit_status.WRONG if broken or any(wrong) else exit_status.OK
 
 
 if __name__ == "__main__":

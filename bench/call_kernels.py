@@ -14,7 +14,7 @@ Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`
 
 import collections
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,12 @@ import torch
 
 import nsa_torch
 from kernels_pallas.kernel import Kernel
-from nsa_core.config import NSAConfig
-from nsa_core.steps import fused, mosaic_attention
-from nsa_core.steps.fused import Inputs
-from nsa_core.types import Branches
-from nsa_torch import operators
-from nsa_torch.kernel_path import KernelLayout
-from nsa_torch.operators import SHARED_KV
+from nsa_torch import plans
 from nsa_torch.torch_ops import TorchOps
 
-from . import against
-from .harness import cli, exit_status, records
-from .harness.timed_problem import Problem, torch_inputs
+from . import run
+from .harness import cli, exit_status
+from .harness.timed_problem import Problem, torch_calls
 
 FLAGS = cli.define(
     only=cli.ONLY,
@@ -105,29 +99,8 @@ class Timed(TorchOps):
         return found
 
 
-def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inputs:
-    """The gradients: all steps of a call whose branches share their tokens.
-
-    Args:
-      tensors: query, key, value, and gates `[B, T, H, 3]`.
-      do: the output's gradient.
-    """
-    query, key, value, gates = tensors
-    config, length = NSAConfig(), key.shape[1]
-    gates = Branches(*(x.contiguous() for x in gates.unbind(-1)))
-    inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
-    layout = KernelLayout(ops, query, *operators.arguments(config, length, None, None))
-    steps = mosaic_attention.STEPS
-    inputs = fused.with_means(steps, ops, inputs, layout.params)
-    rest = layout.params, layout.num_blocks(inputs.key.compressed)
-    _, residuals = fused.forward_with_residuals(steps, ops, inputs, None, *rest)
-    found = fused.backward(steps, ops, inputs, residuals, do, layout.params)
-    of_tokens = length, layout.params, SHARED_KV.shared
-    return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
-
-
-def prepare(problem: Problem) -> None:
-    """Builds its kernels, side by side."""
+def prepared(problem: Problem):
+    """A call with gradients. Its kernels are built, side by side."""
     nsa_torch.prepare(
         heads=problem.H,
         kv_heads=problem.Hkv,
@@ -135,39 +108,29 @@ def prepare(problem: Problem) -> None:
         value_width=problem.Dv,
         lengths=[problem.T],
     )
+    return torch_calls(problem)[0]["fwdbwd"]
 
 
-def measure(problem: Problem, rounds: int) -> dict[str, float]:
-    """Milliseconds by column."""
-    *tensors, do = torch_inputs(problem)
-    prepare(problem)
-    run(TorchOps(), tensors, do)
-    found = []
-    for _ in range(rounds):
+def measure(problem: Problem) -> None:
+    """Prints and keeps milliseconds by column."""
+    call, found = prepared(problem), []
+    for _ in range(1 + FLAGS.rounds):  # the first is not timed
         ops = Timed()
         torch.cuda._sleep(BUSY_CYCLES)
-        with ops.timed(WHOLE):
-            run(ops, tensors, do)
+        with plans.unplanned(ops), ops.timed(WHOLE):
+            call()
         found.append(ops.milliseconds())
-    return {name: float(np.median([each[name] for each in found])) for name in found[0]}
-
-
-def lines(
-    problem: Problem, found: Mapping[str, float], commit: str | None
-) -> Iterator[tuple[str, list[records.Record]]]:
-    """To print, with those of `--out`."""
-    shown = {name: found[name] for name in COLUMNS if name in found}
-    of = [
-        records.variant("call_kernels", name, problem.name, ms, commit)
-        for name, ms in shown.items()
-    ]
-    yield f"{problem.name}:\n  {', '.join(f'{x} {ms:.3f}' for x, ms in shown.items())}", of
+    medians = {
+        name: float(np.median([each[name] for each in found[1:]]))
+        for name in COLUMNS
+        if name in found[0]
+    }
+    run.variants(FLAGS, "call_kernels", problem.name, medians)
 
 
 def main(argv: Sequence[str]) -> int:
-    commit = records.environment(FLAGS.commit)["commit"]
-    measured = lambda problem: lines(problem, measure(problem, FLAGS.rounds), commit)
-    against.measured(FLAGS, against.EAGER, measured)
+    for problem in run.chosen(FLAGS, run.EAGER):
+        measure(problem)
     return exit_status.OK
 
 

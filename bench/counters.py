@@ -16,24 +16,24 @@ Lines of `--out` are those of `bench/records/<device>/kernel_log/counters.jsonl`
 """
 
 import csv
-import functools
 import itertools
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nsa_torch import plans
 from nsa_torch.torch_ops import TorchOps
 
-from . import against, call_kernels
+from . import call_kernels, run
 from .harness import cli, exit_status, process, records
 from .harness.records import Record
-from .harness.timed_problem import Problem, torch_inputs
+from .harness.timed_problem import Problem, torch_calls
 
 FLAGS = cli.define(
     only=cli.ONLY,
@@ -70,54 +70,37 @@ METRICS = (TIME, TENSOR, L2, HITS, HBM, ISSUED, *map(STALL.format, STALLS))
 
 
 class Named(TorchOps):
-    """Remembers the kernels that ran: name and column of the table."""
-
-    def __init__(self):
-        self.launched: list[tuple[str, str]] = []
+    """Prints the kernels that run: name and column of the table."""
 
     def run(self, kernel, *tensors):
-        self.launched.append((kernel.name, call_kernels.column(kernel)))
+        print(f"{kernel.name}\t{call_kernels.column(kernel)}")
         return super().run(kernel, *tensors)
 
 
 def watched(problem: Problem) -> None:
     """In the process that ncu watches: one call with gradients between start and stop of the
     profiler; prints a line per kernel."""
-    *tensors, do = torch_inputs(problem)
-    call_kernels.run(TorchOps(), tensors, do)
-    ops = Named()
+    call = torch_calls(problem)[0]["fwdbwd"]
+    with plans.unplanned(TorchOps()):
+        call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    call_kernels.run(ops, tensors, do)
+    with plans.unplanned(Named()):
+        call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
-    for name, column in ops.launched:
-        print(f"{name}\t{column}")
 
 
-def rows_of(text: str) -> list[dict[str, str]]:
-    """What ncu wrote as CSV, a launch each, without its own words and the line of units."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    return list(csv.DictReader(lines))[1:]
-
-
-def number(row: Mapping[str, str], metric: str) -> float:
-    """NaN where ncu has none."""
-    text = row[metric].replace(",", "")
-    return float(text) if text and text != "n/a" else float("nan")
-
-
-def lines(
-    problem: str,
-    launched: Sequence[tuple[str, str]],
-    found: Sequence[Mapping[str, str]],
-    commit: str | None,
-) -> Iterable[Record]:
-    """Of `--out`.
+def lines(problem: str, printed: str, written: str, commit: str | None) -> Iterator[Record]:
+    """Of `--out`, from what `watched` printed and what ncu wrote as CSV.
 
     Raises:
       ValueError: ncu saw other launches than ran.
     """
+    launched = [line.split("\t") for line in printed.splitlines() if "\t" in line]
+    # Without ncu's own words, and the line of units.
+    table = (line for line in written.splitlines() if line.startswith('"'))
+    found = [*csv.DictReader(table)][1:]
     ran = [f"{name}{OURS}" for name, _ in launched]
     if (seen := [row["Kernel Name"].partition("(")[0] for row in found]) != ran:
         raise ValueError(f"ncu saw {len(seen)} launches, of {len(ran)} that ran: {seen}, {ran}")
@@ -144,14 +127,20 @@ def lines(
         yield Record(bench="counters", time_ms=ms, extra=about, commit=commit and commit[:7])
 
 
-def measure(problem: Problem, commit: str | None) -> Iterator[tuple[str, list[Record]]]:
-    """Lines to print, each with that of `--out`.
+def number(row: Mapping[str, str], metric: str) -> float:
+    """NaN where ncu has none."""
+    text = row[metric].replace(",", "")
+    return float(text) if text and text != "n/a" else float("nan")
+
+
+def measure(problem: Problem, commit: str | None) -> Iterator[Record]:
+    """A record per kernel.
 
     Raises:
       ChildProcessError: ncu failed; the message has what it said.
     """
     # In this process, since building kernels replaces ncu's driver.
-    call_kernels.prepare(problem)
+    call_kernels.prepared(problem)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         words = [*NCU, f"--kernel-name=regex:{OURS}", f"--log-file={log}"]
@@ -160,22 +149,24 @@ def measure(problem: Problem, commit: str | None) -> Iterator[tuple[str, list[Re
         how: dict[str, Any] = {"capture_output": True, "text": True}
         done = subprocess.run(words, env=process.environment({}), **how)
         said = log.read_text() if log.exists() else ""
-        if done.returncode:
-            raise ChildProcessError(f"ncu: exit status {done.returncode}\n{said}{done.stderr}")
-    names = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
-    for line in lines(problem.name, [(x, y) for x, y in names], rows_of(said), commit):
-        yield "; ".join([*map(str, line.extra.values()), f"{line.time_ms:g} ms"]), [line]
+    if done.returncode:
+        raise ChildProcessError(f"ncu: exit status {done.returncode}\n{said}{done.stderr}")
+    yield from lines(problem.name, done.stdout, said, commit)
 
 
 def main(argv: Sequence[str]) -> int:
     if FLAGS.under_ncu:
-        (row,) = (p for p in against.EAGER if p.name == FLAGS.under_ncu)
+        (row,) = (p for p in run.EAGER if p.name == FLAGS.under_ncu)
         watched(row)
-    elif not shutil.which("ncu"):
+        return exit_status.OK
+    if not shutil.which("ncu"):
         raise NotImplementedError("ncu is needed, of CUDA's toolkit")
-    else:
-        commit = records.environment(FLAGS.commit)["commit"]
-        against.measured(FLAGS, against.EAGER, functools.partial(measure, commit=commit))
+    commit = records.environment(FLAGS.commit)["commit"]
+    for problem in run.chosen(FLAGS, run.EAGER):
+        for found in measure(problem, commit):
+            print(*found.extra.values(), f"{found.time_ms:g} ms", sep="; ", flush=True)
+            if FLAGS.out:
+                records.append(FLAGS.out, [found])
     return exit_status.OK
 
 

@@ -24,7 +24,8 @@ from absl import app
 
 from nsa_torch.installed import seconds
 
-from .harness import cli, exit_status, process, records
+from . import run
+from .harness import cli, exit_status, process
 from .harness.timed_problem import Problem, jax_calls, torch_calls
 
 JAX_LENGTHS = 5  # never seen
@@ -139,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     about = {name: FLAGS[name].value for name in ("H", "Hkv", "D", "longest")}
     given = about | {name: FLAGS[name].value for name in ("lengths", "seed", "jobs")}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    about["device"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
             own = *words, f"--stage={stage}", f"--folder={folder}"
@@ -148,10 +150,8 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{stage}: exit status {status}", flush=True)
                 return exit_status.worst([status])
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            print(f"{stage:9} {shown}", flush=True)
-            if FLAGS.out:
-                line = about | {"device": torch.cuda.get_device_name(), "stage": stage} | found
-                records.append(FLAGS.out, [records.record("first_call", FLAGS.commit, **line)])
+            row = about | {"stage": stage} | found
+            run.rows("first_call", FLAGS, [row], lambda _, shown=shown: {"shown": shown})
     return exit_status.OK
 
 

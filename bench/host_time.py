@@ -31,13 +31,11 @@ eight numbers.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -48,8 +46,8 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.combine import Combine, gated_sum
 from nsa_interop import launch
 
-from . import tables
-from .harness import cli, exit_status, process, records, timing
+from . import run
+from .harness import cli, exit_status, process, timing
 from .harness.timed_problem import Problem, named, torch_calls
 
 FORMS = ("graphs", "each")
@@ -61,25 +59,9 @@ FLAGS = cli.define(
     form=(str, "Only this one, in this process.", FORMS),
 )
 cli.define_lines(FLAGS)
-SHAPES = [Problem(name=name, **sizes) for name, sizes in named("host").items()]
 PASSES = {"forward": "forward", "with backward": "fwdbwd"}
 BEFORE = 40  # calls before the first that is timed: graphs are made in these
 ROWS, WIDTH, FEW, MANY = 64, 64, 8, 72  # of the kernel, and launches of it in a row
-
-
-def timed(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
-    """Samples in ms by name."""
-    timing.in_a_row(call, BEFORE, 1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    fifth = max(calls // 5, 1)
-    return {
-        "host": timing.in_a_row(call, samples=calls),
-        "done": timing.in_a_row(call, samples=calls, done=True),
-        "row": timing.in_a_row(call, fifth, 5, done=True),
-        "replay": timing.in_a_row(graph.replay, fifth, 5, done=True),
-    }
 
 
 def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
@@ -115,33 +97,44 @@ def form(name: str) -> Iterator[None]:
 
 def probes() -> dict[str, float]:
     """What this host takes for work that is not ours, ms."""
-    start = time.perf_counter()
-    total = 0
-    for _ in range(1_000_000):
-        total += 1
-    python = (time.perf_counter() - start) * 1e3
+
+    def additions():
+        total = 0
+        for _ in range(1_000_000):
+            total += 1
+
     x = torch.zeros(8, device="cuda")
-    add = timing.in_a_row(lambda: x.add_(1), 1000, 1, warmup=1)
-    return {"python_million_ms": python, "torch_add_ms": add[0]}
+    (python,) = timing.in_a_row(additions, samples=1)
+    (add,) = timing.in_a_row(lambda: x.add_(1), 1000, 1, warmup=1)
+    return {"python_million_ms": python, "torch_add_ms": add}
 
 
-def one_form(name: str) -> list[dict[str, Any]]:
+def one_form(name: str) -> Iterator[dict[str, Any]]:
     """A row per shape and pass."""
-    rows, host = [], probes()
-    with form(name):
-        for problem in SHAPES:
-            wanted = dataclasses.replace(problem, implementation=FLAGS.implementation)
-            calls, _ = torch_calls(wanted)
-            for which, mode in PASSES.items():
-                row: dict[str, Any] = {"shape": problem.name, "pass": which, "form": name}
-                for part, samples in timed(calls[mode], FLAGS.calls).items():
-                    p20, median, p80 = np.percentile(samples, [20, 50, 80]).tolist()
-                    row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
-                rows.append(row | {"graphs_a_call": graphs_a_call(calls[mode])} | host)
-    return rows
+    host, calls, fifth = probes(), FLAGS.calls, max(FLAGS.calls // 5, 1)
+    for shape, sizes in named("host").items():
+        problem = Problem(name=shape, implementation=FLAGS.implementation, **sizes)
+        of, _ = torch_calls(problem)
+        for which, mode in PASSES.items():
+            call = of[mode]
+            timing.in_a_row(call, BEFORE, 1)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            found = {
+                "host": timing.in_a_row(call, samples=calls),
+                "done": timing.in_a_row(call, samples=calls, done=True),
+                "row": timing.in_a_row(call, fifth, 5, done=True),
+                "replay": timing.in_a_row(graph.replay, fifth, 5, done=True),
+            }
+            row: dict[str, Any] = {"shape": shape, "pass": which, "form": name}
+            for part, samples in found.items():
+                p20, median, p80 = np.percentile(samples, [20, 50, 80]).tolist()
+                row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
+            yield row | {"graphs_a_call": graphs_a_call(call)} | host
 
 
-def merged(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+def merged(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """The rows of several rounds of a form as one, their numbers as medians."""
     for same in zip(*rounds, strict=True):
         median = lambda name, same=same: statistics.median(row[name] for row in same)
@@ -199,27 +192,17 @@ def microseconds(row: Callable[[int], Callable[[], Any]], calls: int) -> float:
 
 def launches() -> dict[str, float]:
     """Microseconds of a launch, by who queues it; medians of `--rounds`."""
-    found: dict[str, list[float]] = {}
+    kinds = {
+        "torch, each by itself": ("each", of_torch),
+        "torch, as graphs": ("graphs", of_torch),
+        "JAX, a compiled program": ("graphs", of_jax),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(FLAGS.rounds):
-        for name, which, row in (
-            ("torch, each by itself", "each", of_torch),
-            ("torch, as graphs", "graphs", of_torch),
-            ("JAX, a compiled program", "graphs", of_jax),
-        ):
+        for name, (which, row) in kinds.items():
             with form(which):
-                found.setdefault(name, []).append(microseconds(row, FLAGS.calls))
+                found[name].append(microseconds(row, FLAGS.calls))
     return {name: float(np.median(each)) for name, each in found.items()}
-
-
-def one_launch() -> int:
-    """Prints and keeps `launches`; the exit status."""
-    commit = records.environment(FLAGS.commit)["commit"]
-    rows = [records.variant("launch", "us", *found, commit) for found in launches().items()]
-    for row in rows:
-        print(f"{row.extra['variant']:24} {row.time_ms:.2f} us a launch")
-    if FLAGS.out:
-        records.append(FLAGS.out, rows)
-    return exit_status.OK
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,30 +211,30 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     if FLAGS.launch:
-        return one_launch()
+        for name, time in launches().items():
+            run.variants(FLAGS, "launch", name, {"us": time})
+        return exit_status.OK
     if FLAGS.form:
-        print(json.dumps(one_form(FLAGS.form)), flush=True)
+        print(json.dumps([*one_form(FLAGS.form)]), flush=True)
         return exit_status.OK
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in FORMS}
+    words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]
     for _ in range(FLAGS.rounds):
         for name, found in rounds.items():
-            words = [f"--calls={FLAGS.calls}", f"--implementation={FLAGS.implementation}"]
             status, said = process.answer("bench.host_time", f"--form={name}", *words)
             if status:
                 print(f"{name}: exit status {status}", flush=True)
                 return exit_status.worst([status])
             found.append(said)
-    rows = [row for found in rounds.values() for row in merged(found)]
-    for row in rows:
-        print(tables.line("host_time", row), flush=True)
+    about = {"device": torch.cuda.get_device_name(), "implementation": FLAGS.implementation}
+    made: list[dict[str, Any]] = [
+        about | row for found in rounds.values() for row in merged(found)
+    ]
+    run.rows("host_time", FLAGS, made)
     print(
-        f"a million additions in Python {rows[0]['python_million_ms']:.1f} ms, "
-        f"`add_` of torch {rows[0]['torch_add_ms'] * 1e3:.1f} us"
+        f"a million additions in Python {made[0]['python_million_ms']:.1f} ms, "
+        f"`add_` of torch {made[0]['torch_add_ms'] * 1e3:.1f} us"
     )
-    if FLAGS.out:
-        about = {"device": torch.cuda.get_device_name(), "implementation": FLAGS.implementation}
-        made = (records.record("host_time", FLAGS.commit, **about, **row) for row in rows)
-        records.append(FLAGS.out, made)
     return exit_status.OK
 
 

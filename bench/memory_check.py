@@ -20,17 +20,18 @@ that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save
 its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
 """
 
-import dataclasses
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from . import run
 from .harness import checked_layer, cli, command, exit_status, process, records
 from .harness.checked_layer import LAYERS, TOOLS
 
@@ -53,32 +54,14 @@ SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The outcome of a layer, or of the planted fault where `layer` is "".
-
-    Attributes:
-      reason: why it is not `ok`.
-      ran: The result of `checked_layer.check`; empty if there is none.
-      watched: `--kernels` where the tool looked at these only.
-    """
-
-    tool: str
-    layer: str
-    status: Literal["ok", "wrong", "timeout"]
-    seconds: float
-    reason: str
-    ran: dict[str, Any]
-    watched: str | None
-
-
-def run(tool: str, layer: str, folder: Path) -> Row:
-    """Runs a process and judges it; `compared` judges the bits of a layer under a tool."""
+def watched(tool: str, layer: str, folder: Path) -> run.Row:
+    """Runs a layer under a tool, or the planted fault where `layer` is "", and judges it: `ran` is
+    what `checked_layer` printed, `watched` is `--kernels` where the tool looked at these only."""
     log = f"{tool}, {layer or 'planted'}"
     sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
-    watched = (FLAGS.kernels or None) if tool == "racecheck" else None
+    kernels = (FLAGS.kernels or None) if tool == "racecheck" else None
     if tool == "racecheck":  # which takes long
-        sanitizer += ["--kernel-regex", f"kns={watched or ALL_KERNELS}"]
+        sanitizer += ["--kernel-regex", f"kns={kernels or ALL_KERNELS}"]
     name = FLAGS.kernels or "planted"
     words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]
     how = {"budget": False, "before": sanitizer, "variables": ENVIRONMENT}
@@ -87,8 +70,10 @@ def run(tool: str, layer: str, folder: Path) -> Row:
     found = sum(map(int, SUMMARY.findall(text)))
     lines = [line for line in text.splitlines() if line.startswith('{"kernels"')]
     ran = json.loads(lines[-1]) if lines else {}
+    row = {"tool": tool, "layer": layer, "status": "ok", "seconds": done.seconds}
+    row |= {"ran": ran, "watched": kernels}
     if done.status == "timeout":
-        return Row(tool, layer, "timeout", done.seconds, done.reason, ran, watched)
+        return row | {"status": "timeout", "reason": done.reason}
     if not layer:
         caught = found and checked_layer.symbol(name) in text
         reason = "" if caught else "it does not find the fault that was planted"
@@ -100,25 +85,12 @@ def run(tool: str, layer: str, folder: Path) -> Row:
         reason = f"no summary of {tool}"
     else:
         reason = ran["fault"] or done.reason
-    status = "wrong" if reason else "ok"
-    return Row(tool, layer, status, done.seconds, reason, ran, watched)
+    return row | ({"status": "wrong", "reason": reason} if reason else {})
 
 
-def compared(row: Row, alone: Row) -> Row:
-    """`row`, which is wrong if the layer gave other bits under the tool."""
-    if row.status != "ok" or row.ran["digest"] == alone.ran["digest"]:
-        return row
-    return dataclasses.replace(row, status="wrong", reason="other bits than alone")
-
-
-def show(row: Row) -> None:
-    tiles = row.ran.get("gathered_tiles")
-    more = row.reason or (f"{tiles} tiles gathered" if tiles else "")
-    name = row.layer or "planted fault"
-    print(f"{row.tool:10} {name:28} {row.status:8} {row.seconds:6.1f} s  {more}", flush=True)
-
-
-def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator[Row]:
+def check(
+    layers: Sequence[str], tools: Sequence[str], folder: Path
+) -> Generator[run.Row, None, None]:
     """Layers without a tool and the planted faults; then the layers that were right, under the
     tools that found theirs. Processes are ended where the caller stops waiting for rows.
 
@@ -126,35 +98,33 @@ def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator
       ValueError: a layer has no kernel that `--kernels` names.
     """
     pool = ThreadPoolExecutor(FLAGS.at_once)
-    futures: list[Future[Row]] = []
+    futures: list[Future[run.Row]] = []
 
-    def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[Row]:
-        futures[:] = [pool.submit(run, tool, layer, folder) for tool, layer in pairs]
+    def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[run.Row]:
+        futures[:] = [pool.submit(watched, *pair, folder) for pair in pairs]
         return (future.result() for future in futures)
 
     try:
-        alone, trusted = {}, []
+        bits, trusted = {}, []
         for row in rows([(ALONE, layer) for layer in layers] + [(tool, "") for tool in tools]):
             yield row
-            if row.status == "ok" and row.layer:
-                alone[row.layer] = row
-                _check_watched(row)
-            elif row.status == "ok":
-                trusted.append(row.tool)
-        for row in rows([(tool, layer) for tool in trusted for layer in alone]):
-            yield compared(row, alone[row.layer])
+            if row["status"] == "ok" and row["layer"]:
+                bits[row["layer"]] = row["ran"]["digest"]
+                names = [*row["ran"]["kernels"]]
+                if not any(FLAGS.kernels in checked_layer.symbol(name) for name in names):
+                    raise ValueError(f"--kernels: {row['layer']!r} runs {', '.join(names)}")
+            elif row["status"] == "ok":
+                trusted.append(row["tool"])
+        for row in rows([(tool, layer) for tool in trusted for layer in bits]):
+            if row["status"] == "ok" and row["ran"]["digest"] != bits[row["layer"]]:
+                row |= {"status": "wrong", "reason": "other bits than alone"}
+            yield row
     finally:
         for future in futures:
             future.cancel()
         while wait(futures, timeout=0.2).not_done:
             process.end_all()
         pool.shutdown()
-
-
-def _check_watched(row: Row) -> None:
-    kernels = row.ran["kernels"]
-    if not any(FLAGS.kernels in checked_layer.symbol(name) for name in kernels):
-        raise ValueError(f"--kernels: {row.layer!r} runs {', '.join(kernels)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,26 +136,28 @@ def main(argv: Sequence[str]) -> int:
     if not shutil.which(SANITIZER):
         raise NotImplementedError(f"{SANITIZER} of the CUDA toolkit must be on PATH")
     lines = command.new_file(FLAGS.out, "memory_check.jsonl")
-    folder = lines.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name()
-    made, statuses = [], []
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    device: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    rows = check(layers, [*dict.fromkeys(FLAGS.tool)], lines.parent)
     try:
-        with process.interruptible():
-            for row in check(layers, list(dict.fromkeys(FLAGS.tool)), folder):
-                show(row)
-                statuses.append(row.status)
-                about = {"device": device, **dataclasses.asdict(row)}
-                made.append(records.record("memory_check", FLAGS.commit, **about))
-                records.append(lines, made[-1:])
+        with process.interruptible(), contextlib.closing(rows):
+            found = (device | row for row in rows)
+            statuses = run.rows("memory_check", FLAGS, found, shown, out=lines)
     except process.Interrupted as error:
-        print(f"interrupted by {error}: {folder}")
+        print(f"interrupted by {error}: {lines.parent}")
         return 128 + error.number
     if FLAGS.save_records:
-        kept = records.folder_of(device) / "kernel_log" / lines.name
-        records.append(kept, made)
-    print(f"written to {folder}")
+        kept = records.folder_of(device["device"]) / "kernel_log" / lines.name
+        records.append(kept, records.read(lines))
+    print(f"written to {lines.parent}")
     return exit_status.of_statuses(statuses)
+
+
+def shown(row: run.Row) -> run.Row:
+    """Values of the printed line."""
+    tiles = row["ran"].get("gathered_tiles")
+    more = row.get("reason") or (f"{tiles} tiles gathered" if tiles else None)
+    return {"more": more, "name": row["layer"] or "planted fault"}
 
 
 if __name__ == "__main__":

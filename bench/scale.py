@@ -30,20 +30,21 @@ If one device cannot hold the problem its row reports it, and others have no eff
 """
 
 import importlib
+import itertools
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import torch
 from absl import app
 
 from nsa_core import context_layout
-from nsa_core.config import NSAConfig
-from nsa_core.context_layout import Layout
 
-from . import tables
+from . import run
 from .harness import (
     cli,
     command,
@@ -54,6 +55,7 @@ from .harness import (
     records,
     scale_model,
 )
+from .harness.runners import out_of_memory
 from .harness.scale_problem import Problem
 
 MODES, LAYOUTS = ("forward", "fwdbwd"), ("zigzag", "contiguous")
@@ -88,57 +90,41 @@ cli.define_lines(FLAGS)
 
 
 def problems(size: int) -> list[Problem]:
-    """For a number of devices."""
-    lengths = command.integers("lengths", FLAGS.lengths, ())
-    lengths = [length * size if FLAGS.weak else length for length in lengths]
-    documents = command.integers("documents", FLAGS.documents, ()) if FLAGS.documents else ()
-    return [
-        Problem(
-            framework=FLAGS.framework,
-            mode=mode,
-            layout=cast(Layout, layout),
-            S=length,
-            H=FLAGS.heads,
-            Hkv=FLAGS.kv_heads,
-            D=FLAGS.dk,
-            Dv=FLAGS.dv,
-            dtype=FLAGS.dtype,
-            checked=FLAGS.checked,
-            config=NSAConfig(),
-            documents=tuple(documents),
-            recompute=FLAGS.recompute,
-            by_rows=FLAGS.check == "rows",
-        )
-        for length in lengths
-        for layout in FLAGS.layout
-        for mode in FLAGS.mode
-    ]
+    """For a number of devices.
 
-
-def check(found: Iterable[Problem], size: int) -> None:
-    """Raises ValueError for lengths that the devices cannot share in whole chunks, or that
-    documents do not have.
+    Raises:
+      ValueError: devices cannot share a length in whole chunks, or documents do not have it.
     """
-    for problem in found:
-        if problem.documents and problem.framework == "jax":
-            raise NotImplementedError("documents are measured in torch, got jax")
-        if (problem.by_rows or problem.recompute) and problem.framework == "jax":
-            raise NotImplementedError("--check rows and --recompute are for torch, got jax")
-        if problem.documents and sum(problem.documents) != problem.S:
-            raise ValueError(
-                f"documents must be {problem.S} tokens together, as --lengths says, got "
-                f"{sum(problem.documents)}"
-            )
-        chunks = len(context_layout.Shards(problem.layout, size, 0, 1).order)
-        if problem.S % chunks:
-            raise ValueError(
-                f"lengths must be multiples of {chunks} for {size} devices, {problem.layout}, "
-                f"got {problem.S}"
-            )
     if FLAGS.heads % FLAGS.kv_heads:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {FLAGS.heads} and {FLAGS.kv_heads}"
         )
+    lengths = command.integers("lengths", FLAGS.lengths, ())
+    documents = command.integers("documents", FLAGS.documents, ()) if FLAGS.documents else ()
+    by_rows = FLAGS.check == "rows"
+    if FLAGS.framework == "jax" and (documents or by_rows or FLAGS.recompute):
+        what = "documents are" if documents else "--check rows and --recompute are"
+        raise NotImplementedError(f"{what} measured in torch, got jax")
+    found = []
+    for length, layout, mode in itertools.product(lengths, FLAGS.layout, FLAGS.mode):
+        length *= size if FLAGS.weak else 1
+        chunks = len(context_layout.Shards(layout, size, 0, 1).order)
+        if documents and sum(documents) != length:
+            raise ValueError(
+                f"documents must be {length} tokens together, as --lengths says, got "
+                f"{sum(documents)}"
+            )
+        if length % chunks:
+            raise ValueError(
+                f"lengths must be multiples of {chunks} for {size} devices, {layout}, "
+                f"got {length}"
+            )
+        sizes: dict[str, Any] = {"H": FLAGS.heads, "Hkv": FLAGS.kv_heads}
+        sizes |= {"D": FLAGS.dk, "Dv": FLAGS.dv, "dtype": FLAGS.dtype}
+        about = FLAGS.framework, mode, layout, length
+        how = {"documents": documents, "recompute": FLAGS.recompute, "by_rows": by_rows}
+        found.append(Problem(*about, **sizes, checked=FLAGS.checked, **how))
+    return found
 
 
 def measured(size: int) -> tuple[list[dict[str, Any]], str]:
@@ -149,62 +135,68 @@ def measured(size: int) -> tuple[list[dict[str, Any]], str]:
         words = [*launcher, process.module(words[0]), *words[1:]]
     heartbeat.say(f"{size} devices")
     with tempfile.TemporaryDirectory() as folder:
-        run = process.run("run", words, Path(folder), FLAGS.timeout_s, budget=False)
+        done = process.run("run", words, Path(folder), FLAGS.timeout_s, budget=False)
         text = (Path(folder) / "run.log").read_text(errors="replace")
     found = [json.loads(line) for line in text.splitlines() if line.startswith('{"framework"')]
-    if run.reason:
+    if done.reason:
         print(text[-10000:], file=sys.stderr)
-    return found, run.reason
+    return found, done.reason
 
 
-CELLS = (
-    "ms",
-    "tokens_s_device",
-    "efficiency",
-    "compute_ms",
-    "exposed_ms",
-    "imbalance",
-    "memory_mib",
-)
-
-
-def line(row: dict[str, Any]) -> str:
-    """The printed line of a row."""
-    fate = None if row["status"] == "ok" else f" {row['status']}: {row['reason']}"
-    absent = dict.fromkeys(CELLS) | {"documents": ()}
-    return tables.line("scale", absent | row | {"fate": fate})
+def derived(row: dict[str, Any], done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A measured row with values derived from it and from the rows of `done`."""
+    if row["status"] not in ("ok", "wrong"):
+        return row
+    size, ms = row["devices"], row["ms"]
+    one = scale_model.alone(scale_model.by_problem(done)[scale_model.problem(row)])
+    row["efficiency"] = one / (size * ms) if one else None
+    row["tokens_s_device"] = row["S"] / ms / size * 1e3
+    row["moved_mib"] = scale_model.moved_bytes(row, size) / 2**20
+    if row["compute_ms"] is not None:
+        row["exposed_ms"] = ms - row["compute_ms"]
+    return row
 
 
 def predict(path: str) -> int:
     rows = [x for x in records.flat_lines(path) if x["status"] == "ok"]
     bandwidth = None if FLAGS.link_gb_s is None else FLAGS.link_gb_s * 1e9
-    count = 0
-    for found in scale_model.by_problem(rows).values():
-        model = scale_model.Model.fitted(found)
-        if model is None:
-            continue
-        count += 1
-        row = model.row
+    found = scale_model.by_problem(rows).values()
+    models = [(x, ms) for x in found if (ms := scale_model.fitted(x))]
+    for same, ms in models:
+        row = same[0]
         print(f"{row['framework']} {row['mode']} {row['layout']} {row['S']} tokens:")
-        for each in sorted(found, key=lambda x: x["devices"]):
-            ms = model.ms(each["devices"])
-            error = ms / each["ms"] - 1
+        for each in sorted(same, key=lambda x: x["devices"]):
+            error = ms(each["devices"]) / each["ms"] - 1
             print(f"  {each['devices']} measured {each['ms']:.4g} ms, model {error:+.1%}")
         for size in command.integers("predict", FLAGS.predict, ()):
-            ms = model.ms(size, bandwidth)
-            share = model.compute_ms / size / ms
-            print(f"  {size} predicted {ms:.4g} ms, efficiency {share:.0%}")
-    if not count:
+            took = ms(size, bandwidth)
+            print(f"  {size} predicted {took:.4g} ms, efficiency {ms(1) / size / took:.0%}")
+    if not models:
         print("no problem was measured on one device and on several, with transport")
-    return exit_status.OK if count else exit_status.NOT_MEASURED
+    return exit_status.OK if models else exit_status.NOT_MEASURED
+
+
+def work(size: int) -> None:
+    """In a process of a run: prints a line of JSON for each problem."""
+    kind = "scale_ranks" if FLAGS.framework == "torch" else "scale_devices"
+    measure = importlib.import_module(f".harness.{kind}", __package__)
+    with measure.devices(size) as mesh:
+        for problem in problems(size):
+            try:
+                found = measure.row(problem, mesh, FLAGS.samples)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0].partition(". ")[0]
+                found = {"status": "unsupported", "reason": reason}
+            if os.environ.get("RANK", "0") == "0":
+                print(json.dumps(problem.about | {"devices": size} | found), flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     devices = sorted(command.integers("devices", FLAGS.devices, ()))
     if FLAGS.worker:  # a process of a run
-        kind = "scale_ranks" if FLAGS.framework == "torch" else "scale_devices"
-        found = importlib.import_module(f".harness.{kind}", __package__)
-        found.run(problems(devices[0]), devices[0], FLAGS.samples)
+        work(devices[0])
         return exit_status.OK
     launchers.check_one()
     if FLAGS.predict:
@@ -216,37 +208,28 @@ def main(argv: Sequence[str]) -> int:
     if FLAGS.records or FLAGS.link_gb_s is not None:
         raise app.UsageError("--records and --link_gb_s need --predict")
     for size in devices:
-        check(problems(size), size)
-    import torch
-
+        problems(size)
     name = "cpu"
     if torch.cuda.is_available():
         name, there = torch.cuda.get_device_name(), torch.cuda.device_count()
         if max(devices) > there:
             raise NotImplementedError(f"{max(devices)} GPUs are needed, got {there}")
-    rows, broken = list[dict[str, Any]](), False
-    for size in devices:
-        some, reason = measured(size)
-        for row in some:
-            rows.append(row)
-            if row["status"] in ("ok", "wrong"):
-                alike = scale_model.by_problem(rows)[scale_model.problem(row)]
-                row["efficiency"] = scale_model.efficiency(row, alike)
-                row["tokens_s_device"] = row["S"] / row["ms"] / size * 1e3
-                row["moved_mib"] = scale_model.moved_bytes(row, size) / 2**20
-                if row["compute_ms"] is not None:
-                    row["exposed_ms"] = row["ms"] - row["compute_ms"]
-            print(line(row), flush=True)
-            if FLAGS.out:
-                made = records.record("scale", FLAGS.commit, device=name, **row)
-                records.append(FLAGS.out, [made])
-        if reason:
-            broken = True
-            print(
-                f"{size} devices: {len(some)} of {len(problems(size))} rows: {reason}",
-                flush=True,
-            )
-    return exit_status.WRONG if broken else exit_status.of_statuses(x["status"] for x in rows)
+    broken = list[str]()
+
+    def rows():
+        done = []
+        for size in devices:
+            some, reason = measured(size)
+            for row in some:
+                done.append(row)
+                yield {"device": name} | derived(row, done)
+            if reason:
+                broken.append(reason)
+                count = f"{len(some)} of {len(problems(size))} rows"
+                print(f"{size} devices: {count}: {reason}", flush=True)
+
+    statuses = run.rows("scale", FLAGS, rows())
+    return exit_status.WRONG if broken else exit_status.of_statuses(statuses)
 
 
 if __name__ == "__main__":

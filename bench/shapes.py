@@ -16,13 +16,12 @@ bench/records/<device>/compare.jsonl too.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from . import against
+from . import run
 from .harness import cli, command, exit_status, problems, records, turns
 from .harness.timed_problem import Problem
 
@@ -46,50 +45,44 @@ ENVIRONMENT = turns.ALONE | {
 }
 
 
-def _settings(problem: Problem) -> dict[str, Any]:
+# Names are those of files too.
+SHAPES: Mapping[str, Problem] = {
+    p.name.replace("/", " and "): p
+    for p in run.EAGER
+    if not p.alike  # --input decides how alike neighbours are
+}
+
+
+def settings(p: Problem) -> dict[str, dict[str, int]]:
     """Of `bench.compare`, on top of configs/base.yaml."""
-    p = problem
     model = {"n_heads": p.H, "n_kv_groups": p.Hkv, "d_k": p.D, "d_v": p.Dv}
     return {"model": model, "runtime": {"seq_len": p.T, "batch": p.B}}
 
 
-# Names are those of files too.
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    problem.name.replace("/", " and "): _settings(problem)
-    for problem in against.EAGER
-    if not problem.alike  # --input decides how alike neighbours are
-}
-
-
-def commands_of(
-    shapes: Sequence[str], inputs: Sequence[str], folder: Path
-) -> Iterator[tuple[str, list[str]]]:
-    """Name and words of each `bench.compare`, which writes into the folder of its name; files of
-    their settings are in `folder`.
+def words_of(name: str, source: str, folder: Path) -> list[str]:
+    """The words of a `bench.compare`, which writes into a folder of the name of its row; the file
+    of its settings is in `folder`.
     """
-    for source in inputs:
-        for name in shapes:
-            settings = folder / f"{name}.yaml"
-            settings.write_text(yaml.safe_dump(dict(SHAPES[name])))
-            row = f"{name}, {source}"
-            words = ["bench.compare", "--framework=torch", f"--config={settings}"]
-            words += [f"--input={source}", f"--kernels={FLAGS.kernels}", "--branch=all"]
-            words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={FLAGS.most_rows}"]
-            words += [f"--out={folder / row}", "--turn", "--nosave_records"]
-            words += ["--packed"] if FLAGS.packed else []
-            words += ["--branch=dense"] if FLAGS.dense and source == inputs[0] else []
-            if FLAGS.commit:
-                words.append(f"--commit={FLAGS.commit}")
-            yield row, words
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(settings(SHAPES[name])))
+    words = ["bench.compare", "--framework=torch", f"--config={path}", f"--input={source}"]
+    words += [f"--kernels={FLAGS.kernels}", "--branch=all", "--mode=forward", "--mode=fwdbwd"]
+    words += [f"--most_rows={FLAGS.most_rows}", f"--out={folder / f'{name}, {source}'}"]
+    words += ["--turn", "--nosave_records"] + ["--packed"] * FLAGS.packed
+    words += ["--branch=dense"] * (FLAGS.dense and source == FLAGS.input[0])
+    return words + ([f"--commit={FLAGS.commit}"] if FLAGS.commit else [])
 
 
 def main(argv: Sequence[str]) -> int:
     shapes = cli.chosen(FLAGS.only, SHAPES)
     lines = command.new_file(FLAGS.out, "compare.jsonl")
-    folder = lines.parent
+    folder, statuses, kept = lines.parent, [], []
     folder.mkdir(parents=True, exist_ok=True)
-    statuses, kept = [], []
-    commands = dict(commands_of(shapes, FLAGS.input, folder))
+    commands = {
+        f"{name}, {source}": words_of(name, source, folder)
+        for source in FLAGS.input
+        for name in shapes
+    }
     with tempfile.TemporaryDirectory() as compiled:
         environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": compiled}
         found = turns.measured(commands, lines, environment, at_once=FLAGS.at_once)

@@ -4,6 +4,7 @@ A template is one of Python's `format`. A format specification may also be a nam
 one in the style of C with the text of a missing value: `{ms:%.3f ms or n/a}`.
 """
 
+import collections
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,5 +100,6 @@ def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, values: Mapping[str, Any]) -> str:
-    """A printed line of `bench.<name>`."""
-    return TEMPLATE.vformat(LINES[name]["line"], (), values).rstrip()
+    """A printed line of `bench.<name>`; a value that is missing is None."""
+    known = collections.defaultdict(lambda: None, values)
+    return TEMPLATE.vformat(LINES[name]["line"], (), known).rstrip()

@@ -17,13 +17,12 @@ must have the bits of the calls: exit status 1 where they have not. Whether the 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
 
-import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import against
-from .harness import cli, exit_status, records, timing
+from . import run
+from .harness import cli, exit_status, timing
 from .harness.timed_problem import Problem, digest, jax_calls, milliseconds, torch_calls
 
 FLAGS = cli.define(
@@ -35,19 +34,9 @@ cli.define_lines(FLAGS)
 REST_SECONDS = 0.05  # as in `timing.RESTED`
 
 
-def measure(
-    problem: Problem, rounds: int, commit: str | None, broken: list[str]
-) -> Iterator[tuple[str, list[records.Record]]]:
-    """Lines to print, each with those of `--out`; `broken`: gets replays of other bits."""
-
-    def line(name: str, times: Mapping[str, float]):
-        made = [
-            records.variant("whole_calls", mode, name, time, commit)
-            for mode, time in times.items()
-        ]
-        return f"{name:45} {' / '.join(f'{x:.3f}' for x in times.values())}", made
-
-    of: Any = {"torch": torch_calls, "jax": jax_calls}[problem.framework]
+def measure(problem: Problem) -> str:
+    """Prints and keeps the times; why a replay is wrong, or nothing."""
+    of: Any = torch_calls if problem.framework == "torch" else jax_calls
     calls, sync = of(problem)
     replays = dict(calls)  # graphs read the tensors of `calls`
     for name, call in calls.items() if problem.graph else ():
@@ -56,27 +45,25 @@ def measure(
         replays[name]()
         sync(found)
         if digest(found) != wanted:
-            broken.append(f"{problem.name}, {name}: other bits than without a graph")
-            yield broken[-1], []
-            return
-    in_a_row = {name: [] for name in replays}
-    for _ in range(rounds):
-        for name, call in replays.items():
-            in_a_row[name].append(milliseconds(call, sync))
-    yield line(problem.name, {name: statistics.median(x) for name, x in in_a_row.items()})
-    if problem.framework == "torch" and not problem.graph:
-        how: dict[str, Any] = {"iters": rounds, "rest": REST_SECONDS}
+            return f"{problem.name}, {name}: other bits than without a graph"
+    rounds = [
+        [milliseconds(call, sync) for call in replays.values()] for _ in range(FLAGS.rounds)
+    ]
+    medians = map(statistics.median, zip(*rounds, strict=True))
+    run.variants(FLAGS, "whole_calls", problem.name, dict(zip(replays, medians, strict=True)))
+    if problem in run.EAGER:
+        how: dict[str, Any] = {"iters": FLAGS.rounds, "rest": REST_SECONDS}
         rested = {
             name: timing.time_cuda_events(lambda _, call=call: call(), **how).time_ms
             for name, call in calls.items()
         }
-        yield line(timing.RESTED.format(problem.name), rested)
+        run.variants(FLAGS, "whole_calls", timing.RESTED.format(problem.name), rested)
+    return ""
 
 
 def main(argv: Sequence[str]) -> int:
-    commit, broken = records.environment(FLAGS.commit)["commit"], list[str]()
-    how = {"rounds": FLAGS.rounds, "commit": commit, "broken": broken}
-    against.measured(FLAGS, against.ROWS, functools.partial(measure, **how))
+    broken = [*filter(None, map(measure, run.chosen(FLAGS, run.CALLS)))]
+    print("\n".join(broken))
     return exit_status.WRONG if broken else exit_status.OK
 
 

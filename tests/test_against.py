@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
+import torch
 
-from bench import against, tables
+from bench import against, run
+from bench.harness import exit_status, records
 from bench.harness.timed_problem import Problem
+from tests import commands, pretend
 
 PRETENDED = """
 import json, os, sys
@@ -23,64 +27,51 @@ for round, _ in enumerate(sys.stdin):
     say(forward=slower * (2.0 + round))
 """
 SHAPE = {"T": 1024, "H": 16, "Hkv": 1, "D": 64, "Dv": 64}
+VERDICTS = [
+    ("alike", [], exit_status.OK, "alike +forward +3.000 +3.000 +\\+0.0%"),
+    ("slow", [], exit_status.WRONG, "slow +forward +3.000 +3.300 +\\+10.0%  10.0% slower"),
+    ("slow", ["--margin=0.11"], exit_status.OK, "10.0%$"),
+    ("bits", [], exit_status.WRONG, "other bits"),
+    ("bits", ["--allow_other_bits"], exit_status.OK, "0.0%$"),
+    ("broken", [], exit_status.WRONG, "broken in after: exit status 5"),
+]
 
 
-@pytest.fixture
-def checkouts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "more", "status", "said"), VERDICTS)
+def test_verdicts(name, more, status, said, tmp_path, monkeypatch, capsys):
+    """Beside a row that is alike."""
     script = tmp_path / "pretended.py"
     script.write_text(PRETENDED)
+    pretend.gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(against, "SCRIPT", script)
-    found = tmp_path / "before", tmp_path / "after"
-    for folder in found:
-        folder.mkdir()
-    return found
-
-
-def verdicts(checkouts, *names):
-    children = [
-        (p, tuple(against.Child(folder, p) for folder in checkouts))
-        for p in (Problem(name=name, **SHAPE) for name in names)
-    ]
-    try:
-        ready, broken = against.compiled(children)
-        rows = {
-            problem.name: row
-            for problem, pair, digests in ready
-            for row in against.measure(*pair, digests, rounds=3)
-        }
-    finally:
-        for _, pair in children:
-            for child in pair:
-                child.end()
-    return rows, broken
-
-
-def test_verdicts(checkouts):
-    rows, broken = verdicts(checkouts, "alike", "slow", "bits", "broken")
-    assert [str(error) for error in broken] == ["broken in after: exit status 5"]
-    assert rows["alike"]["ratio"] == 1 and not against.faults(rows["alike"], 0.02, False)
-    assert rows["slow"]["ratio"] == pytest.approx(1.1)
-    assert against.faults(rows["slow"], 0.02, False) == "10.0% slower"
-    assert not against.faults(rows["slow"], 0.11, False)
-    assert against.faults(rows["bits"], 0.02, False) == "other bits"
-    assert not against.faults(rows["bits"], 0.02, True)
-    found = {"name": "a", "before": 1.0, "after": 1.1, "change": 0.1, "faults": "slower"}
-    text = tables.line("against", rows["slow"] | found)
-    assert text == "a                            forward     1.000    1.100  +10.0%  slower"
+    monkeypatch.setattr(against, "__file__", str(tmp_path / "after" / "bench" / "against.py"))
+    monkeypatch.setattr(run, "CALLS", [Problem(name=x, **SHAPE) for x in (name, "other")])
+    for folder in ("before/nsa_torch", "after"):
+        (tmp_path / folder).mkdir(parents=True)
+    out = tmp_path / "against.jsonl"
+    words = [f"--checkout={tmp_path / 'before'}", "--rounds=3", f"--out={out}", *more]
+    assert commands.called(against, *words) == status
+    assert re.search(said, capsys.readouterr().out, re.MULTILINE)
+    found = {x["name"]: x for x in records.flat_lines(out)}
+    assert set(found) == {name, "other"} - {"broken"}
+    assert found["other"]["ratio"] == 1 and found["other"]["same_bits"]
+    assert found["other"]["before_ms"] == [2.0, 3.0, 4.0]
+    if name == "slow":
+        assert found[name]["ratio"] == pytest.approx(1.1)
 
 
 def test_waves_fit_and_hold_every_row():
     for memory in (1, 40, 70, 10_000):
-        found = list(against.waves(against.ROWS, memory))
-        assert [p for wave in found for p in wave] == list(against.ROWS)
-        assert all(
-            len(wave) == 1 or 2 * sum(map(against.gib, wave)) <= memory for wave in found
-        )
-    assert len(found) == 1
+        found = against.waves(run.CALLS, memory)
+        assert [p for wave in found for p in wave] == run.CALLS
+        each = [len(against.waves(wave, memory)) for wave in found]
+        assert each == [1] * len(found)
+    assert len(found) == 1 < len(against.waves(run.CALLS, 70))
 
 
 def test_a_problem_travels_as_json():
-    for problem in against.ROWS:
+    for problem in run.CALLS:
         assert Problem(**json.loads(json.dumps(dataclasses.asdict(problem)))) == problem
 
 

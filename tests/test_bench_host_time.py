@@ -74,7 +74,7 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
         ("torch, as graphs", 2),
         ("JAX, a compiled program", 5),
     ]
-    assert "4.00 us a launch" in capsys.readouterr().out
+    assert "torch, each by itself: us 4.000" in capsys.readouterr().out
     given = []
     last = host_time.chain(lambda *x: given.append(x[1:]) or (x[2] + 1,), 3, "gate", 0)
     assert last == 3 and given == [("gate", 0), ("gate", 1), ("gate", 2)]

@@ -2,14 +2,13 @@
 
 import torch
 
-from bench import packed
-from tests.measured import record
+from bench import packed, tables
 
 
 def test_lengths_of_documents():
-    for shape in packed.SHAPES.values():
-        assert min(shape.lengths) > 0
-    sizes = packed.SHAPES["31 documents, 61444 tokens"].lengths
+    for lengths, *_ in packed.SHAPES.values():
+        assert min(lengths) > 0
+    sizes = packed.SHAPES["31 documents, 61444 tokens"][0]
     assert (len(sizes), sum(sizes)) == (31, 61444) and max(sizes) > 8 * min(sizes)
 
 
@@ -22,9 +21,10 @@ def test_the_array_that_is_farthest_counts():
 
 def test_a_line():
     extra = {"form": "varlen", "farthest": 2e-3, "host_ms": 0.5, "metadata_ms": 0.02}
-    cells = packed.cells("16 x 2048", record("all", "mosaic", 1.0, extra=extra))
-    assert [*cells.values()][1:] == [
-        *("forward", "varlen", "1.000", "0.900 to 1.100", "0.500", "0.020", "-", "2.00e-03")
+    row = {"name": "16 x 2048", "mode": "forward", **extra}
+    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1}
+    assert tables.line("packed", row | times).split("forward")[1].split() == [
+        *("varlen", "1.000", "ms", "(0.900", "to", "1.100)", "host", "0.500"),
+        *("metadata", "0.020", "distance", "2.00e-03"),
     ]
-    wrong = record("all", "mosaic", None, extra=extra, reason="2 % off")
-    assert packed.cells("16 x 2048", wrong)["ms"] == "wrong: 2 % off"
+    assert "wrong: 2 % off" in tables.line("packed", row | {"fate": "wrong: 2 % off"})

@@ -5,7 +5,6 @@ import collections
 import pytest
 
 from bench import call_kernels
-from bench.harness.timed_problem import Problem
 from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
 
@@ -47,16 +46,3 @@ def test_columns(heads, of_selected):
     alone = {"dq: compressed", "dq: sliding"}  # where one kernel has no room for both
     found = set.union(*columns.values())
     assert found == {*call_kernels.COLUMNS} - {call_kernels.WHOLE} - alone
-
-
-def test_lines():
-    problem = Problem(name="a row", T=1024, H=16, Hkv=1, D=64, Dv=64)
-    found = {"rest": 0.25, "dq: sliding": 1.23456}
-    ((_, lines),) = call_kernels.lines(problem, found, "0123456789")
-    assert [(x.extra["shape"], x.time_ms) for x in lines] == [
-        ("dq: sliding", 1.235),
-        ("rest", 0.25),
-    ]
-    assert {(x.extra["kernel"], x.extra["variant"], x.commit) for x in lines} == {
-        ("call_kernels", "a row", "0123456")
-    }

@@ -12,6 +12,7 @@ NAMES = [
     ("interval_forward", "sliding"),
     ("dkv_partials", "dkv: selected"),
 ]
+PRINTED = "\n".join(["something else", *map("\t".join, NAMES)])
 
 
 def written(names, metrics=counters.METRICS) -> str:
@@ -29,7 +30,7 @@ def written(names, metrics=counters.METRICS) -> str:
 
 
 def test_launches_of_a_kernel_are_one_line():
-    found = counters.lines("8k", NAMES, counters.rows_of(written(NAMES)), "0123456789")
+    found = counters.lines("8k", PRINTED, written(NAMES), "0123456789")
     both, one = (x.extra | {"time_ms": x.time_ms, "commit": x.commit} for x in found)
     assert one["kernel"] == "8k: interval_forward, sliding"
     assert (one["time_ms"], one["tensor_pipe_percent"], one["commit"]) == (2, 20, "0123456")
@@ -41,7 +42,7 @@ def test_launches_of_a_kernel_are_one_line():
 
 def test_launches_that_ncu_did_not_see_are_an_error():
     with pytest.raises(ValueError, match="ncu saw 2 launches, of 3 that ran"):
-        list(counters.lines("8k", NAMES, counters.rows_of(written(NAMES[:2])), None))
+        list(counters.lines("8k", PRINTED, written(NAMES[:2]), None))
 
 
 def test_what_ncu_says_where_it_fails(monkeypatch):
@@ -56,7 +57,7 @@ def test_what_ncu_says_where_it_fails(monkeypatch):
         return subprocess.CompletedProcess(words, 1, "", "no counters")
 
     pretend.gpu(monkeypatch)
-    monkeypatch.setattr(call_kernels, "prepare", lambda _: None)
+    monkeypatch.setattr(call_kernels, "prepared", lambda _: None)
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(counters.subprocess, "run", run)
     with pytest.raises(ChildProcessError, match=r"(?s)status 1.*ERR_NVGPUCTRPERM.*no counters"):

@@ -5,7 +5,6 @@ import pytest
 from bench import scale
 from bench.harness import exit_status, records, scale_model
 from bench.harness.scale_problem import Problem, judged
-from nsa_core.config import NSAConfig
 from tests.commands import called
 
 ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
@@ -14,7 +13,13 @@ COLUMNS = 1024 * 2 * (64 + 32)
 
 
 def row(devices, ms, **fields):
-    found = {"compute_ms": ms, "transport_ms": None, "status": "ok", "imbalance": 1.0}
+    found = {
+        "documents": [],
+        "compute_ms": ms,
+        "transport_ms": None,
+        "status": "ok",
+        "imbalance": 1.0,
+    }
     return ABOUT | SIZES | found | {"devices": devices, "ms": ms} | fields
 
 
@@ -30,32 +35,28 @@ def test_a_model_finds_what_its_rows_were_made_of():
     bandwidth = scale_model.moved_bytes(row(2, 1.0), 2) / 3e-3  # 3 ms with two devices
     alone = row(1, 100.0)
     several = row(2, 54.0, compute_ms=52.5, transport_ms=3.0)
-    model = scale_model.Model.fitted([alone, several])
-    assert model is not None and model.bandwidth == pytest.approx(bandwidth)
-    assert model.balance == pytest.approx(1.05) and model.ms(1) == 100.0
-    assert model.ms(2) == pytest.approx(52.5 + 3 / 2)  # one of two heads is not hidden
+    ms = scale_model.fitted([alone, several])
+    assert ms is not None and ms(1) == 100.0
+    assert ms(2) == pytest.approx(52.5 + 3 / 2)  # one of two heads is not hidden
     eight = 3e-3 * (7 / 8) / (1 / 2) * 1e3
-    assert model.ms(8) == pytest.approx(100 / 8 * 1.05 + eight / 2)
+    assert ms(8) == pytest.approx(100 / 8 * 1.05 + eight / 2)
     # Links a hundred times slower hide behind nothing.
     slow, compute = 100 * eight, 100 / 8 * 1.05
-    assert model.ms(8, bandwidth / 100) == pytest.approx(
-        compute + slow / 2 + (slow - compute) / 2
-    )
-    assert scale_model.Model.fitted([alone]) is None
-    assert scale_model.Model.fitted([several]) is None
+    assert ms(8, bandwidth / 100) == pytest.approx(compute + slow / 2 + (slow - compute) / 2)
+    assert scale_model.fitted([alone]) is scale_model.fitted([several]) is None
 
 
 def test_efficiency_is_of_the_same_problem_on_one_device():
     rows = [row(1, 100.0), row(2, 62.5)]
-    assert scale_model.efficiency(rows[1], rows) == 0.8
-    assert scale_model.efficiency(rows[1], rows[1:]) is None
+    assert scale.derived(row(2, 62.5), rows)["efficiency"] == 0.8
+    assert scale.derived(row(2, 62.5), rows[1:])["efficiency"] is None
     longer = row(1, 1.0) | {"S": 2048}
     packed = row(1, 1.0) | {"documents": [1000, 24]}
     assert len(scale_model.by_problem([*rows, longer, packed])) == 3
 
 
 def problem(**fields):
-    return Problem(**ABOUT | SIZES | fields, dtype="bfloat16", checked=0, config=NSAConfig())
+    return Problem(**ABOUT | SIZES | fields, dtype="bfloat16", checked=0)
 
 
 def test_several_devices_may_err_twice_as_much_as_one():
@@ -96,7 +97,9 @@ def test_problems_of_flags(words, lengths, documents, monkeypatch):
     """Weak scaling has as many tokens a device; documents are a packed row."""
     monkeypatch.setattr(scale, "main", lambda _: scale.problems(4))
     found = called(scale, "--mode=forward", *words.split())
-    assert [(x.S, x.documents) for x in found] == [(length, documents) for length in lengths]
+    assert [(x.S, tuple(x.documents)) for x in found] == [
+        (length, documents) for length in lengths
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_problems_of_flags(words, lengths, documents, monkeypatch):
         ([row(1, 8.0), row(2, 5.0)], "", exit_status.OK),
         ([row(1, 8.0), row(2, 5.0) | {"status": "wrong", "reason": "far"}], "", exit_status.WRONG),
         ([row(1, 8.0)], "longer than 1 s", exit_status.WRONG),
-        ([ABOUT | SIZES | {"devices": 1, "status": "unsupported", "reason": "memory"}], "",
+        ([row(1, None) | {"status": "unsupported", "reason": "memory"}], "",
          exit_status.NOT_MEASURED),
         ([row(1, None) | {"status": "unsupported", "reason": "memory"}, row(2, 5.0)], "",
          exit_status.NOT_MEASURED),

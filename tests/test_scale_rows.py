@@ -36,17 +36,17 @@ def test_rows_are_those_of_the_reference(documents):
         blocks = [x for x in indices[at, head].tolist() if x >= 0]
         assert blocks == sorted(set(blocks)) and blocks[-1] == own[at]
         assert len(blocks) == min(CONFIG.num_selected, own[at] + 1)
-    inputs = [(query[0, row], gates[0, row], indices[row]) for row in rows]
-    found = scale_rows.oracle(case, rows, key[0], value[0], inputs)
+    own = query[0, rows], gates[0, rows], indices[rows]
+    found = scale_rows.oracle(case, rows, *own, key[0], value[0])
     borders = torch.tensor([0, *itertools.accumulate(documents)]) if documents else None
     options = {"config": CONFIG, "block_indices": indices[None], "cu_seqlens": borders}
     out = nsa_torch.attention(query, key, value, gates, **options, implementation="reference")
-    assert (torch.stack(found) - out[0, rows]).abs().max() < 1e-12
+    assert (found - out[0, rows]).abs().max() < 1e-12
     weights = torch.zeros_like(out)
     weights[0, rows] = torch.randn(len(rows), case.H, case.Dv, dtype=out.dtype, generator=draw)
     arrays = query, key, value, gates
     expected = torch.autograd.grad(out, arrays, weights)
-    gradients = torch.autograd.grad(found, arrays, [*weights[0, rows]])
+    gradients = torch.autograd.grad(found, arrays, weights[0, rows])
     for x, y in zip(gradients, expected, strict=True):
         assert (x - y).abs().max() < 1e-12
 

@@ -103,6 +103,7 @@ def test_a_folder_that_has_results_stays(asked, tmp_path):
 
 
 def test_shapes_are_settings():
-    for name, settings in shapes.SHAPES.items():
+    for name, problem in shapes.SHAPES.items():
+        settings = shapes.settings(problem)
         assert settings["model"]["n_heads"] % settings["model"]["n_kv_groups"] == 0, name
         assert config_files.overlay(config_files.load("base"), settings)

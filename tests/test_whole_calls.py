@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bench import against, whole_calls
+from bench import run as matrix
+from bench import whole_calls
 from bench.harness import exit_status, records, timing
 from tests import commands, pretend
 
@@ -43,8 +44,8 @@ def test_lines_of_every_row(posed, tmp_path):
     assert run(f"--out={out}", "--commit=0123456789") == exit_status.OK
     lines = records.flat_lines(out)
     found = {(x["variant"], x["shape"]): x["time_ms"] for x in lines}
-    rested = {f"{p.name}, after 50 ms of rest" for p in against.EAGER}
-    names = rested | {p.name for p in against.ROWS}
+    rested = {f"{p.name}, after 50 ms of rest" for p in matrix.EAGER}
+    names = rested | {p.name for p in matrix.CALLS}
     assert found == {
         (name, mode): 7.0 if name in rested else 5.0
         for name in names

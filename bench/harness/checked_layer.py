@@ -20,7 +20,6 @@ from absl import app
 
 import nsa_torch
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.selected import BlockCounts
 from nsa_core.config import NSAConfig
 from nsa_torch import plans
@@ -42,14 +41,13 @@ class Layer(Problem):
       kernels: those that have to run; where `gathered_merge` is one, tiles must be gathered.
     """
 
-    name: str = ""
     config: NSAConfig = PAPER
     cu_seqlens: Sequence[int] | None = None
     kernels: Sequence[str] = ("interval_forward", "selected_forward", "dkv_partials")
 
 
 LAYERS = {
-    name: Layer(**sizes | {"config": NSAConfig(**sizes.get("config", {}))})
+    name: Layer(name=name, **sizes | {"config": NSAConfig(**sizes.get("config", {}))})
     for name, sizes in named("layers").items()
 }
 
@@ -99,19 +97,13 @@ class Watch(TorchOps):
         self.launches[kernel.name] += 1
         if kernel.name == "gathered_merge":
             counts = tensors[kernel.names.index("block_counts")]
-            self.gathered_tiles += gathered_tiles(kernel.spec, counts)
+            fields, spec = BlockCounts._fields, kernel.spec
+            blocks = counts.reshape(-1, spec.all_tiles, len(fields))[
+                ..., fields.index("blocks")
+            ]
+            # A tile is gathered after one with a block list that is too long.
+            self.gathered_tiles += int((blocks[:, :-1] > spec.gather_limit).sum())
         return super().run(kernel, *tensors)
-
-
-def gathered_tiles(spec: GatheredAttention, counts: torch.Tensor) -> int:
-    """Tiles after one with a block list that is too long; waits for the GPU.
-
-    Args:
-      counts: `block_counts` of all tiles, as `selected.forward` takes them.
-    """
-    blocks = counts.reshape(-1, spec.all_tiles, len(BlockCounts._fields))
-    before = blocks[:, :-1, BlockCounts._fields.index("blocks")]
-    return int((before > spec.gather_limit).sum())
 
 
 def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):

@@ -1,9 +1,8 @@
 """One sequence over the devices of JAX's process, timed: what `bench.scale` measures in JAX."""
 
+import contextlib
 import functools
-import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,41 +12,32 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nsa_jax
-from nsa_core import context_layout as layouts
+from nsa_jax import context
 
-from .scale_problem import RESULTS, Problem, judged, spread
+from . import timing
+from .scale_problem import RESULTS, Problem, judged
+
+SPEC = P(None, "context")
 
 
-def run(problems: list[Problem], size: int, samples: int) -> None:
-    """Measures every problem on the first `size` devices, and prints a line of JSON each."""
+@contextlib.contextmanager
+def devices(size: int) -> Iterator[Mesh]:
+    """The first devices."""
     if len(jax.devices()) < size:
         raise NotImplementedError(f"{size} devices are needed, got {len(jax.devices())}")
-    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
-    for problem in problems:
-        try:
-            found = _row(problem, mesh, samples)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            found = {"status": "unsupported", "reason": str(error).splitlines()[0]}
-        print(json.dumps(problem.about | {"devices": size} | found), flush=True)
+    yield Mesh(np.array(jax.devices()[:size]), ("context",))
 
 
-def _row(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Any]:
-    sharding = NamedSharding(mesh, P(None, "context"))
+def row(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Any]:
+    sharding = NamedSharding(mesh, SPEC)
     given = jax.jit(lambda: _drawn(problem), out_shardings=[sharding] * 4)()
-    call = _call(problem, mesh)
-    jax.block_until_ready(call(*given))
-    ms = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*given))
-        ms.append((time.perf_counter() - start) * 1e3)
-    stats = jax.devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
+    call = functools.partial(_call(problem, mesh), None, *given)
+    how: dict[str, Any] = {"wait": jax.block_until_ready, "done": True, "warmup": 1}
+    ms = timing.in_a_row(call, samples=samples, **how)
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     found = {
         "status": "ok",
-        **spread(ms),
+        **timing.spread(ms),
         "memory_mib": None if peak is None else peak / 2**20,
         "compute_ms": None,  # XLA decides which work overlaps transport
         "transport_ms": None,
@@ -65,42 +55,28 @@ def _drawn(problem: Problem) -> list[jax.Array]:
 
 
 def _call(problem: Problem, mesh: Mesh | None, **options: Any) -> Callable[..., Any]:
-    """A compiled function of query, key, value, gates and perhaps block indices: the output, and
+    """A compiled function of block indices or None, query, key, value and gates: the output, and
     where they are asked for the gradients for it as its own; without a mesh on one device."""
-    place: dict[str, Any] = {}
-    if mesh is not None and mesh.size > 1:
-        place = {"context_axis": "context", "context_layout": problem.layout}
+    several = mesh is not None and mesh.size > 1
+    if several:
+        options |= {"context_axis": "context", "context_layout": problem.layout}
 
-    def attend(indices, *arrays):
-        given = options | place | {"block_indices": indices}
-        return nsa_jax.attention(*arrays, config=problem.config, **given)
-
-    def results(*arrays, indices=None):
-        function = functools.partial(attend, indices)
+    def results(indices, *arrays):
+        how = options | {"config": problem.config, "block_indices": indices}
+        function = functools.partial(nsa_jax.attention, **how)
         if not problem.gradient:
             return (function(*arrays),)
         out, pull = jax.vjp(function, *arrays)
         return out, *pull(out)
 
-    if not place:
-        return jax.jit(results)
-    spec = P(None, "context")
-
-    def sharded(*arrays, indices=None):
-        extra = [] if indices is None else [indices]
-        inner = lambda *x: results(*x[:4], indices=x[4] if extra else None)
-        count = 5 if problem.gradient else 1
-        mapped = jax.shard_map(
-            inner, mesh=mesh, in_specs=(spec,) * (4 + len(extra)), out_specs=(spec,) * count
-        )
-        return mapped(*arrays, *extra)
-
-    return jax.jit(sharded)
+    if several:
+        results = jax.shard_map(results, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+    return jax.jit(results)
 
 
 def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
     """As `scale_ranks.Measured.parity`."""
-    if mesh.size == 1 or not problem.judged:
+    if mesh.size == 1 or problem.S > problem.checked:
         return {"errors": None}
     whole = jax.jit(lambda: _drawn(problem))()
     config = problem.config
@@ -108,18 +84,13 @@ def _parity(problem: Problem, mesh: Mesh) -> dict[str, Any]:
         whole[0], nsa_jax.compress(whole[1], config=config), config=config
     )
     wide = [x.astype(jnp.float32) for x in whole]
-    expected = _call(problem, None, implementation="xla")(*wide, indices=indices)
-    alone = _errors(_call(problem, None)(*whole, indices=indices), expected)
-    order = layouts.Shards(problem.layout, mesh.size, 0, 1).order
-
-    def moved(x, places):
-        return jnp.concatenate([jnp.split(x, len(places), axis=1)[i] for i in places], axis=1)
-
-    sharding = NamedSharding(mesh, P(None, "context"))
-    given = [jax.device_put(moved(x, order), sharding) for x in (*whole, indices)]
-    found = _call(problem, mesh)(*given[:4], indices=given[4])
-    back = np.argsort(order).tolist()
-    ordered = [moved(jax.device_put(x, jax.devices()[0]), back) for x in found]
+    expected = _call(problem, None, implementation="xla")(indices, *wide)
+    alone = _errors(_call(problem, None)(indices, *whole), expected)
+    how: dict[str, Any] = {"context_layout": problem.layout}
+    shards = (context.shard_sequence(x, mesh.size, **how) for x in (indices, *whole))
+    given = jax.device_put([*shards], NamedSharding(mesh, SPEC))
+    found = jax.device_put(_call(problem, mesh)(*given), jax.devices()[0])
+    ordered = [context.unshard_sequence(x, mesh.size, **how) for x in found]
     return judged(problem, _errors(ordered, expected), alone)
 
 

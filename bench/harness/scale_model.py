@@ -14,8 +14,7 @@
 `bandwidth` and `balance` are fitted to the rows of several devices.
 """
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 FLOAT32 = 4
@@ -28,45 +27,30 @@ def moved_bytes(row: dict[str, Any], devices: int, itemsize: int = 2) -> float:
     return (devices - 1) / devices * columns * times
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Of one problem.
+def fitted(rows: Sequence[dict[str, Any]]) -> Callable[..., float] | None:
+    """The time of a call, `ms(devices, bandwidth)`, from the rows of one problem; None without one
+    device, or without several. `bandwidth`, bytes per second, is that of other links than the
+    measured ones.
 
-    Attributes:
-      row: any measured row of it.
-      compute_ms: on one device.
-      balance: time of the slowest device over the mean one's.
-      bandwidth: Bytes per second that a device receives.
+    A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
     """
+    one = alone(rows)
+    several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
+    if one is None or not several:
+        return None
+    last = max(several, key=lambda x: x["devices"])
+    # Of the slowest device over the mean one's.
+    balance = last["compute_ms"] * last["devices"] / one
+    measured = moved_bytes(last, last["devices"]) / (last["transport_ms"] / 1e3)
 
-    row: dict[str, Any]
-    compute_ms: float
-    balance: float
-    bandwidth: float
-
-    @classmethod
-    def fitted(cls, rows: Sequence[dict[str, Any]]) -> "Model | None":
-        """From the rows of one problem; None without one device, or without several.
-
-        A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
-        """
-        compute = alone(rows)
-        several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
-        if compute is None or not several:
-            return None
-        last = max(several, key=lambda x: x["devices"])
-        balance = last["compute_ms"] * last["devices"] / compute
-        seconds = last["transport_ms"] / 1e3
-        return cls(last, compute, balance, moved_bytes(last, last["devices"]) / seconds)
-
-    def ms(self, devices: int, bandwidth: float | None = None) -> float:
-        """Of one call; `bandwidth`: of other links than the measured ones."""
+    def ms(devices: int, bandwidth: float | None = None) -> float:
         if devices == 1:
-            return self.compute_ms
-        compute = self.compute_ms / devices * self.balance
-        link = moved_bytes(self.row, devices) / (bandwidth or self.bandwidth) * 1e3
-        heads = self.row["Hkv"]
+            return one
+        compute, heads = one / devices * balance, last["Hkv"]
+        link = moved_bytes(last, devices) / (bandwidth or measured) * 1e3
         return compute + link / heads + max(0.0, link - compute) * (heads - 1) / heads
+
+    return ms
 
 
 def problem(row: dict[str, Any]) -> tuple:
@@ -85,9 +69,3 @@ def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 def alone(rows: Iterable[dict[str, Any]]) -> float | None:
     """Time on one device; None where there is none."""
     return next((x["ms"] for x in rows if x["devices"] == 1 and x.get("ms")), None)
-
-
-def efficiency(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> float | None:
-    """`time(1) / (R time(R))`, of rows of one problem."""
-    one = alone(rows)
-    return one / (row["devices"] * row["ms"]) if one and row["ms"] else None

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
-import numpy as np
 
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
+
+PAPER = NSAConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +36,10 @@ class Problem:
     Dv: int
     dtype: str
     checked: int
-    config: NSAConfig
-    documents: tuple[int, ...] = ()
+    config: NSAConfig = PAPER
+    documents: Sequence[int] = ()
     recompute: bool = False
     by_rows: bool = False
-
-    @property
-    def judged(self) -> bool:
-        return self.S <= self.checked
 
     @property
     def gradient(self) -> bool:
@@ -83,20 +80,14 @@ def judged(
       stray: whether other tokens than these have gradients of their queries or gates.
     """
     eps = float(ml_dtypes.finfo(problem.dtype).eps)
-    found: dict[str, Any] = {"errors": dict(errors)}
+    found: dict[str, Any] = {"errors": errors}
     if alone is None:
         most, than = dict.fromkeys(errors, max(eps, FLOAT32_SUMS)), "by one rounding"
         found["on_some_rows"] = True
     else:
         most = {n: TIMES_ALONE * x + ROUNDINGS * eps for n, x in alone.items()}
-        than, found["errors_of_one"] = "than one device", dict(alone)
+        than, found["errors_of_one"] = "than one device", alone
     bad = {n: x for n, x in errors.items() if not x <= most[n]}
     reason = "queries whose outputs have no gradient have one" if stray else ""
     reason = f"farther from the oracle {than}: {bad}" if bad else reason
     return found | ({"status": "wrong", "reason": reason} if reason else {})
-
-
-def spread(ms: Sequence[float]) -> dict[str, float]:
-    """Fields of a row: median, 20th and 80th percentile."""
-    p20, median, p80 = np.percentile(ms, (20, 50, 80)).tolist()
-    return {"ms": median, "p20_ms": p20, "p80_ms": p80}

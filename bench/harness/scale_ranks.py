@@ -1,14 +1,11 @@
 """One sequence over the processes that `torchrun` started, timed: what `bench.scale` measures in
-torch. Rank 0 prints a line of JSON a measurement.
+torch.
 """
 
 import contextlib
 import functools
 import itertools
-import json
-import operator
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,28 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import nsa_torch
 from nsa_torch import context, context_ranks
 
-from . import scale_rows
-from .scale_problem import RESULTS, Problem, judged, spread
+from . import scale_rows, timing
+from .scale_problem import RESULTS, Problem, judged
 
 
-def run(problems: list[Problem], size: int, samples: int) -> None:
-    """Measures every problem on all ranks."""
+@contextlib.contextmanager
+def devices(size: int) -> Iterator[DeviceMesh]:
+    """The mesh of all ranks."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
     if cuda:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
-    try:
-        for problem in problems:
-            try:
-                found = Measured(problem, mesh, samples).row()
-            except torch.cuda.OutOfMemoryError as error:  # the same on every rank
-                found = {"status": "unsupported", "reason": str(error).split(".")[0]}
-            if rank == 0:
-                print(json.dumps(problem.about | {"devices": size} | found), flush=True)
-    finally:
-        dist.destroy_process_group()
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    yield init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
+    dist.destroy_process_group()
+
+
+def row(problem: Problem, mesh: DeviceMesh, samples: int) -> dict[str, Any]:
+    """Memory runs out on every rank alike."""
+    return Measured(problem, mesh, samples).row()
 
 
 class Measured:
@@ -49,40 +42,35 @@ class Measured:
     def __init__(self, problem: Problem, mesh: DeviceMesh, samples: int):
         self.problem, self.mesh, self.samples = problem, mesh, samples
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.cuda = mesh.device_type == "cuda"
+        self.device, self.cuda = mesh.device_type, mesh.device_type == "cuda"
+        self.layout: dict[str, Any] = {"context_layout": problem.layout}
         self.place: dict[str, Any] = {}
         if self.size > 1:
-            self.place = {"context_mesh": mesh, "context_layout": problem.layout}
+            self.place = {"context_mesh": mesh, **self.layout}
         self.packed: dict[str, Any] = {"config": problem.config}
         if problem.documents:
             borders = torch.tensor([0, *itertools.accumulate(problem.documents)])
             sizes = {"config": problem.config, "device": mesh.device_type}
             self.packed["varlen"] = nsa_torch.varlen_metadata(borders, **sizes)
 
+    def drawn(self, tokens: int, seed: int, device: str) -> list[torch.Tensor]:
+        """Query, key, value and gates."""
+        draw = torch.Generator(device).manual_seed(seed)
+        how: dict[str, Any] = {"generator": draw, "device": device}
+        how["dtype"] = getattr(torch, self.problem.dtype)
+        drawn = (torch.randn(1, tokens, *shape, **how) for shape in self.problem.shapes)
+        return [self.leaf(x.to(self.device)) for x in drawn]
+
+    def leaf(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_(self.problem.gradient)
+
     def tensors(self) -> list[torch.Tensor]:
         """The rank's own tokens. Each rank draws its random tokens, since a long sequence
         fits on no device."""
-        tokens = self.problem.S // self.size
-        draw = torch.Generator(self.mesh.device_type).manual_seed(self.rank)
-        return [
-            torch.randn(
-                1,
-                tokens,
-                *shape,
-                generator=draw,
-                device=self.mesh.device_type,
-                dtype=getattr(torch, self.problem.dtype),
-            ).requires_grad_(self.problem.gradient)
-            for shape in self.problem.shapes
-        ]
+        return self.drawn(self.problem.S // self.size, self.rank, self.device)
 
-    def whole(self) -> list[torch.Tensor]:
-        """All tokens, the same on every rank."""
-        draw = torch.Generator("cpu").manual_seed(0)
-        dtype = getattr(torch, self.problem.dtype)
-        shapes = ((1, self.problem.S, *shape) for shape in self.problem.shapes)
-        drawn = (torch.randn(*shape, generator=draw).to(dtype) for shape in shapes)
-        return [x.to(self.mesh.device_type) for x in drawn]
+    def cut(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return context.shard_sequence(x, self.mesh, dim=dim, **self.layout)
 
     def call(self, tensors, place) -> list[torch.Tensor]:
         """The output, and with `fwdbwd` the gradients, with the output as cotangent."""
@@ -100,7 +88,7 @@ class Measured:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         ms, _ = self.timed(call)
-        found: dict[str, Any] = {"status": "ok"} | spread(ms)
+        found: dict[str, Any] = {"status": "ok"} | timing.spread(ms)
         found["memory_mib"] = None
         if self.cuda:
             peak = torch.cuda.max_memory_allocated() / 2**20
@@ -121,17 +109,14 @@ class Measured:
         _, key, value, _ = tensors
         ranks = context_ranks.Ranks(self.mesh, key.device)
         payload = torch.cat([key, value], dim=-1).detach()[0].transpose(0, 1).contiguous()
-        gradients = None
-        if self.problem.gradient:
-            gradients = payload.new_zeros(self.size, *payload.shape[1:], dtype=torch.float32)
+        times = 2 if self.problem.gradient else 1
+        gradients = payload.new_zeros(self.size, *payload.shape[1:], dtype=torch.float32)
 
         def run():
-            for _ in range(2 if self.problem.gradient else 1):
-                for head in payload:
-                    ranks.gather(head, "keys and values")()
-            if gradients is not None:
-                for _ in payload:
-                    ranks.scatter_sum(gradients, "gradients")()
+            for head in itertools.chain(*[payload] * times):
+                ranks.gather(head, "keys and values")()
+            for _ in payload if self.problem.gradient else ():
+                ranks.scatter_sum(gradients, "gradients")()
 
         return run
 
@@ -139,78 +124,69 @@ class Measured:
         """`judged` of all ranks' results, on a selection that is given: a block more or less is no
         error of arithmetic."""
         problem = self.problem
-        if self.size == 1 or not problem.judged:
+        if self.size == 1 or problem.S > problem.checked:
             return {"errors": None}
-        whole = self.whole()
-        compressed = nsa_torch.compress(whole[1], **self.packed)
-        indices = nsa_torch.select_blocks(whole[0], compressed, **self.packed)
-        wanting = lambda xs: [x.detach().requires_grad_(problem.gradient) for x in xs]
-        given = {"block_indices": indices}
-        oracle = self.call(
-            wanting(x.float() for x in whole), given | {"implementation": "sdpa"}
-        )
-        cut = lambda x: context.shard_sequence(x, self.mesh, context_layout=problem.layout)
-        expected = [cut(x) for x in oracle]
-        del oracle
-        alone = self.errors(map(cut, self.call(wanting(whole), given)), expected)
-        place = self.place | {"block_indices": cut(indices)}
-        found = self.errors(self.call(wanting(map(cut, whole)), place), expected)
-        return judged(problem, found, alone)
+        whole = self.drawn(problem.S, 0, "cpu")  # the same on every rank
+        key = nsa_torch.compress(whole[1].detach(), **self.packed)
+        given = {
+            "block_indices": nsa_torch.select_blocks(whole[0].detach(), key, **self.packed)
+        }
+        wide = [self.leaf(x.float()) for x in whole]
+        oracle = self.call(wide, given | {"implementation": "sdpa"})
+        expected = [*map(self.cut, oracle)]
+        del oracle, wide
+        alone = self.errors(map(self.cut, self.call(whole, given)), expected)
+        place = self.place | {"block_indices": self.cut(given["block_indices"])}
+        own = [self.leaf(self.cut(x)) for x in whole]
+        return judged(problem, self.errors(self.call(own, place), expected), alone)
 
     def rows(self) -> dict[str, Any]:
         """A few rows of all ranks, and every gradient that follows from them (`scale_rows`)."""
-        problem, device = self.problem, self.mesh.device_type
+        problem, device = self.problem, self.device
         rows = scale_rows.rows_of(problem)
-        layout = {"context_layout": problem.layout}
-        cut = lambda x, dim: context.shard_sequence(x, self.mesh, dim=dim, **layout)
-        token = cut(torch.arange(problem.S, device=device), 0)
         _, position = scale_rows.places(problem)
-        indices = scale_rows.selection(position.to(device)[token], problem.Hkv, problem.config)
+        listed = lambda token: scale_rows.selection(
+            position[token].to(device), problem.Hkv, problem.config
+        )
+        token = self.cut(torch.arange(problem.S, device=device), 0)
+        # The rows that this rank has, and their indices.
+        own, at = (torch.tensor(rows, device=device)[:, None] == token).nonzero(as_tuple=True)
         tensors = self.tensors()
-        query, _, values, gates = tensors
-        at_row = {row: at for at, row in enumerate(token.tolist()) if row in set(rows)}
-        mine = [row for row in rows if row in at_row]
-        at = [at_row[row] for row in mine]
-        draw = torch.Generator(device).manual_seed(self.rank)
-        weights = query.new_zeros(*query.shape[:3], values.shape[-1])
-        for each in at:
-            weights[0, each] = torch.randn(weights.shape[2:], generator=draw, device=device)
-        options = self.packed | self.place
-        options |= {"block_indices": indices[None], "recompute": problem.recompute}
+        query, key, value, gates = tensors
+        draw = torch.Generator("cpu").manual_seed(0)
+        weights = torch.randn(len(rows), problem.H, problem.Dv, generator=draw)
+        weights = weights.to(query)
+        do = query.new_zeros(*query.shape[:3], problem.Dv)
+        do[0, at] = weights[own]
+        options = self.packed | self.place | {"recompute": problem.recompute}
+        options["block_indices"] = listed(token.cpu())[None]
         out = nsa_torch.attention(*tensors, **options)
         found, stray = [out.detach()[0, at]], False
         if problem.gradient:
-            of_query, of_key, of_value, of_gates = torch.autograd.grad(out, tensors, weights)
+            of_query, of_key, of_value, of_gates = torch.autograd.grad(out, tensors, do)
             found += [of_query[0, at], of_key, of_value, of_gates[0, at]]
             for x in (of_query, of_gates):
                 x[0, at] = 0
                 stray |= bool(x.any())
-        del out
-        inputs = [x.detach()[0, at].cpu() for x in (query, gates, weights)]
-        inputs.append(indices[at].cpu())
-        each = itertools.chain(*(zip(*x, strict=True) for x in self.everyone([mine, *inputs])))
-        wanting = lambda x: x.to(device).float().requires_grad_(problem.gradient)
-        rows_of_all = [
-            (wanting(q), wanting(g), w.to(device).float(), blocks.to(device))
-            for _, q, g, w, blocks in sorted(each, key=operator.itemgetter(0))
-        ]
-        key, value = (
-            wanting(context.unshard_sequence(x.detach(), self.mesh, **layout)[0])
-            for x in tensors[1:3]
-        )
-        row_inputs = [(q, g, blocks) for q, g, _, blocks in rows_of_all]
-        wanted = scale_rows.oracle(problem, rows, key, value, row_inputs)
-        own = [i for i, row in enumerate(rows) if row in at_row]
-        of_own = lambda xs: torch.stack([*xs])[own].detach()
-        expected = [of_own(wanted)]
+        del out, do
+
+        def of_all_ranks(x):
+            """`x` of the rows, float32."""
+            whole = torch.zeros(len(rows), *x.shape[2:], device=device)
+            whole[own] = x.detach()[0, at].float()
+            dist.all_reduce(whole)
+            return self.leaf(whole)
+
+        joined = (context.unshard_sequence(x, self.mesh, **self.layout) for x in (key, value))
+        wide = [of_all_ranks(query), *(self.leaf(x[0].float()) for x in joined)]
+        wide.append(of_all_ranks(gates))
+        arrays = wide[0], wide[3], listed(rows), wide[1], wide[2]
+        wanted = scale_rows.oracle(problem, rows, *arrays)
+        expected = [wanted.detach()[own]]
         if problem.gradient:
-            queries, gates_, weights_, _ = zip(*rows_of_all, strict=True)
-            grads = torch.autograd.grad(wanted, [key, value, *queries, *gates_], weights_)
-            of_pair = [cut(x[None], 1) for x in grads[:2]]
-            half = 2 + len(rows)
-            expected += [of_own(grads[2:half]), *of_pair, of_own(grads[half:])]
-        stray = any(self.everyone(stray))
-        return judged(problem, self.errors(found, expected), stray=stray)
+            grads = torch.autograd.grad(wanted, wide, weights.float())
+            expected += [grads[0][own], *(self.cut(x[None]) for x in grads[1:3]), grads[3][own]]
+        return judged(problem, self.errors(found, expected), stray=any(self.everyone(stray)))
 
     def errors(self, results, expected) -> dict[str, float]:
         """Errors relative to the root mean square of the expected values, over all ranks."""
@@ -218,27 +194,20 @@ class Measured:
             ((x.float() - y).square().sum().item(), y.square().sum().item())
             for x, y in zip(results, expected, strict=True)
         ]
-        sums = [
-            list(map(sum, zip(*each, strict=True)))
-            for each in zip(*self.everyone(pairs), strict=True)
-        ]
+        sums = torch.tensor(self.everyone(pairs), dtype=torch.float64).sum(0).tolist()
         return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
 
     def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
         """Milliseconds: of the slowest rank, and of this one; ranks start together."""
-        slowest, own = [], []
+
+        wait = torch.cuda.synchronize if self.cuda else lambda: None
+        own = []
         call()
         for _ in range(self.samples):
-            if self.cuda:
-                torch.cuda.synchronize()
+            wait()
             dist.barrier()
-            start = time.perf_counter()
-            call()
-            if self.cuda:
-                torch.cuda.synchronize()
-            own.append((time.perf_counter() - start) * 1e3)
-        slowest = [max(each) for each in zip(*self.everyone(own), strict=True)]
-        return slowest, own
+            own += timing.in_a_row(call, samples=1, wait=lambda _: wait(), done=True)
+        return [max(each) for each in zip(*self.everyone(own), strict=True)], own
 
     def everyone(self, x: Any) -> list[Any]:
         """`x` of all ranks."""

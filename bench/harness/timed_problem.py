@@ -8,6 +8,7 @@ milliseconds for every line that it reads, so that its parent decides who has th
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -49,7 +50,7 @@ def main() -> None:
     calls, sync = {"torch": torch_calls, "jax": jax_calls}[problem.framework](problem)
     print(json.dumps({name: digest(call()) for name, call in calls.items()}), flush=True)
     if problem.graph:
-        calls = {name: captured(call) for name, call in calls.items()}
+        calls = {name: cuda_graph(call)[0] for name, call in calls.items()}
     for _ in sys.stdin:
         times = {name: milliseconds(call, sync) for name, call in calls.items()}
         print(json.dumps(times), flush=True)
@@ -95,14 +96,8 @@ def torch_calls(problem: Problem):
     *inputs, cotangent = torch_inputs(problem)
     how: dict[str, Any] = {"implementation": problem.implementation}
     wanting = [x.clone().requires_grad_() for x in inputs]
-
-    def forward():
-        return (nsa_torch.attention(*inputs, **how),)
-
-    def both():
-        out = nsa_torch.attention(*wanting, **how)
-        return torch.autograd.grad(out, wanting, cotangent)
-
+    forward = lambda: (nsa_torch.attention(*inputs, **how),)
+    both = lambda: torch.autograd.grad(nsa_torch.attention(*wanting, **how), wanting, cotangent)
     return {"forward": forward, "fwdbwd": both}, lambda _: torch.cuda.synchronize()
 
 
@@ -126,17 +121,19 @@ def jax_calls(problem: Problem):
 
     how: dict[str, Any] = {"implementation": p.implementation}
 
-    def attention(*arrays):
-        return nsa_jax.attention(*arrays, **how)
-
+    attention = functools.partial(nsa_jax.attention, **how)
     forward = jax.jit(lambda *arrays: (attention(*arrays),))
     both = jax.jit(lambda arrays, cotangent: jax.vjp(attention, *arrays)[1](cotangent))
     calls = {"forward": lambda: forward(*inputs), "fwdbwd": lambda: both(inputs, cotangent)}
     return calls, jax.block_until_ready
 
 
-def captured(call):
-    """`call` as the replay of a CUDA graph."""
+def cuda_graph(call):
+    """`call`, captured on torch's current device: the function that replays its kernels, and the
+    results that they write.
+
+    Raises the exception of the capture if `call` waits for the device.
+    """
     import torch
 
     side = torch.cuda.Stream()
@@ -145,10 +142,12 @@ def captured(call):
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    # Other threads may ask about events meanwhile, as that of NCCL does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = call()
+    return graph.replay, found
 
 
 def digest(results) -> str:
@@ -168,7 +167,7 @@ def digest(results) -> str:
 def milliseconds(call, sync) -> float:
     """The time of one call in a loop over it."""
     sync(call())
-    calls, spent = 1, 0.0
+    calls = 1
     while True:
         start = time.perf_counter()
         for _ in range(calls - 1):

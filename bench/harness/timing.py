@@ -8,10 +8,12 @@ the caller rotates the inputs where they could stay in the L2 cache. On the CPU:
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from .timed_problem import cuda_graph as cuda_graph
 
 SAMPLE_MS, WARMUP = 5.0, 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
@@ -30,9 +32,15 @@ class Timing:
     timer: str
 
     @classmethod
-    def of(cls, samples_ms: list[float], timer: str) -> "Timing":
+    def of(cls, samples_ms: Sequence[float], timer: str) -> "Timing":
         p20, median, p80 = np.percentile(samples_ms, [20, 50, 80])
         return cls(float(median), float(p20), float(p80), len(samples_ms), timer)
+
+
+def spread(samples_ms: Sequence[float]) -> dict[str, float]:
+    """The median and the 20th and 80th percentile, as fields of a line."""
+    found = Timing.of(samples_ms, "")
+    return {"ms": found.time_ms, "p20_ms": found.p20_ms, "p80_ms": found.p80_ms}
 
 
 def _collect(
@@ -154,25 +162,3 @@ def in_a_row(
         found.append((time.perf_counter() - start) * 1e3 / calls)
     wait(last)
     return found[warmup:]
-
-
-def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """`call`, captured on torch's current device: the function that replays its kernels, and the
-    results that they write.
-
-    Raises the exception of the capture if `call` waits for the device.
-    """
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARMUP):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may ask about events meanwhile, as that of NCCL does.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = call()
-    return graph.replay, found

@@ -1,0 +1,70 @@
+"""How the commands of the matrix (problem x path x pass x timer) show and record results.
+
+A command names its problems, its paths, its timer and its line (`lines.yaml`). Each row
+becomes a printed line and a record here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import tables
+from .harness import cli, records
+from .harness.timed_problem import Problem, named
+
+type Row = dict[str, Any]
+
+CALLS = [Problem(name=name, **sizes) for name, sizes in named("calls").items()]
+EAGER = [p for p in CALLS if p.framework == "torch" and not p.graph]
+
+
+def rows(
+    bench: str,
+    own: Any,
+    made: Iterable[Row],
+    show: Callable[[Row], Row] = lambda row: {},
+    kept: str | None = None,
+    out: Path | None = None,
+) -> list[str]:
+    """Prints each row as it comes and appends its record to a file, since the process may be
+    ended from outside; the statuses.
+
+    Args:
+      show: values of the printed line in addition to the row's own.
+      kept: The file in the device's folder to which `--save_records` appends too.
+      out: Defaults to `--out`.
+    """
+    statuses = []
+    for row in made:
+        status = row.get("status", "ok")
+        fate = {"fate": None if status == "ok" else f"{status}: {row['reason']}"}
+        print(tables.line(bench, row | fate | show(row)), flush=True)
+        record = records.record(bench, own.commit, **row)
+        if path := out or own.out:
+            records.append(path, [record])
+        if kept and own.save_records:
+            records.keep([record], kept)
+        statuses.append(status)
+    return statuses
+
+
+def variants(own: Any, kernel: str, name: str, times: Mapping[str, float]) -> None:
+    """Prints named times, and appends their records to `--out`."""
+    print(f"{name}: {', '.join(f'{x} {time:.3f}' for x, time in times.items())}", flush=True)
+    commit = records.environment(own.commit)["commit"]
+    if own.out:
+        made = [records.variant(kernel, x, name, time, commit) for x, time in times.items()]
+        records.append(own.out, made)
+
+
+def chosen(own: Any, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Those of `problems` that `--only` names, on a GPU."""
+    known = {p.name: p for p in problems}
+    names = cli.chosen(own.only, known)
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    for name in names:
+        yield known[name]
+        torch.cuda.empty_cache()
