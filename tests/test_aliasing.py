@@ -13,6 +13,7 @@ import torch
 
 import nsa_torch
 from nsa_torch import Branches, call, plans
+from tests.limits import set_limits
 from tests.paths import negated, same
 from tests.planned import Eager
 from tests.problems import SMALL
@@ -179,7 +180,9 @@ def small(kind, draw):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_in_the_same_memory(kind, monkeypatch):
+    """Outputs of branches go as soon as they were read, wherever nobody else may have them."""
     draw = random.Random(kind)
+    set_limits(monkeypatch, least_released=0, bundled_bytes=0)
     with stand_ins(monkeypatch):
         for _ in range(8):
             check_calls(small(kind, draw))

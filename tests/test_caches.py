@@ -88,10 +88,13 @@ LEARNED = [  # path, history, phi, changes of sizes
 
 @pytest.mark.parametrize(("path", "history", "kind", "changes"), LEARNED)
 def test_learned_compression_of_pages(path, history, kind, changes):
-    """In fp8 of tokens that were not rounded, whether they come in one call or in several."""
+    """In fp8 of tokens that were not rounded, whether they come in one call or in several; autocast
+    changes nothing.
+    """
     sizes, turns = Sizes(**changes), HISTORIES[history]
     params = phi(kind, sizes.D), phi(kind, sizes.Dv)
-    check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
+    with torch.autocast("cpu", torch.bfloat16):
+        check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
 
 
 ROWS = [  # path, history, phi
@@ -113,6 +116,23 @@ def test_dense_caches(path, history, kind):
         for x in rows.tokens.values():
             x[1][:5] = 0
     check(path(sizes), turns, rows)
+
+
+@pytest.mark.parametrize("path", [JaxPages, JaxDense])
+def test_places_known_to_the_compiler(path, monkeypatch):
+    """Integers of a call, and caches of rows, are constants of its program."""
+
+    def append(cache, key, value, *at, **rest):
+        return jax.jit(lambda *x: nsa_jax.append(*x, *at, **rest))(cache, key, value)
+
+    def attend(*new_and_cache, **rest):
+        *new, cache = new_and_cache
+        return jax.jit(lambda *x: nsa_jax.cached_attention(*x, cache, **rest))(*new)
+
+    monkeypatch.setattr(JaxPages, "appending", staticmethod(append))
+    monkeypatch.setattr(JaxDense, "attending", staticmethod(attend))
+    history = HISTORIES["fork and crop"] if path is JaxPages else DENSE["chunks and tokens"]
+    check(path(Sizes()), history[:3])
 
 
 @pytest.mark.parametrize("path", [JaxDense, TorchDense])

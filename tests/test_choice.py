@@ -4,7 +4,6 @@ Rules of devices (`configs/devices`), thresholds, flags, names, and what Mosaic 
 is accepted runs forward and backward; a refusal comes before any kernel runs.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -34,8 +33,8 @@ from nsa_core import flags, policy
 from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax import Branches, NSAConfig, jax_problem, paged
 from nsa_jax.dispatch import REGISTRY
-from nsa_torch import autograd, fa2, functional, operators, plans, torch_ops
 from nsa_torch import dispatch as torch_dispatch
+from nsa_torch import fa2, functional, operators, torch_ops
 from nsa_torch import paged_attend as torch_paged_attend
 from tests import pretend, refusals, test_mosaic_compiled
 from tests.problems import SMALL, Case
@@ -396,25 +395,6 @@ def test_too_many_sequences_for_one_call_of_fa2_are_refused():
         fa2.sliding_attention(query, query, query, **options)
 
 
-def test_the_whole_attention_is_one_jax_call(monkeypatch):
-    first = lambda function, *rest: function
-    calls, x = pretend.calls_of(monkeypatch, autograd.dlpack, "call_jax", first), tensors()
-    x["query"].requires_grad_()
-    for _ in range(2):
-        nsa_torch.attention(**x, config=SMALL, implementation="jax").sum().backward()
-    assert len(calls) == 4
-    assert calls[2:] == calls[:2]  # and the compiled functions are used again
-
-
-def test_attention_computes_no_log_sum_exp(monkeypatch):
-    """SDPA would need a second product for it."""
-    monkeypatch.setattr(torch.Tensor, "logsumexp", None)
-    query, key, value, gates = tensors().values()
-    nsa_torch.attention(query, key, value, gates, config=SMALL)
-    with pytest.raises(TypeError, match="NoneType"):
-        nsa_torch.sliding_attention(query, key, value, config=SMALL)
-
-
 def test_a_problem_names_its_device(monkeypatch):
     """JAX is asked about its default device, not the first, which may be of another kind."""
     at = lambda x=np.zeros((1, 8, 2, 4)): jax_problem.problem_of(x, 1, 8, 4, SMALL, False)
@@ -437,33 +417,6 @@ def test_a_problem_names_its_device(monkeypatch):
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
     assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
-
-
-def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
-    """On a GPU calls alike are decided once, until what decides changes."""
-    rest = (
-        "float32",
-        (1, 8, 8, 2, 1, 4, 4),
-        operators.numbers_of(NSAConfig()),
-        (False,) * 3,
-        None,
-    )
-    asked, problem = [], torch_dispatch.problem_of(("cpu", None), *rest)
-    monkeypatch.setattr(
-        torch_dispatch, "problem_of", lambda *given: asked.append(given) or problem
-    )
-    plans.forget()
-    other = policy.overridden(policy.Thresholds(sel_min_len=3), "a test")
-    inside = [
-        contextlib.nullcontext(),
-        contextlib.nullcontext(),
-        other,
-        contextlib.nullcontext(),
-    ]
-    for count, each in zip((1, 1, 2, 2), inside, strict=True):
-        with each:
-            assert torch_dispatch._chosen(None, None, ("cuda", 0), *rest)[-1] is None
-        assert len(asked) == count
 
 
 # What Mosaic kernels can do

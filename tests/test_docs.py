@@ -221,17 +221,6 @@ def tables(tmp_path, monkeypatch):
     return tables
 
 
-def test_whose_kernels_have_a_column(tables):
-    """torch's copy of FA-2 is called that; a kernel has a column where it was measured."""
-    rows = [record("all", "mosaic", 1.0, **SHAPE), record("dense", "flash", 3.0, **SHAPE)]
-    (row,) = tables(rows)
-    ours, bundled = "NSA, torch", "FA-2 (torch's bundled copy)"
-    assert [*row][4:] == [ours, bundled, "commit", "... of dense"]
-    assert (row[ours], row[bundled]) == ("1.00", "3.00")
-    rows += [record("dense", name, 2.0, **SHAPE) for name in ("fa4", "flash_attn")]
-    assert [*tables(rows)[0]][5:8] == [bundled, "FA-2 (flash-attn)", "FA-4 (flash-attn-4)"]
-
-
 def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     """Of a shape the newest record counts: one that is wrong shows no time and no ratio. Other
     sizes and precisions than the tables speak of are other rows."""
@@ -260,33 +249,3 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     assert times()[:2] == ["wrong", "3.00"] and "4.00" not in str(tables(rows))
     with pytest.raises(ValueError, match="card has no times of it"):
         tables(rows, "summary")
-
-
-@pytest.mark.parametrize("table", ["training", "block_attention"])
-def test_lines_that_failed_since(table, monkeypatch):
-    """As of records, of lines of training and of block attention."""
-    of_training = {"kind": "speed", "batch": 1, "seq_len": 512, "attention": "nsa"}
-    of_blocks = {"mode": "forward", "S": 32768}
-    about = of_training if table == "training" else of_blocks
-    about |= {
-        "model": "125m",
-        "dtype": "bfloat16",
-        "framework": "torch",
-        "implementation": "nsa_torch",
-        "commit": "c0ffee",
-    }
-    lines = [about | {"status": "ok", "time_ms": 7.0, "ms": 7.0}]
-    monkeypatch.setattr(records, "read_lines", lambda path: [("", line) for line in lines])
-    make = doc_tables.TABLES[table]
-    assert "| 7 |" in make(device=doc_tables.DEVICE.name)
-    lines.append(about | {"status": "oom", "time_ms": None, "ms": None})
-    if table == "training":  # a column has a time somewhere; another model is another table
-        lines.append(about | {"status": "ok", "time_ms": 9.0, "seq_len": 1024})
-        lines.append(about | {"status": "ok", "time_ms": 8.0, "model": "125m-head-gates"})
-    assert "| oom |" in make(device=doc_tables.DEVICE.name)
-
-
-def test_rows_that_differ_in_their_batch_alone_have_an_order(tables):
-    batches = [8, 5, 2, 7, 1, 6, 4, 3]
-    rows = [record("all", "mosaic", 1.0, S=4096, B=batch) for batch in batches]
-    assert [row["tokens"][0] for row in tables(rows)[1:]] == [*"2345678"]

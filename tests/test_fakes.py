@@ -12,6 +12,7 @@ from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_torch import mosaic, operators, triton  # noqa: F401  whose calls are looked at
 from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+from tests.stand_in_kernels import stand_in, stand_ins
 
 CONFIGS = (
     NSAConfig(),
@@ -26,17 +27,18 @@ MODES = {
 }
 
 
-def arguments(kind, pick):
-    """Of a call of any size, without memory."""
+def arguments(kind, pick, real=False):
+    """Of a call of any size, without memory, or of a small one."""
     kv_heads, D, Dv = (pick.choice(x) for x in ([1, 2, 4], [16, 64, 128], [32, 64, 128]))
     heads, config = kv_heads * pick.choice([1, 4, 8, 16]), pick.choice(CONFIGS)
-    S, packed = pick.randint(1, pick.choice([30, 3000])), pick.random() < 0.3
+    S, packed = pick.randint(1, 30 if real else pick.choice([30, 3000])), pick.random() < 0.3
     B, T = (1, S) if packed else (pick.randint(1, 3), pick.choice([S, pick.randint(1, S)]))
     C, dtype = config.num_compressed(S), pick.choice([torch.bfloat16, torch.float16])
-    gate_dtype = pick.choice([dtype, torch.float32])
+    gate_dtype, learns = pick.choice([dtype, torch.float32]), operators.call_of(kind).backward
 
     def array(*shape, dtype=dtype, batch=B):
-        return torch.empty(batch, *shape, dtype=dtype, device="meta")
+        x = torch.ones(batch, *shape, dtype=dtype, device="cpu" if real else "meta")
+        return x.requires_grad_(real and bool(learns) and x.is_floating_point())
 
     pair = lambda length, batch=B: [
         array(length, kv_heads, width, batch=batch) for width in (D, Dv)
@@ -120,3 +122,14 @@ def test_fakes_are_what_plans_make(kind):
                 )
         for x, y in zip([*symbols, *more], [*found, *grads], strict=True):
             assert (*map(int, x.shape),) == (*y.shape,) and x.dtype == y.dtype
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("kind", [x for x in KINDS if "pages" not in x])
+def test_operator(kind, monkeypatch):
+    """Schema, autograd and tracing, of kernels that are stand-ins."""
+    monkeypatch.setattr("nsa_torch.torch_ops.launch_triton", stand_in)
+    tensors, rest = arguments(kind, random.Random(kind), real=True)
+    operator = getattr(torch.ops.nsa, kind.partition("/")[0]).default
+    with stand_ins(monkeypatch):
+        torch.library.opcheck(operator, (kind, tensors, *rest))

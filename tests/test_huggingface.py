@@ -5,7 +5,6 @@ caches. Its logits are those of dense models in `test_convert.py`, and of a trai
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import json
 
@@ -30,7 +29,6 @@ import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from bench.lm.spec import ModelSpec
 from bench.lm.torch_lm import LM
-from nsa_core import extras
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch.huggingface import (
@@ -164,19 +162,6 @@ def test_padded_rows_in_chunks_are_each_row_alone(kind, cache):
 
 
 @by_kind
-@torch.no_grad()
-def test_a_row_is_bitwise_the_same_whatever_the_padding_of_others(kind):
-    run = functools.partial(model(kind), use_cache=False)
-    one, other = (
-        run(ids, attention_mask=mask).logits
-        for ids, mask in map(left_padded, (PADDING, (0, 0, 5, 38)))
-    )
-    assert torch.equal(one[0], other[0]) and torch.equal(one[3, 38:], other[3, 38:])
-    ids, mask = left_padded((0,))
-    assert torch.equal(run(ids).logits, run(ids, attention_mask=mask).logits)
-
-
-@by_kind
 @renamed
 def test_gradients_are_those_of_rows_alone(kind):
     """Of rows padded on the right, the same with checkpoints, and through a cache."""
@@ -235,24 +220,6 @@ def test_packed_rows(kind):
             found = model(kind)(ids, use_cache=use_cache, **options)
             close(found.logits, want)
             assert found.get(CACHE) is None
-
-
-def test_packed_rows_are_found_once():
-    """What kernels read of a packed row is one object in all layers, and in what checkpointing
-    computes again.
-    """
-    ids, bounds = tokens(1), torch.tensor([0, 3, 20, WIDTH], dtype=torch.int32)
-    made, found = copy.deepcopy(model("nsa")).train(), []
-    seen = lambda module, given, named: found.append(named["cu_seqlens"])
-    for layer in made.model.layers:
-        layer.self_attn.register_forward_pre_hook(seen, with_kwargs=True)
-    # Since 5.24 by another name.
-    what = "activation" if hasattr(made, "activation_checkpointing_enable") else "gradient"
-    for calls in (2, 4):
-        found.clear()
-        made(ids, cu_seq_lens_q=bounds, labels=ids).loss.backward()
-        assert len(found) == calls and len({*map(id, found)}) == 1
-        getattr(made, f"{what}_checkpointing_enable")()
 
 
 MODES = {
@@ -830,25 +797,6 @@ def test_caches_that_are_refused():
     close(made(ids[:, :1], cache=cache).logits, want)
 
 
-@torch.no_grad()
-def test_borders_on_a_gpu_are_compared_once(monkeypatch):
-    """Calls wait for the device until one with these words agrees; later ones do not. A CPU has
-    nothing to wait for: `is_read` is that of a GPU.
-    """
-    monkeypatch.setattr("nsa_torch.huggingface.rows.COMPARED", set())
-    monkeypatch.setattr("nsa_torch.checks.is_read", lambda x, wait=False: wait)
-    call = functools.partial(model(), tokens(**SIX), cu_seq_lens_q=BORDERS)
-    for name, right, wrong in (
-        ("position_ids", POSITION - 4 * (POSITION > 3), POSITION),
-        ("cu_seq_lens_k", BORDERS, BORDERS // 2),
-    ):
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"{name} must"):
-                call(**{name: wrong})
-        for x in (right, wrong):
-            torch.testing.assert_close(call(**{name: x}).logits, call().logits)
-
-
 UNKNOWN = "is no argument of .*boundaries of packed"
 
 
@@ -899,12 +847,6 @@ def test_a_cached_chunk_that_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             layer(x, kept, new_lengths=bad)
-
-
-def test_an_older_transformers(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
-    with pytest.raises(ImportError, match=r"at least 5.17, got 4.57.1: .*attention\[hf\]"):
-        extras.require("hf", "transformers", minimum="5.17")
 
 
 @torch.no_grad()

@@ -4,11 +4,9 @@ item has a partial of its own; the oracle counts pairs in plain Python.
 
 import dataclasses
 import functools
-import heapq
 import itertools
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import _interval_split, _known_items
 from nsa_core.varlen import Capacity
-from nsa_jax.jax_ops import JAX_OPS
 from nsa_torch.torch_ops import TORCH_OPS
 
 CONFIG = NSAConfig()
@@ -103,16 +100,11 @@ class Problem:
         seen = (end - start - CONFIG.compress_block) // CONFIG.compress_stride + 1
         return first, first + np.maximum(seen, 0)
 
-    def items(self, array=torch.tensor, ops=TORCH_OPS):
+    def items(self):
         """`table`, `first`, `count`."""
-        bounds = [array(np.stack([x] * self.B)) for x in self.intervals]
-        found = work_items.interval_work_items(ops, bounds, self.spec, self.split)
+        bounds = [torch.tensor(np.stack([x] * self.B)) for x in self.intervals]
+        found = work_items.interval_work_items(TORCH_OPS, bounds, self.spec, self.split)
         return [np.asarray(x) for x in found]
-
-    @property
-    def lengths_of_items(self):
-        """Query tiles of each item, in the order of the table."""
-        return [row[5] - row[2] for row in self.items()[0].tolist() if row[0] >= 0]
 
 
 def of_row(times=1, lengths=(), **fields):
@@ -174,56 +166,3 @@ def test_items(name):
         for got, expected in zip(known, found, strict=True):
             assert got.dtype == np.int32
             np.testing.assert_array_equal(got, expected)
-
-
-def test_items_by_jax():
-    problem = PROBLEMS["compressed, placed, short"]
-    by_jax = problem.items(array=jnp.asarray, ops=JAX_OPS)
-    for got, expected in zip(by_jax, problem.items(), strict=True):
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_long_sequences_fill_every_sm_alike():
-    """At 64k 32 segments have as many items of equal length as 132 SMs do in 16 turns."""
-    problem = Problem(T=65536, Hkv=4)
-    lengths = problem.lengths_of_items
-    assert (problem.split.segments, len(lengths)) == (32, 16 * 132)
-    assert lengths[0] == max(lengths)
-
-
-@pytest.mark.parametrize("unused", [0, 1])
-def test_cuts_do_not_depend_on_an_unused_token(unused):
-    """Torch's means have one: 512 of 8192 tokens, of which 511 are seen."""
-    split = Problem(T=8192, Hkv=4, unused=unused).split
-    assert (split.segments, split.partials) == (12, 33)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "length", "most"),
-    [({"T": 65536, "Hkv": 4}, 8192, 1.35), ({"T": 32768, "group": 6, "width": 64}, 2048, 2.0)],
-    ids=["8192", "2048"],
-)
-def test_packed_rows_are_cut_as_finely_as_rows(sizes, length, most):
-    """Query tiles of the SM that is done last, if SMs take items in their order."""
-
-    def longest(problem):
-        sms = [0] * work_items.SMS
-        for each in problem.lengths_of_items:
-            heapq.heapreplace(sms, sms[0] + each)
-        return max(sms)
-
-    count = sizes["T"] // length
-    rows = Problem(**sizes | {"B": count, "T": length})
-    assert longest(Problem(**sizes, lengths=(length,) * count, placed=True)) <= most * longest(
-        rows
-    )
-
-
-def test_streams():
-    """Tiles of keys that a segment sees stand `segments * rows` items apart, in their order."""
-    problem = Problem(512, T=65536, Hkv=4)
-    table, apart = problem.items()[0], problem.split.segments * problem.Hkv
-    assert (problem.split.streams, apart) == (True, 24)
-    keys = table[::apart, 1][table[::apart, 0] >= 0]
-    assert (np.diff(keys) == problem.spec.tile_keys).all()

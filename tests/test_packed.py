@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +22,7 @@ import nsa_jax.nn
 import nsa_torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
+from kernels_pallas.mosaic.operands import REGISTERS
 from nsa_core import debug
 from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
@@ -111,9 +111,9 @@ def results(found):
 # Documents alone
 
 
-# Implementation, heads and key/value heads: of Mosaic those whose scores are made otherwise.
+# Implementation, heads and key/value heads.
 SELECTING = [(nsa_torch, x, 4, 2) for x in ("sdpa", "reference")] + [(nsa_jax, "xla", 4, 2)]
-SELECTING += [(nsa_torch, "mosaic", *x) for x in ((20, 1), (3, 1))]
+SELECTING += [(nsa_torch, "mosaic", 20, 1)]
 
 
 @pytest.fixture
@@ -165,15 +165,21 @@ LAYERS = {
 }
 
 
+COMPRESSION = {"compress_means", "merge_key_gradients"}
+
+
 def only_packed(layer):
-    """The kernels of a training step, for any length, that rows of one sequence do not have."""
+    """The kernels of a training step, for any length, that rows of one sequence do not have, and
+    those that make compressed tokens.
+    """
     options = {"dtype": "bfloat16", "config": NSAConfig(), "gradients": True, "length": 65536}
     options |= {"compresses": True, "shared": True}
     rows, packed = (
         [x.for_any_length() for x in kernels_of(**LAYERS[layer], **options, packed=x)]
         for x in (False, True)
     )
-    return [kernel for kernel in dict.fromkeys(packed) if kernel not in rows]
+    both = dict.fromkeys([*packed, *rows])
+    return [x for x in both if x not in rows or x.name in COMPRESSION]
 
 
 def build(layer, index):
@@ -185,7 +191,9 @@ def test_kernels_fit_the_chip(layer):
     count = len(only_packed(layer))
     builders = [(f"{__name__}:build", {"layer": layer, "index": i}) for i in range(count)]
     for report in compile_report(builders):
-        assert report["registers"] <= ALLOWED.get(report["name"], 255), report
+        # Eight CTAs of those that compress on a multiprocessor: loads under way hide the latency.
+        most = REGISTERS // (8 * 128) if report["name"] in COMPRESSION else 255
+        assert report["registers"] <= ALLOWED.get(report["name"], most), report
         assert not report["spill_store_bytes"] and not report["remarks"], report
 
 
@@ -220,10 +228,10 @@ def test_metadata_is_segment_ids(implementation):
 
 
 def test_metadata_of_jax_is_worked_out_once():
-    """Where tokens stand, for all layers of a scan, checkpointed or not, and for kernels that are
-    mapped over, forward and backward: positions and windows are of one running maximum.
+    """Where tokens stand, for all layers of a scan, checkpointed or not, forward and backward:
+    positions and windows are of one running maximum.
     """
-    ids, inputs = of_jax()
+    ids, _ = of_jax()
     spec = LayerSpec(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, **LAYER)
     layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 60, 16))
@@ -234,16 +242,9 @@ def test_metadata_of_jax_is_worked_out_once():
         found, _ = jax.lax.scan(jax.checkpoint(body) if again else body, x, None, length=3)
         return jnp.square(found).sum()
 
-    def kernels(made, ids, *inputs):
-        how = {"implementation": "mosaic", "config": SMALL} | made(ids, SMALL)
-        return nsa_jax.attention(*inputs, **how).astype(jnp.float32).sum()
-
     def counts(made):
         """`made`: what says where tokens stand, of ids and a configuration."""
-        arrays = [x.astype(jnp.bfloat16)[None] for x in inputs]
-        mapped = jax.vmap(jax.grad(functools.partial(kernels, made), (1, 2, 3, 4)))
-        with capability.interpreted(InterpretGPUParams()):
-            steps = [jax.make_jaxpr(mapped)(ids[None], *arrays)]
+        steps = []
         for again in (False, True):
             step = functools.partial(layers, made, again=again)
             steps.append(jax.make_jaxpr(jax.grad(step, 1))(ids, x))
@@ -251,7 +252,7 @@ def test_metadata_of_jax_is_worked_out_once():
 
     once = lambda ids, config: {"varlen": nsa_jax.varlen_metadata(ids, config=config)}
     bare = lambda ids, config: {"segment_ids": ids}
-    assert counts(once) == [1, 1, 1] and min(counts(bare)) > 3
+    assert counts(once) == [1, 1] and min(counts(bare)) > 3
 
 
 @pytest.mark.parametrize("name", PATHS)

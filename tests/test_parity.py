@@ -244,10 +244,13 @@ def test_gradients_of_blocks_under_a_loss_scale(dtype):
         assert np.abs(array(x).astype(np.float64) - want).max() < 0.02 * np.abs(want).max()
 
 
-@by_path("jax xla")
+@by_path("jax xla", "torch sdpa", "torch reference")
 def test_the_same_input_gives_the_same_bits(path, request):
+    """Under autocast too."""
     p = problem(CASES["fewer queries than keys"])
-    first, again = (run(request, path, "whole", p) for _ in range(2))
+    first = run(request, path, "whole", p)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = run(request, path, "whole", p)
     for name, x in first.items():
         np.testing.assert_array_equal(array(x), array(again[name]), name)
 

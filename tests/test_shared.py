@@ -22,16 +22,6 @@ def counted(*values):
     return make, calls
 
 
-def test_made_once_for_a_key():
-    shared, (make, calls) = Shared(), counted([1, 2], [3])
-    first, again = (shared.get("a", CPU, make) for _ in range(2))
-    assert len(calls) == 1
-    assert [x.tolist() for x in again] == [[1, 2], [3]]
-    assert all(x is y for x, y in zip(first, again, strict=True))
-    shared.get("b", CPU, make)
-    assert len(calls) == 2
-
-
 def test_the_least_recently_used_are_dropped():
     shared, (make, calls) = Shared(limit=2 * 8, recent=1), counted([1, 2])
     for key in "abacab":  # c drops b, which is then made again
@@ -74,15 +64,6 @@ def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
     for case in ((64, 65), (64, torch.tensor([64, 64])), (64, 64, torch.tensor([0, 64]))):
         get(*case), get(*case)
     assert len(calls) == 8
-
-
-def test_clear_forgets():
-    shared, (make, calls) = Shared(), counted([1])
-    shared.get("a", CPU, make)
-    shared.clear()
-    assert shared.size == 0
-    shared.get("a", CPU, make)
-    assert len(calls) == 2
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@ Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 import contextlib
 import ctypes
 import dataclasses
-import threading
 import warnings
 
 import nsa_interop.launch
@@ -22,10 +21,7 @@ from nsa_torch import (
     Branches,
     call,
     checks,
-    kernel_path,
-    operators,
     plans,
-    shared,
     torch_ops,
 )
 from tests import pretend
@@ -138,16 +134,6 @@ def test_the_second_call_is_known(name, implementation, checked, no_autocast, mo
     assert again.data_ptr() != got.data_ptr() and not again._is_view()
 
 
-def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
-    made = pretend.calls_of(monkeypatch, kernel_path, "geometry")
-    shared.SHARED.clear()
-    arguments = good()
-    arguments["query"].requires_grad_()
-    for _ in range(2):
-        nsa_torch.attention(**arguments).sum().backward()
-    assert made == [(1, 24)]
-
-
 GIVEN = "query", "key", "value", "gates"
 
 
@@ -199,66 +185,6 @@ def a_call(**changes):
     out = nsa_torch.attention(**arguments)
     grad = torch.ones_like(out)
     return lambda retain: torch.autograd.grad(out, leaves, grad, retain_graph=retain), out
-
-
-def test_outputs_of_branches_go_once_they_were_read(released):
-    """Not before the last pass through the graph."""
-    for _ in range(4):
-        gradients, _ = a_call(scale=0.3)  # no list of another test
-        found = gradients(True), gradients(False)
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        assert released == [[0] * 3]
-        released.clear()
-
-
-@pytest.mark.parametrize("how", ["", "packed", "indices", "recomputed", "a mode backward"])
-def test_small_tensors_that_are_kept_are_one(how, monkeypatch):
-    """Gradients are the same bits."""
-    options = dict(VARIANTS.get(how, {}), recompute=how == "recomputed")
-    counts, grads = [], []
-    for limit in 0, 1000, 10**6:
-        set_limits(monkeypatch, bundled_bytes=limit)
-        plans.forget()
-        for _ in range(2):
-            torch.manual_seed(0)
-            gradients, out = a_call(scale=0.8, **options)
-            counts.append(sum(x is not None for x in out.grad_fn.saved_tensors))
-            with Watching() if how == "a mode backward" else contextlib.nullcontext():
-                grads.append(gradients(False))
-    assert counts[::2] == counts[1::2]
-    assert counts[0] > counts[2] >= counts[4]
-    for found in grads[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, grads[0], strict=True))
-
-
-@pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
-def test_what_others_may_have_stays(how, released):
-    options = {"recompute": how == "recomputed", "scale": 0.4}
-    with contextlib.ExitStack() as stack:
-        if how == "a mode forward":
-            stack.enter_context(Watching())
-        if how == "hooks":
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            stack.enter_context(hooks)
-        gradients, _ = a_call(**options)
-    gradients(False)
-    assert not released
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_what_the_gradient_lies_in_stays(view, released):
-    """It is read after the outputs of the branches."""
-    for _ in range(4):
-        arguments = good(scale=0.6 + view)
-        leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        out = nsa_torch.attention(**arguments)
-        kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.shape == out.shape]
-        grad = kept[-1][:, 5:6].expand_as(out) if view else kept[-1]
-        want = torch.autograd.grad(out, leaves, grad.clone(), retain_graph=True)
-        released.clear()
-        got = torch.autograd.grad(out, leaves, grad)
-        assert not released
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("launches", [0, 4])
@@ -456,57 +382,3 @@ def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
     assert key_of(arguments) is None
     monkeypatch.setattr(debug, "on", False)
     assert key_of(arguments) is not None
-
-
-def test_events_are_told_after_calls_of_one_signature(monkeypatch):
-    arguments, told = good(), []
-    for _ in range(3):
-        nsa_torch.attention(**arguments)
-    monkeypatch.setattr(debug, "_tell", lambda package, event, *rest, **how: told.append(event))
-    debug.enable("routing", "shapes")
-    try:
-        nsa_torch.attention(**arguments)
-    finally:
-        debug.enable()
-    assert set(told) == {"routing", "shapes"}
-
-
-def test_threads_share_what_was_decided():
-    arguments, found = good(), []
-    with torch.no_grad():
-        want = nsa_torch.attention(**arguments)
-
-    def work():
-        with torch.no_grad(), capability.interpreted(True):
-            found.extend(nsa_torch.attention(**arguments) for _ in range(20))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 60 and all(torch.equal(x, want) for x in found)
-
-
-def test_other_implementations_decide_at_every_call(checked):
-    arguments = good(implementation="sdpa")
-    for _ in range(3):
-        checked.clear()
-        nsa_torch.attention(**arguments)
-        assert checked
-    assert not any(isinstance(x, call.Program) for x in plans.PROGRAMS.values())
-
-
-def test_an_operator_is_called_without_the_dispatcher():
-    """Where nothing else has a say; else torch finds its function."""
-    query = torch.randn(1, 24, 4, 16, dtype=torch.bfloat16)
-    key = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
-    rest = False, *operators.arguments(SMALL, 24, None, None)
-    with torch.autograd.profiler.profile() as profile, Watching() as watching:
-        operators.call("select_blocks/mosaic", query, key, *rest)
-    assert "nsa.select_blocks.default" in watching.seen
-    assert "nsa::select_blocks" in [x.name for x in profile.function_events]
-    with torch.autograd.profiler.profile() as profile:
-        operators.call("select_blocks/mosaic", query, key, *rest)
-    names = [x.name for x in profile.function_events]
-    assert names and "nsa::select_blocks" not in names

@@ -11,7 +11,7 @@ import torch
 
 import nsa_jax
 import nsa_torch.mosaic
-from kernels_pallas.specs import dkv, stored_ds
+from kernels_pallas.specs import stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_core.plan.buffers import Join
 from nsa_core.steps import mosaic_stored_ds
@@ -23,15 +23,6 @@ from tests import paths, planned
 from tests.devices import needs_gpu
 from tests.limits import set_limits
 from tests.problems import CASES, PAPER, array, problem
-
-
-def test_ds_is_written_by_the_pass_of_dk():
-    sizes = SIZES | {"D": 256, "Dv": 256, "stored_rows": 4, "selection_entries": 16}
-    base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=8, list_entries=64)
-    found = [[*dkv.partials(each).outputs] for each in base.passes]
-    shapes = [[x.dtype for x in outputs] for outputs in found]
-    assert [list(each.widths) for each in base.passes] == [["dk"], ["dv"]]
-    assert shapes == [["float32", "bfloat16"], ["float32"]]
 
 
 def plan_of_backward(monkeypatch):

@@ -14,20 +14,17 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_core.steps import key_bounds, mosaic_lists
+from nsa_core.steps import mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,
-    context_ranks,
     dispatch,
-    geometry,
     paged_attend,
     plan_runs,
     plans,
 )
-from nsa_torch.operators import REST_COUNT, arguments
 from nsa_torch.shared import SHARED
-from tests import planned, pretend, stand_in_kernels
+from tests import planned, pretend
 from tests.devices import HOPPER
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
@@ -35,19 +32,6 @@ from tests.problems import FEW, PAPER, SMALL, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
 from tests.torch_inputs import run, steps
-
-KINDS = (
-    "attention/mosaic/precompressed/forward",
-    "attention/mosaic/precompressed/saving",
-    "attention/mosaic/precompressed/recomputing",
-    "attention/mosaic/separate_kv/recomputing",
-    "attention/mosaic/shared_kv/forward",
-    "attention/mosaic/shared_kv/saving",
-    "branch_attention/mosaic/compressed",
-    "branch_attention/mosaic/selected",
-    "branch_attention/mosaic/sliding",
-    "select_blocks/mosaic",
-)
 
 
 @pytest.fixture
@@ -165,77 +149,12 @@ def test_two_ranks_in_one_call_each(ends, interpreted, monkeypatch):
         assert error.square().mean() < 1e-4 * both.float().square().mean()
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_calls_of_ranks_are_decided_once(joined, recompute, monkeypatch):
-    """The next ones give the same bits, and tell their sizes to ranks that may not know."""
-    whole = inputs(64, 64, 4, 1, 16, 16)
-    places = [torch.tensor([*range(16), *range(48, 64)]), torch.arange(16, 48)]
-    cut = lambda x, at: x.detach()[:, at].contiguous()
-    payloads = [torch.cat([cut(x, at) for x in whole[1:3]], dim=-1)[0] for at in places]
-    options = {"config": SMALL, "implementation": "mosaic", "recompute": recompute}
-    with stand_in_kernels.stand_ins(monkeypatch) as ran:
-        for rank, at in enumerate(places):
-            ranks = Rank(rank, payloads)
-            monkeypatch.setattr(nsa_torch.context, "Ranks", lambda *_, ranks=ranks: ranks)
-            own = [cut(x, at).requires_grad_() for x in whole]
-            agreed = pretend.calls_of(monkeypatch, context_ranks, "agree")
-            calls = []
-            for _ in range(3):
-                ran.clear(), ranks.gathered.clear()
-                gates = own[3] if joined else Branches(*own[3].unbind(-1))
-                out = nsa_torch.attention(*own[:3], gates, context_mesh=object(), **options)
-                grads = torch.autograd.grad(out, own, out.detach())
-                assert ranks.gathered[:2] == ["the arguments' sizes", "keys and values"]
-                calls.append(([x.name for x in ran], out, *grads, ranks.sent[-1]))
-            assert len(agreed) == 1
-            names, *first = calls[0]
-            for again, *others in calls[1:]:
-                assert again == names and all(map(torch.equal, others, first))
-
-
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_what_nan_reaches(branch, device):
     """Of one token, in both directions, as docs/kernels/numerics.md says."""
     small = dataclasses.replace(TINY, T=24, S=24, config=FEW, blocks="given")
     p = problem(small) if device == "cpu" else problem(REACH_ON_GPU)
     check_torch(p, branch, "mosaic", device, NUMBERS[:: 2 if device == "cpu" else 1])
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_decode(device, separate, request):
-    """A chunk, then token by token: as `sdpa`, and one set of kernels for all lengths."""
-    query, key, value, gates = inputs(19, 19, 2, 1, 16, 16, B=2, device=device)
-    if separate:
-        key, value = (Branches(x, x * 2, x + 1) for x in (key, value))
-    results = []
-    for implementation in ("mosaic", "sdpa"):
-        cache = nsa_torch.init_cache(
-            *(2, 40, 1, 16, 16),
-            config=SMALL,
-            dtype=torch.bfloat16,
-            device=device,
-            separate=separate,
-        )
-        outputs = []
-        for begin, end in ((0, 17), (17, 18), (18, 19)):
-            part = [
-                Branches(*(y[:, begin:end] for y in x))
-                if isinstance(x, Branches)
-                else x[:, begin:end].contiguous()
-                for x in (query, key, value, gates)
-            ]
-            with torch.no_grad():
-                out, cache = nsa_torch.cached_attention(
-                    *part, cache, config=SMALL, implementation=implementation
-                )
-            outputs.append(out)
-        results.append(torch.cat(outputs, dim=1))
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
-    if device == "cpu":
-        ran = request.getfixturevalue("interpreted")
-        each = len(ran) // 3
-        assert ran[-each:] == ran[-2 * each : -each] != ran[:each]
 
 
 def check_chunks(device, sizes, config, lengths, count, separate):
@@ -326,48 +245,6 @@ def test_compiled_without_a_graph_break(device):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def operator_arguments(device):
-    """Of operators, by kind, for one small problem."""
-    query, key, value, gates = inputs(*SIZES, device=device)
-    place = arguments(FEW, 21, None, None)
-    pair = [nsa_torch.compress(x, config=FEW).detach().requires_grad_() for x in (key, value)]
-    indices = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
-    indices = indices.expand(1, 5, 1, 3).contiguous()
-    gates = gates.detach().unbind(-1)
-    packed = inputs(21, 21, 2, 1, 16, 16, device=device)[:3]
-    bounds = torch.tensor([0, 1, 9], device=device)
-    lengths = torch.tensor([20], device=device)
-    # The one without gradients is never called where they are wanted.
-    whole = query, pair[0], key, key, pair[1], value, value, *gates
-    rest = False, *place
-    shared = query, key, value, *gates
-    # Leaves of their own: the order of a sum of three rounded gradients is nobody's promise.
-    apart = [x.detach().clone().requires_grad_() for x in (key, value) for _ in range(3)]
-    detached = functools.partial(map, torch.Tensor.detach)
-    lengths = arguments(FEW, lengths, None, None)
-    packing = arguments(FEW, 21, bounds, 0.5)
-    calls = {
-        "attention/mosaic/shared_kv/forward": (*detached(shared), None, *rest),
-        "attention/mosaic/shared_kv/saving": (*shared, None, *rest),
-        "attention/mosaic/separate_kv/recomputing": (query, *apart, *gates, None, *rest),
-        "attention/mosaic/precompressed/forward": (*detached(whole), None, *rest),
-        "attention/mosaic/precompressed/saving": (*whole, None, *rest),
-        "attention/mosaic/precompressed/recomputing": (*whole, None, *rest),
-        "branch_attention/mosaic/compressed": (query, *pair, *rest),
-        "branch_attention/mosaic/selected": (query, key, value, indices, False, *lengths),
-        "branch_attention/mosaic/sliding": (*packed, False, *packing),
-        "select_blocks/mosaic": (query.detach(), pair[0].detach(), *rest),
-    }
-    return {kind: (kind, [*x[:-REST_COUNT]], *x[-REST_COUNT:]) for kind, x in calls.items()}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_operator(kind, device):
-    operator = getattr(torch.ops.nsa, kind.partition("/")[0]).default
-    torch.library.opcheck(operator, operator_arguments(device)[kind])
-
-
 @pytest.mark.parametrize("implementation", ["mosaic", "sdpa"])
 @pytest.mark.usefixtures("interpreted")
 def test_recomputed(implementation, monkeypatch):
@@ -397,20 +274,6 @@ def test_recomputed(implementation, monkeypatch):
 FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 
 # Without a kernel
-
-
-def test_padding_neither_begins_nor_ends_earlier_than_the_last_token():
-    bounds = torch.tensor([0, 0, 25, 26, 49, 49], dtype=torch.int32)
-    options = {"config": SMALL, "kv_len": 60, "cu_seqlens": bounds, "device": bounds.device}
-    where = geometry.geometry(1, 60, **options)
-    first, last = key_bounds.visible_compressed(where.position, where.compressed_start, SMALL)
-    ends = where.key_start + where.position + 1
-    for x in (where.key_start, where.compressed_start, first, last, ends):
-        assert (x.diff() >= 0).all()
-    assert (where.position[:, 49:] == -1).all()
-    assert (first[:, 49:] == last[:, 49:]).all()
-    total = sum(SMALL.num_compressed(n) for n in (25, 1, 23))
-    assert (where.compressed_start[:, 49:] == total).all()
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
-from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa, select
+from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa
 from tests.oracles.nsa import BRANCHES
-from tests.problems import SMALL
 from tests.torch_inputs import Inputs, assert_same, on_the_cpu
 
 
@@ -81,55 +80,6 @@ def hollow(query, key, value):
     total = sum(torch.nan_to_num(x).mean() for x in (query, key, value))
     lse = query.new_zeros(query.shape[1], query.shape[0])
     return query * 0 + total, lse
-
-
-def by_call(x, params):
-    leaves = [y.requires_grad_() for y in x.tensors]
-    with torch.enable_grad():
-        out = nsa_torch.attention(*leaves, config=x.config)
-        return out, *torch.autograd.grad(out.square().sum(), leaves)
-
-
-def by_cache(x, params):
-    cache = nsa_torch.init_cache(2, 61, *x.key.shape[2:], x.value.shape[3], config=x.config)
-    given = *x.tensors, cache
-    out, cache = nsa_torch.cached_attention(*given, compress_params=params)
-    return out, cache.compressed_key
-
-
-def by_pages(x, params):
-    size = x.config.select_block
-    pages, (heads, width) = -(-61 // size), x.key.shape[2:]
-    sizes = 2 * pages, heads, width, x.value.shape[3]
-    cache = nsa_torch.PagedCache(*sizes, config=x.config, dtype=torch.float32)
-    table = torch.arange(2 * pages, dtype=torch.int32).unflatten(0, (2, -1))
-    query, key, value, gates = (t.flatten(0, 1) for t in x.tensors)
-    rest = table, torch.tensor([61, 61], dtype=torch.int32)
-    nsa_torch.append(cache, key, value, *rest, params=params)
-    return nsa_torch.paged_attention(query, gates, cache, *rest), cache.compressed_key
-
-
-def by_rule(x, params):
-    keys = nsa_torch.compress(x.tensors[1], config=x.config)
-    rule = lambda scores, own, _: (scores[..., : x.config.num_selected] * 1e6).int()
-    return (select.blocks_by(rule, x.tensors[0], keys, config=x.config, kv_len=61),)
-
-
-@pytest.mark.parametrize("found", [by_call, by_cache, by_pages, by_rule])
-@torch.no_grad()
-def test_the_same_input_gives_the_same_bits(found):
-    """Under autocast too."""
-    x = Inputs(61, 61, config=SMALL)
-    x.tensors = [t.detach().float() for t in (x.query, x.key, x.value, x.gates)]
-    params = [
-        nsa_torch.MLPParams(*map(torch.randn, ([block, w], [block * w, 9], [9], [9, w], [w])))
-        for block, w in [(x.config.compress_block, t.shape[3]) for t in (x.key, x.value)]
-    ]
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            results.append(found(x, params))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,15 +26,16 @@ from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
 from nsa_core.index import Index, Teacher
 from nsa_core.paged_layout import PagedArrays
-from nsa_core.steps import fused, triton_backward, triton_decode, triton_forward, triton_index
+from nsa_core.plan import buffers
+from nsa_core.steps import triton_decode, triton_index
 from nsa_core.steps import triton_paged_blocks as paged_blocks
-from nsa_core.steps.params import Interval, Qkv, RowResiduals
-from nsa_core.steps.triton_attention import STEPS
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_core.validate import dtype_name
-from nsa_torch import Branches, operators, paged
-from nsa_torch.kernel_path import KernelLayout
+from nsa_torch import Branches, paged, plans, triton
+from nsa_torch.kernel_path import FORWARD, SAVING
+from nsa_torch.operators import PRECOMPRESSED
 from nsa_torch.torch_ops import TorchOps
+from tests import planned
 from tests.problems import PAPER, Case
 
 ROOT = Path(__file__).parents[1]
@@ -93,39 +95,19 @@ floats = functools.partial(meta, dtype="float32")
 
 
 def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Launch]:
-    """All kernels of a forward and a backward pass."""
+    """All kernels of a call without gradients, of one with them, and of their split heads."""
+    layer = {"heads": case.H, "kv_heads": case.Hkv, "key_width": case.D, "value_width": case.Dv}
+    sizes = {"config": case.config, "packed": packed, "dtype": case.dtype}
+    given = planned.described(PRECOMPRESSED, case.B, case.T, **layer, **sizes)
+    found, paths = [], triton.PATH.planned
+    with mock.patch.object(plans, "capability_of", lambda _: capability):
+        for keep in FORWARD, SAVING:
+            for plan in paths[PRECOMPRESSED, keep].plans(given, torch.device("cuda", 0)):
+                for step in plan.steps:
+                    if isinstance(step, buffers.Launch):
+                        dtypes = tuple(x.dtype for x in step.reads)
+                        found.append(Launch(step.kernel, dtypes))
     ops, array = Recording(capability), functools.partial(meta, dtype=case.dtype)
-    config, count = case.config, case.config.num_compressed(case.S)
-    query = array(case.B, case.T, case.H, case.D)
-    cu_seqlens = ints(3) if packed else None
-    layout = KernelLayout(ops, query, *operators.arguments(config, case.S, cu_seqlens, None))
-    pairs = [
-        (array(case.B, n, case.Hkv, case.D), array(case.B, n, case.Hkv, case.Dv))
-        for n in (count, case.S)
-    ]
-    indices = ints(case.B, case.T, case.Hkv, config.num_selected)
-    gate = array(case.B, case.T, case.H)
-    compressed, tokens = (Qkv(query, *pair) for pair in pairs)
-    steps = Branches((compressed,), (tokens, indices), (tokens,))
-    added = array(case.B, case.T, case.H, case.Dv)
-    for branch, arrays in steps._asdict().items():
-        options: dict[str, Any] = {"gate": gate}
-        if branch != "compressed":
-            options["added"] = added
-        out, lse = fused.attend(
-            STEPS, ops, branch, arrays[0], layout.params, *arrays[1:], **options
-        )
-        lse = gate.to(torch.float32) if lse is None else lse
-        rows = RowResiduals(lse, lse, gate)
-        if branch == "selected":
-            triton_backward.selected(ops, *arrays, out, rows, layout.params, query)
-        else:
-            bounds = fused.bounds_of(branch, arrays[0].key, config)
-            one = [Interval(arrays[0], rows, bounds)]
-            triton_backward.intervals(ops, out, one, layout.params, query)
-    triton_forward.select_blocks(ops, query, pairs[0][0], lse, layout.params, 0)
-    triton_backward.delta_of(ops, added, added, added, added)
-    triton_forward.gated_sum(ops, [added] * 3, [gate] * 3)
     tokens, branches = case.B * case.T, {"branches": 3, "means": 1, "gates": 3, "raw_keys": 1}
     heads = descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, **branches)
     angles, row = [floats(tokens, case.D // 2)] * 2, array(tokens, heads.row)
@@ -133,7 +115,7 @@ def launches(case: Case, packed: bool, capability: tuple[int, int]) -> list[Laun
     for back, eps in itertools.product((False, True), (None, 1e-6)):
         kernel = descriptions.split_heads(heads, tokens, back, eps)
         ops.run(kernel, row, apart, angles[0], row, *[array(case.D)] * 2, *angles)
-    return list({repr(x): x for x in ops.launches}.values())
+    return list({repr(x): x for x in found + ops.launches}.values())
 
 
 def decode(
