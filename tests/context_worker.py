@@ -302,22 +302,6 @@ def known_calls(group) -> dict[str, object]:
     return {"seen": seen, "asked": more, "equal": equal, "scale": scale, "new": new}
 
 
-def searches(mesh: DeviceMesh) -> dict[str, int]:
-    """How often something is searched in the borders in a pass forward and backward, the second
-    one of a rank, with metadata and with borders alone.
-    """
-    x, borders, found = mine(PLAIN, mesh), torch.tensor([0, 29, 48]), {}
-    varlen = nsa_torch.varlen_metadata(borders, total=48, config=CONFIG)
-    of_cpu = [torch.profiler.ProfilerActivity.CPU]
-    for name, packed in {"varlen": varlen, "cu_seqlens": borders}.items():
-        for _ in range(2):
-            x["query"].requires_grad_()
-            with torch.profiler.profile(activities=of_cpu) as seen:
-                plain(mesh, x, **{name: packed}).backward(x["do"])
-        found[name] = sum(event.name == "aten::searchsorted" for event in seen.events())
-    return found
-
-
 def through_layer(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
     """Output and gradients of a module on a packed row; the ranks' sums."""
     torch.manual_seed(0)
@@ -366,7 +350,7 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", **group)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("context",))
     results = {name: several(case, mesh) for name, case in CASES.items()}
-    for make in (through_layer, searches, scaling, twice, bad_input):
+    for make in (through_layer, scaling, twice, bad_input):
         results[make.__name__] = make(mesh)
     results["known calls"] = known_calls(dist.new_group())  # whose ranks fall out of step
     if rank < 3:

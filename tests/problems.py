@@ -87,6 +87,12 @@ CASES = {
 TINY = CASES["kernel: tiny"]
 
 
+def of_kind(kind: str) -> dict[str, Case]:
+    """Its problems, by their own names."""
+    named = {name.partition(": "): case for name, case in CASES.items()}
+    return {name: case for (of, _, name), case in named.items() if of == kind}
+
+
 def by_heads(found_of):
     """What `found_of` gives for a problem, made for one key/value head of one row at a time: on a
     GPU its `[T, S]` has room beside those of other tests.

@@ -528,21 +528,6 @@ def test_a_scan_begins_with_an_empty_cache():
 # What a cache shows, and what is left in it.
 
 
-@by_framework
-@pytest.mark.parametrize("rows, lengths", [(1, "[0]"), (9, "[0, 0, 0, 0, 0, 0, ...]")])
-def test_a_cache_is_shown_in_one_line(framework, rows, lengths):
-    api, _ = FRAMEWORKS[framework]
-    prefix = "torch." * (framework == "torch")
-    assert repr(api.init_cache(rows, 80, 1, 8, 4, config=SMALL)) == (
-        f"NSACache(selected_key=({rows}, 80, 1, 8), selected_value=({rows}, 80, 1, 4), "
-        f"separate=False, dtype={prefix}float32, lengths={lengths})"
-    )
-    assert repr(api.PagedCache(3, 1, 8, 4, config=SMALL, separate=True)) == (
-        "PagedCache(selected_key=(3, 16, 1, 8), selected_value=(3, 16, 1, 4), separate=True, "
-        f"dtype={prefix}bfloat16)"
-    )
-
-
 def step_of_nan(api, array, cache, separate, count, graph=False):
     tokens = array(np.full((2, count, 1, 8), np.nan, np.float32))
     tokens = tokens.requires_grad_() if graph else tokens

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, PartitionSpec
 
@@ -194,21 +196,10 @@ def test_later_tokens_change_nothing(interpreted, monkeypatch):
 PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}
 
 
-@pytest.mark.parametrize(
-    ("change", "packed", "limit"),
-    [
-        ({}, False, 64),
-        ({}, True, 0),  # blocks may begin anywhere
-        ({"key": (2, 64 * 64, 2, 64)}, False, 0),  # no union of more blocks
-        ({"key": (2, 6400, 8, 64), "indices": (2, 64, 8, 16)}, False, 64),  # G=1
-        ({"key": (2, 6400, 1, 64), "indices": (2, 64, 1, 16)}, False, 64),  # G=8
-        ({"query": (2, 64, 32, 64)}, False, 0),  # G=16
-        ({"query": (2, 15, 8, 64)}, False, 0),  # no whole tile
-        ({"query": (2, 64, 8, 32)}, False, 0),  # narrower than what is copied at a time
-        ({"indices": (2, 64, 2, 32)}, False, 0),  # more slots than bits
-        ({"indices": (2**10, 2**17, 2, 16)}, False, 0),  # more entries than an int32 counts
-    ],
-)
+ROWS = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["gathered"]
+
+
+@pytest.mark.parametrize(("change", "packed", "limit"), ROWS)
 def test_where_tokens_may_leave(change, packed, limit):
     empty = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}

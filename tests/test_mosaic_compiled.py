@@ -18,36 +18,9 @@ from nsa_core.steps import mosaic_forward
 from nsa_jax import Branches, mosaic
 from nsa_jax.jax_ops import JaxOps
 from tests.cross_compile import compile_report
-from tests.problems import PAPER, Case
+from tests.problems import of_kind
 
-PAPER_SHAPE = Case(65536, 65536, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16")
-SHAPES = {
-    "paper": PAPER_SHAPE,
-    "wide": PAPER_SHAPE.but(D=192),
-    "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
-    "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="float16"),
-    "small": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="bfloat16"),
-    # More blocks than scores are held at a time.
-    "long": PAPER_SHAPE.but(T=131072, S=131072, H=32, Hkv=2),
-    # dS of a row of [B, Hkv] would be many outputs.
-    "one row": PAPER_SHAPE.but(H=16, Hkv=1),
-}
-# As far as `capability.why_not` goes.
-EDGES = {
-    "widest": dataclasses.replace(
-        PAPER_SHAPE, H=4, D=256, Dv=256, config=NSAConfig(num_selected=64)
-    ),
-    "longest blocks": dataclasses.replace(
-        PAPER_SHAPE, H=4, config=NSAConfig(select_block=128, num_selected=64)
-    ),
-    "widest groups": dataclasses.replace(
-        PAPER_SHAPE, D=256, Dv=256, config=NSAConfig(num_selected=32)
-    ),
-    "narrowest": PAPER_SHAPE.but(D=16, Dv=16, config=NSAConfig(1, 1, 16)),
-    "G64": PAPER_SHAPE.but(H=64, Hkv=1, T=1000),
-    "all forced": PAPER_SHAPE.but(config=NSAConfig(num_selected=3)),
-    "one token": PAPER_SHAPE.but(T=1),
-}
+SHAPES, EDGES = of_kind("chip"), of_kind("chip edge")
 # Products in e4m3, which have no backward pass.
 FP8 = {
     f"fp8 {name}": dataclasses.replace(
@@ -231,7 +204,7 @@ def build_on_pages():
 def test_keys_in_pages_fit_the_chip():
     """As those in order: three CTAs on an SM."""
     (report,) = compile_report([(f"{__name__}:build_on_pages", {})])
-    assert not excess(report, PAPER_SHAPE)
+    assert not excess(report, SHAPES["paper"])
     others = {"heads": 32, "kv_heads": 4, "key_width": 128, "value_width": 128}
     others |= {"dtype": "bfloat16", "config": NSAConfig()}
     assert mosaic_forward.selected_on_pages(**others) is None  # 8 heads a group: gathered

@@ -187,6 +187,30 @@ def a_call(**changes):
     return lambda retain: torch.autograd.grad(out, leaves, grad, retain_graph=retain), out
 
 
+def test_outputs_of_branches_go_once_they_were_read(released):
+    """Not before the last pass through the graph."""
+    for _ in range(4):
+        gradients, _ = a_call(scale=0.3)  # no list of another test
+        found = gradients(True), gradients(False)
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert released == [[0] * 3]
+        released.clear()
+
+
+@pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
+def test_what_others_may_have_stays(how, released):
+    options = {"recompute": how == "recomputed", "scale": 0.4}
+    with contextlib.ExitStack() as stack:
+        if how == "a mode forward":
+            stack.enter_context(Watching())
+        if how == "hooks":
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            stack.enter_context(hooks)
+        gradients, _ = a_call(**options)
+    gradients(False)
+    assert not released
+
+
 @pytest.mark.parametrize("launches", [0, 4])
 @pytest.mark.parametrize("retain", [True, False])
 def test_a_pass_that_failed(retain, launches, released, failing):

@@ -1,6 +1,7 @@
 """Where dS of the selected branch is stored, how much of it at a time, and what runs beside it."""
 
 import functools
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import nsa_jax
 import nsa_torch.mosaic
@@ -153,24 +155,10 @@ def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
 SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
 
 
-@pytest.mark.parametrize(
-    ("change", "selection_entries", "block", "packed", "wanted"),
-    [
-        ({}, 16, 64, False, True),
-        ({"T": 2**18, "S": 2**18}, 16, 64, False, True),
-        ({"T": 2**20, "S": 2**20}, 16, 64, False, False),  # 34 GB of a row
-        ({}, 16, 64, True, False),  # blocks begin anywhere
-        ({}, 16, 32, False, False),  # of two blocks in a tile of keys
-        ({}, 32, 64, False, True),
-        ({}, 33, 64, False, False),  # more slots than lanes
-        ({"H": 32}, 16, 64, False, True),  # G=8
-        ({"H": 16}, 16, 64, False, False),  # G=4: two tokens have eight rows
-        ({"H": 40}, 16, 64, False, True),  # G=10
-        ({"Hkv": 2}, 16, 64, False, True),  # G=32
-        ({"H": 16, "Hkv": 1}, 16, 64, False, False),  # a row is eight outputs
-        ({"T": 2**24, "S": 2**24}, 16, 64, False, False),  # more entries than an int32 counts
-    ],
-)
+ROWS = yaml.safe_load(Path(__file__).with_name("choice.yaml").read_text())["stored dS"]
+
+
+@pytest.mark.parametrize(("change", "selection_entries", "block", "packed", "wanted"), ROWS)
 def test_where_it_is_stored(change, selection_entries, block, packed, wanted):
     sizes = SIZES | change
     group = sizes["H"] // sizes["Hkv"]

@@ -17,31 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2, operators, sdpa
 from tests.oracles.nsa import BRANCHES
-from tests.torch_inputs import Inputs, assert_same, on_the_cpu
+from tests.torch_inputs import Inputs, on_the_cpu
 
 
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch):
     with on_the_cpu(monkeypatch):
         yield
-
-
-def test_selected_nan_of_a_sequence_reaches_no_other():
-    """Empty slots read no token of another row or sequence."""
-    x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])
-    indices = x.steps("reference", x.query, x.key, x.value, cu_seqlens=bounds)["indices"][0]
-    leaves = x.query, x.key, x.value
-    results = []
-    for number in (0.0, float("nan")):
-        tensors = [t.detach().clone() for t in leaves]
-        for t in tensors:
-            t[:, :25] = number
-        tensors = [t.requires_grad_() for t in tensors]
-        how = {"config": x.config, "cu_seqlens": bounds, "implementation": "sdpa"}
-        out, lse = nsa_torch.selected_attention(*tensors, indices, **how)
-        found = out, lse, *torch.autograd.grad(out.sum(), tensors)
-        results.append({"selected": [t[:, 25:] for t in found]})
-    assert_same(*results)
 
 
 class Largest(TorchDispatchMode):
@@ -107,39 +89,6 @@ def test_what_the_backward_pass_reads_must_stay(name, recompute):
             given[name].mul_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, traced
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
-    """What does not ask for it gets its gradients, compiled whole too; with a stand-in that torch
-    can trace, since FA-2 needs a GPU and this is about what stands around it.
-    """
-
-    def stand_in(query, key, value, bounds, longest, **options):
-        return query * 2, query.sum(-1).t().float()
-
-    monkeypatch.setattr(fa2, "varlen", stand_in)
-    x = Inputs(40, 40, B=1)
-    query = x.query.detach().float().requires_grad_()
-    keys = nsa_torch.compress(x.key.detach().float(), config=x.config)
-    options = {"config": x.config, "kv_len": 40}
-
-    def attend(query):
-        return fa2.compressed_attention(query, keys, keys, **options)
-
-    def lse(query):
-        return attend(query)[1].nan_to_num(neginf=0).sum()
-
-    def out(query):
-        return attend(query)[0].sum()
-
-    if compiled:
-        out, lse = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (out, lse))
-    (got,) = torch.autograd.grad(out(query), query)
-    assert got[:, -1].eq(2).all()
-    with pytest.raises((NotImplementedError, RuntimeError), match="no gradient of its log-sum"):
-        torch.autograd.grad(lse(query), query)
 
 
 def test_what_a_compiled_layer_keeps_lies_apart():

@@ -36,7 +36,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_index
 from nsa_jax import context
 from nsa_jax.jax_ops import compiled_for
-from nsa_torch import Branches, dispatch, fa2, heads, operators
+from nsa_torch import dispatch, fa2, heads
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.plain import MESSAGE
 from tests import pretend, refusals
@@ -407,46 +407,6 @@ def test_a_compiled_gradient_is_operators(name):
     x = tensors(gradient=True)
     torch.compile(attention(name), backend=backend, fullgraph=True)(*x).sum().backward()
     assert sum(x.startswith("nsa.") and "backward" in x for x in found) >= 2, found
-
-
-@pytest.mark.parametrize("name", ["sdpa", "fa2"])
-def test_a_pull_back_gives_kernels_memory(name, monkeypatch):
-    """It runs when its transform has ended, on wrappers that have no address. Operators' functions
-    are patched, since those of a CPU ask for no address.
-    """
-    asked = []
-
-    def reading(function):
-        def call(*arguments):
-            asked.extend(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))
-            return function(*arguments)
-
-        return call
-
-    x = tensors()
-    out, pull_back = torch.func.vjp(attention(name), *x)
-    for kind, call in operators._calls.items():
-        backward = call.backward and reading(call.backward)
-        call = call._replace(run=reading(call.run), backward=backward)
-        monkeypatch.setitem(operators._calls, kind, call)
-    found = pull_back(out)
-    assert asked and all(bool(x.isfinite().all()) for x in found)
-
-
-def test_names_under_torch_compile():
-    """A name for a step, and `Branches` of names made inside what is compiled."""
-
-    def function(*given):
-        names = Branches(None, "sdpa", "sdpa")
-        out = nsa_torch.attention(*given, config=SMALL, implementation=names)
-        steps = (
-            nsa_torch.sliding_attention(*given[:3], config=SMALL, implementation=name)[0]
-            for name in ("sdpa", None)
-        )
-        return out + sum(steps)
-
-    x = tensors()
-    equal(compiled(function)(*x), function(*x))
 
 
 def test_the_model_is_exported_and_compiled():

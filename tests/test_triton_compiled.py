@@ -14,21 +14,14 @@ from kernels_pallas.triton.tiling import smem_of
 from nsa_core.index import Index
 from tests import triton_compile as compiled
 from tests.interpreted_triton import INTERPRETED, TRITON
-from tests.problems import PAPER, Case
+from tests.problems import of_kind
 
 pytestmark = [
     pytest.mark.skipif(not TRITON, reason="triton is not installed"),
     pytest.mark.skipif(INTERPRETED, reason="compiles"),
 ]
 
-PAPER_SHAPE = Case(65536, 65536, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16")
-SHAPES = {
-    "paper": PAPER_SHAPE,
-    "wide": dataclasses.replace(PAPER_SHAPE, D=192),
-    "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
-    "G6": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="float16"),
-    "float32": Case(2048, 2048, 8, 2, 64, 64, 1, PAPER, dtype="float32"),
-}
+SHAPES = of_kind("chip triton")
 M3 = Index(128, 16, 0, 1, None, None, 1)
 QSA = Index(1, 512, 0, 0, "relu", "sum", 4)
 # Functions of a capability.

@@ -65,11 +65,3 @@ def steps(implementation, query, key, value, config, **where):
         "sliding": run("sliding", implementation, query, key, value, **where),
         "indices": (indices,),
     }
-
-
-def assert_same(got, want, rtol=1e-11):
-    for branch, tensors in got.items():
-        for a, b in zip(tensors, want[branch], strict=True):
-            torch.testing.assert_close(
-                a, b, rtol=rtol, atol=1e-12, msg=lambda m, n=branch: f"{n}: {m}"
-            )
