@@ -5,7 +5,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -42,7 +41,6 @@ from tests.caches import (
     of_counts,
     tables,
 )
-from tests.jaxprs import equations
 from tests.paths import to_jax
 from tests.problems import Case, problem
 
@@ -388,20 +386,6 @@ def test_decode_counters():
     assert sum(found) == config.reads(length)
 
 
-@pytest.mark.parametrize("length", [40, 400])
-def test_the_selected_branch_gathers_as_many_blocks_of_any_length(length):
-    p = problem(Case(1, length, Hkv=1))
-    query, key, value = map(to_jax, (p.query, *p.keys, *p.values))
-    indices = jnp.zeros((1, 1, 1, 4), jnp.int32)
-    select = functools.partial(
-        nsa_jax.selected_attention, config=p.case.config, implementation="xla"
-    )
-    jaxpr = jax.make_jaxpr(select)(query, key, value, indices)
-    gathered = [x for x in equations(jaxpr.jaxpr) if x.primitive.name == "gather"]
-    sizes = [x.outvars[0].aval.size // key.shape[-1] for x in gathered]
-    assert sizes == [4 * p.case.config.select_block] * 2  # keys and values
-
-
 def test_what_fp8_saves():
     """Bytes of a token, head and layer; a ring is those of 64 tokens a row."""
     sizes = 1, 1, 128, 128
@@ -414,38 +398,6 @@ def test_what_fp8_saves():
     eight = nsa_torch.PagedCache(*sizes, dtype=torch.float8_e4m3fn, max_rows=1)
     assert (half, bytes_of(eight)) == (544, 288.25)
     assert eight.recent_key.numel() == 64 * 128 and eight.dtype is torch.bfloat16
-
-
-def check_needle(tokens, implementation, device="cpu"):
-    """One token that the last query looks for, beyond the window, is found in fp8 as in 16 bits."""
-    config = NSAConfig(num_selected=5)  # two of them are free
-    make = torch.Generator(device).manual_seed(0)
-    draw = lambda *x: torch.randn(x, generator=make, device=device).bfloat16()
-    query, key, value = draw(1, 1, 64), draw(tokens, 1, 64), draw(tokens, 1, 64)
-    place, pages = tokens // 3, -(-tokens // config.select_block)
-    key[place] = 8 * query[0]
-    table = torch.randperm(pages, generator=make, device=device).int()[None]
-    at = table, torch.tensor([tokens], device=device).int()
-    gates = torch.tensor([0.0, 1.0, 0.0], device=device).bfloat16().expand(1, 16, 3)
-    how = {} if device == "cpu" else {"implementation": "triton"}  # the same order of sums
-    outs, keys = [], []
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        cache = nsa_torch.PagedCache(
-            pages, 1, 64, 64, config=config, dtype=dtype, device=device
-        )
-        nsa_torch.append(cache, key, value, *at, **how)
-        given = query.repeat(1, 16, 1), gates.contiguous(), cache, *at
-        outs.append(nsa_torch.paged_attention(*given, implementation=implementation)[0])
-        keys.append(cache.compressed_key)
-    assert torch.equal(*keys), "the blocks are the same"
-    want = value[place].expand_as(outs[0])
-    torch.testing.assert_close(outs[0], want, rtol=2**-7, atol=1e-4)
-    torch.testing.assert_close(outs[1], want, rtol=2**-4, atol=1e-2)
-    assert not torch.equal(*outs)
-
-
-def test_a_needle_is_found():
-    check_needle(2000, "gathered")
 
 
 # On a GPU.
@@ -469,12 +421,6 @@ def test_pages_on_a_gpu(implementation, history, fp8):
 def test_pages_between_which_others_lie_on_a_gpu(implementation):
     path = Adopted(ON_GPU, "cuda", implementation, together=True, kinds=2)
     check(path, HISTORIES["draft tokens"], bound=1e-2)
-
-
-@pytest.mark.gpu
-@by_kernel
-def test_a_needle_is_found_among_64k_tokens(implementation):
-    check_needle(65536, implementation, "cuda")
 
 
 def normal(seed=0):

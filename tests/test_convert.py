@@ -225,14 +225,6 @@ def test_steps_of_training_move_the_weights_of_the_start(case, start, model):
             assert bool(x.grad.any()) != any(f".{y}" in name for y in still), name
 
 
-@torch.no_grad()
-def test_all_starts_are_bitwise_the_same_beyond_their_reach(model):
-    ids = tokens(width=4 * REACH)
-    one, *others = (model("qwen2", start=start)(ids).logits for start in STARTS)
-    assert all(torch.equal(one, other) for other in others)
-    assert not torch.allclose(one, dense("qwen2")(ids).logits, atol=0.05)
-
-
 @pytest.mark.parametrize(("case", "start"), [("qwen2", "shared"), ("qwen3 yarn", "values")])
 @torch.no_grad()
 def test_what_is_saved_again_is_read_by_both_frameworks(case, start, model, tmp_path):
@@ -496,28 +488,6 @@ def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsy
     assert main([str(source), str(tmp_path / "target"), "--check", "64", *SET]) == 1
     assert "nothing was written" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source"}
-
-
-@pytest.mark.parametrize("one_file_too", [False, True])
-def test_files_are_read_and_written_one_at_a_time(one_file_too, source, tmp_path, folders):
-    """Of a source in several files, whose weights are those of one file. Of one file and several
-    transformers reads the one, as where a model was trained further and saved over its shards.
-    """
-    path, target = source / "model.safetensors", tmp_path / "target"
-    kept = path.read_bytes()
-    path.unlink()
-    dense("qwen2").save_pretrained(source, max_shard_size="40KB")
-    if one_file_too:
-        for shard in source.glob("model-*"):
-            changed_weights(lambda state: [x.mul_(2) for x in state.values()], shard)(source)
-        path.write_bytes(kept)
-    convert(source, target, check=64, **NSA)
-    assert (len(list(target.glob("model-*.safetensors"))) > 2) != one_file_too
-    one, other = (
-        NSAForCausalLM.from_pretrained(x).state_dict() for x in (folders("qwen2")[1], target)
-    )
-    assert one.keys() == other.keys()
-    assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
 @pytest.mark.gpu

@@ -19,8 +19,6 @@ from nsa_interop import weights
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
-from nsa_torch import reference
-from tests import pretend
 from tests.limits import set_limits
 
 SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
@@ -180,18 +178,6 @@ def test_the_seeds_state_dict_keys():
         module = in_torch(**options)
         assert set(module.state_dict()) == keys | own | set(module.spec.kind_keys())
     assert in_torch(phi="mlp").state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
-
-
-def test_decode_runs_the_plan_of_one_attention(monkeypatch):
-    """A name for all branches scores too, and no log-sum-exp is made that nobody reads."""
-    steps = [f"{branch}_attention" for branch in nsa_jax.Branches._fields]
-    note = lambda *_, **options: options.get("with_lse")
-    calls = {
-        x: pretend.calls_of(monkeypatch, reference, x, note) for x in (*steps, "select_blocks")
-    }
-    module = in_torch(implementation="reference")
-    run(module, tokens(9), module.init_cache(2, 9))
-    assert calls == {step: [False] for step in steps} | {"select_blocks": [None]}
 
 
 def test_phi_mlp_starts_as_the_mean():

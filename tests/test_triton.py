@@ -189,39 +189,6 @@ def leaves(length=12):
     return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
-@kernel
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_operators():
-    from nsa_torch import operators, triton  # noqa: F401
-
-    query, key, value, gates = (x.detach() for x in leaves())
-    place = operators.arguments(SMALL, 12, None, None)
-    compressed = [nsa_torch.compress(x, config=SMALL) for x in (key, value)]
-    pairs = [[x, y, y] for x, y in zip(compressed, (key, value), strict=True)]
-    inputs = [query, *pairs[0], *pairs[1], *(gates[..., i].contiguous() for i in range(3))]
-    inputs = [x.requires_grad_() for x in inputs]
-    operator = torch.ops.nsa.attention.default
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = "attention/triton/precompressed/saving", [*inputs, None], False, *place
-    torch.library.opcheck(operator, given, test_utils=checks)
-
-
-@kernel
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_compiled_without_a_graph_break():
-    def function(*tensors):
-        return nsa_torch.attention(*tensors, config=SMALL, implementation="triton") * 2
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    results = []
-    for call in (function, compiled):
-        tensors = leaves()
-        out = call(*tensors)
-        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
-
-
 if not INTERPRETED:
 
     @pytest.mark.skipif(not TRITON, reason="triton is not installed")
