@@ -80,10 +80,9 @@ BUILT = """
 from itertools import product
 from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
-from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_append, mosaic_decode, mosaic_forward
-from nsa_torch import dispatch
+from nsa_torch import NSAConfig, dispatch
 for preset in ("paper", "seed", "smallgroup"):
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])

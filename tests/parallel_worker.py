@@ -21,7 +21,7 @@ from bench.lm.ranks import TorchRanks, debug_level
 from bench.lm.watch import Settings
 from bench.lm.watchdog import Watchdog
 from nsa_core.layer import LayerSpec
-from nsa_core.types import Branches
+from nsa_torch import Branches
 
 PROCESSES, TIMEOUT_S = 4, 20
 LAYER = LayerSpec(

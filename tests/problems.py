@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 
 from bench.judge.parity import assert_parity, check_indices
-from nsa_core.config import NSAConfig
+from nsa_torch import NSAConfig
 from tests.oracles import nsa
 
 SMALL, PAPER = NSAConfig(8, 4, 16, num_selected=4, window=10), NSAConfig()

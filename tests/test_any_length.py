@@ -8,9 +8,8 @@ import pytest
 from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
-from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
-from nsa_torch import mosaic, operators
+from nsa_torch import NSAConfig, mosaic, operators
 from tests import planned
 
 LAYERS = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nsa_core import selection
-from nsa_core.config import NSAConfig
 from nsa_jax import reference
 from nsa_jax.jax_ops import JAX_OPS
+from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 
 # l, d, l': the paper's, all equal, l = d, l = l', odd sizes, stride 1.

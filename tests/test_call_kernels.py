@@ -5,8 +5,8 @@ import collections
 import pytest
 
 from bench import call_kernels
-from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
+from nsa_torch import NSAConfig
 
 # Columns of kernels that only the selected branch runs: dS stored; tiles gathered.
 STORED = {"selected_forward": "selected", "stored_ds_dq": "dq: selected"}

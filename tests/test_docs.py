@@ -4,8 +4,7 @@ import ast
 import inspect
 import os
 import re
-import subprocess
-import sys
+import traceback
 import xml.etree.ElementTree
 
 import pytest
@@ -15,8 +14,8 @@ import nsa_jax
 import nsa_torch
 from bench import doc_tables
 from bench.harness import records, seed_env
-from nsa_core.config import NSAConfig
-from tests import parse_commands
+from nsa_torch import NSAConfig
+from tests import parse_commands, spawned
 from tests.measured import record
 
 ROOT = doc_tables.ROOT
@@ -31,16 +30,23 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
+def example(rank, folder):
+    """Runs the code of the folder, in a process that has imported the frameworks."""
+    os.environ["MPLBACKEND"] = "agg"
+    try:
+        exec((folder / "code.py").read_text(), {"__name__": "__main__"})
+    except BaseException:
+        (folder / "said").write_text(traceback.format_exc())
+        raise
+
+
 @pytest.mark.parametrize("path", [*EXAMPLES, *TUTORIALS], ids=name)
-def test_examples_run(path):
+def test_examples_run(path, tmp_path):
     """The blocks of a page one after the other, and the whole of a tutorial."""
     text = path.read_text()
     code = text if path.suffix == ".py" else "\n".join(BLOCK.findall(text))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
+    (tmp_path / "code.py").write_text(code)
+    assert spawned.run(example, 1, tmp_path) == [0], (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("path, cache", [("README.md", "cache"), ("docs/seed.md", "kv")])

@@ -17,9 +17,9 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.runtime import description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
-from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_jax import Branches, ffi, mosaic, warm_up, xla_call
+from nsa_torch import NSAConfig
 from tests import pretend
 
 CONFIG = NSAConfig(window=64, num_selected=4)

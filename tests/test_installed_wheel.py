@@ -9,9 +9,8 @@ import nsa_torch
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from kernels_pallas.runtime.description import canonical, describe
-from nsa_core.config import NSAConfig
 from nsa_interop import build
-from nsa_torch import installed
+from nsa_torch import NSAConfig, installed
 from tests import pretend
 from tests.planned import on_the_cpu
 

@@ -16,10 +16,10 @@ from kernels_pallas.specs import work_items
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
-from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import _interval_split, _known_items
 from nsa_core.varlen import Capacity
+from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 
 CONFIG = NSAConfig()

@@ -17,8 +17,8 @@ from kernels_pallas.specs import block_query_lists, tile_block_lists, work_items
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
 from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention
 from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
-from nsa_core.config import NSAConfig
 from nsa_core.varlen import Capacity, Varlen
+from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests.limits import set_limits
 from tests.oracles.list_kernels import emulated, interpreted

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import nsa_torch.huggingface
-from nsa_core.config import NSAConfig
+from nsa_torch import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
 from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.llama_nsa import best_by_halves

@@ -13,10 +13,10 @@ from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.runtime import lowering
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
-from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_forward
 from nsa_jax import Branches, mosaic
 from nsa_jax.jax_ops import JaxOps
+from nsa_torch import NSAConfig
 from tests.cross_compile import compile_report
 from tests.problems import of_kind
 

@@ -105,24 +105,6 @@ def test_outputs_after_a_cache(implementation):
     check(outputs)
 
 
-def masks(layer, x, *cache, **options):
-    """Whether a call of a layer masks its hidden states."""
-    with torch.autograd.profiler.profile(record_shapes=True) as profile:
-        layer(x, *cache, **options)
-    masked = [each for each in profile.function_events if each.name == "aten::where"]
-    return any([*x.shape] in each.input_shapes for each in masked)
-
-
-def test_no_padding_no_launch():
-    """Nothing is masked in whole sequences, in a packed row without padding, without gradients."""
-    layer, x = NSAAttention(**SIZES), torch.from_numpy(hidden())
-    assert masks(layer, x, cu_seqlens=BORDERS)
-    assert not masks(layer, x, cu_seqlens=torch.tensor([0, 12, LENGTH]))
-    assert not masks(layer, x) and not masks(layer, x, layer.init_cache(1, LENGTH))
-    with torch.no_grad():
-        assert not masks(layer, x, cu_seqlens=BORDERS)
-
-
 MASK = torch.ones(1, LENGTH, dtype=torch.int64)
 MASK[:, REAL:] = 0
 

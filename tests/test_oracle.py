@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_core.config import NSAConfig
 from nsa_jax import reference as jax_reference
-from nsa_torch import reference
+from nsa_torch import NSAConfig, reference
 from tests import loops
 from tests.oracles import nsa
 from tests.paths import to_jax

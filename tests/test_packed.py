@@ -24,11 +24,10 @@ from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from kernels_pallas.mosaic.operands import REGISTERS
 from nsa_core import debug
-from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
 from nsa_core.plan.buffers import Launch, Place
 from nsa_core.plan.kernels import kernels_of
-from nsa_torch import NSAAttention, batch_tables, mosaic, operators, triton
+from nsa_torch import NSAAttention, NSAConfig, batch_tables, mosaic, operators, triton
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.operators import PRECOMPRESSED, SHARED_KV
 from nsa_torch.plans import Planned

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from bench.judge import parity
-from nsa_core.config import NSAConfig
+from nsa_torch import NSAConfig
 from tests.paths import of_torch, steps_of_torch
 from tests.problems import Case, array, problem
 

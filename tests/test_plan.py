@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kernels_pallas.mosaic import capability
-from nsa_core.config import NSAConfig
 from nsa_core.plan import planner
 from nsa_interop import launch
-from nsa_torch import mosaic, operators, plans, triton
+from nsa_torch import NSAConfig, mosaic, operators, plans, triton
 from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.operators import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
 from nsa_torch.plans import Planned

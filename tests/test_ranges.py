@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from bench import ranges as bench_ranges
-from nsa_core.config import NSAConfig
 from nsa_jax import ranges as jax_ranges
-from nsa_torch import fa2, functional, geometry, packing, ranges
+from nsa_torch import NSAConfig, fa2, functional, geometry, packing, ranges
 from tests import pretend
 from tests.problems import SMALL
 from tests.torch_inputs import on_the_cpu

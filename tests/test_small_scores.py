@@ -8,7 +8,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import check_indices
-from nsa_core.config import NSAConfig
+from nsa_torch import NSAConfig
 from tests.oracles import nsa
 
 PLAIN = NSAConfig(1, 1, 1, num_selected=3, num_initial=0, num_local=1, window=1)

@@ -32,11 +32,10 @@ import nsa_torch
 from bench.doc_tables import ROOT
 from kernels_pallas.mosaic import capability
 from kernels_pallas.triton.descriptions import Heads
-from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_index
 from nsa_jax import context
 from nsa_jax.jax_ops import compiled_for
-from nsa_torch import dispatch, fa2, heads
+from nsa_torch import NSAConfig, dispatch, fa2, heads
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.plain import MESSAGE
 from tests import pretend, refusals

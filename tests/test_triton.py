@@ -18,13 +18,12 @@ import kernels_pallas
 import nsa_torch
 from kernels_pallas.triton import capability
 from kernels_pallas.triton import tiling as tilings
-from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_jax import dispatch as jax_dispatch
 from nsa_jax import reference
 from nsa_jax import triton as jax_triton
 from nsa_jax.jax_ops import JaxOps, compiled_for
-from nsa_torch import Branches, dispatch, torch_ops
+from nsa_torch import Branches, NSAConfig, dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.oracles.nsa import BRANCHES
