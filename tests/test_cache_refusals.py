@@ -38,8 +38,7 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
 )
-from nsa_torch.huggingface.cache import attend_pages
-from tests.caches import SMALL, Sizes, TorchPages, Turn, bounds, check
+from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, check
 from tests.devices import needs_gpu
 from tests.model_sizes import SMALLEST as MODEL
 
@@ -104,46 +103,21 @@ class Used:
 
 
 class OfLayer(Used):
-    """The same of a layer, on its own cache, one of functions in `rows`, or in `pages`."""
+    """The same of a layer, on its own cache."""
 
-    def __init__(self, framework, where="own", **changed):
-        self.mine, self.where = changed, where
-        layer = layer_of(framework, **changed)
+    def __init__(self, framework, **changed):
         super().__init__(framework)
-        options, sizes = {"config": layer.spec.config, "separate": True}, (2, 8, 6)
-        if where == "own":
-            self.cache = layer.init_cache(1, 40)
-        elif where == "rows":
-            self.cache = self.api.init_cache(1, 40, *sizes, **options)
-        else:
-            self.cache = nsa_torch.PagedCache(2, *sizes, **options, dtype=torch.float32)
+        self.mine, self.cache = changed, layer_of(framework, **changed).init_cache(1, 40)
 
     @torch.no_grad()
     def step(self, tokens=9, **changed):
         layer = layer_of(self.framework, **(self.mine | changed))
-        if self.where == "pages":
-            end, x = self.end + 1, zeros(1, 1, 24)
-            at = {"page_table": zeros(1, 1).int(), "lengths": int32([end])}
-            out = attend_pages(layer, x, zeros(1, 1) + end - 1, self.cache, **at)
-        else:
-            end = self.end + tokens
-            out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
-        self.end = end
+        out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
+        self.end += tokens
         return out
 
 
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-STORED = [
-    dict(rope_base=5e5),
-    dict(rope_scale=2.0),
-    dict(rope_scaling=YARN),
-    dict(qk_norm_eps=1e-6),
-    dict(bias=True),
-    dict(phi="mlp"),
-    dict(phi="mlp_pe"),
-    dict(phi="mlp_rope"),
-]
-KINDS = [("avg", "mlp"), ("mlp", "avg"), ("mlp_pe", "mlp")]
+REFUSED = TABLE["refused"]
 
 
 def other_makers():
@@ -158,12 +132,12 @@ def other_makers():
             user = functools.partial(used, config=config, traced=framework == "jax")
             said = made(name, getattr(SMALL, name), theirs)
             yield user, {"config": config}, {}, said, True
-        for (first, then), pages in itertools.product(KINDS, (False, True)):
+        for (first, then), pages in itertools.product(REFUSED["kinds"], (False, True)):
             own, other = {"kinds": (first,) * 2}, {"kinds": (then,) * 2}
             said = made("phi_k", repr(then), repr(first))
             yield functools.partial(used, pages), own, other, said, False
         yield used, {"kinds": ("avg", "mlp")}, {}, made("phi_v", "'avg'", "'mlp'"), False
-        for changed in [*STORED, dict(kv="shared")]:
+        for changed in REFUSED["layers"]:
             ((name, value),) = changed.items()
             value = rotation.scaling(value) if name == "rope_scaling" else value
             said = made(name, repr(value), repr(getattr(layer_of(framework).spec, name)))
@@ -171,10 +145,6 @@ def other_makers():
         for name, field, mine, theirs in (("d", "stride", 4, 8), ("l", "block", 8, 16)):
             user = functools.partial(layer, **{name: theirs})
             yield user, {}, {name: mine}, made(f"compress_{field}", mine, theirs), True
-        user = functools.partial(layer, "rows")
-        yield user, {}, dict(rope_base=5e5), made("rope_base", 5e5, ""), False
-    for changed in STORED:
-        yield functools.partial(OfLayer, "torch", "pages"), {}, changed, "made with", False
 
 
 @pytest.mark.parametrize(("user", "own", "other", "said", "of_config"), [*other_makers()])
@@ -217,20 +187,6 @@ def test_what_a_cache_does_not_hold_may_differ(framework):
     assert cache.length.tolist() == [12]
 
 
-MODELS = [
-    dict(compress_stride=8),
-    dict(compress_block=4),
-    dict(select_block=16),
-    dict(window=8),
-    dict(num_selected=4),
-    dict(phi="mlp"),
-    dict(head_dim=4),
-    dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-    dict(attention=["nsa", "dense"]),
-    dict(num_hidden_layers=3),
-]
-
-
 def model_cache(paged, **changed):
     config = NSAModelConfig(**(MODEL | changed))
     return NSAPagedModelCache(config, 1, 20) if paged else NSAModelCache(config)
@@ -241,7 +197,7 @@ def model_cache(paged, **changed):
 def test_a_cache_of_another_model_is_refused(paged):
     model, ids = NSAForCausalLM(NSAModelConfig(**MODEL)).eval(), torch.ones(1, 3).long()
     renamed = dict.fromkeys(("attention", "num_hidden_layers"), "layer_attention")
-    for changed in MODELS:
+    for changed in REFUSED["models"]:
         (name,) = changed
         said = f"cache must be made for a model with {renamed.get(name, name)}="
         with pytest.raises(ValueError, match=said):
@@ -306,18 +262,7 @@ def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(name):
             assert call().implementation == "gathered"
 
 
-RUNS = [  # new tokens, lengths, lengths that were planned, of which the sentence is
-    ([1, 2, 0, 60, 20], [], [], 0),
-    ([1, 1, 0, 61, 2], [], [], 1),
-    ([1, 1, 0, 61], [], [], 1),
-    ([1, 1, 0, 61, 20], [], [], 1),
-    ([1, 1, 0, 61, 20], [], [1, 1, 0, 61, 30], 0),
-    ([1, 1, 0, 61, 20], [38, 45, 1, 90, 20], [], 1),
-    ([1, 1, 0, 61, 20], [], [38, 45, 0, 0, 30], None),
-]
-
-
-@pytest.mark.parametrize(("counts", "last", "planned", "number"), RUNS)
+@pytest.mark.parametrize(("counts", "last", "planned", "number"), REFUSED["runs"])
 def test_runs_of_another_call_are_refused(counts, last, planned, number):
     """Before a token is appended; more rows or tokens than there are, too."""
     last, path = last or [38, 45, 1, 61, 30][: len(counts)], TorchPages(Sizes())
