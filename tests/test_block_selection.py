@@ -21,33 +21,11 @@ from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention
 from nsa_torch.huggingface.cache import CACHE
 from tests.limits import set_limits
+from tests.model_sizes import MODELS
 from tests.torch_sizes import Sizes
 
-BLOCK, TOPK = 8, 3
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    partial_rotary_factor=0.5,
-    num_experts_per_tok=2,
-    num_local_experts=4,
-    dense_intermediate_size=32,
-    shared_intermediate_size=16,
-    index_n_heads=2,
-    index_head_dim=16,
-    index_block_size=BLOCK,
-    index_topk_blocks=TOPK,
-    layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-    mlp_layer_types=["dense", "sparse", "dense"],
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-    max_position_embeddings=256,
-)
+SIZES = MODELS["blocks"]
+BLOCK, TOPK = SIZES["index_block_size"], SIZES["index_topk_blocks"]
 WIDTH = 45
 PADDING = (0, 5)  # columns on the left of each row; less than a block
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=FLOAT32_MAX)

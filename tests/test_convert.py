@@ -14,12 +14,10 @@ from flax import nnx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -34,80 +32,17 @@ from nsa_torch import heads
 from nsa_torch.huggingface import NSAForCausalLM, from_safetensors, to_safetensors
 from nsa_torch.huggingface.convert import STARTS, DifferentError, convert, main
 from tests import refusals
+from tests.model_sizes import MODELS
 
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.15,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES = MODELS["dense"]
 NSA = dict(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=24)
 SET = ["--set", *(f"{name}={value}" for name, value in NSA.items())]
 REACH = 64  # num_selected * select_block
-LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=5e5,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
-CASES = {
-    "llama 2": LlamaConfig(**SIZES | dict(rms_norm_eps=1e-5, num_key_value_heads=6)),
-    "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama linear": LlamaConfig(**SIZES, rope_parameters=LINEAR),
-    "llama 3.1": LlamaConfig(**SIZES, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
-    "llama yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
-    "llama biases": LlamaConfig(**SIZES, attention_bias=True),
-    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "qwen3 yarn": Qwen3Config(
-        **SIZES, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True
-    ),
-}
-# A source and a start. Each start meets biases, norms of heads, tied weights and a scaled rotation.
-PLAIN = [
-    ("llama 2", "values"),
-    ("llama 2", "gates"),
-    ("llama tied", "shared"),
-    ("llama linear", "gates"),
-    ("llama 3.1", "values"),
-    ("llama yarn", "shared"),
-    ("llama biases", "gates"),
-    ("llama biases", "shared"),
-    ("mistral", "values"),
-    ("qwen2", "values"),
-    ("qwen2", "shared"),
-    ("qwen3", "values"),
-    ("qwen3", "shared"),
-    ("qwen3 yarn", "gates"),
-    ("qwen3 yarn", "values"),
-]
-# What else is said of the model.
-ROWS = [(case, start, {}) for case, start in PLAIN] + [
-    ("qwen3", "gates", dict(gate="selected")),
-    ("qwen3", "shared", dict(gate="selected")),
-    *(("qwen3", start, dict(gate="head", gate_temp=0.5)) for start in STARTS),
-    ("llama 3.1", "values", dict(phi="mlp", gate_temp=0.5)),
-    ("llama 3.1", "values", dict(phi="mlp_pe", gate_temp=0.5)),
-    ("llama 3.1", "values", dict(phi="mlp_rope", gate_temp=0.5)),
-    ("llama 3.1", "shared", dict(phi="mlp_pe", gate_temp=0.5)),
-    ("qwen3 yarn", "values", dict(dense_layers=(0,))),
-    ("qwen2", "values", dict(dense_layers=(0,))),
-    ("qwen3 yarn", "values", dict(dense_layers=(0, 1))),
-    ("qwen2", "values", dict(dense_layers=(0, 1))),
-    ("llama 3.1", "values", dict(dense_layers=(0, 1))),
-]
+CASES = {name: AutoConfig.for_model(**SIZES | row) for name, row in MODELS["converted"].items()}
+LLAMA3, YARN = (MODELS["converted"][f"llama {x}"]["rope_parameters"] for x in ("3.1", "yarn"))
+tuples = lambda row: {x: tuple(y) if isinstance(y, list) else y for x, y in row.items()}
+PLAIN = [tuple(x) for x in MODELS["starts"]]
+ROWS = [(*x, {}) for x in PLAIN] + [(*x, tuples(row)) for *x, row in MODELS["options"]]
 plain = pytest.mark.parametrize(("case", "start"), PLAIN)
 
 

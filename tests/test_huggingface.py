@@ -42,35 +42,9 @@ from nsa_torch.huggingface import (
 )
 from nsa_torch.huggingface.cache import CACHE
 from tests import refusals
+from tests.model_sizes import MODELS
 
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    v_head_dim=6,
-    compress_block=8,
-    compress_stride=4,
-    select_block=8,
-    num_selected=3,
-    num_local=1,
-    window=7,
-    pad_token_id=0,
-)
-# The layers of each model, its phi, its gates and its keys and values.
-NAMES = "attention", "phi", "gate", "kv"
-KINDS = {
-    kind: dict(zip(NAMES, values, strict=True))
-    for kind, *values in (
-        ("nsa", "nsa", "mlp", "sigmoid", "separate"),
-        ("dense", "dense", "avg", "sigmoid", "separate"),
-        ("mixed", ["nsa", "dense"], "mlp_rope", "head", "separate"),
-        ("shared", ["nsa", "dense"], "mlp", "head", "shared"),
-    )
-}
+SIZES, KINDS = MODELS["huggingface"], MODELS["kinds"]
 ROOM, FP8 = 64, torch.float8_e4m3fn
 CACHES = {
     "grows": lambda config, rows: NSAModelCache(config),
@@ -489,12 +463,7 @@ def test_capacity(kind):
     assert grows.room == 256 and grows.get_max_length() == -1
 
 
-# A file that does not say its `kv` has separate ones; new models have gates of each query head.
-SAVED = {kind: KINDS[kind] for kind in ("dense", "mixed", "shared")} | {
-    "new": {},
-    "old": {"kv": "separate"},
-    "tied": {"tie_word_embeddings": True},
-}
+SAVED = MODELS["saved"]
 
 
 @pytest.mark.parametrize("which", SAVED)

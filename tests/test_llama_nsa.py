@@ -13,16 +13,13 @@ from nsa_torch import NSAConfig
 from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
 from nsa_torch.huggingface.cache import CACHE
 from nsa_torch.huggingface.llama_nsa import best_by_halves
+from tests.model_sizes import MODELS
 from tests.oracles import nsa
 
-BLOCK, PLACES, WINDOW, HEADS, KV_HEADS, WIDTH = 4, 4, 11, 4, 2, 8
+SIZES = MODELS["llama nsa"]
+BLOCK, PLACES, WINDOW = (SIZES[x] for x in ("block_size", "block_counts", "window_size"))
+HEADS, KV_HEADS, WIDTH = SIZES["num_attention_heads"], 2, SIZES["head_dim"]
 CONFIG = NSAConfig(BLOCK, BLOCK, BLOCK, PLACES, 0, 1, WINDOW)
-SIZES = dict(
-    vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=WIDTH, rms_norm_eps=1e-5,
-    block_size=BLOCK, block_counts=PLACES, window_size=WINDOW, tie_word_embeddings=True,
-    max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 
 
 def model(selection, **changed):

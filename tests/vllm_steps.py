@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.model_sizes import MODELS
+
 FILE = Path(__file__).with_suffix(".json")
 BLOCK = 64
 LENGTHS = 5, 300, 130, 120
@@ -24,16 +26,7 @@ GUESSES = {
 }
 TENSORS = "query_start_loc", "seq_lens", "seq_lens_cpu_upper_bound"
 NUMBERS = "num_reqs", "num_actual_tokens", "max_query_len"
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    select_block=BLOCK,
-    max_position_embeddings=512,
-)
+SIZES = MODELS["steps"]
 # Of each a model's changes, the engine's, new tokens: a rejected guess is written over.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "chunks": ({}, {}, 4),
