@@ -354,20 +354,8 @@ def test_what_the_decode_kernel_cannot_do(changes, sentence, _):
         specs.decode(posed(**changes))
 
 
-CHOSEN = [
-    ({}, (8, 4, 2, 128)),
-    (LAYER | {"B": 8}, (4, 4, 4, 128)),
-    (LAYER | {"B": 7, "table_pages": 1024}, (8, 4, 2, 1024)),
-    (LAYER | {"B": 8, "table_pages": 1024}, (3, 8, 3, 1024)),
-    (LAYER | {"B": 1, "table_pages": 1024}, (16, 4, 3, 1024)),
-    (LAYER | {"B": 8, "q_len": 4, "table_pages": 1024}, (2, 8, 2, 1024)),
-    ({"B": 32, "table_pages": 2000}, (8, 8, 2, 2560)),
-    ({"D": 192, "table_pages": 200}, (8, 4, 4, 512)),
-]
-
-
 def test_the_variant_follows_batch_and_table():
-    for changes, wanted in CHOSEN:
+    for changes, wanted in TABLE["variants"]:
         found = specs.with_variant(posed(**changes))
         assert found.variant == Variant(*wanted) and specs.why_not(found) is None, changes
     reason = specs.why_not(specs.with_variant(posed(table_pages=3000))) or ""
@@ -407,19 +395,6 @@ def test_shared_memory_of_every_variant():
             assert spec.offsets["end"] + ALIGNING <= most, spec
 
 
-# Of the decode kernel the forms with the most registers, and the largest; of the append kernel both
-# ways to find a row.
-COMPILED = [
-    (LAYER, (8, 8, 2, 2560)),
-    (LAYER | {"fp8": True, "append": True}, (3, 8, 3, 1024)),
-    (LAYER | {"D": 192, "append": True}, (4, 8, 2, 512)),
-    ({"q_len": 4, "gate_dtype": "float16", "dtype": "float16"}, (2, 4, 2, 128)),
-]
-TOKENS = {"Hkv": 4, "D": 128, "Dv": 128, "compress_block": 32, "stride": 16, "block": 64}
-TOKENS |= {"dtype": "bfloat16", "N": 64, "B": 8, "pages": 24, "table_pages": 6, "means": True}
-WAYS = [{"ragged": True, "separate": False}, {"ragged": False, "separate": True}]
-
-
 def compiled(variant=None, **sizes):
     if variant is None:
         return append_spec.append(append_spec.Append(**sizes)).for_any_length()
@@ -428,8 +403,7 @@ def compiled(variant=None, **sizes):
 
 def test_kernels_fit_the_chip():
     """Without spills; golden files have the code of every other variant."""
-    given = [sizes | {"variant": [*variant]} for sizes, variant in COMPILED]
-    given += [TOKENS | way for way in WAYS]
+    given = TABLE["compiled"]
     reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in given])
     for sizes, report in zip(given, reports, strict=True):
         assert not report["remarks"] and not report["stack_bytes"], sizes

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModel, NSAModelCache, NSAPagedModelCache
 from nsa_torch.huggingface.cache import CACHE
+from tests.model_sizes import MODELS
 from tests.test_huggingface import model, tokens
 
 OURS = {
@@ -23,44 +24,7 @@ OURS = {
 }
 # What transformers calls or reads of our classes: a hook that it renames is never called, and no
 # error says so.
-OVERRIDDEN: dict[type, tuple[str, ...]] = {
-    GenerationMixin: (
-        "_prepare_cache_for_generation",
-        "_prepare_position_ids_for_generation",
-        "_valid_auto_compile_criteria",
-        "destroy_cached_continuous_batching_manager",
-        "generate",
-        "generate_batch",
-        "init_continuous_batching",
-    ),
-    PreTrainedModel: (
-        "_can_record_outputs",
-        "_init_weights",
-        "_initialize_weights",
-        "_keys_to_ignore_on_load_unexpected",
-        "_no_split_modules",
-        "_skip_keys_device_placement",
-        "_supports_sdpa",
-        "_tied_weights_keys",
-        "base_model_prefix",
-        "config_class",
-        "get_compiled_call",
-        "supports_gradient_checkpointing",
-    ),
-    Cache: (
-        "activate_past_recording",
-        "batch_repeat_interleave",
-        "batch_select_indices",
-        "batch_size",
-        "crop",
-        "get_max_length",
-        "get_seq_length",
-        "is_compileable",
-        "is_initialized",
-        "reorder_cache",
-        "reset",
-    ),
-}
+OVERRIDDEN = {base: MODELS["overridden"][base.__name__] for base in OURS}
 MEND = f"transformers {transformers.__version__}: see nsa_torch/huggingface"
 
 

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
 
 from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.runtime import lowering
@@ -42,41 +44,12 @@ ALLOWED = {
     "gathered_merge_dq": REGISTERS // (2 * 128) // 8 * 8,
     "best_blocks": REGISTERS // (4 * 128),
 }
-# Of backward passes only.
-GRADIENTS = {
-    "bwd_preprocess",
-    "count_entries",
-    "deltas",
-    "dkv_merge",
-    "dkv_partials",
-    "interval_dq",
-    "work_items",
-}
-SUMS = {"selected_forward"}  # adds up the branches where a gradient follows
-# Selected attention: its dq, and lists of queries for its dkv.
-FROM_STORED = {"fill_gather_lists", "ordered_work_items", "stored_ds_dq"}
-BY_WALK = {"fill_lists", "selected_dq"}
-# Of gathered tiles, where a block list can be too long.
-LISTS = {"fill_gather_lists", "work_items"}
-FORWARD = LISTS | {"count_entries", "gathered_forward", "gathered_merge"}
-BACKWARD = LISTS | {"gated_sum", "gathered_dq", "gathered_merge_dq"}
+NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+GRADIENTS, SUMS, FROM_STORED, BY_WALK = map(set, NAMES["gradients"].values())
+FORWARD, BACKWARD = map(set, NAMES["gathered"].values())
 GATHERED = ("G4", "G1")
 STORED = ("paper", "wide", "long")
-# Bytes a thread. The sums of both gradients and the products of a step fill the registers of
-# `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
-# at D=192). Four warpgroups that make scores have 128 registers a thread; at G=4 two of these
-# are not enough. The interval kernels keep the sizes that they learn at launch in registers
-# through all blocks of a work item: at D=192 dq then stores 120 bytes each, and 36 where its
-# sizes are constants.
-SPILLS = {
-    "dkv_partials": {"spill_store_bytes": 272, "spill_load_bytes": 336},
-    "interval_dq": {"spill_store_bytes": 120, "spill_load_bytes": 200},
-    "interval_forward": {"spill_store_bytes": 12, "spill_load_bytes": 48},
-    "best_blocks": {"spill_store_bytes": 8, "spill_load_bytes": 8},
-}
-# Where three warpgroups share keys: stored once a work item, but for 4 bytes once a block under a
-# mask.
-SPILLS_OF_THREE = {"interval_forward": {"spill_store_bytes": 60, "spill_load_bytes": 68}}
+SPILLS, SPILLS_OF_THREE = NAMES["spills"], NAMES["spills of three"]
 
 
 @functools.cache

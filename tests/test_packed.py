@@ -7,12 +7,14 @@ import copy
 import functools
 import itertools
 import pickle
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import yaml
 from flax import nnx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -42,14 +44,8 @@ from tests.test_plan import call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
 T = 90
-BATCHES = {
-    "documents": [0, 12, 41, 70],
-    "empty ones": [0, 0, 33, 33, 33, 90],
-    "one token": [0, 1, 2, 60, 61],
-    "one": [0, 90],
-    "none": [0, 0],
-    "full": [0, 10, 20, 30, 40, 50, 60, 70, 90],
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("packed.yaml").read_text())
+BATCHES = TABLE["batches"]
 LAYER = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 10}
 gpu = pytest.mark.gpu
 
@@ -158,12 +154,7 @@ def test_each_document_selects_what_it_selects_alone(
             assert (found[:, end - length : end] == chosen(*own, [length])).all()
 
 
-LAYERS = {
-    "paper": {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128},
-    "small": {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64},
-}
-
-
+LAYERS = TABLE["layers"]
 COMPRESSION = {"compress_means", "merge_key_gradients"}
 
 
@@ -433,12 +424,7 @@ class Unread(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-BAD = {
-    "decreasing": ([0, 25, 10, 40], "must not decrease, got 10 after 25 at index 2"),
-    "later": ([3, 25, 40], "must begin with 0, got 3"),
-    "negative": ([-2, 25, 40], "must begin with 0, got -2"),
-    "beyond": ([0, 25, 91], "must end with 90, the number of tokens, at most, got 91"),
-}
+BAD = TABLE["bad"]
 
 
 def held(numbers, device="cpu", total=T):
@@ -558,7 +544,7 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
 
 
 CONFIG = NSAConfig()
-NUMBERS = [0, 130, 131, 520, 600], [0, 0, 40, 40, 640], [0, 640], [*range(0, 633, 79)]
+NUMBERS = TABLE["on a GPU"]
 
 
 def on_a_gpu(length=640, **sizes):
@@ -644,22 +630,8 @@ def test_any_number_of_documents(implementation):
         assert all(near(x, y, 0.02) for x, y in pairs)
 
 
-ALL = None, 0, 1, 2  # branches: of all together, and of each alone
-# Heads, key/value heads, columns, branches, the numbers of tokens before the document, and how many
-# of output, dq, dk, dv are the same bits.
-SAME_BITS = [
-    # Tiles of four tokens: places at multiples of it.
-    ("mosaic", 64, 4, 128, ALL, (0, 64, 1040, 2048), 2),
-    ("mosaic", 64, 4, 128, (1,), (37, 2047), 2),
-    ("mosaic", 12, 2, 64, (1,), (0, 37, 64, 1040, 2047), 4),
-    ("triton", 64, 4, 128, (1,), (0, 37, 64, 2047), 2),
-    ("triton", 12, 2, 64, (1,), (0, 37, 64, 2047), 2),
-    ("triton", 12, 2, 64, (1, 2), (0, 64, 2048), 4),
-]
-
-
 @gpu
-@pytest.mark.parametrize("case", SAME_BITS, ids=lambda x: "-".join(map(str, x[:5])))
+@pytest.mark.parametrize("case", TABLE["same bits"], ids=lambda x: "-".join(map(str, x[:5])))
 def test_the_same_bits_at_another_place(case):
     """What docs/packed.md says of a document alone and in a longer row; blocks always."""
     implementation, heads, kv_heads, width, branches, places, count = case
@@ -727,19 +699,3 @@ def test_other_documents_at_each_replay(implementation):
             graph.replay()
             assert same(found, want)
         assert same(step(varlen=meta), wants[-1])
-
-
-@gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_two_streams():
-    inputs = on_a_gpu()
-    want = with_gradients(inputs, cu_seqlens=borders(NUMBERS[0], "cuda"), config=CONFIG)
-    meta = metadata(NUMBERS[0], total=640, device="cuda", config=CONFIG)
-    streams, found = [torch.cuda.Stream() for _ in range(2)], []
-    torch.cuda.synchronize()
-    for stream in streams * 3:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            found.append(with_gradients(inputs, varlen=meta, config=CONFIG))
-    torch.cuda.synchronize()
-    assert all(same(x, want) for x in found)

@@ -131,40 +131,7 @@ def test_what_is_no_array(framework, call):
 
 
 OF_TORCH = "carve", "view", "plan_runs", "varlen_metadata", "NSAAttention"
-# Wrong values of a kind; calls and their arguments of this kind.
-OF_KINDS = {
-    "an int >= 1": (
-        (0, -6, True, 8.5, "8"),
-        "init_cache batch capacity kv_heads key_width value_width",
-        "PagedCache num_pages kv_heads key_width value_width max_rows",
-        "carve kv_heads key_width value_width",
-        "view max_rows",
-        "plan_runs page_size",
-        "paged_attention max_seqlen_q",
-        "varlen_metadata total max_seqlen max_sequences",
-        "NSAAttention dim n_heads n_kv_groups d_k d_v gate_hidden phi_hidden",
-        "index_blocks pool entry",
-        "paged_index_blocks pool",
-        *(
-            f"{x} block_size"
-            for x in ("block_attention", "indexer_kl", "paged_block_attention")
-        ),
-    ),
-    "a bool": (
-        (1, "no", [True]),  # "no" would be true to each implementation
-        "attention recompute",
-        "NSAAttention bias",
-        "varlen_metadata padded",
-        *(f"{x} separate" for x in ("init_cache", "PagedCache", "carve", "view")),
-    ),
-    "an NSAConfig": (
-        ({"l": 3}, 3),
-        *(f"{x}_attention config" for x in (*Branches._fields, "cached")),
-        *(f"{x} config" for x in ("attention", "explain", "compress", "select_blocks")),
-        *(f"{x} config" for x in ("init_cache", "PagedCache", "view", "carve")),
-        "varlen_metadata config",
-    ),
-}
+OF_KINDS = TABLE["kinds"]
 
 
 @pytest.mark.parametrize("framework", LIBRARIES)

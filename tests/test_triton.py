@@ -27,7 +27,7 @@ from nsa_torch import Branches, NSAConfig, dispatch, torch_ops
 from tests import interpreted_triton, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.oracles.nsa import BRANCHES
-from tests.paths import named, negated, of_torch, same, steps_of_jax, steps_of_torch
+from tests.paths import named, negated, same, steps_of_jax, steps_of_torch
 from tests.problems import PAPER, SMALL
 from tests.reach import NUMBERS, check_torch
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
@@ -110,55 +110,21 @@ def on_pages(bit, call):
     return *([found] if isinstance(found, torch.Tensor) else found), *cache.tensors().values()
 
 
-def lists(*shape):
-    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
-
-
 def step(bit, cache, *at):
     query, gates = bit(draw(2, 4, 16, seed=2)), bit(draw(2, 4, 3, seed=3))
     new = {"key": bit(draw(2, 2, 16, seed=4)), "value": bit(draw(2, 2, 16, seed=5))}
     return nsa_torch.paged_attention(query, gates, cache, *at, **new, implementation="triton")
 
 
-def block_step(bit, cache, *at):
-    query, pages = bit(draw(2, 4, 16)), map(bit, (cache.selected_key, cache.selected_value))
-    options = {"block_size": 16, "return_residual": True, "implementation": "triton"}
-    return nsa_torch.paged_block_attention(query, *pages, *at, lists(2, 1, 1), **options)
-
-
-def loss(bit):
-    tensors = [draw(1, 24, heads, 16, seed=heads) for heads in (4, 2)]
-    kept = [bit(x) for x in (*tensors, draw(1, 24, 4, seed=5))]
-    pair = draw(1, 24, 2, 16).requires_grad_(), draw(1, 24, 16).requires_grad_()
-    options = {"block_size": 16, "implementation": "triton"}
-    out = nsa_torch.indexer_kl(*kept, *map(bit, pair), lists(1, 24, 2, 1), **options)
-    return out, *torch.autograd.grad(out, pair, bit(draw(*out.shape, seed=9)))
-
-
-def whole(bit):
-    p = problems.problem(problems.CASES["kernel: one output"])
-    return of_torch(p, "triton", DEVICE, bit).values()
-
-
-WITH_THE_BIT = {
-    "attention": whole,
-    "indexer's loss": loss,
-    "a cache": lambda bit: on_pages(bit, step),
-    "blocks of pages": lambda bit: on_pages(bit, block_step),
-}
-
-
 @kernel
-@pytest.mark.parametrize("name", WITH_THE_BIT)
-def test_tensors_with_the_negative_bit(name, monkeypatch):
+def test_tensors_with_the_negative_bit(monkeypatch):
     """Kernels read memory, which is the negative of such a tensor."""
     if INTERPRETED:
         # It reads in place what a GPU would.
         for module in (nsa_interop.launch, torch_ops):
             monkeypatch.setattr(module, "ALIGNMENT", 16)
-        names = "append_why_not", "indexer_why_not"
-        pretend.machine(monkeypatch, **dict.fromkeys(names))
-    clean, marked = WITH_THE_BIT[name](same), WITH_THE_BIT[name](negated)
+        pretend.machine(monkeypatch, append_why_not=None)
+    clean, marked = on_pages(same, step), on_pages(negated, step)
     for got, want in zip(marked, clean, strict=True):
         assert torch.equal(got, want)
 
