@@ -266,7 +266,7 @@ if __name__ == "__main__":
             try:
                 found = {"extra": {"call": call} | differences(call, name)}
             except (NotImplementedError, ValueError) as error:  # it has no such implementation
-                found = {"status": "unsupported", "extra": {"call": call, "why": str(error)}}
+                found = {"status": "unsupported", "reason": str(error), "extra": {"call": call}}
             records.append(
                 out, [records.record("invariance", commit, implementation=name, **found)]
             )
