@@ -107,9 +107,9 @@ def main(argv: list[str] | None = None) -> int:
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step < flags.steps:
         done = f"stopped after {trainer.state.global_step} of {flags.steps} steps"
-        print(f"{done}; the same command with --resume goes on", file=sys.stderr)
+        print(f"{done}; the same command with --resume continues", file=sys.stderr)
         return 130
-    print(f"held-out loss {trainer.evaluate()['eval_loss']:.4f} nats a byte")
+    print(f"held-out loss {trainer.evaluate()['eval_loss']:.4f} nats per byte")
     trainer.save_model()
     return 0
 

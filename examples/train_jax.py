@@ -135,12 +135,12 @@ def main(argv: list[str] | None = None) -> int:
             rows = random.integers(0, learned - flags.tokens, (flags.batch, 1)) + row
             loss = step(model, optimizer, tokens[rows], segments[rows])
             if number % max(1, flags.steps // 5) == 0:
-                print(f"step {number}: loss {float(loss):.4f} nats a byte", flush=True)
+                print(f"step {number}: loss {float(loss):.4f} nats per byte", flush=True)
     except KeyboardInterrupt:
         print(f"stopped in step {number}", file=sys.stderr)
     starts = range(learned, len(tokens) - flags.tokens, flags.tokens)[:32]
     held_out = [evaluate(model, tokens[None, x + row], segments[None, x + row]) for x in starts]
-    print(f"held-out loss {np.mean(held_out):.4f} nats a byte")
+    print(f"held-out loss {np.mean(held_out):.4f} nats per byte")
     if flags.out:
         weights.save(flags.out, model)
     written = generate(model, flags.prompt.encode(), flags.new_tokens)

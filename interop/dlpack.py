@@ -65,13 +65,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         gradients are on, or JAX does not support the device or dtype.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"a plain torch.Tensor is needed, got {type(tensor).__name__}")
+        raise ValueError(f"tensor must be a plain torch.Tensor, got {type(tensor).__name__}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     kept = jax.dtypes.canonicalize_dtype(dtype).name
     if kept != dtype:
         raise ValueError(
-            f"a dtype that JAX keeps is needed, got {dtype}, which JAX converts to {kept}: pass "
-            f"tensor.to(torch.{kept}), or enable 64-bit types with "
+            f"tensor must have a dtype that JAX keeps, got {dtype}, which JAX converts to {kept}: "
+            f"pass tensor.to(torch.{kept}), or enable 64-bit types with "
             "jax.config.update('jax_enable_x64', True)"
         )
     if not torch.is_grad_enabled():  # inside a custom operator

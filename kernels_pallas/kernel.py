@@ -183,7 +183,7 @@ class Kernel:
           ValueError: another number of arrays, or an array of another dtype or size.
         """
         if len(arrays) != len(self.inputs):
-            raise ValueError(f"{self.name} takes {len(self.inputs)} arrays, got {len(arrays)}")
+            raise ValueError(f"{self.name} needs {len(self.inputs)} arrays, got {len(arrays)}")
         for i, (array, expected) in enumerate(zip(arrays, self.inputs, strict=True)):
             if array.dtype.name != expected.dtype or math.prod(array.shape) != expected.size:
                 raise ValueError(

@@ -61,7 +61,7 @@ def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
     fits = scopes > 0 and heads % scopes == 0
     if not fits or (kv_heads % scopes and scopes % kv_heads):
         raise ValueError(
-            f"{name} must have lists for G heads, where G divides H={heads} and is a divisor or "
+            f"{name} must have lists for G heads; G divides H={heads} and is a divisor or "
             f"a multiple of Hkv={kv_heads}, got G={scopes}"
         )
 

@@ -42,7 +42,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
-            raise ValueError(f"key {key!r} stands twice")
+            raise ValueError(f"key {key!r} occurs twice")
     return dict(pairs)
 
 

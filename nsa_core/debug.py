@@ -174,7 +174,7 @@ def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> N
     log.info("%s", " ".join(words))
     _left[event] -= not refusal
     if not _left[event]:
-        log.info("NSA-LOG limit event=%s: no more lines of it", event)
+        log.info("NSA-LOG limit event=%s: further lines are omitted", event)
         _active -= {event}
         on = bool(_active)
 

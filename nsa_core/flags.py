@@ -25,13 +25,16 @@ _KERNELS = Branches(
     )
 )
 _ALL = flags.DEFINE_enum(
-    "kernels", "auto", ["auto", *NAMES], "Implementation of every branch that no flag names."
+    "kernels",
+    "auto",
+    ["auto", *NAMES],
+    "Implementation of each branch without a flag of its own.",
 )
 _ON_UNSUPPORTED = flags.DEFINE_enum(
     "on_unsupported",
     "error",
     ["error", "fallback"],
-    "What a named implementation that cannot run the problem does.",
+    "Whether a named implementation that cannot run raises an error or falls back.",
 )
 
 

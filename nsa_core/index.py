@@ -311,7 +311,7 @@ def check_loss(
     fits = index_heads > 0 and heads % index_heads == 0
     if not fits or (kv_heads % index_heads and index_heads % kv_heads):
         raise ValueError(
-            f"index_query must have Hi heads, where Hi divides H={heads} and is a divisor or a "
+            f"index_query must have Hi heads; Hi divides H={heads} and is a divisor or a "
             f"multiple of Hkv={kv_heads}, got Hi={index_heads}"
         )
     if block_indices is not None:
@@ -324,9 +324,7 @@ def check_loss(
                 f"index heads, got {block_indices.shape[2]}"
             )
     elif block_size is not None:
-        raise ValueError(
-            f"block_size must be None where block_indices are None, got {block_size}"
-        )
+        raise ValueError(f"block_size must be None if block_indices are None, got {block_size}")
     validate.scaling(scale)
     validate.scaling(index_scale, "index_scale")
     pairs = math.lcm(index_heads, kv_heads)

@@ -133,13 +133,13 @@ class LayerSpec:
             validate.one_of(name, getattr(self, name), known)
         if self.kv == "shared" and self.phi == "mlp_rope":
             raise ValueError(
-                "kv must be 'separate' where phi='mlp_rope', got 'shared': it needs keys that "
-                "are not rotated, and the shared ones are"
+                "kv must be 'separate' if phi='mlp_rope', got 'shared': it needs keys before "
+                "rotation, and shared keys are rotated"
             )
         for name, gates in (("gate_bias", ["head"]), ("gate_hidden", ["sigmoid", "softmax"])):
             if self.gate not in gates and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} must be None where gate={str(self.gate)!r}, got "
+                    f"{name} must be None if gate={str(self.gate)!r}, got "
                     f"{getattr(self, name)!r}"
                 )
         if self.gate_bias is not None:
@@ -158,7 +158,7 @@ class LayerSpec:
         object.__setattr__(self, "rope_scaling", rotation.scaling(self.rope_scaling))
         if self.rope_scaling is not None and (self.rope_scale != 1 or self.rope_base <= 1):
             raise ValueError(
-                f"rope_scale must be 1 and rope_base > 1 where rope_scaling is given, "
+                f"rope_scale must be 1 and rope_base > 1 if rope_scaling is given, "
                 f"got {self.rope_scale} and {self.rope_base}"
             )
         validate.flag("bias", self.bias)
@@ -187,8 +187,8 @@ class LayerSpec:
         validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
             raise ValueError(
-                f"dense_below must be 0 where gate={str(self.gate)!r}, got {dense_below}: dense "
-                "attention is another function than the sum of the branches (gate='selected')"
+                f"dense_below must be 0 if gate={str(self.gate)!r}, got {dense_below}: dense "
+                "attention computes another function than the sum of the branches (gate='selected')"
             )
         if dense_below > self.all_selected + 1:
             raise ValueError(
@@ -289,7 +289,7 @@ class LayerSpec:
         if kv is None:
             if not prefill:
                 raise ValueError(
-                    "kv must be a cache from init_cache where prefill=False, got None"
+                    "kv must be a cache from init_cache if prefill=False, got None"
                 )
             return
         if not isinstance(kv, kind):
@@ -297,11 +297,11 @@ class LayerSpec:
             raise ValueError(f"kv must be a cache from init_cache, got {name}")
         rows = kv.length.shape[0]
         if rows != x.shape[0]:
-            raise ValueError(f"kv must be of batch {x.shape[0]} as x, got {rows}")
+            raise ValueError(f"kv must have batch {x.shape[0]}, as x has, got {rows}")
         for name, given in packed.items():
             if given is not None:
                 raise ValueError(
-                    f"{name} must be None where a cache is given, got both: {padding}"
+                    f"{name} must be None if a cache is given, got both: {padding}"
                 )
 
     def as_dict(self) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class LayerSpec:
         if not stated and missing:
             raise ValueError(
                 f"{' and '.join(missing)} must be named when the layer is made, to load "
-                f"weights that do not say theirs, got no {where!r} in the checkpoint "
+                f"weights that do not record it, got no {where!r} in the checkpoint "
                 f"(docs/seed.md: layers of older programs have gate='softmax')"
             )
         for name in sorted({*KIND, *stated}) if stated else ():
@@ -380,7 +380,7 @@ def spec_of(config: NSAConfig | None, **values: Any) -> LayerSpec:
         return LayerSpec(**named)
     validate.configuration(config)
     if both := sorted(named.keys() & FIELD_OF):
-        raise ValueError(f"{', '.join(both)} must be None where config is given, got both")
+        raise ValueError(f"{', '.join(both)} must be None if config is given, got both")
     sizes = {name: getattr(config, field) for name, field in FIELD_OF.items()}
     return LayerSpec(**RECOMMENDED | sizes | named)
 
@@ -394,7 +394,7 @@ def computed(config: NSAConfig | None, compute_dtype: str | None) -> str | None:
     if config is None or config.compute_dtype is None:
         return compute_dtype
     if compute_dtype is not None:
-        raise ValueError("compute_dtype must be None where config has one, got both")
+        raise ValueError("compute_dtype must be None if config has one, got both")
     return config.compute_dtype
 
 
@@ -411,7 +411,7 @@ def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
         name, _, word = key.removeprefix(start).removesuffix(f".{EXTRA_STATE}").partition("_")
         if found.get(name, word) != word:
             raise ValueError(
-                f"{name} must be stated once in a checkpoint, got {found[name]!r} and {word!r} "
+                f"{name} must have one value in a checkpoint, got {found[name]!r} and {word!r} "
                 f"({start.removesuffix('.')})"
             )
         found[name] = word
@@ -426,5 +426,5 @@ def _from_json(tensor: Any, key: str) -> dict[str, str]:
         return json.loads(bytes(map(round, values)))
     except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"{key} must hold bytes of JSON, or not be in the checkpoint, got {values}"
+            f"{key} must hold bytes of JSON, or be absent from the checkpoint, got {values}"
         ) from error

@@ -363,7 +363,7 @@ def check_dtypes(dtype: str, compressed_dtype: str) -> None:
         )
     if dtype != FP8 and compressed_dtype != dtype:
         raise ValueError(
-            f"compressed_dtype must be the cache's where that is not {FP8}, {dtype}, "
+            f"compressed_dtype must be that of the cache if it is not {FP8}, {dtype}, "
             f"got {compressed_dtype}"
         )
 
@@ -388,7 +388,7 @@ def check_pages(cache: PagedArrays) -> None:
         x = getattr(cache, name)
         if (x is None) != (wanted is None):
             must, got = "None" if wanted is None else "given", type(x).__name__
-            raise ValueError(f"{name} must be {must} where pages are {dtype}, got {got}")
+            raise ValueError(f"{name} must be {must} if pages are {dtype}, got {got}")
         if wanted is None:
             continue
         array(name, x, wanted, PAGE_DTYPES)
@@ -524,7 +524,7 @@ def longest_row(
         found = int(np.diff(starts).max())
         if found > max_seqlen_q:
             raise ValueError(
-                f"max_seqlen_q must be {found} at least, as the longest row of cu_seqlens_q has, "
+                f"max_seqlen_q must be at least {found}, the longest row of cu_seqlens_q, "
                 f"got {max_seqlen_q}"
             )
         check_row_length(found, capacity)
@@ -554,7 +554,7 @@ def check_tokens(
     for kind, given in (("key", key), ("value", value)):
         if not cache.separate and any(x is not given.selected for x in given):
             raise ValueError(
-                f"{kind} must be one array where the cache is not separate=True, got Branches"
+                f"{kind} must be one array if the cache is not separate=True, got Branches"
             )
     assert count is not None
     validate.sizes(tokens=count)
@@ -564,8 +564,8 @@ def check_tokens(
         array("slots", slots, tuple(lengths.shape), INDICES)
     elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
         raise ValueError(
-            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} takes no more rows "
-            f"without slots, got {lengths.shape[0]}"
+            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} needs slots for "
+            f"more rows, got {lengths.shape[0]}"
         )
     params = (None, None) if params is None else params
     pair = key.compressed[None], value.compressed[None]

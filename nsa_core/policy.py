@@ -284,5 +284,7 @@ def read(path: Path) -> Device:
     data = config_files.load(path)
     found = config_files.build(Device, data | {"path": str(path)}, f"{path}: device")
     if config_files.slug(found.device) != path.stem:
-        raise ValueError(f"{path} must be of the device in its name, got {found.device!r}")
+        raise ValueError(
+            f"{path} must name the same device as its file name, got {found.device!r}"
+        )
     return found

@@ -47,7 +47,7 @@ def array(name: str, x, axes: int | Axes, dtypes=FLOATS, **like) -> None:
         jax = sys.modules.get("jax")
         if not (jax and jax.config.jax_enable_x64):
             raise ValueError(
-                f"{name} must not be a NumPy array of float64: JAX makes float32 of it unless "
+                f"{name} must not be a NumPy array of float64: JAX converts it to float32 unless "
                 "jax_enable_x64 is set"
             )
     for other, y in like.items():
@@ -84,7 +84,7 @@ def in_dtype_of_query(config: NSAConfig, what: str) -> None:
     if config.compute_dtype is not None:
         raise NotImplementedError(
             f"{what} computes in the dtype of the query, got "
-            f"compute_dtype={config.compute_dtype!r}: it is for whole sequences"
+            f"compute_dtype={config.compute_dtype!r}: it supports only whole sequences"
         )
 
 
@@ -195,7 +195,7 @@ def length(
     if kv_len is None:
         return
     if segment_ids is not None:
-        raise ValueError(f"{name} must be None where segment_ids are given, got both")
+        raise ValueError(f"{name} must be None if segment_ids are given, got both")
     if isinstance(kv_len, bool) or not isinstance(kv_len, int):
         if not hasattr(kv_len, "shape"):
             raise ValueError(f"{name} must be an integer or an array of them, got {kv_len!r}")
@@ -209,7 +209,7 @@ def length(
     if kv_len < bound:
         raise ValueError(f"{name} must be at least {words}{bound}, got {kv_len}")
     if capacity is not None and kv_len > capacity:
-        raise ValueError(f"{name} must be at most the keys there are, {capacity}, got {kv_len}")
+        raise ValueError(f"{name} must be at most the number of keys, {capacity}, got {kv_len}")
 
 
 def numbers(name: str, found: np.ndarray, least: int, most: int) -> None:
@@ -229,7 +229,7 @@ def borders(name: str, found: Sequence[int], length: int) -> None:
             )
     if found[-1] > length:
         raise ValueError(
-            f"{name} must end with {length}, the number of tokens, at most, got {found[-1]}"
+            f"{name} must end with {length}, the number of tokens, or less, got {found[-1]}"
         )
 
 
@@ -352,7 +352,7 @@ def sizes(least: int = 1, /, **values: int) -> None:
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     """`config`, by default the cache's. The contents of the cache must fit it."""
     if not hasattr(cache, "length"):
-        raise ValueError(f"cache must be one of init_cache, got {type(cache).__name__}")
+        raise ValueError(f"cache must be a result of init_cache, got {type(cache).__name__}")
     if config is None:
         return cache.config
     configuration(config)
@@ -371,7 +371,9 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
         shape(names[0], k, (*query.shape[:2], *kept.shape[2:]))
         shape(names[1], v, (*k.shape[:3], cache.selected_value.shape[3]))
     if kept.shape[0] != query.shape[0]:
-        raise ValueError(f"cache must be of batch {query.shape[0]}, got {kept.shape[0]}")
+        raise ValueError(
+            f"cache must have batch {query.shape[0]}, as query has, got {kept.shape[0]}"
+        )
     if kept.dtype != query.dtype:
         raise ValueError(
             f"cache must have the dtype of query, {dtype_name(query)}, got "

@@ -490,5 +490,5 @@ def _check_limits(segment_ids: np.ndarray, limits: dict[str, int | None]) -> Non
         limit = limits[name]
         if limit is not None and limit < least:
             raise ValueError(
-                f"{name} must be {least} at least, as segment_ids have, got {limit}"
+                f"{name} must be {least} or more because of segment_ids, got {limit}"
             )

@@ -88,7 +88,7 @@ def block_attention(
     if query_seq_lengths is not None:
         if segment_ids is not None:
             raise ValueError(
-                "query_seq_lengths must be None where segment_ids are given, got both"
+                "query_seq_lengths must be None if segment_ids are given, got both"
             )
         validate.array("query_seq_lengths", query_seq_lengths, (batch,), ("int32", "int64"))
         checks.within("query_seq_lengths", query_seq_lengths, 0, length)

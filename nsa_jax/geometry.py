@@ -162,14 +162,14 @@ def rows_of(
     if varlen is None:
         return segment_ids
     if segment_ids is not None:
-        raise ValueError("segment_ids must be None where varlen is given, got both")
+        raise ValueError("segment_ids must be None if varlen is given, got both")
     if not isinstance(varlen, PackedRows):
         raise ValueError(
-            f"varlen must be what nsa_jax.varlen_metadata returns, got {type(varlen).__name__}"
+            f"varlen must be a result of nsa_jax.varlen_metadata, got {type(varlen).__name__}"
         )
     if config.of_sizes != varlen.config.of_sizes:
-        raise ValueError(f"varlen must be made with {config}, got one of {varlen.config}")
+        raise ValueError(f"varlen must be made with {config}, got one with {varlen.config}")
     wanted = batch, varlen.shape[1] if length is None else length
     if varlen.shape != wanted:
-        raise ValueError(f"varlen must be of rows {wanted}, got {varlen.shape}")
+        raise ValueError(f"varlen must have rows of shape {wanted}, got {varlen.shape}")
     return varlen

@@ -202,7 +202,7 @@ class NSAAttention(nnx.Module):
         elif not isinstance(spec, LayerSpec):
             raise ValueError(f"spec must be a LayerSpec, got {type(spec).__name__}")
         elif both := [*fields, *(["config"] if config is not None else [])]:
-            raise ValueError(f"spec must be None where {', '.join(both)} is given, got both")
+            raise ValueError(f"spec must be None if {', '.join(both)} is given, got both")
         self.spec = spec
         self.dtype = dtype
         self.implementation = implementation

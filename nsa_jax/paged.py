@@ -204,7 +204,7 @@ def paged_attention(
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as in `append`.
-      config: must be the cache's where it is given.
+      config: must be the cache's if it is given.
       scale: factor of the logits; None means `D**-0.5`.
       max_seqlen_q: Bound of the tokens of a row of `cu_seqlens_q`. The tokens of a table bound it
         too. Defaults to `N`. Up to 8, rows are padded to it and run on kernels that read pages.

@@ -107,7 +107,7 @@ def _call(frame: Sequence[int]) -> Call:
     if stream is not None:
         found = _asked(frame, DEVICE_GET)
         if found is None:
-            raise RuntimeError("XLA does not say which device it runs on")
+            raise RuntimeError("XLA does not report its device")
         device = c_int32(found).value
     text = lambda: ctypes.string_at(_word(kernel), _word(kernel, 1)).decode()
     return Call(number, addresses, stream, device, text)

@@ -296,8 +296,8 @@ def _check_runs_once(cache: NSACache) -> None:
     if is_capturing(cache.length.device) and not cache.captured:
         raise NotImplementedError(
             "a CUDA graph must not append to a cache of init_cache, whose lengths the host counts, "
-            "so that replays would write to one place: capture steps of paged_attention, or append "
-            "to a clone() made within the graph"
+            "so that all replays would write to one slot: capture steps of paged_attention, or "
+            "append to a clone() made within the graph"
         )
 
 

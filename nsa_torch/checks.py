@@ -59,7 +59,7 @@ def _whole(name: str, x: Tensor) -> None:
     if hasattr(x, "to_local"):
         raise ValueError(
             f"{name} must be a tensor of one rank, got a {type(x).__name__}: pass its to_local() "
-            "where that has whole rows or heads, or tokens with a context_mesh"
+            "if that has whole rows or heads, or tokens with a context_mesh"
         )
 
 
@@ -84,7 +84,7 @@ def packed_keys(cu_seqlens, query, key, length=None):
     """`cu_seqlens` of queries and keys; `length`: as in `tokens`."""
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
-            "query must be as long as key where cu_seqlens are given, "
+            "query must be as long as key if cu_seqlens are given, "
             f"got T={query.shape[1]} and S={key.shape[1]}"
         )
     packed(cu_seqlens, query, "query", length)
@@ -108,7 +108,7 @@ def attention(
         tokens(query, k, v, config, cu_seqlens, scale, *names, length=length)
         if length is not None and k.shape[1] != query.shape[1]:
             raise ValueError(
-                f"{names[0]} must have the tokens of query where context_mesh is given, "
+                f"{names[0]} must have the tokens of query if context_mesh is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
     validate.same_in_branches(key, value)
@@ -136,7 +136,7 @@ def packed(cu_seqlens, x, name, length=None):
     borders_array(cu_seqlens, "cu_seqlens", x, name)
     if x.shape[0] != 1:
         raise ValueError(
-            f"{name} must be one row, B=1, where cu_seqlens are given, got B={x.shape[0]}"
+            f"{name} must be one row, B=1, if cu_seqlens are given, got B={x.shape[0]}"
         )
     borders(cu_seqlens, x.shape[1] if length is None else length)
 
@@ -234,7 +234,7 @@ def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tenso
 def length(kv_len, query, cu_seqlens, capacity, most=None):
     """`most`: tokens there may be, where `capacity` does not say it."""
     if cu_seqlens is not None and kv_len is not None:
-        raise ValueError("kv_len must be None where cu_seqlens are given, got both")
+        raise ValueError("kv_len must be None if cu_seqlens are given, got both")
     if hasattr(kv_len, "dtype") and not isinstance(kv_len, numbers.Integral):
         tensors(query, kv_len=kv_len)
     validate.length(kv_len, query, None, capacity)
@@ -280,5 +280,5 @@ def device(given) -> torch.device:
         return torch.empty(0, device=given).device
     except (TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device must be a device that torch has here, or None, got {given!r}"
+            f"device must be a device that torch finds, or None, got {given!r}"
         ) from error

@@ -25,8 +25,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(
-            f"context_mesh must have one dimension, got {mesh.ndim}: pass one of a larger mesh by "
-            "its name, mesh['context']"
+            f"context_mesh must have one dimension, got {mesh.ndim}: pass one dimension of a "
+            "larger mesh, mesh['context']"
         )
 
 
@@ -41,7 +41,7 @@ class Ranks:
         check_mesh(mesh)
         if mesh.device_type != device.type:
             raise ValueError(
-                f"context_mesh must be of the device of query, {device.type}, "
+                f"context_mesh must be on the device of query, {device.type}, "
                 f"got a mesh of {mesh.device_type}"
             )
         self.group = mesh.get_group()
@@ -158,7 +158,7 @@ def agree(
         if not other:
             raise ValueError(
                 f"arguments must be valid on all ranks of context_mesh, got an error on rank "
-                f"{rank}, which says there what is wrong"
+                f"{rank}, which raises the reason"
             )
     for rank, other in enumerate(texts):
         if other == texts[0]:

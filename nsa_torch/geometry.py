@@ -83,7 +83,7 @@ def geometry(
         first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries
         return Geometry(index + first, zero, zero, None, None)
     if isinstance(kv_len, Tensor):
-        raise ValueError("kv_len must be an int where cu_seqlens are given, got a tensor")
+        raise ValueError("kv_len must be an int if cu_seqlens are given, got a tensor")
     sizes = {"num_queries": num_queries, "kv_len": kv_len, "config": config}
     found = batch_tables.made(_packed_places, cu_seqlens.to(device), **sizes)
     position, key_start, compressed_start, bounds = found

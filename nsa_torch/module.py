@@ -169,7 +169,7 @@ class NSAAttention(nn.Module):
         spec.check_dense_below(dense_below)
         if dense_below and context_mesh is not None:
             raise ValueError(
-                f"dense_below must be 0 where context_mesh is given, got {dense_below}"
+                f"dense_below must be 0 if context_mesh is given, got {dense_below}"
             )
         self.dense_below = dense_below
         self.compute_dtype = layer.computed(config, compute_dtype)
@@ -379,11 +379,11 @@ class NSAAttention(nn.Module):
         given = {"cu_seqlens": cu_seqlens, "varlen": varlen}
         spec.check_input(x, kv, cache.NSACache, prefill, attention_mask, padding, **given)
         if kv is not None and not (prefill or kv.longest):
-            raise ValueError("kv must hold tokens where prefill=False, got an empty cache")
+            raise ValueError("kv must hold tokens if prefill=False, got an empty cache")
         if kv is None and new_lengths is not None:
-            raise ValueError("new_lengths must be None where no cache is given, got a tensor")
+            raise ValueError("new_lengths must be None if no cache is given, got a tensor")
         if kv is not None and self.context_mesh is not None:
-            raise ValueError("kv must be None where context_mesh is given, got a cache")
+            raise ValueError("kv must be None if context_mesh is given, got a cache")
         batch, length, _ = x.shape
         zeroes_padding = self.zeroes_padding and torch.is_grad_enabled()
         if kv is not None:
@@ -473,7 +473,7 @@ def _seed_switches(implementation, use_flash, use_triton_sel) -> Names:
     if implementation is not None:
         if use_triton_sel or not use_flash:
             raise ValueError(
-                "use_flash and use_triton_sel must keep their defaults where implementation "
+                "use_flash and use_triton_sel must keep their defaults if implementation "
                 f"is given, got {implementation=}, {use_flash=}, {use_triton_sel=}"
             )
         return implementation

@@ -412,7 +412,9 @@ def checked_tokens(
     learned = checks.parameters(params, cache.selected_key, "the cache")
     refuse_transforms(*key, *value)
     if requires_grad(*key, *value, *learned):
-        raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
+        raise NotImplementedError(
+            "a paged cache has no gradient: call append under torch.no_grad()"
+        )
     return NewTokens(key, value, params, contents)
 
 

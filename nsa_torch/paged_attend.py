@@ -119,7 +119,9 @@ def paged_attention(
         paged_layout.check_runs(runs, page_table, *sizes, *at)
     refuse_transforms(query, inputs.gates)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
-        raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
+        raise NotImplementedError(
+            "paged_attention has no gradient: call it under torch.no_grad()"
+        )
     # All is decided before a token is written: a call that is refused changes nothing.
     if runs is None:
         return finish(inputs, _decide(inputs, max_seqlen_q, implementation), new, slots, step)

@@ -83,8 +83,8 @@ class Shared:
                 self.size -= bytes
         if before <= MANY_PINNED < self.pinned_bytes:
             LOG.warning(
-                "CUDA graphs of %d shapes have read %d MiB of shared tensors, which stay until the "
-                "process ends: capture fewer shapes",
+                "CUDA graphs of %d shapes have read %d MiB of shared tensors, which are retained "
+                "until the process ends: capture fewer shapes",
                 len(self._pinned),
                 self.pinned_bytes >> 20,
             )

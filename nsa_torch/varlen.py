@@ -65,7 +65,7 @@ def varlen_metadata(
     checks.borders_array(cu_seqlens)
     place = cu_seqlens.device if device is None else checks.device(device)
     if cu_seqlens.is_meta and place.type != "meta":
-        raise ValueError(f"device must be that of cu_seqlens, meta, got {place}")
+        raise ValueError(f"device must be meta, as of cu_seqlens, got {place}")
     sizes = max_seqlen, total, padded, max_sequences
     return VarlenMetadata(cu_seqlens, *sizes, config, place)
 
@@ -161,7 +161,7 @@ class VarlenMetadata:
           ValueError: T is not known yet, or there are no such kernels.
         """
         if self.total is None:
-            raise ValueError("varlen must be made with total, or used before, got neither")
+            raise ValueError("varlen must be made with total, or be used in a call before")
         if implementation not in ("mosaic", "triton"):
             raise ValueError(
                 f"implementation must be 'mosaic' or 'triton', got {implementation!r}"
@@ -189,7 +189,8 @@ class VarlenMetadata:
         """Raises ValueError where `cu_seqlens` that were given have been written to since."""
         if not self._given.is_inference() and self._given._version != self._version:
             raise ValueError(
-                "cu_seqlens must not be written to after varlen was made of them: update varlen"
+                "cu_seqlens must not be modified after varlen was made: call "
+                "varlen.update(cu_seqlens)"
             )
 
     def borders(self, x: Any, name: str, config: NSAConfig, length: int | None) -> Tensor:
@@ -202,10 +203,10 @@ class VarlenMetadata:
           ValueError: made for another config, device or length, or out of date.
         """
         if config.numbers[:-1] != self.config.numbers[:-1]:  # all but the compute dtype
-            raise ValueError(f"varlen must be made with {config}, got one of {self.config}")
+            raise ValueError(f"varlen must be made with {config}, got one with {self.config}")
         if x.shape[0] != 1:
             raise ValueError(
-                f"{name} must be one row, B=1, where varlen is given, got B={x.shape[0]}"
+                f"{name} must be one row, B=1, if varlen is given, got B={x.shape[0]}"
             )
         if isinstance(x, Tensor) and x.device != self.device:
             raise ValueError(
@@ -217,7 +218,7 @@ class VarlenMetadata:
             self._fix(length)
         if length is not None and length != self.total:
             raise ValueError(
-                f"varlen must be of the {length} tokens of {name}, got total={self.total}"
+                f"varlen must cover the {length} tokens of {name}, got total={self.total}"
             )
         return self.cu_seqlens
 
@@ -242,8 +243,8 @@ class VarlenMetadata:
         """The end of the last sequence and the longest length, checked, if the host reads them."""
         if cu_seqlens.shape[0] - 1 > self.max_sequences:
             raise ValueError(
-                f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries at "
-                f"most, got {cu_seqlens.shape[0]}"
+                f"cu_seqlens must have max_sequences + 1 = {self.max_sequences + 1} entries or "
+                f"fewer, got {cu_seqlens.shape[0]}"
             )
         if not checks.is_read(cu_seqlens):
             return None
@@ -252,12 +253,12 @@ class VarlenMetadata:
         longest = max(b - a for a, b in itertools.pairwise(numbers))
         if self.max_seqlen is not None and longest > self.max_seqlen:
             raise ValueError(
-                f"max_seqlen must be {longest} at least, as the longest sequence has, "
+                f"max_seqlen must be at least {longest}, the longest sequence, "
                 f"got {self.max_seqlen}"
             )
         if self.padded is False and self.total is not None and numbers[-1] < self.total:
             raise ValueError(
-                f"cu_seqlens must end with {self.total}, the number of tokens, where padded is "
+                f"cu_seqlens must end with {self.total}, the number of tokens, if padded is "
                 f"False, got {numbers[-1]}"
             )
         return numbers[-1], longest
@@ -300,10 +301,9 @@ def borders_of(
     if varlen is None:
         return cu_seqlens
     if cu_seqlens is not None:
-        raise ValueError("cu_seqlens must be None where varlen is given, got both")
+        raise ValueError("cu_seqlens must be None if varlen is given, got both")
     if not isinstance(varlen, VarlenMetadata):
         raise ValueError(
-            "varlen must be what nsa_torch.varlen_metadata returns, "
-            f"got {type(varlen).__name__}"
+            f"varlen must be a result of nsa_torch.varlen_metadata, got {type(varlen).__name__}"
         )
     return varlen.borders(x, name, config, x.shape[1] if length is None else length)

@@ -375,7 +375,7 @@ def refused(function, changed, message, framework):
 
 def test_pages_have_no_gradient_in_torch():
     query = torch.zeros(1, 4, 8).requires_grad_()
-    message = "has no gradient: call it under no_grad"
+    message = "has no gradient: call it under torch.no_grad()"
     refused("paged_block_attention", dict(query=query), message, "torch")
 
 
@@ -386,7 +386,7 @@ def test_pages_have_no_gradient_in_torch():
         (4.0, "an integer or an array of them, got 4.0"),
         (True, "an integer or an array of them, got True"),
         (-3, "at least .*, got -3"),
-        (21, "at most the keys there are, 20, got 21"),
+        (21, "at most the number of keys, 20, got 21"),
         (jnp.array([7.0, 7.0]), "have dtype in .'int32', 'int64'., got float32"),
         (jnp.array([7, 21]), "in 0..20, got 21"),
         (jnp.array([7]), r"shape \(\) or \(2,\), got \(1,\)"),

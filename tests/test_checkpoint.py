@@ -129,7 +129,7 @@ def test_an_average_of_two_kinds_is_no_checkpoint():
     with pytest.raises(KeyError, match="gate_sigmoid"):
         average(one, two)
     for layer in (torch_layer(), torch_layer(gate="softmax")):
-        with pytest.raises(ValueError, match="gate must be stated once"):
+        with pytest.raises(ValueError, match="gate must have one value"):
             layer.load_state_dict({**two, **one})
 
 

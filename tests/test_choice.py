@@ -438,7 +438,7 @@ ACCEPTED = (
     ((64, 64, 2), "gathered_"),
 )
 COPIED = "Only copies transferring a number of bytes divisible by"
-TOO_WIDE = "no product of 272 columns"
+TOO_WIDE = "no instruction multiplies 272 columns"
 LONG_BLOCKS = NSAConfig(select_block=128, num_selected=64)
 # And how compiling it fails.
 REFUSED = {

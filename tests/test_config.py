@@ -43,8 +43,8 @@ def test_yaml_numbers_are_read_by_type(tmp_path):
         ("inner: {steps: true}", "config.inner.steps: Input should be a valid integer"),
         ("inner: 3", "config.inner: Input should be an object, got 3"),
         ("- 1", "must hold a dict, got list"),
-        ("limit: 1\ninner: {lr: 1}\nlimit: 2", "a.yaml is not YAML: key 'limit' stands twice"),
-        ("inner:\n  lr: 1\n  lr: 2", "a.yaml is not YAML: key 'lr' stands twice"),
+        ("limit: 1\ninner: {lr: 1}\nlimit: 2", "a.yaml is not YAML: key 'limit' occurs twice"),
+        ("inner:\n  lr: 1\n  lr: 2", "a.yaml is not YAML: key 'lr' occurs twice"),
     ],
 )
 def test_yaml_errors_name_the_key(text, message, tmp_path):

@@ -177,7 +177,7 @@ def test_each_event_has_its_limit(arrays, lines):
     found = told()
     assert sum(line.startswith("NSA-LOG shapes ") for line in found) == 3
     assert sum(line.startswith("NSA-LOG timing ") for line in found) == 3
-    assert "NSA-LOG limit event=shapes: no more lines of it" in found
+    assert "NSA-LOG limit event=shapes: further lines are omitted" in found
     assert not debug.on
     with pytest.raises(ValueError, match="limit must be at least 1 line, got 0"):
         debug.enable("shapes", limit=0)

@@ -88,7 +88,7 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
         patch.setattr(NSAForCausalLM, "forward", interrupted)
         assert main([*words, "--out", str(out)]) == 130
     told = capsys.readouterr()
-    assert "stopped after 3 of 6 steps; the same command with --resume goes on" in told.err
+    assert "stopped after 3 of 6 steps; the same command with --resume continues" in told.err
     *begun, _ = losses(told.out)
     assert [x.name for x in out.iterdir()] == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -171,9 +171,9 @@ def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
         told = capsys.readouterr().out
         first, *_, held_out = losses(told)
         assert len(losses(told)) == 6 and first < 6.5 and held_out < first - 0.5
-        text = told.rpartition("nats a byte\n")[2]
+        text = told.rpartition("nats per byte\n")[2]
         assert text.startswith("import ") and len(text) > len("import ")
         assert main([*words, "--steps", "1", "--load", str(model), "--lr", "1e-9"]) == 0
     again = capsys.readouterr().out
     assert losses(again)[-1] == pytest.approx(held_out, abs=1e-3)
-    assert again.rpartition("nats a byte\n")[2] == text
+    assert again.rpartition("nats per byte\n")[2] == text

@@ -307,7 +307,7 @@ def test_what_is_refused():
             call()
 
     for message, options in (
-        ("for 45 tokens, all of max_length but the last, got 44", dict(max_new_tokens=5)),
+        ("for 45 tokens, one less than max_length, got 44", dict(max_new_tokens=5)),
         ("must have batch_size=4, .*, got 2", dict(num_beams=2)),
         ("compile_config must be None", dict(compile_config=CompileConfig())),
         ("cache_implementation must be", dict(cache_implementation="static")),

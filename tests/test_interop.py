@@ -117,7 +117,7 @@ def _fake():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: np.zeros(3), ValueError, "a plain torch.Tensor is needed, got ndarray"),
+        (lambda: np.zeros(3), ValueError, "tensor must be a plain torch.Tensor, got ndarray"),
         (_fake, ValueError, "got FakeTensor"),
         (lambda: torch.zeros(16, requires_grad=True), BufferError, r"tensor\.detach\(\)"),
         (lambda: torch.zeros(16, device="meta"), ValueError, "meta"),

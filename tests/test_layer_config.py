@@ -40,7 +40,7 @@ def test_with_config_the_recommended_options_are_the_defaults(make):
 def test_a_spec_and_values_are_not_mixed():
     spec = LayerSpec(**SIZES)
     for options in ({"dim": 32}, {"config": SMALL}):
-        with pytest.raises(ValueError, match="spec must be None where"):
+        with pytest.raises(ValueError, match="spec must be None if"):
             nsa_jax.nn.NSAAttention(spec, **options, rngs=nnx.Rngs(0))
 
 

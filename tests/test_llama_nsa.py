@@ -132,13 +132,11 @@ def test_packed_is_apart(selection):
     for more in ({}, {"cu_seq_lens_q": borders}):
         with pytest.raises(ValueError, match="position_ids must count from 0"):
             made(ids, position_ids=position + 1, **more)
-    with pytest.raises(TypeError, match="segment_ids is no argument of the model"):
+    with pytest.raises(TypeError, match="segment_ids is not an argument of the model"):
         made(ids, segment_ids=position)
     with pytest.raises(NotImplementedError, match="output_attentions must be False, got True"):
         made(ids, output_attentions=True)
-    with pytest.raises(
-        ValueError, match=r"cu_seq_lens_q must be None where .* a cache is given"
-    ):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be None if .* a cache is given"):
         made(ids, cu_seq_lens_q=borders, **{CACHE: transformers.DynamicCache()})
 
 
@@ -180,7 +178,7 @@ def test_gradients_reach_every_weight():
     ("changed", "message"),
     [
         (dict(selection="best"), "selection must be one of"),
-        (dict(block_counts=3), "as many blocks of a query as a chunk has"),
+        (dict(block_counts=3), "as many blocks per query as a chunk has"),
         (dict(block_size=0, selection="exact"), "compress_stride must be >= 1"),
         (dict(window_size=-1), "window must be >= 0"),
         (dict(attention_dropout=0.1), "attention_dropout must be 0, got 0.1"),
@@ -194,7 +192,7 @@ def test_bad_configurations(changed, message):
 def test_padding_is_refused():
     mask = torch.ones(1, 9, dtype=torch.long)
     mask[0, 0] = 0
-    with pytest.raises(NotImplementedError, match="takes no padding"):
+    with pytest.raises(NotImplementedError, match="supports no padding"):
         model("exact")(torch.arange(9)[None], attention_mask=mask)
     assert nsa_torch.huggingface.LlamaNSAForCausalLM is LlamaNSAForCausalLM
 
@@ -207,7 +205,7 @@ def test_what_would_attend_to_other_tokens_is_refused():
         made(ids, **{CACHE: cache})
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     with pytest.raises(
-        ValueError, match=r"position_ids must follow each other where \w+ is given"
+        ValueError, match=r"position_ids must follow each other if \w+ is given"
     ):
         made(ids, position_ids=positions, **{CACHE: transformers.DynamicCache()})
     with pytest.raises(ValueError, match="position_ids must count each row's tokens"):

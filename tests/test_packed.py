@@ -381,7 +381,7 @@ def test_metadata_is_copied_and_pickled(how, used):
     assert same(run(meta), wanted)
     assert torch.equal(copy.deepcopy(meta.cu_seqlens), meta.cu_seqlens)
     numbers[1] = 11
-    with pytest.raises(ValueError, match="must not be written to after varlen was made"):
+    with pytest.raises(ValueError, match="must not be modified after varlen was made"):
         COPIES[how](meta)
 
 
@@ -468,14 +468,14 @@ def test_what_does_not_belong_together():
     layer = NSAAttention(16, 4, 2, 8, 8)
     with refused("varlen must be made with"):
         layer(torch.zeros(1, T, 16), varlen=meta)
-    with refused("varlen must be None where a cache is given, got both"):
+    with refused("varlen must be None if a cache is given, got both"):
         layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
-    with refused("varlen must be made with total, or used before"):
+    with refused("varlen must be made with total, or be used"):
         nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
     with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
         meta.tensors(4, 2, 16, implementation="sdpa")
     numbers[1] += 1
-    with refused("cu_seqlens must not be written to after varlen was made of them"):
+    with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)
     meta.update(numbers)
     out = attend(*inputs)
@@ -496,7 +496,7 @@ def test_what_metadata_of_jax_refuses():
         ("segment_ids must have", lambda: make(ids[0])),
     ]
     for name, least in (("max_segments", 4), ("max_seqlen", 30)):
-        message = f"{name} must be {least} at least, as segment_ids have, got {least - 1}"
+        message = f"{name} must be {least} or more because of segment_ids, got {least - 1}"
         rows.append((message, lambda x=name, y=least: make(np.asarray(ids), **{x: y - 1})))
         make(**{name: least})
         for wrong in (0, True, 1.5, "8"):
@@ -524,7 +524,7 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
         else:  # torch adds up gradients of gathered keys in any order
             torch.testing.assert_close(run(varlen=meta), run(cu_seqlens=numbers))
         assert meta.total == T
-        with pytest.raises(ValueError, match="of the 80 tokens of query, got total=90"):
+        with pytest.raises(ValueError, match="cover the 80 tokens of query, got total=90"):
             nsa_torch.attention(*(x[:, :80] for x in inputs), config=SMALL, varlen=meta)
         meta = nsa_torch.varlen_metadata(numbers, max_seqlen=59, total=T, config=SMALL)
         assert not any(x.any() for x in run(varlen=meta))
@@ -532,7 +532,7 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
         assert run(varlen=meta)[0].all()
     debug.enable("routing")
     try:
-        with pytest.raises(ValueError, match="max_seqlen must be 60 at least"):
+        with pytest.raises(ValueError, match="max_seqlen must be at least 60"):
             meta.update(numbers)
         with pytest.raises(ValueError, match="must not decrease"):
             run(cu_seqlens=borders(BAD["decreasing"][0], device))

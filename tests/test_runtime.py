@@ -66,9 +66,13 @@ def test_a_description_makes_the_same_kernel_elsewhere():
 @pytest.mark.parametrize(
     ("spec", "source", "message"),
     [
-        (Copy(1, 2), "", "copy must have a source to be built elsewhere"),
-        (Copy(1, object()), "a:b", "the spec of copy, field T, must be of numbers, .* <object"),
-        (Copy(1, [2]), "a:b", r"field T, must be of numbers.* got \[2\]"),
+        (Copy(1, 2), "", "copy must have a source file, got none"),
+        (
+            Copy(1, object()),
+            "a:b",
+            "the spec of copy, field T, must consist of numbers, .* <object",
+        ),
+        (Copy(1, [2]), "a:b", r"field T, must consist of numbers.* got \[2\]"),
     ],
 )
 def test_a_kernel_that_no_other_process_can_describe(spec, source, message):
@@ -364,7 +368,7 @@ def test_launches_that_come_again_are_a_graph(saved):
             for _ in range(2 * sequence.GRAPH_AFTER):
                 assert len(launched(5, 1 << 20)[0]) == 2
             assert not both.graphs
-        assert len(told) == 3 and "no CUDA graph of copy, copy" in told[0].getMessage()
+        assert len(told) == 3 and "cannot capture copy, copy" in told[0].getMessage()
         recorder.recorder_fail(b"", 0)
 
         # Addresses that come four times and never again: few graphs.

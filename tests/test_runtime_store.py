@@ -230,7 +230,7 @@ FAULTS = {
     "empty": (lambda path: os.truncate(path, 0), "it is damaged"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "directory"),
     "another kernel": (other_kernel, "it is damaged"),
-    "another jax": (other_jax, "it was made by jax 0.1, and jax .* is here"),
+    "another jax": (other_jax, "it was made by jax 0.1, and jax .* is installed"),
 }
 
 
@@ -243,9 +243,9 @@ def test_a_damaged_file_is_built_anew_with_a_warning(store, builds, name, caplog
     assert again.fetch([kernel(1)]) == [built_of(kernel(1))]
     assert builds == [1, 1]
     (warning, *rest) = warnings(caplog)
-    assert re.search(f"does not count, its kernel is built again.*{words}", warning)
+    assert re.search(f"is ignored, and its kernel is built again.*{words}", warning)
     if name == "a folder":  # which stays in the way
-        assert "cannot keep kernels" in rest.pop()
+        assert "cannot store kernels" in rest.pop()
     else:
         assert Store(store.folder).get(kernel(1)) == built_of(kernel(1))
     assert rest == [] and list(store.folder.glob("*.tmp")) == []

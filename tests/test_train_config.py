@@ -105,7 +105,7 @@ def test_faults_of_values_that_flags_have(own, change):
         ("train.eps=fast", "--set: train.eps: Input should be a valid number"),
         ("train.lr", "--set must be key=value, got 'train.lr'"),
         ("train.lr=[", "--set train.lr must have a value in YAML"),
-        ("train={lr: 1, lr: 2}", "--set train must have .* key 'lr' stands twice"),
+        ("train={lr: 1, lr: 2}", "--set train must have .* key 'lr' occurs twice"),
     ],
 )
 def test_faults_of_changes(change, message):

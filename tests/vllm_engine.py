@@ -233,7 +233,7 @@ def test_a_head_that_is_tied_and_in_the_weights(engine, monkeypatch):
     )
     same_as_alone(lm, texts()[:1], answers(engine(lm), texts()[:1]))
     given[3] += 1
-    with pytest.raises(Exception, match=r"lm_head\.weight must be the embedding where"):
+    with pytest.raises(Exception, match=r"lm_head\.weight must be the embedding if"):
         engine(lm)
 
 

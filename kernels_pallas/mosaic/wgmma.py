@@ -168,7 +168,7 @@ def _start(
       flags: Which operands are transposed.
     """
     if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
-        raise ValueError(f"no product of {columns} columns over a depth of {depth}")
+        raise ValueError(f"no instruction multiplies {columns} columns over a depth of {depth}")
     # Operands of the PTX: results, registers to add to, the left operand, the right operand.
     count = columns // 2
     left_word = count + len(total)

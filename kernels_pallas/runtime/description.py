@@ -23,7 +23,9 @@ def describe(kernel: Kernel) -> dict[str, Any]:
       ValueError: The kernel has no `source`, or its spec has a value that is not a static size.
     """
     if not kernel.source:
-        raise ValueError(f"{kernel.name} must have a source to be built elsewhere, got none")
+        raise ValueError(
+            f"{kernel.name} must have a source file, got none: it is built in another process"
+        )
     return {"source": kernel.source, "spec": _plain(kernel.spec, f"the spec of {kernel.name}")}
 
 
@@ -54,8 +56,7 @@ def _plain(value: Any, where: str) -> Any:
             "fields": {x: _plain(getattr(value, x), f"{where}, field {x},") for x in names},
         }
     raise ValueError(
-        f"{where} must be of numbers, strings, tuples, named or not, and dataclasses, "
-        f"got {value!r:.200}"
+        f"{where} must consist of numbers, strings, tuples and dataclasses, got {value!r:.200}"
     )
 
 

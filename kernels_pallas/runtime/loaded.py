@@ -66,8 +66,8 @@ def load(
             if reason := build.why_not():
                 name = missing[found.index(None)].name
                 raise RuntimeError(
-                    f"{name} is none of the kernels on disk, and this machine cannot build it: "
-                    f"{reason}; a layer's scale is part of its kernels"
+                    f"{name} is not on disk, and this machine cannot build it: "
+                    f"{reason}; kernels depend on a layer's scale"
                 )
             others = [x.for_any_length() for x in prefetch()]
             others = [x for x in others if not is_loaded(x, device)]

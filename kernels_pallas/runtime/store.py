@@ -122,7 +122,7 @@ class Store:
                         entry.path.unlink(missing_ok=True)
                 return
         except OSError as error:
-            _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
+            _warn(f"{self.folder} cannot store kernels: {error}; {IN_MEMORY}")
         self._memory[key] = built
 
     def fetch(
@@ -253,7 +253,7 @@ class Store:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 lock.acquire()
         except (OSError, NotImplementedError) as error:
-            _warn(f"{self.folder} cannot keep kernels: {error}; {IN_MEMORY}")
+            _warn(f"{self.folder} cannot store kernels: {error}; {IN_MEMORY}")
         return lock
 
 
@@ -274,14 +274,14 @@ def _read(path: Path, key: str, preset: bool = False) -> Built | None:
         if not preset:
             made, here = found.versions["jax"], _jax_version()
             if here not in (None, made) and building.why_not() is None:
-                raise ValueError(f"it was made by jax {made}, and jax {here} is here")
+                raise ValueError(f"it was made by jax {made}, and jax {here} is installed")
             with contextlib.suppress(OSError):
                 os.utime(path)
         return Built(found, image)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _warn(f"{path} does not count, its kernel is built again: {error}")
+        _warn(f"{path} is ignored, and its kernel is built again: {error}")
         return None
 
 

@@ -54,7 +54,7 @@ class Problem(NamedTuple):
         found = tilings.choose(kernel, *limits, *widths, self.capability)
         if found is None:
             raise NotImplementedError(
-                f"triton: no tiles of {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
+                f"triton: no tiles for {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
                 f"memory of compute capability {self.capability}"
             )
         return found

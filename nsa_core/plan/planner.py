@@ -55,7 +55,7 @@ class PlanOps(ArrayOps):
         self._own: set[int] = set()  # what no other name stands for: these may be written
 
     def _refused(self, *arguments, **options):
-        raise TypeError("steps compute with arrays in derived steps only (nsa_core.array_ops)")
+        raise TypeError("only derived steps may compute with arrays (nsa_core.array_ops)")
 
     arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 
@@ -197,7 +197,7 @@ class PlanOps(ArrayOps):
 
     def per_batch(self, x):
         if self._shared not in (None, x.buffer):
-            raise ValueError("a plan has one argument that calls share")
+            raise ValueError("a plan can have only one argument that calls share")
         self._shared = x.buffer
         return x
 
@@ -337,7 +337,7 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
     got = [(math.prod(x.shape), x.dtype) for x in arrays]
     wanted = [(x.size, x.dtype) for x in kernel.inputs]
     if got != wanted:
-        raise ValueError(f"{kernel.name} takes elements {wanted}, got {got}")
+        raise ValueError(f"{kernel.name} must get elements {wanted}, got {got}")
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:

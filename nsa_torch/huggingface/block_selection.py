@@ -96,12 +96,12 @@ def key_states(
     take_over()  # a model asks for its mask before its layers run
     if mask_function is not causal_mask_function:
         raise NotImplementedError(
-            f"attn_implementation={NAME!r} takes the causal mask alone, got packed rows "
-            "(position_ids that start anew) or a mask function"
+            f"attn_implementation={NAME!r} supports only the causal mask, got packed rows "
+            "(position_ids that start again) or a mask function"
         )
     if kv_offset:
         raise NotImplementedError(
-            f"attn_implementation={NAME!r} takes caches that keep every key, got one that "
+            f"attn_implementation={NAME!r} supports only caches that keep every key, got one that "
             f"starts at slot {kv_offset}"
         )
     real = None if attention_mask is None else attention_mask.to(device, torch.bool)

@@ -54,7 +54,7 @@ def cache_named(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     found = {key: arguments.pop(key) for key in NAMES if key in arguments}
     given = [cache for cache in found.values() if cache is not None]
     if len(given) > 1:
-        raise ValueError("cache and past_key_values are one argument, got both")
+        raise ValueError("only one of cache and past_key_values may be given, got both")
     return arguments | {name: given[0] if given else None} if found else arguments
 
 
@@ -270,9 +270,9 @@ class NSAModelCache(Cache):
         seen = [0 if state is None else state.longest for state in states]
         if {*seen} - {self.columns}:
             raise ValueError(
-                "cache must have the same tokens in all layers, of calls that ended, got "
-                f"{seen} columns in place of {self.columns}: a call ended with an error; reset() "
-                "it and begin anew"
+                "cache must have the same tokens in all layers, got "
+                f"{seen} columns in place of {self.columns}: a call ended with an error; call "
+                "reset() and start again"
             )
         if needed > self.room:  # the next multiple of ROOM, at least twice as much as there is
             self.room = math.ceil(max(needed, 2 * self.room) / ROOM) * ROOM

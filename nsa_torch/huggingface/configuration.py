@@ -213,7 +213,8 @@ class NSAModelConfig(SavedConfig):
         kinds = (found,) * count if isinstance(found, str) else tuple(found)
         if len(kinds) != count:
             raise ValueError(
-                f"attention must be one word or num_hidden_layers={count} of them, got {len(kinds)}"
+                f"attention must be one string or num_hidden_layers={count} of them, "
+                f"got {len(kinds)}"
             )
         for kind in kinds:
             validate.one_of("attention", kind, ATTENTION)

@@ -51,7 +51,7 @@ def check_manager() -> None:
     if not hasattr(FullAttentionCacheAllocator, "layer_type"):
         raise NotImplementedError(
             "generate_batch on NSA runs with transformers 5.19 to 5.24, got "
-            f"{transformers.__version__}, whose manager allocates its pages in another way"
+            f"{transformers.__version__}, whose manager allocates pages differently"
         )
 
 
@@ -214,14 +214,14 @@ def _check(given: Any, config: NSAModelConfig) -> None:
         )
     if given.cpu_offload_space:
         raise ValueError(
-            "cpu_offload_space must be 0: transformers moves pages of one layout, got "
+            "cpu_offload_space must be 0: transformers can move only pages of one layout, got "
             f"{given.cpu_offload_space}"
         )
     graphs = given.use_cuda_graph
     if isinstance(graphs, tuple) and graphs[0]:
         raise ValueError(
-            "use_cuda_graph must be None, a bool or (False, bool): prompts' steps read bounds of "
-            f"rows on the host, got {graphs}"
+            "use_cuda_graph must be None, a bool or (False, bool): steps with prompts read "
+            f"boundaries on the host, got {graphs}"
         )
 
 
@@ -263,7 +263,7 @@ def manager_of(
         given = given or continuous_batching_config(config)
     _check(given, config)
     if (getattr(generation_config or model.generation_config, "num_beams", None) or 1) != 1:
-        raise ValueError("num_beams must be 1: generate_batch searches no beams, use generate")
+        raise ValueError("num_beams must be 1: generate_batch has no beam search; use generate")
     asked = copy.copy(given)
     # transformers has block tables only for FlashAttention; it is decided below.
     asked.max_blocks_per_request = 0

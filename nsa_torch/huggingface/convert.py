@@ -222,13 +222,13 @@ def convert(
     validate.one_of("dtype", dtype, (None, *WORDS.values()))
     if start == "values" and nsa.get("gate") == "selected":
         raise ValueError(
-            "gate must not be 'selected' where start='values', whose gates are 1/2"
+            "gate must not be 'selected' if start='values', which sets gates of 1/2"
         )
     kv = "shared" if start == "shared" else "separate"
     if nsa.setdefault("kv", kv) != kv:
-        raise ValueError(f"kv must be {kv!r} where start={start!r}, got {nsa['kv']!r}")
+        raise ValueError(f"kv must be {kv!r} if start={start!r}, got {nsa['kv']!r}")
     if target.exists():
-        raise FileExistsError(f"{target} must not be there before")
+        raise FileExistsError(f"{target} must not exist")
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"{source} {SOURCES}; there is no such folder")
     theirs = transformers.AutoConfig.from_pretrained(source)
@@ -238,8 +238,8 @@ def convert(
         validate.sizes(check=check)
         if check > reach:
             raise ValueError(
-                f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA is "
-                f"dense attention, got {check}"
+                f"check must be in 1..{reach} tokens (num_selected * select_block), where NSA "
+                f"equals dense attention, got {check}"
             )
     folder = Path(source)
     if not folder.is_dir():
@@ -288,7 +288,7 @@ def _files(folder: Path) -> dict[str, Any]:
     files = {}
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise FileNotFoundError(f"{index} must name files beside it, got no {name}")
+            raise FileNotFoundError(f"{index} must name files in its folder, got no {name}")
         try:
             files[name] = safetensors.safe_open(folder / name, framework="pt")
         except safetensors.SafetensorError as error:
@@ -330,8 +330,8 @@ def _write(
                 # transformers reads another one than the embedding, and does not tie it.
                 if not torch.equal(x, source[EMBEDDING].get_tensor(EMBEDDING).to(x)):
                     raise ValueError(
-                        f"{HEAD} must be {EMBEDDING} where tie_word_embeddings is true, got "
-                        "another one: say tie_word_embeddings=false in config.json"
+                        f"{HEAD} must be {EMBEDDING} if tie_word_embeddings is true, got "
+                        "another one: set tie_word_embeddings=false in config.json"
                     )
             elif not name.endswith("rotary_emb.inv_freq"):
                 each = converted(name, x, config, start)

@@ -110,7 +110,7 @@ class NSAGenerationMixin(GenerationMixin):
         given, rows = generation_config, batch_size * generation_config.num_return_sequences
         if (left := getattr(given, "assistant_early_exit", None)) is not None:
             raise NotImplementedError(
-                "assistant_early_exit must be None: a model with NSA leaves out no layers, give an "
+                "assistant_early_exit must be None: an NSA model cannot skip layers; pass an "
                 f"assistant_model, got {left}"
             )
         name, cache = given.cache_implementation, model_kwargs.get(CACHE)
@@ -118,7 +118,7 @@ class NSAGenerationMixin(GenerationMixin):
         prompt = 0 if positions is None else positions.shape[-1]
         if cache is not None and name is not None:
             raise ValueError(
-                f"cache_implementation must be None where a cache is given, got {name!r}"
+                f"cache_implementation must be None if a cache is given, got {name!r}"
             )
         if isinstance(cache, NSAModelCache):
             copies = max(given.num_beams, given.num_return_sequences)
@@ -209,7 +209,7 @@ def _check_cache(
     """Raise ValueError if the caller's cache does not fit the call of `generate`."""
     if given.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
-            "compile_config must be None where cache is an NSAPagedModelCache, whose "
+            "compile_config must be None if cache is an NSAPagedModelCache, whose "
             "steps are a CUDA graph and not compiled"
         )
     if cache.batch_size not in (-1, rows):
@@ -219,11 +219,11 @@ def _check_cache(
         )
     if 0 <= (limit := cache.get_max_length()) < columns:
         raise ValueError(
-            f"cache must have capacity for {columns} tokens, all of max_length but the "
-            f"last, got {limit}"
+            f"cache must have capacity for {columns} tokens, one less than max_length, "
+            f"got {limit}"
         )
     if 0 < prompt <= (seen := cache.get_seq_length()):
         raise ValueError(
-            f"input_ids must be longer than the {seen} tokens that cache has seen, which are a "
-            f"part of them, got {prompt}"
+            f"input_ids must contain the {seen} tokens that cache has seen and at least one "
+            f"more, got {prompt}"
         )

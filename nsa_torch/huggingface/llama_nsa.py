@@ -67,7 +67,7 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
         validate.one_of("selection", self.selection, SELECTIONS)
         if self.selection == "trained" and self.block_size != self.block_counts:
             raise ValueError(
-                "selection='trained' needs as many blocks of a query as a chunk has, "
+                "selection='trained' needs as many blocks per query as a chunk has, "
                 f"block_counts={self.block_counts}, got block_size={self.block_size}"
             )
         if self.attention_dropout:
@@ -107,7 +107,7 @@ class LlamaNSAAttention(LlamaAttention):
             key, value = (x.transpose(1, 2).contiguous() for x in pair)
             if cache.get_seq_length(self.layer_idx) != key.shape[1]:
                 raise NotImplementedError(
-                    f"{CACHE} must hold the tokens alone, as a dynamic cache does, got "
+                    f"{CACHE} must contain only the tokens, as a dynamic cache does, got "
                     f"{type(cache).__name__} of {key.shape[1]}"
                 )
         config, chosen = self.config.sizes, None
@@ -189,7 +189,7 @@ class LlamaNSAForCausalLM(LlamaForCausalLM):
         """The same as Llama's."""
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise NotImplementedError(
-                "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
+                "attention_mask must be None or all ones: LlamaNSAForCausalLM supports no padding"
             )
         check_keywords(rest, *THEIRS)
         given = rest.get("inputs_embeds") if input_ids is None else input_ids
@@ -206,7 +206,7 @@ def _borders(x: Tensor, config: NSAConfig, call: dict[str, Any]) -> Tensor | Non
         if position is None or position.shape[-1] == 1 or bool((position.diff() == 1).all()):
             return None
         if cache is not None:
-            raise ValueError(f"position_ids must follow each other where {CACHE} is given")
+            raise ValueError(f"position_ids must follow each other if {CACHE} is given")
     batch, length = x.shape[:2]
     return rows(batch, length, None, position, call, cache, config).cu_seqlens
 

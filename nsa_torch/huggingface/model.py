@@ -201,7 +201,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             rest = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(
                 f"{path} must have the weights of {cls.__name__}, got {wrong[0]}{rest}; "
-                "strict=False draws anew what is missing and leaves out what is unknown"
+                "strict=False initializes missing weights and ignores unknown ones"
             )
         return (model, info) if output_loading_info else model
 
@@ -300,7 +300,7 @@ class NSAModel(NSAPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
-                    "cache must be None where gradient checkpointing trains, got one: call eval()"
+                    "cache must be None if gradient checkpointing trains, got one: call eval()"
                 )
             use_cache = False
         given = attention_mask, position_ids, call | {"max_length_q": max_length_q}, cache

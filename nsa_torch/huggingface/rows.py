@@ -83,7 +83,7 @@ def check_keywords(call: dict[str, Any], *others: str) -> None:
     for name, x in checks.present(**call).items():
         if name not in READ.union(others):
             raise TypeError(
-                f"{name} is no argument of the model; boundaries of packed sequences are "
+                f"{name} is not an argument of the model; boundaries of packed sequences are "
                 f"{', '.join(BORDERS)}, {INDEX} or position_ids"
             )
         if name in FIXED and bool(x) is not FIXED[name][0]:
@@ -121,10 +121,10 @@ def rows(
     if name := next(iter(told), None):
         if attention_mask is not None or cache is not None:
             raise ValueError(
-                f"{name} must be None where attention_mask or a cache is given, got both"
+                f"{name} must be None if attention_mask or a cache is given, got both"
             )
         if batch != 1:
-            raise ValueError(f"input_ids must be one row where {name} is given, got {batch}")
+            raise ValueError(f"input_ids must be one row if {name} is given, got {batch}")
     if batch == 1 and attention_mask is None and cache is None and position_ids is not None:
         told[POSITION] = position_ids
     if told:
@@ -154,8 +154,8 @@ def rows(
     found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if found != whole and not (step and found == (batch, 1)):
         raise ValueError(
-            f"attention_mask must have shape {whole}, a number for each column of the cache and of "
-            f"the input, got {found}"
+            f"attention_mask must have shape {whole}, one number for each column of the cache and "
+            f"of the input, got {found}"
         )
     if step and (found != whole or not free_to_read(mask)):
         return Rows(count=(mask[:, -1] != 0).long())
@@ -226,7 +226,7 @@ def _borders(told: dict[str, Any], length: int) -> Tensor:
             continue
         given = [*dict.fromkeys(_as_borders(name, x, length, starts[-1]).tolist())]
         if given != starts:
-            raise ValueError(f"{name} must be the borders of {first}, {starts}, got {given}")
+            raise ValueError(f"{name} must be the boundaries of {first}, {starts}, got {given}")
     COMPARED.add(compared)
     return borders
 

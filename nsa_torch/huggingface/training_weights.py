@@ -47,7 +47,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
         model = NSAForCausalLM(_configuration(path)).eval()
     elif model.config.tie_word_embeddings:
         raise ValueError(
-            "tie_word_embeddings must be False to load a model with a head of its own"
+            "tie_word_embeddings must be False to load a model with an output head"
         )
     weights.load(path, _TrainingModel(model))
     return model
@@ -59,7 +59,7 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
         raise ValueError(
-            f"{path}: must state hyper_parameters where no model is given, got no {missing[0]}"
+            f"{path}: must state hyper_parameters if no model is given, got no {missing[0]}"
         )
     spec = LayerSpec(**{name: x for name, x in found.items() if name in FIELDS})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
@@ -103,7 +103,7 @@ class _TrainingModel(_Renamed):
             raise ValueError(f"attention must be the same in all layers, got {sorted(kinds)}")
         if kinds == {"dense"} and (config.attention_bias or config.qk_norm):
             raise ValueError(
-                "attention_bias and qk_norm must be False where all layers are dense, got "
+                "attention_bias and qk_norm must be False if all layers are dense, got "
                 f"{config.attention_bias} and {config.qk_norm}"
             )
         decoder, head = model.model, model.lm_head

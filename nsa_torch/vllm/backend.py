@@ -61,7 +61,7 @@ class NSABackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls():
-        raise NotImplementedError("a layer with NSA attends by an op of its own")
+        raise NotImplementedError("an NSA layer has its own attention operator")
 
     @staticmethod
     def get_builder_cls():

@@ -151,7 +151,7 @@ class NSAForCausalLM(nn.Module):
         if head is not None and not torch.equal(
             head.to(self.lm_head.weight), self.lm_head.weight
         ):
-            raise ValueError(f"{HEAD} must be the embedding where tie_word_embeddings is set")
+            raise ValueError(f"{HEAD} must be the embedding if tie_word_embeddings is set")
         return loaded | {HEAD}
 
 
